@@ -1,0 +1,40 @@
+# Everything a person or a machine does here. `make demo` and `make test` need Python 3.11 and pip only.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PROTOS := $(wildcard protos/baton/v1/*.proto)
+
+.PHONY: setup demo test lint format protos clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or newer")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing into $(VENV) (torch is the large part)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/baton demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy router prefill_worker decode_worker kvtransfer baton tools
+	$(BIN)/lint-imports --no-cache
+	@$(BIN)/python tools/protos.py --check
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: $(STAMP) $(PROTOS)
+	@$(BIN)/python tools/protos.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist build

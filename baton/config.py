@@ -1,0 +1,184 @@
+"""Settings: one frozen dataclass for each kind of process, validated once, at the start.
+
+The command line (`baton.cli`) fills them in; nothing else reads options or the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+
+
+def model_path(model: str) -> Path:
+    """The directory (or, for random weights, the config file) that `--model` names.
+
+    Raises ConfigError when there is nothing there.
+    """
+    path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"model {model!r} not found: give a Hugging Face model directory (config.json, "
+            "*.safetensors, tokenizer.json) or 'demo'"
+        )
+    return path.resolve()
+
+
+def split_address(address: str, option: str = "address") -> tuple[str, int]:
+    """(host, port) of "host:port"; raises ConfigError naming the option."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{option} must be HOST:PORT, not {address!r}")
+    return host, int(port)
+
+
+def host_id() -> str:
+    """Equal for two processes exactly when one can open the other's memory through /proc."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/pid").readlink()
+    return f"{boot}/{namespace}/{os.getuid()}"
+
+
+def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{option} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def _at_least(option: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{option} must be at least {least}, not {value}")
+
+
+@dataclass(frozen=True)
+class RegistryConfig:
+    """Where members are kept."""
+
+    etcd: str = "127.0.0.1:2379"
+    cluster: str = "default"
+    lease_ttl_s: int = 5
+    user: str = ""
+    password_file: Path | None = None
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for address in self.etcd.split(","):
+            split_address(address.removeprefix("http://").removeprefix("https://"), "--etcd")
+        _at_least("--lease-ttl", self.lease_ttl_s, 1)
+        if not self.cluster or "/" in self.cluster:
+            raise ConfigError(f"--cluster must be a name without '/', not {self.cluster!r}")
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ConfigError("--etcd-cert and --etcd-key go together")
+
+    @property
+    def workers_prefix(self) -> str:
+        """Every worker's key begins with this."""
+        return f"/baton/v1/{self.cluster}/workers/"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine runs a model. Counts are tokens unless the name says otherwise."""
+
+    model: str = "demo"
+    random_weights: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    kv_blocks: int = 0  # 0: as many as fit `kv_cache_bytes`
+    kv_cache_bytes: int = 512 << 20
+    max_context: int = 0  # 0: the model's own
+    max_batch: int = 64
+    chunk_tokens: int = 512
+    prefix_cache: bool = True
+    threads: int = 0  # 0: torch's own choice
+
+    def __post_init__(self) -> None:
+        _choice("--dtype", self.dtype, DTYPES)
+        _choice("--device", self.device, DEVICES)
+        _at_least("--block-size", self.block_size, 1)
+        _at_least("--kv-blocks", self.kv_blocks, 0)
+        _at_least("--max-batch", self.max_batch, 1)
+        _at_least("--chunk-tokens", self.chunk_tokens, 1)
+        _at_least("--threads", self.threads, 0)
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One prefill or decode worker."""
+
+    role: str
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""  # host:port others use; empty: host and the bound port
+    model_name: str = ""  # empty: the model directory's name
+    transport: str = "auto"
+    otlp: str | None = None
+    drain_s: float = 30.0
+    lease_s: float = 30.0
+    transfer_timeout_s: float = 10.0
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def __post_init__(self) -> None:
+        _choice("role", self.role, ("prefill", "decode"))
+        _choice("--transport", self.transport, TRANSPORTS)
+        _at_least("--drain-timeout", self.drain_s, 0)
+        _at_least("--reservation-lease", self.lease_s, 0.1)
+        if self.advertise:
+            split_address(self.advertise, "--advertise")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """One router."""
+
+    model: str = "demo"
+    model_name: str = ""
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    host: str = "127.0.0.1"
+    port: int = 7700
+    otlp: str | None = None
+    max_queue: int = 1024
+    max_attempts: int = 4
+    default_timeout_s: float = 600.0
+    local_prefill_max_tokens: int = 16
+    drain_s: float = 30.0
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def __post_init__(self) -> None:
+        _at_least("--max-queue", self.max_queue, 1)
+        _at_least("--max-attempts", self.max_attempts, 1)
+        _at_least("--local-prefill-max", self.local_prefill_max_tokens, 0)
+        _at_least("--default-timeout", self.default_timeout_s, 0.001)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """A whole cluster on this machine, as `baton up` starts it."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    prefill: int = 1
+    decode: int = 1
+    port: int = 7700
+    transport: str = "auto"
+    etcd: str | None = None  # None: start an embedded one
+    otlp: str | None = None
+    trace: bool = False
+    local_prefill_max_tokens: int = 16
+    restart: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("--prefill", self.prefill, 0)
+        _at_least("--decode", self.decode, 1)
+        _choice("--transport", self.transport, TRANSPORTS)

@@ -1,0 +1,79 @@
+"""Every error Baton raises on purpose, as one tree.
+
+`baton.rpc` holds the one table between these classes and gRPC status codes, in both directions, so
+that an error keeps its meaning across processes. This module knows neither gRPC nor tensors.
+"""
+
+from __future__ import annotations
+
+
+class BatonError(Exception):
+    """Base of all errors; `str()` names the cause and, where there is one, the mend."""
+
+
+class InvalidRequest(BatonError):
+    """The request can never work as it is. `field` names the part that is wrong."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ModelNotFound(BatonError):
+    """The cluster does not serve the model that was asked for."""
+
+
+class Unauthenticated(BatonError):
+    """The caller's API key is missing or unknown."""
+
+
+class RetryableError(BatonError):
+    """The same request may work later. `retry_after_s` is the server's advice, 0 if it has none."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(RetryableError):
+    """There is no room now: no free blocks, a full queue, a deadline that cannot be met."""
+
+
+class Unavailable(RetryableError):
+    """Nobody is there to do it: no worker of a role, a process that is gone or draining."""
+
+
+class DeadlineExceeded(BatonError):
+    """The request's deadline passed."""
+
+
+class Cancelled(BatonError):
+    """The caller gave the request up."""
+
+
+class Stale(BatonError):
+    """A lease, incarnation or epoch names something that no longer exists."""
+
+
+class KvMismatch(BatonError):
+    """Two workers' KV caches do not mean the same; both sides are named."""
+
+
+class TransferFailed(BatonError):
+    """KV bytes did not arrive; nothing was scheduled, the request can be run elsewhere."""
+
+
+class KvCorrupted(TransferFailed):
+    """KV bytes arrived short or changed; they were discarded."""
+
+
+class InternalError(BatonError):
+    """A bug or an unknown failure."""
+
+
+class ConfigError(BatonError):
+    """A setting or command-line option is wrong. Raised at start, never in service."""
+
+
+class CheckpointError(ConfigError):
+    """A model directory cannot be used; the file, and the tensor if there is one, are named."""

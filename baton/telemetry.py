@@ -1,0 +1,97 @@
+"""Tracing: one trace a request, carried in gRPC metadata from process to process.
+
+Only the OpenTelemetry API is needed; without its SDK, or without an OTLP address, every span is a
+no-op. Spans of work done on other threads are recorded afterwards from measured times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from baton.errors import ConfigError
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+Attributes = Mapping[str, str | int | float | bool]
+
+
+class Telemetry:
+    """A process's tracer and, when spans are exported, the provider to flush at the end."""
+
+    def __init__(self, tracer: Tracer, provider: Any = None) -> None:
+        self.tracer = tracer
+        self._provider = provider
+
+    def close(self) -> None:
+        """Exports what is pending (bounded by the exporter's own timeout)."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def setup(service: str, otlp: str | None, attributes: Attributes | None = None) -> Telemetry:
+    """A tracer named for `service` that exports to the OTLP gRPC address `otlp`, if given.
+
+    Raises ConfigError when an address is given and the SDK is not installed.
+    """
+    if not otlp:
+        return Telemetry(trace.NoOpTracer())
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp {otlp} needs the OpenTelemetry SDK: pip install 'baton-serving[otel]'"
+        ) from error
+    resource = Resource.create({"service.name": service, **(attributes or {})})
+    provider = TracerProvider(resource=resource)
+    exporter = OTLPSpanExporter(endpoint=otlp, insecure=not otlp.startswith("https"))
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=200))
+    return Telemetry(provider.get_tracer("baton"), provider)
+
+
+def inject(context: Context | None = None) -> tuple[tuple[str, str], ...]:
+    """gRPC metadata that carries the current (or given) span to another process."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, context)
+    return tuple(carrier.items())
+
+
+def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
+    """The context that a caller's metadata carries."""
+    carrier = {k: v for k, v in metadata or () if isinstance(v, str)}
+    return _PROPAGATOR.extract(carrier)
+
+
+def context_of(span: Span) -> Context:
+    """A context in which `span` is the parent."""
+    return trace.set_span_in_context(span)
+
+
+def trace_id_of(span: Span) -> str:
+    """The span's trace id as 32 hexadecimal digits, empty when it records nothing."""
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def record(
+    tracer: Tracer,
+    name: str,
+    parent: Context,
+    start_ns: int,
+    end_ns: int | None = None,
+    attributes: Attributes | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+) -> None:
+    """Records a span after the fact from wall-clock nanoseconds (`time.time_ns`)."""
+    span = tracer.start_span(
+        name, context=parent, start_time=start_ns, attributes=dict(attributes or {}), kind=kind
+    )
+    span.end(end_ns if end_ns is not None else time.time_ns())

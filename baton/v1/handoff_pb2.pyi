@@ -1,0 +1,94 @@
+from baton.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OfferRequest(_message.Message):
+    __slots__ = ("incarnation", "target_incarnation", "host_id", "kv", "transports")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    target_incarnation: str
+    host_id: str
+    kv: _common_pb2.KvDescriptor
+    transports: _containers.RepeatedScalarFieldContainer[_common_pb2.Transport]
+    def __init__(self, incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., kv: _Optional[_Union[_common_pb2.KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_common_pb2.Transport, str]]] = ...) -> None: ...
+
+class OfferResponse(_message.Message):
+    __slots__ = ("transport", "epoch", "endpoint")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    transport: _common_pb2.Transport
+    epoch: int
+    endpoint: bytes
+    def __init__(self, transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., epoch: _Optional[int] = ..., endpoint: _Optional[bytes] = ...) -> None: ...
+
+class ReadyRequest(_message.Message):
+    __slots__ = ("handoff_id", "reservation_token", "incarnation", "epoch", "first_token", "num_tokens")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
+    reservation_token: str
+    incarnation: str
+    epoch: int
+    first_token: int
+    num_tokens: int
+    def __init__(self, handoff_id: _Optional[str] = ..., reservation_token: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class ReadyResponse(_message.Message):
+    __slots__ = ("block_ids",)
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("handoff_id", "reservation_token", "incarnation", "epoch", "num_tokens", "num_bytes", "checksum", "first_token_id")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
+    reservation_token: str
+    incarnation: str
+    epoch: int
+    num_tokens: int
+    num_bytes: int
+    checksum: int
+    first_token_id: int
+    def __init__(self, handoff_id: _Optional[str] = ..., reservation_token: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., first_token_id: _Optional[int] = ...) -> None: ...
+
+class CommitResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("handoff_id", "reservation_token", "incarnation", "reason")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
+    reservation_token: str
+    incarnation: str
+    reason: str
+    def __init__(self, handoff_id: _Optional[str] = ..., reservation_token: _Optional[str] = ..., incarnation: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,67 @@
+from baton.v1 import common_pb2 as _common_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HandoffTarget(_message.Message):
+    __slots__ = ("address", "incarnation", "reservation_token", "cached_tokens", "host_id")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    reservation_token: str
+    cached_tokens: int
+    host_id: str
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., reservation_token: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("sequence", "target")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    sequence: _common_pb2.SequenceSpec
+    target: HandoffTarget
+    def __init__(self, sequence: _Optional[_Union[_common_pb2.SequenceSpec, _Mapping]] = ..., target: _Optional[_Union[HandoffTarget, _Mapping]] = ...) -> None: ...
+
+class PrefillStarted(_message.Message):
+    __slots__ = ("queue_ms", "cached_tokens")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    cached_tokens: int
+    def __init__(self, queue_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillFirstToken(_message.Message):
+    __slots__ = ("token_id", "logprobs", "finish_reason")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprobs: _common_pb2.PositionLogprobs
+    finish_reason: _common_pb2.FinishReason
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
+
+class PrefillCommitted(_message.Message):
+    __slots__ = ("transfer_bytes", "transfer_ms", "transport")
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    transfer_bytes: int
+    transfer_ms: float
+    transport: _common_pb2.Transport
+    def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("started", "first_token", "committed")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    started: PrefillStarted
+    first_token: PrefillFirstToken
+    committed: PrefillCommitted
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., committed: _Optional[_Union[PrefillCommitted, _Mapping]] = ...) -> None: ...
