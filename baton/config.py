@@ -32,6 +32,11 @@ def model_path(model: str) -> Path:
     return path.resolve()
 
 
+def default_model_name(model: str) -> str:
+    """The name a model is served under when none is given: its directory's."""
+    return "demo" if model == "demo" else model_path(model).name.removesuffix(".json")
+
+
 def split_address(address: str, option: str = "address") -> tuple[str, int]:
     """(host, port) of "host:port"; raises ConfigError naming the option."""
     host, _, port = address.rpartition(":")
@@ -138,6 +143,11 @@ class WorkerConfig:
         if self.advertise:
             split_address(self.advertise, "--advertise")
 
+    @property
+    def served_name(self) -> str:
+        """The model name that requests use."""
+        return self.model_name or default_model_name(self.engine.model)
+
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -162,6 +172,11 @@ class RouterConfig:
         _at_least("--local-prefill-max", self.local_prefill_max_tokens, 0)
         _at_least("--default-timeout", self.default_timeout_s, 0.001)
 
+    @property
+    def served_name(self) -> str:
+        """The model name that requests use."""
+        return self.model_name or default_model_name(self.model)
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
@@ -170,15 +185,20 @@ class ClusterConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     prefill: int = 1
     decode: int = 1
-    port: int = 7700
+    host: str = "127.0.0.1"  # the router's; workers and etcd listen on loopback
+    port: int = 7700  # the router's; 0: a free one
     transport: str = "auto"
     etcd: str | None = None  # None: start an embedded one
+    cluster: str = "default"
     otlp: str | None = None
     trace: bool = False
     local_prefill_max_tokens: int = 16
     restart: bool = True
+    drain_s: float = 5.0
+    log_level: str = "warning"
 
     def __post_init__(self) -> None:
+        _at_least("--drain-timeout", self.drain_s, 0)
         _at_least("--prefill", self.prefill, 0)
         _at_least("--decode", self.decode, 1)
         _choice("--transport", self.transport, TRANSPORTS)

@@ -6,13 +6,15 @@ no-op. Spans of work done on other threads are recorded afterwards from measured
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton.errors import ConfigError
@@ -79,6 +81,31 @@ def trace_id_of(span: Span) -> str:
     """The span's trace id as 32 hexadecimal digits, empty when it records nothing."""
     context = span.get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+@contextlib.contextmanager
+def span(
+    tracer: Tracer,
+    name: str,
+    parent: Context,
+    attributes: Attributes | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+) -> Iterator[Span]:
+    """A span around what runs inside; it marks failures and cancellation.
+
+    It is not made current: in a generator, "current" would leak to whoever consumes it.
+    """
+    entered = tracer.start_span(name, context=parent, attributes=dict(attributes or {}), kind=kind)
+    try:
+        yield entered
+    except (asyncio.CancelledError, GeneratorExit):
+        entered.set_attribute("baton.cancelled", True)
+        raise
+    except Exception as error:
+        entered.set_status(StatusCode.ERROR, str(error))
+        raise
+    finally:
+        entered.end()
 
 
 def record(

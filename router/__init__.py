@@ -1,0 +1,5 @@
+"""The router: admits requests, places each on a pair of workers, and tells its story to the end.
+
+Read `dispatch` first. The router speaks text with callers and token ids with workers; it knows no
+tensor, keeps nothing on disk, and any number of routers can serve one cluster.
+"""

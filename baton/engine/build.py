@@ -1,0 +1,130 @@
+"""Puts an engine together from settings: checkpoint, KV pool, planner, sampler, thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.config import EngineConfig, model_path
+from baton.engine.blocks import BlockPool
+from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
+from baton.engine.loop import Engine, StepReport
+from baton.engine.model import Model
+from baton.engine.model_config import ModelConfig, fingerprint
+from baton.engine.planner import Plan, Planner, Work
+from baton.engine.runner import Runner
+from baton.engine.sampler import Sampler
+from baton.engine.sequence import Sequence
+from baton.engine.weights import load_weights, random_weights
+from baton.errors import ConfigError
+from baton.sampling import SamplingParams
+from baton.v1 import common_pb2
+
+log = logging.getLogger(__name__)
+RANDOM_WEIGHTS_SEED = 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory with its KV pool, ready to be driven by an `Engine`."""
+
+    path: Path
+    model_config: ModelConfig
+    runner: Runner
+    layout: KvLayout
+    descriptor: common_pb2.KvDescriptor
+    settings: EngineConfig
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence in tokens: what model, settings and pool all allow."""
+        longest = self.settings.max_context or self.model_config.max_context
+        in_pool = self.layout.num_blocks * self.layout.block_size - 1
+        return min(longest, self.model_config.max_context, in_pool)
+
+    def engine(self, publish: Callable[[StepReport], None]) -> Engine:
+        """A new engine, not started, over this model and pool."""
+        settings = self.settings
+        blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
+        planner = Planner(blocks, settings.chunk_tokens, settings.max_batch)
+        eos = self.model_config.eos_token_ids
+        return Engine(self.runner, planner, eos, self.max_context, publish)
+
+
+def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
+    """Loads the model that `settings` name and allocates its KV pool.
+
+    Raises CheckpointError for a broken checkpoint, ConfigError for impossible settings.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    path = model_path(settings.model)
+    config = ModelConfig.load(path)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, config.dtype, device)
+    layout = plan_layout(
+        config, dtype, settings.block_size, settings.kv_blocks, settings.kv_cache_bytes
+    )
+    started = time.monotonic()
+    if settings.random_weights:
+        weights = random_weights(config, dtype, device, RANDOM_WEIGHTS_SEED)
+    else:
+        weights = load_weights(path, config, dtype, device, _Progress())
+    model = Model(config, weights, dtype, device)
+    pool = allocate_pool(layout, allocate, device)
+    log.info(
+        "loaded %s: %.1f M parameters, %s on %s, %d KV blocks of %d tokens (%.0f MiB), %.1f s",
+        path.name, config.num_parameters / 1e6, layout.dtype, device, layout.num_blocks,
+        layout.block_size, layout.num_bytes / 2**20, time.monotonic() - started,
+    )  # fmt: skip
+    sampler = Sampler(config.eos_token_ids, config.vocab_size)
+    seed = RANDOM_WEIGHTS_SEED if settings.random_weights else None
+    descriptor = layout.descriptor(fingerprint(path, seed))
+    return Loaded(path, config, Runner(model, pool, sampler), layout, descriptor, settings)
+
+
+def warm_up(loaded: Loaded) -> None:
+    """Runs one chunk and one single-token step, so that no request pays for first-time costs.
+
+    Writes into the pool before any sequence owns a block of it.
+    """
+    chunk = min(loaded.settings.chunk_tokens, loaded.max_context)
+    blocks = list(range(-(-chunk // loaded.layout.block_size)))
+    sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
+    loaded.runner.run(Plan([Work(sequence, 0, chunk)]))
+    loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a setting names; "auto" is a GPU where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The compute type; "auto" is bfloat16 for half-precision checkpoints where it is fast."""
+    if name == "auto":
+        half = checkpoint in ("bfloat16", "float16")
+        fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+        name = "bfloat16" if half and fast else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+class _Progress:
+    """Logs how far loading is, at most once a second."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + 1.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next += 1.0
+            log.info("loading weights: %d of %d tensors", done, total)

@@ -1,0 +1,92 @@
+"""The paged KV cache: one tensor, block-major, and the descriptor that says what its bytes mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.model_config import ModelConfig
+from baton.errors import ConfigError
+from baton.v1 import common_pb2
+
+LAYOUT_VERSION = 1
+
+Allocate = Callable[[int], torch.Tensor]
+"""Gives zeroed uint8 memory of a size in bytes; a worker passes one that others can map."""
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`."""
+
+    num_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The pool's shape; axis 2 is K, then V."""
+        return (
+            self.num_blocks,
+            self.num_layers,
+            2,
+            self.num_kv_heads,
+            self.block_size,
+            self.head_size,
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the pool."""
+        return self.num_blocks * self.block_size * self.bytes_per_token
+
+    def descriptor(self, model_fingerprint: str) -> common_pb2.KvDescriptor:
+        """What another worker must match to exchange blocks."""
+        return common_pb2.KvDescriptor(
+            model_fingerprint=model_fingerprint,
+            dtype=str(self.dtype).removeprefix("torch."),
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            block_size=self.block_size,
+            layout_version=LAYOUT_VERSION,
+            tensor_parallel=1,
+        )
+
+
+def plan_layout(
+    config: ModelConfig, dtype: torch.dtype, block_size: int, num_blocks: int, budget_bytes: int
+) -> KvLayout:
+    """A layout of `num_blocks`, or of as many as `budget_bytes` hold.
+
+    Raises ConfigError when not even one block fits.
+    """
+    one = KvLayout(1, config.num_layers, config.num_kv_heads, block_size, config.head_size, dtype)
+    count = num_blocks or budget_bytes // one.num_bytes
+    if count < 1:
+        raise ConfigError(
+            f"one KV block takes {one.num_bytes} bytes and the budget is {budget_bytes}: "
+            "raise --kv-cache-mb or lower --block-size"
+        )
+    return KvLayout(
+        count, config.num_layers, config.num_kv_heads, block_size, config.head_size, dtype
+    )
+
+
+def allocate_pool(
+    layout: KvLayout, allocate: Allocate | None, device: torch.device
+) -> torch.Tensor:
+    """The zeroed pool; `allocate` places it where other processes can map it."""
+    if allocate is None:
+        return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+    return allocate(layout.num_bytes).view(layout.dtype).view(layout.shape)

@@ -1,0 +1,53 @@
+"""A sequence: tokens known, tokens computed, and the blocks that hold the difference's history.
+
+It knows nothing of phases. Prefill is "many tokens not computed", decode is "one token not
+computed", a cache hit is "computed without work", preemption is "computed no more".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.prefix import block_hash, root_hash
+from baton.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on one engine. Owned by the engine thread once it is added."""
+
+    seq_id: str
+    tokens: list[int]
+    prompt_tokens: int  # how many of `tokens` the caller sent; the rest is output
+    params: SamplingParams
+    cache_salt: str = ""
+    park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
+    num_computed: int = 0
+    num_cached: int = 0  # of num_computed, taken from the prefix cache at first admission
+    new_tokens: int = 0  # sampled by this engine
+    preemptions: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.tokens)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known and not yet computed."""
+        return len(self.tokens) - self.num_computed
+
+    def parent_hash(self, index: int) -> int:
+        """Hash of the block before block `index`."""
+        return self.block_hashes[index - 1] if index else root_hash(self.cache_salt)
+
+    def hash_of(self, index: int, block_size: int) -> int:
+        """Hash of full block `index`; computed once, in order."""
+        while len(self.block_hashes) <= index:
+            at = len(self.block_hashes)
+            tokens = self.tokens[at * block_size : (at + 1) * block_size]
+            assert len(tokens) == block_size, "only full blocks have a hash"
+            self.block_hashes.append(block_hash(self.parent_hash(at), tokens))
+        return self.block_hashes[index]

@@ -1,0 +1,150 @@
+"""The whole of Baton in one process: the same engine, no worker, no transfer.
+
+It is the oracle of the cluster: what a cluster streams must equal what this returns, token for
+token. `baton generate --local` runs it.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
+from baton.config import EngineConfig
+from baton.engine import build
+from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine.sequence import Sequence as EngineSequence
+from baton.errors import InternalError, InvalidRequest
+from baton.sampling import SamplingParams
+from baton.text import AnyTokenizer, check_stop_strings, load_tokenizer
+from router.story import Ask
+from router.text_stream import TextStream
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class SingleProcess:
+    """A loaded model with its engine; a context manager that stops the engine's thread."""
+
+    def __init__(self, settings: EngineConfig) -> None:
+        self._loaded = build.load(settings)
+        self.tokenizer = load_tokenizer(self._loaded.path)
+        self._news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+        self._engine: Engine = self._loaded.engine(self._publish)
+        self._requests = 0
+
+    def __enter__(self) -> SingleProcess:
+        self._engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.stop()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] = lambda text: None,
+    ) -> Completion:
+        """Runs one completion; `on_text` gets the text as it becomes certain.
+
+        Raises InvalidRequest as a router would.
+        """
+        tokens = encode(self.tokenizer, prompt)
+        self._check(tokens, params)
+        check_stop_strings(stop)
+        self._requests += 1
+        name = f"local-{self._requests}"
+        ask = Ask(name, tuple(tokens), params, tuple(stop), False, "", float("inf"))
+        started = time.monotonic()
+        sequence = EngineSequence(name, list(tokens), len(tokens), params)
+        self._engine.add(sequence).result()
+        try:
+            return self._collect(ask, sequence, started, on_text)
+        finally:
+            self._engine.release(name).result()
+
+    def _collect(
+        self,
+        ask: Ask,
+        sequence: EngineSequence,
+        started: float,
+        on_text: Callable[[str], None],
+    ) -> Completion:
+        text = TextStream(self.tokenizer, ask)
+        said: list[str] = []
+        logprobs: list[TokenLogprobs] = []
+        times: list[float] = []
+        tokens: list[int] = []
+        reason: str | None = None
+        while reason is None:
+            progress = self._news.get()
+            if progress.abort_reason:
+                raise InternalError(progress.abort_reason)
+            if progress.seq_id != sequence.seq_id or progress.token_id is None:
+                continue
+            times.append(time.monotonic())
+            tokens.append(progress.token_id)
+            if progress.logprobs:
+                drawn = progress.logprobs
+                logprobs.append(TokenLogprobs(drawn.token_id, drawn.logprob, drawn.top))
+            said.append(text.advance([progress.token_id], progress.finish_reason))
+            on_text(said[-1])
+            reason = "stop" if text.stop is not None else progress.finish_reason
+        steps = max(1, len(times) - 1)
+        return Completion(
+            text="".join(said),
+            token_ids=tuple(tokens),
+            finish_reason="stop" if reason == "stop" else "length",
+            stop=text.stop or "",
+            logprobs=tuple(logprobs),
+            usage=Usage(len(ask.prompt), len(tokens), sequence.num_cached),
+            timing=Timing(
+                ttft_ms=(times[0] - started) * 1e3,
+                tpot_ms=(times[-1] - times[0]) * 1e3 / steps,
+                e2e_ms=(time.monotonic() - started) * 1e3,
+            ),
+            route=Route(attempts=1),
+            request_id=ask.request_id,
+        )
+
+    def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        vocab, limit = self.tokenizer.vocab_size, self._loaded.max_context
+        params.validate(vocab)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab:
+            raise InvalidRequest(f"the prompt needs token ids from 0 to {vocab - 1}", "token_ids")
+        if len(tokens) >= limit:
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens and the context holds {limit}, "
+                "of which one must be left for output",
+                "input",
+            )
+
+    def _publish(self, report: StepReport) -> None:
+        for progress in report.progress:
+            self._news.put(progress)
+
+
+def encode(tokenizer: AnyTokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a text, of chat messages, or of ids as they are."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return ids
+    turns = [(item["role"], item["content"]) for item in prompt if isinstance(item, Mapping)]
+    return tokenizer.encode_chat(turns)
+
+
+def run_local(
+    settings: EngineConfig,
+    prompt: Prompt,
+    params: SamplingParams,
+    stop: Sequence[str] = (),
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Completion:
+    """Loads the model, runs one completion, and lets the model go."""
+    with SingleProcess(settings) as process:
+        return process.generate(prompt, params, stop, on_text)

@@ -1,0 +1,113 @@
+"""How a caller wants tokens chosen: one validated, immutable value from SDK to sampler.
+
+The router validates it before any work; workers trust what a router sent. Knows no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from baton.errors import InvalidRequest
+from baton.v1 import common_pb2
+
+DEFAULT_MAX_TOKENS = 64
+MAX_TOP_LOGPROBS = 20
+MAX_SEED = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings; see common.proto for what each one does. `logprobs` None is off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on earlier tokens or a bias."""
+        return bool(
+            self.logit_bias
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+        )
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises InvalidRequest naming the first setting that is out of range."""
+        checks = (
+            ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "at most max_tokens"),
+            ("seed", 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit number"),
+            ("logprobs", (self.logprobs or 0) <= MAX_TOP_LOGPROBS, f"at most {MAX_TOP_LOGPROBS}"),
+            ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "±100 at most"),
+            ("logit_bias", all(t < vocab_size for t in self.logit_bias), "of known tokens"),
+            ("stop_token_ids", all(t < vocab_size for t in self.stop_token_ids), "known tokens"),
+        )
+        for name, valid, expected in checks:
+            if not valid:
+                raise InvalidRequest(
+                    f"{name} must be {expected}, not {getattr(self, name)}", f"sampling.{name}"
+                )
+
+    def to_proto(self) -> common_pb2.SamplingParams:
+        """The message that stands for these settings."""
+        return common_pb2.SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(self.logit_bias),
+            seed=self.seed,
+            stop_token_ids=sorted(self.stop_token_ids),
+            min_tokens=self.min_tokens,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+        )
+
+    @classmethod
+    def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
+        """The settings a message stands for; unset optional fields take their defaults."""
+
+        def optional(name: str, default: float) -> float:
+            return getattr(message, name) if message.HasField(name) else default
+
+        return cls(
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=optional("top_p", 1.0),
+            min_p=message.min_p,
+            repetition_penalty=optional("repetition_penalty", 1.0),
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            logit_bias=MappingProxyType(dict(message.logit_bias)),
+            seed=message.seed,
+            stop_token_ids=frozenset(message.stop_token_ids),
+            min_tokens=message.min_tokens,
+            max_tokens=int(optional("max_tokens", DEFAULT_MAX_TOKENS)),
+            ignore_eos=message.ignore_eos,
+            logprobs=message.logprobs if message.HasField("logprobs") else None,
+        )

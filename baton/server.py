@@ -1,0 +1,52 @@
+"""What every gRPC server here offers beside its own services: a port, health and reflection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.errors import ConfigError
+from baton.rpc import SERVER_OPTIONS
+
+
+def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
+    """A server, not started, and its host:port; port 0 takes a free one.
+
+    Raises ConfigError when the port is taken.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    wanted = f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(wanted)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen on {wanted}: the port is in use or the address is not this machine's "
+            "(choose another with --port)"
+        ) from error
+    return server, f"{host}:{bound}"
+
+
+class Health:
+    """grpc.health.v1 for the whole process."""
+
+    def __init__(self) -> None:
+        self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self.serving: bool | None = None
+
+    def add_to(self, server: grpc.aio.Server, services: Iterable[str]) -> None:
+        """Adds health, and reflection over `services` (full names)."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    async def set(self, serving: bool) -> None:
+        """Tells watchers whether this process takes work."""
+        if serving is self.serving:
+            return
+        self.serving = serving
+        answer = health_pb2.HealthCheckResponse
+        await self._servicer.set("", answer.SERVING if serving else answer.NOT_SERVING)

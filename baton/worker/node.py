@@ -1,0 +1,184 @@
+"""A worker's life: bind, load, warm up, register, serve, drain, leave.
+
+A worker is registered as STARTING while it loads and becomes READY only after a warm-up, so that
+no request meets a cold model. SIGTERM drains: no new work, what runs may finish, and whatever has
+not finished in time is given back to its router, which places it elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from baton.config import WorkerConfig, host_id
+from baton.engine.build import Loaded
+from baton.engine.loop import Engine, StepReport
+from baton.errors import Unavailable
+from baton.registry import Registration, Registry
+from baton.server import Health, bind
+from baton.telemetry import Telemetry
+from baton.text import text_fingerprint
+from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1.worker_pb2_grpc import WorkerServiceServicer
+from baton.worker.meter import LoadMeter, load_proto
+
+log = logging.getLogger(__name__)
+
+_ROLES = {
+    "prefill": common_pb2.WORKER_ROLE_PREFILL,
+    "decode": common_pb2.WORKER_ROLE_DECODE,
+}
+STOP_GRACE_S = 2.0
+REGISTRY_TIMEOUT_S = 5.0
+
+
+class Role(Protocol):
+    """What makes a worker a prefill or a decode worker."""
+
+    transports: tuple[common_pb2.Transport, ...]
+
+    def add_to(self, server: grpc.aio.Server) -> list[str]:
+        """Adds its services to a server; their full names."""
+
+    def on_step(self, report: StepReport) -> None:
+        """Takes in a step, on the event loop."""
+
+    def pairs(self) -> list[worker_pb2.PairStatus]:
+        """Its links to other workers."""
+
+    async def idle(self) -> None:
+        """Returns when nothing runs any more."""
+
+    async def close(self) -> None:
+        """Gives up what still runs and frees everything."""
+
+
+class Node:
+    """One worker process. `run()` returns when it has drained."""
+
+    def __init__(self, config: WorkerConfig, registry: Registry, trace: Telemetry) -> None:
+        self.config = config
+        self.meter = LoadMeter()
+        self.telemetry = trace
+        self.role: Role
+        self.engine: Engine
+        self.record = common_pb2.WorkerRecord(
+            incarnation=config.incarnation,
+            role=_ROLES[config.role],
+            pid=os.getpid(),
+            host_id=host_id(),
+            state=common_pb2.WORKER_STATE_STARTING,
+            model=config.served_name,
+        )
+        self._registry = registry
+        self._stop = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._health = Health()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new work is refused."""
+        return self._stop.is_set()
+
+    async def run(
+        self,
+        load: Callable[[], Loaded],
+        make_role: Callable[[Node, Loaded], Role],
+        make_servicer: Callable[[Node], WorkerServiceServicer],
+    ) -> None:
+        """Lives the whole life. Raises ConfigError when it cannot begin."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        server, address = bind(self.config.host, self.config.port)
+        self.record.address = self.config.advertise or address
+        async with self._registry.register(self.record) as registration:
+            loaded = await asyncio.to_thread(load)
+            self.engine = loaded.engine(self._publisher(loop))
+            self.role = make_role(self, loaded)
+            self._describe(loaded)
+            self.engine.start()
+            try:
+                await self._serve(server, make_servicer(self), registration)
+            finally:
+                await server.stop(STOP_GRACE_S)
+                await asyncio.to_thread(self.engine.stop)
+
+    async def drain(self) -> None:
+        """Starts draining and waits for its end."""
+        self._stop.set()
+        await self._drained.wait()
+
+    def refuse_if_draining(self) -> None:
+        """Raises Unavailable when new work is not taken any more."""
+        if self.draining:
+            raise Unavailable(f"worker {self.record.incarnation} is draining")
+
+    async def cached_hashes(self) -> list[int]:
+        """Every prefix hash that can be hit now."""
+        return await asyncio.wrap_future(self.engine.cached_hashes())
+
+    def _describe(self, loaded: Loaded) -> None:
+        record = self.record
+        record.text_fingerprint = text_fingerprint(loaded.path)
+        record.kv.CopyFrom(loaded.descriptor)
+        record.transports.extend(self.role.transports)
+        record.blocks_total = loaded.layout.num_blocks
+        record.max_context = loaded.max_context
+        record.max_batch = loaded.settings.max_batch
+
+    def _publisher(self, loop: asyncio.AbstractEventLoop) -> Callable[[StepReport], None]:
+        """The engine's callback: hands each report to the event loop."""
+
+        def publish(report: StepReport) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._on_step, report)
+
+        return publish
+
+    def _on_step(self, report: StepReport) -> None:
+        self.meter.update(report)
+        self.role.on_step(report)
+
+    async def _serve(
+        self,
+        server: grpc.aio.Server,
+        servicer: WorkerServiceServicer,
+        registration: Registration,
+    ) -> None:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+        self._health.add_to(server, [*self.role.add_to(server), "baton.v1.WorkerService"])
+        await server.start()
+        self.meter.load.CopyFrom(load_proto(await asyncio.wrap_future(self.engine.load())))
+        await self._enter(common_pb2.WORKER_STATE_READY, registration)
+        record = self.record
+        log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)
+        await self._stop.wait()
+        log.info("draining for at most %.0f s", self.config.drain_s)
+        await self._enter(common_pb2.WORKER_STATE_DRAINING, registration)
+        await self._finish_work()
+        self._drained.set()
+
+    async def _enter(self, state: common_pb2.WorkerState, registration: Registration) -> None:
+        self.record.state = state
+        self.meter.wake()
+        await self._health.set(state == common_pb2.WORKER_STATE_READY)
+        try:
+            async with asyncio.timeout(REGISTRY_TIMEOUT_S):
+                await registration.update(self.record)
+        except (TimeoutError, Unavailable):
+            log.warning("the registry does not answer; routers learn our state from Watch")
+
+    async def _finish_work(self) -> None:
+        try:
+            async with asyncio.timeout(self.config.drain_s):
+                await self.role.idle()
+        except TimeoutError:
+            log.warning("not idle after %.0f s: giving the rest back", self.config.drain_s)
+        await self.role.close()

@@ -1,0 +1,58 @@
+"""Runs a worker as a process: logging, event loop, registry, tracing, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import torch
+import uvloop
+
+from baton import telemetry
+from baton.config import WorkerConfig
+from baton.engine import build
+from baton.registry import EtcdRegistry
+from baton.worker.node import Node, Role
+from baton.worker.service import WorkerServicer
+from kvtransfer import shm
+from kvtransfer.pool import KvPool
+from kvtransfer.shm import SharedMemoryArea
+
+MakeRole = Callable[[Node, build.Loaded, KvPool], Role]
+
+
+def run(config: WorkerConfig, make_role: MakeRole) -> int:
+    """Runs one worker until it has drained; 0. Raises ConfigError when it cannot begin."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    return uvloop.run(_run(config, make_role))
+
+
+async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
+    area: SharedMemoryArea | None = None
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        nonlocal area
+        area = shm.allocate(num_bytes)
+        return area.tensor
+
+    def load() -> build.Loaded:
+        on_cpu = build.choose_device(config.engine.device).type == "cpu"
+        loaded = build.load(config.engine, allocate if on_cpu else None)
+        build.warm_up(loaded)
+        return loaded
+
+    def role(node: Node, loaded: build.Loaded) -> Role:
+        return make_role(node, loaded, KvPool(loaded.runner.pool, area))
+
+    service = f"baton-{config.role}"
+    trace = telemetry.setup(service, config.otlp, {"service.instance.id": config.incarnation})
+    registry = EtcdRegistry(config.registry)
+    try:
+        await Node(config, registry, trace).run(load, role, WorkerServicer)
+    finally:
+        await registry.close()
+        await asyncio.to_thread(trace.close)
+        if area is not None:
+            area.close()
+    return 0

@@ -1,0 +1,49 @@
+"""WorkerService: what a worker answers about itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from baton import rpc
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker.node import Node
+
+WATCH_INTERVAL_S = 0.05
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Thin: every answer is read from the node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @rpc.unary
+    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
+        """Who it is."""
+        node = self._node
+        return worker_pb2.DescribeResponse(
+            record=node.record, load=node.meter.load, pairs=node.role.pairs()
+        )
+
+    @rpc.streaming
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """Load and cache changes."""
+        node = self._node
+        cached = await node.cached_hashes()
+        first = worker_pb2.CacheEvent(stored=cached, cleared=True)
+        async for cache in node.meter.watch(WATCH_INTERVAL_S):
+            first.MergeFrom(cache)
+            yield worker_pb2.WatchResponse(
+                load=node.meter.load,
+                state=node.record.state,
+                cache=first,
+                pairs=node.role.pairs(),
+            )
+            first = worker_pb2.CacheEvent()
+
+    @rpc.unary
+    async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
+        """Drains; answers when nothing runs any more."""
+        await self._node.drain()
+        return worker_pb2.DrainResponse()

@@ -1,0 +1,246 @@
+"""Who holds KV blocks on this worker, from Reserve to the last token, and every way that ends.
+
+    RESERVED --Commit--> DECODING --last token--> gone
+        \\___________________\\____ cancel, lease, deadline, lost router, failure ____> gone
+
+Each entry has a lease that fires by itself, so that no lost message can strand blocks. While a
+remote writer may still write into an entry's blocks they are quarantined, not freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, field
+
+from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine.sequence import Sequence
+from baton.errors import InvalidRequest, Stale, Unavailable
+from baton.v1 import decode_pb2
+from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
+from decode_worker.events import EventStreams
+from decode_worker.spans import DecodeSpans
+from kvtransfer.incoming import ReservedBlocks
+from kvtransfer.receiver import HandoffReceiver
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Entry:
+    """One sequence that holds blocks here."""
+
+    router_id: str
+    sequence: Sequence
+    num_tokens: int  # known when it was reserved; the handoff covers all of them
+    deadline: float | None  # loop time
+    spans: DecodeSpans
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    blocks: ReservedBlocks | None = None
+    decoding: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+class Reservations:
+    """All entries, by handoff id. Event-loop thread only; implements kvtransfer's protocol."""
+
+    def __init__(
+        self, engine: Engine, streams: EventStreams, block_size: int, lease_s: float
+    ) -> None:
+        self._engine = engine
+        self._streams = streams
+        self._block_size = block_size
+        self._lease_s = lease_s
+        self._entries: dict[str, Entry] = {}
+        self._quarantined: dict[tuple[str, str], list[int]] = {}  # by (handoff id, token)
+        self._endings: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.receiver: HandoffReceiver  # set once, by whoever joins the two
+
+    async def reserve(
+        self, request: decode_pb2.ReserveRequest, incarnation: str, spans: DecodeSpans
+    ) -> decode_pb2.ReserveResponse:
+        """Holds blocks, or refuses at once.
+
+        Raises Overloaded when there is no room, Unavailable when the router does not listen.
+        """
+        if request.router_id not in self._streams:
+            raise Unavailable(f"router {request.router_id} has no event stream open here")
+        spec = request.sequence
+        if spec.handoff_id in self._entries:
+            raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
+        entry = self._enter(request, spans)
+        try:
+            reserved = await asyncio.wrap_future(self._engine.reserve(entry.sequence))
+        except BaseException:  # also a caller that hung up: the engine may have reserved by now
+            self._forget(spec.handoff_id)
+            self._engine.release(spec.handoff_id)
+            raise
+        if self._entries.get(spec.handoff_id) is not entry:
+            raise Stale("the request was cancelled while it was being reserved")
+        entry.blocks = ReservedBlocks(
+            reserved.block_ids, entry.num_tokens, reserved.num_cached, self._block_size
+        )
+        uncached = entry.num_tokens - reserved.num_cached
+        started = uncached <= request.local_prefill_max_tokens
+        if started:
+            self._start_decoding(spec.handoff_id, entry)
+            await asyncio.wrap_future(self._engine.start_reserved(spec.handoff_id))
+        spans.reserved(reserved.num_cached, started)
+        return decode_pb2.ReserveResponse(
+            reservation_token=entry.token,
+            cached_tokens=reserved.num_cached,
+            started=started,
+            incarnation=incarnation,
+        )
+
+    async def cancel(self, handoff_id: str) -> None:
+        """Ends an entry in any state; unknown ids are ignored."""
+        entry = self._forget(handoff_id)
+        if entry is not None:
+            entry.spans.end("cancelled")
+            await self._free(handoff_id, entry)
+
+    def cancel_router(self, router_id: str) -> None:
+        """A router's stream broke: nobody waits for its sequences any more."""
+        for handoff_id in [h for h, e in self._entries.items() if e.router_id == router_id]:
+            self._start_ending(handoff_id, "the router's event stream broke")
+
+    async def idle(self) -> None:
+        """Returns when there is no entry."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Gives every entry back to its router and waits until their blocks are dealt with."""
+        for handoff_id in list(self._entries):
+            self._start_ending(handoff_id, "the decode worker is draining")
+        await asyncio.gather(*self._endings, return_exceptions=True)
+
+    # kvtransfer asks.
+
+    def find(self, handoff_id: str, token: str) -> ReservedBlocks:
+        """What a handoff may write into. Raises Stale when it is not reserved (any more)."""
+        entry = self._entries.get(handoff_id)
+        if entry is None or entry.token != token or entry.decoding or entry.blocks is None:
+            raise Stale(f"handoff {handoff_id} is not reserved here")
+        self._renew(handoff_id, entry)  # bytes are coming: the sender is alive
+        return entry.blocks
+
+    async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
+        """Verified KV is in place: decoding starts."""
+        self.find(handoff_id, token)
+        entry = self._entries[handoff_id]
+        self._start_decoding(handoff_id, entry)
+        resumed = self._engine.resume(handoff_id, entry.num_tokens, first_token_id)
+        await asyncio.wrap_future(resumed)
+
+    async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
+        """Nothing is written any more."""
+        if blocks := self._quarantined.pop((handoff_id, token), None):
+            await asyncio.wrap_future(self._engine.readmit(blocks))
+        entry = self._entries.get(handoff_id)
+        if entry is not None and entry.token == token and not entry.decoding:
+            log.info("handoff %s aborted: %s", handoff_id, reason)
+            await self.cancel(handoff_id)
+
+    # The engine tells.
+
+    def on_step(self, report: StepReport) -> None:
+        """Sends each router one message with the news of its sequences."""
+        news: dict[str, list[decode_pb2.SequenceEvent]] = {}
+        for progress in report.progress:
+            entry = self._entries.get(progress.seq_id)
+            if entry is None:
+                continue
+            entry.spans.step(report.started_ns, report.ended_ns, progress)
+            if event := _event(progress):
+                news.setdefault(entry.router_id, []).append(event)
+            if progress.finish_reason or progress.abort_reason:
+                self._forget(progress.seq_id)
+                entry.spans.end(progress.finish_reason or "failed")
+        for router_id, events in news.items():
+            self._streams.send(router_id, events)
+
+    # Inside.
+
+    def _enter(self, request: decode_pb2.ReserveRequest, spans: DecodeSpans) -> Entry:
+        spec = request.sequence
+        now = asyncio.get_running_loop().time()
+        deadline = now + spec.time_left_ms / 1000 if spec.time_left_ms else None
+        entry = Entry(request.router_id, sequence_of(spec), len(spec.token_ids), deadline, spans)
+        self._entries[spec.handoff_id] = entry
+        self._idle.clear()
+        self._renew(spec.handoff_id, entry)
+        return entry
+
+    def _renew(self, handoff_id: str, entry: Entry) -> None:
+        lease_end = asyncio.get_running_loop().time() + self._lease_s
+        self._set_timer(handoff_id, entry, min(lease_end, entry.deadline or lease_end))
+
+    def _start_decoding(self, handoff_id: str, entry: Entry) -> None:
+        entry.decoding = True
+        entry.spans.committed()
+        self._set_timer(handoff_id, entry, entry.deadline)
+
+    def _set_timer(self, handoff_id: str, entry: Entry, when: float | None) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+        loop = asyncio.get_running_loop()
+        entry.timer = loop.call_at(when, self._expire, handoff_id) if when is not None else None
+
+    def _expire(self, handoff_id: str) -> None:
+        entry = self._entries[handoff_id]
+        what = "deadline" if entry.decoding else "reservation lease"
+        log.warning("handoff %s: its %s has passed", handoff_id, what)
+        self._start_ending(handoff_id, f"its {what} has passed")
+
+    def _start_ending(self, handoff_id: str, reason: str) -> None:
+        """Tells the router, then frees the blocks, without making anybody wait."""
+        entry = self._forget(handoff_id)
+        assert entry is not None
+        entry.spans.end(reason)
+        event = decode_pb2.SequenceEvent(handoff_id=handoff_id, abort_reason=reason)
+        self._streams.send(entry.router_id, [event])
+        task = asyncio.create_task(self._free(handoff_id, entry))
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+    async def _free(self, handoff_id: str, entry: Entry) -> None:
+        """Frees the blocks, or quarantines those that a sender may still write into."""
+        if not self.receiver.writing(handoff_id):
+            self.receiver.forget(handoff_id)
+            await asyncio.wrap_future(self._engine.release(handoff_id))
+            return
+        assert entry.blocks is not None, "nothing is written before blocks are reserved"
+        first = entry.blocks.cached_tokens // self._block_size
+        key = (handoff_id, entry.token)
+        self._quarantined[key] = []
+        self.receiver.forget(handoff_id)
+        blocks = await asyncio.wrap_future(self._engine.release(handoff_id, first))
+        if key in self._quarantined:
+            self._quarantined[key] = blocks
+        else:  # the sender's abort was faster
+            await asyncio.wrap_future(self._engine.readmit(blocks))
+
+    def _forget(self, handoff_id: str) -> Entry | None:
+        entry = self._entries.pop(handoff_id, None)
+        if entry is not None and entry.timer is not None:
+            entry.timer.cancel()
+        if not self._entries:
+            self._idle.set()
+        return entry
+
+
+def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:
+    """What the router hears of a step; nothing while a prompt is still being computed."""
+    if progress.token_id is None and not progress.abort_reason:
+        return None
+    return decode_pb2.SequenceEvent(
+        handoff_id=progress.seq_id,
+        token_ids=[] if progress.token_id is None else [progress.token_id],
+        logprobs=[logprobs_proto(progress.logprobs)] if progress.logprobs else [],
+        finish_reason=FINISH_REASONS[progress.finish_reason],
+        abort_reason=progress.abort_reason or "",
+    )

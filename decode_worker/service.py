@@ -1,0 +1,62 @@
+"""DecodeService, thin: reservations and event streams do the work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from baton import rpc, telemetry
+from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.worker.node import Node
+from decode_worker.events import EventStreams
+from decode_worker.reservations import Reservations
+from decode_worker.spans import DecodeSpans
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Runs the batch for routers."""
+
+    def __init__(self, node: Node, reservations: Reservations, streams: EventStreams) -> None:
+        self._node = node
+        self._reservations = reservations
+        self._streams = streams
+
+    @rpc.unary
+    async def Reserve(
+        self, request: decode_pb2.ReserveRequest, context: Any
+    ) -> decode_pb2.ReserveResponse:
+        """Holds blocks or refuses."""
+        self._node.refuse_if_draining()
+        parent = telemetry.extract(context.invocation_metadata())
+        spans = DecodeSpans(self._node.telemetry.tracer, parent)
+        try:
+            return await self._reservations.reserve(request, self._node.record.incarnation, spans)
+        except Exception as error:
+            spans.end(str(error))
+            raise
+
+    @rpc.unary
+    async def Cancel(
+        self, request: decode_pb2.CancelRequest, context: Any
+    ) -> decode_pb2.CancelResponse:
+        """Ends sequences."""
+        for handoff_id in request.handoff_ids:
+            await self._reservations.cancel(handoff_id)
+        return decode_pb2.CancelResponse()
+
+    @rpc.streaming
+    async def StreamEvents(
+        self, request: decode_pb2.StreamEventsRequest, context: Any
+    ) -> AsyncGenerator[decode_pb2.StreamEventsResponse, None]:
+        """A router's events, until it hangs up."""
+        router_id = request.router_id
+        self._streams.register(router_id)
+        await context.send_initial_metadata(())
+        try:
+            async with contextlib.aclosing(self._streams.listen(router_id)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            if router_id not in self._streams:  # and not if a newer stream took over
+                self._reservations.cancel_router(router_id)

@@ -1,0 +1,62 @@
+"""One sequence's spans on the decode worker: reserve, admit, first step, run."""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Tracer
+
+from baton import telemetry
+from baton.engine.loop import Progress
+
+
+class DecodeSpans:
+    """Collects times as they pass and records the spans; the first `end` counts."""
+
+    def __init__(self, tracer: Tracer, parent: Context) -> None:
+        self._tracer = tracer
+        self._span = tracer.start_span("decode", context=parent)
+        self._context = telemetry.context_of(self._span)
+        self._reserve_ns = time.time_ns()
+        self._committed_ns = 0
+        self._first_step_ns = 0
+        self._tokens = 0
+        self._ended = False
+
+    def reserved(self, cached_tokens: int, started: bool) -> None:
+        """Blocks are held."""
+        attributes = {"baton.cached_tokens": cached_tokens, "baton.prefills_here": started}
+        telemetry.record(
+            self._tracer, "decode.reserve", self._context, self._reserve_ns, None, attributes
+        )
+
+    def committed(self) -> None:
+        """The KV cache is complete; the sequence waits for its first step."""
+        self._committed_ns = time.time_ns()
+
+    def step(self, started_ns: int, ended_ns: int, progress: Progress) -> None:
+        """A step ran the sequence."""
+        self._tokens += progress.token_id is not None
+        if self._first_step_ns:
+            return
+        self._first_step_ns = ended_ns
+        # A step may have begun before Commit's reply was booked here.
+        admitted_ns = max(self._committed_ns, started_ns)
+        telemetry.record(
+            self._tracer, "decode.admit", self._context, self._committed_ns, admitted_ns
+        )
+        telemetry.record(self._tracer, "decode.first_step", self._context, admitted_ns, ended_ns)
+
+    def end(self, reason: str) -> None:
+        """The sequence is gone."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._first_step_ns:
+            attributes = {"gen_ai.usage.output_tokens": self._tokens}
+            telemetry.record(
+                self._tracer, "decode.run", self._context, self._first_step_ns, None, attributes
+            )
+        self._span.set_attribute("baton.end", reason)
+        self._span.end()

@@ -1,0 +1,235 @@
+"""One prompt's story on the prefill worker: queue, chunks, blocks on their way, token, Commit.
+
+Each chunk's full blocks leave while the next chunk computes; the first token goes to the router
+the moment it is drawn, before the handoff is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+from opentelemetry.context import Context
+
+from baton import telemetry
+from baton.config import host_id, split_address
+from baton.engine.build import Loaded
+from baton.engine.loop import Progress, StepReport
+from baton.engine.sequence import Sequence
+from baton.errors import DeadlineExceeded, InternalError, Unavailable
+from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
+from baton.worker.node import Node
+from kvtransfer import negotiation
+from kvtransfer.links import LinkPool
+from kvtransfer.pool import KvPool, Slots
+from kvtransfer.sender import Handoff, HandoffSender, TransferStats
+from prefill_worker.service import PrefillServicer
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's news of one prompt; times are wall-clock nanoseconds."""
+
+    started_ns: int
+    ended_ns: int
+    progress: Progress
+
+
+@dataclass
+class Prompt:
+    """A prompt that runs here."""
+
+    sequence: Sequence
+    num_tokens: int  # all that the handoff covers; the sequence gets one more, drawn here
+    trace: Context
+    sent: int  # tokens whose blocks are on their way, or were cached by the decode worker
+    arrived_ns: int = field(default_factory=time.time_ns)
+    computed: int = 0
+    steps: asyncio.Queue[Step | None] = field(default_factory=asyncio.Queue)  # None: give up
+
+
+class Prefills:
+    """The role of a prefill worker."""
+
+    def __init__(self, node: Node, loaded: Loaded, pool: KvPool) -> None:
+        config = node.config
+        host, _ = split_address(node.record.address)
+        usable = negotiation.usable(pool, host, config.transport)
+        self.transports = tuple(transport.kind for transport in usable)
+        self._node = node
+        self._block_size = loaded.layout.block_size
+        self._links = LinkPool(pool, usable, loaded.descriptor, config.incarnation, host_id())
+        self._sender = HandoffSender(
+            self._links, node.telemetry.tracer, step_timeout_s=config.transfer_timeout_s
+        )
+        self._prompts: dict[str, Prompt] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def add_to(self, server: grpc.aio.Server) -> list[str]:
+        """Adds PrefillService."""
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self), server)
+        return ["baton.v1.PrefillService"]
+
+    def pairs(self) -> list[worker_pb2.PairStatus]:
+        """Links to decode workers."""
+        return self._links.status()
+
+    def on_step(self, report: StepReport) -> None:
+        """Hands each prompt its news."""
+        for progress in report.progress:
+            if prompt := self._prompts.get(progress.seq_id):
+                prompt.steps.put_nowait(Step(report.started_ns, report.ended_ns, progress))
+
+    async def idle(self) -> None:
+        """Returns when no prompt runs and no transfer is under way."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Gives up what still runs, so that routers place it elsewhere."""
+        for prompt in self._prompts.values():
+            prompt.steps.put_nowait(None)
+        await self.idle()
+        await self._links.close()
+
+    async def run(
+        self, request: prefill_pb2.PrefillRequest, trace: Context
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """The prompt's messages: started, first token, committed. Closing it stops the work."""
+        self._node.refuse_if_draining()
+        spec = request.sequence
+        attributes = {"baton.prompt_tokens": len(spec.token_ids)}
+        with telemetry.span(self._node.telemetry.tracer, "prefill", trace, attributes) as span:
+            prompt = Prompt(
+                sequence=sequence_of(spec, park_after=1),
+                num_tokens=len(spec.token_ids),
+                trace=telemetry.context_of(span),
+                sent=request.target.cached_tokens,
+            )
+            async with contextlib.aclosing(self._run(prompt, request)) as responses:
+                try:
+                    async with asyncio.timeout(spec.time_left_ms / 1000 or None):
+                        async for response in responses:
+                            yield response
+                except TimeoutError:
+                    raise DeadlineExceeded("the deadline passed during prefill") from None
+
+    async def _run(
+        self, prompt: Prompt, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        sequence, spec = prompt.sequence, request.sequence
+        with self._listed(prompt):
+            handoff = self._sender.open(
+                request.target,
+                sequence.seq_id,
+                prompt.num_tokens,
+                spec.time_left_ms / 1000 or self._node.config.lease_s,
+                prompt.trace,
+            )
+            async with handoff:
+                await asyncio.wrap_future(self._node.engine.add(sequence))
+                async with contextlib.aclosing(self._compute(prompt, handoff)) as responses:
+                    async for response in responses:
+                        yield response
+                        if response.first_token.finish_reason:
+                            return  # nothing is left to decode: the handoff is aborted
+                first_token = sequence.tokens[prompt.num_tokens]
+                stats = await handoff.commit(prompt.num_tokens, first_token)
+                yield _committed(stats)
+
+    async def _compute(
+        self, prompt: Prompt, handoff: Handoff
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """Follows the engine until the first token is drawn; blocks leave on the way."""
+        started = False
+        while True:
+            step = await prompt.steps.get()
+            if step is None:
+                raise Unavailable("the prefill worker is going away")
+            progress = step.progress
+            if progress.abort_reason:
+                raise InternalError(progress.abort_reason)
+            if not started:
+                started = True
+                yield self._started(prompt, step)
+            self._record_chunk(prompt, step)
+            if not progress.finish_reason:
+                self._send(prompt, handoff)
+            if progress.token_id is not None:
+                yield _first_token(progress)
+                return
+
+    def _send(self, prompt: Prompt, handoff: Handoff) -> None:
+        """Queues the blocks that became complete: whole ones, and at the end the partial one."""
+        size, end = self._block_size, prompt.computed
+        if end < prompt.num_tokens:
+            end -= end % size
+        if end <= prompt.sent:
+            return
+        # Block ids of a prompt do not change between admission and release, so reading is safe.
+        blocks = prompt.sequence.block_ids[prompt.sent // size : -(-end // size)]
+        handoff.send(prompt.sent, Slots(tuple(blocks), end - prompt.sent))
+        prompt.sent = end
+
+    def _started(self, prompt: Prompt, step: Step) -> prefill_pb2.PrefillResponse:
+        tracer, cached = self._node.telemetry.tracer, prompt.sequence.num_cached
+        telemetry.record(tracer, "prefill.queue", prompt.trace, prompt.arrived_ns, step.started_ns)
+        prompt.computed = cached
+        queue_ms = max(0.0, (step.started_ns - prompt.arrived_ns) / 1e6)
+        return prefill_pb2.PrefillResponse(
+            started=prefill_pb2.PrefillStarted(queue_ms=queue_ms, cached_tokens=cached)
+        )
+
+    def _record_chunk(self, prompt: Prompt, step: Step) -> None:
+        done = step.progress.num_computed
+        attributes = {"baton.chunk_tokens": done - prompt.computed, "baton.computed_tokens": done}
+        prompt.computed = done
+        telemetry.record(
+            self._node.telemetry.tracer,
+            "prefill.chunk",
+            prompt.trace,
+            step.started_ns,
+            step.ended_ns,
+            attributes,
+        )
+
+    @contextlib.contextmanager
+    def _listed(self, prompt: Prompt) -> Iterator[None]:
+        """Keeps the prompt known while it runs, and frees its blocks at the end."""
+        seq_id = prompt.sequence.seq_id
+        self._prompts[seq_id] = prompt
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            del self._prompts[seq_id]
+            self._node.engine.release(seq_id)
+            if not self._prompts:
+                self._idle.set()
+
+
+def _first_token(progress: Progress) -> prefill_pb2.PrefillResponse:
+    assert progress.token_id is not None
+    logprobs = logprobs_proto(progress.logprobs) if progress.logprobs else None
+    return prefill_pb2.PrefillResponse(
+        first_token=prefill_pb2.PrefillFirstToken(
+            token_id=progress.token_id,
+            logprobs=logprobs,
+            finish_reason=FINISH_REASONS[progress.finish_reason],
+        )
+    )
+
+
+def _committed(stats: TransferStats) -> prefill_pb2.PrefillResponse:
+    return prefill_pb2.PrefillResponse(
+        committed=prefill_pb2.PrefillCommitted(
+            transfer_bytes=stats.num_bytes,
+            transfer_ms=stats.transfer_s * 1e3,
+            transport=common_pb2.Transport.Name(stats.transport_kind),
+        )
+    )

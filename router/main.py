@@ -1,0 +1,121 @@
+"""Runs a router as a process: registry watch, servers, readiness, drain, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+
+import grpc
+import uvloop
+
+from baton import telemetry
+from baton.config import RouterConfig, model_path
+from baton.registry import EtcdRegistry
+from baton.server import Health, bind
+from baton.telemetry import Telemetry
+from baton.text import load_tokenizer
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
+from router.admission import Admission
+from router.dispatch import Dispatch, Settings
+from router.fleet import Fleet
+from router.service import FleetServicer, InferenceServicer
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+_SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
+
+
+def run(config: RouterConfig) -> int:
+    """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    return uvloop.run(_run(config))
+
+
+async def _run(config: RouterConfig) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tokenizer = load_tokenizer(model_path(config.model))
+    admission = Admission(config.served_name, tokenizer, config.default_timeout_s)
+    server, address = bind(config.host, config.port)
+    trace = telemetry.setup(
+        "baton-router", config.otlp, {"service.instance.id": config.incarnation}
+    )
+    registry = EtcdRegistry(config.registry)
+    try:
+        async with registry.watch() as membership:
+            fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint)
+            following = asyncio.create_task(fleet.follow(), name="fleet")
+            try:
+                await _serve(config, server, address, admission, fleet, trace, stop)
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+    finally:
+        await registry.close()
+        await asyncio.to_thread(trace.close)
+    return 0
+
+
+async def _serve(
+    config: RouterConfig,
+    server: grpc.aio.Server,
+    address: str,
+    admission: Admission,
+    fleet: Fleet,
+    trace: Telemetry,
+    stop: asyncio.Event,
+) -> None:
+    settings = Settings(config.incarnation, config.max_attempts, config.local_prefill_max_tokens)
+    dispatch = Dispatch(fleet, settings, trace.tracer)
+    inference = InferenceServicer(admission, dispatch, fleet, trace.tracer, config.max_queue)
+    status = fleet_pb2.RouterStatus(
+        incarnation=config.incarnation,
+        address=address,
+        pid=os.getpid(),
+        model=admission.model,
+        cluster=config.registry.cluster,
+    )
+    health = Health()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(
+        FleetServicer(fleet, inference, dispatch, status), server
+    )
+    health.add_to(server, _SERVICES)
+    readiness = asyncio.create_task(_follow_readiness(fleet, health), name="readiness")
+    try:
+        await server.start()
+        log.info("router %s at %s serves model %s", config.incarnation, address, admission.model)
+        await stop.wait()
+        readiness.cancel()
+        await health.set(False)
+        await _drain(config.drain_s, inference)
+    finally:
+        readiness.cancel()
+        await asyncio.gather(readiness, return_exceptions=True)
+        await server.stop(STOP_GRACE_S)
+        await dispatch.close()
+
+
+async def _follow_readiness(fleet: Fleet, health: Health) -> None:
+    """The router is SERVING exactly while a worker of each role is ready."""
+    while True:
+        ready = fleet.snapshot().ready
+        if ready is not health.serving:
+            log.info("readiness: %s", "SERVING" if ready else "NOT_SERVING")
+        await health.set(ready)
+        await fleet.changed()
+
+
+async def _drain(drain_s: float, inference: InferenceServicer) -> None:
+    """Takes nothing new; what runs may finish."""
+    log.info("draining %d requests for at most %.0f s", inference.running, drain_s)
+    inference.draining = True
+    try:
+        async with asyncio.timeout(drain_s):
+            await inference.idle()
+    except TimeoutError:
+        log.warning("%d requests did not finish in time", inference.running)

@@ -1,0 +1,144 @@
+"""The planner: chunks, decode first, cache hits, preemption and resume, all from two numbers."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.blocks import BlockPool
+from baton.engine.planner import Plan, Planner
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
+
+SIZE = 4
+
+
+def make_planner(num_blocks: int = 16, chunk_tokens: int = 8, max_batch: int = 4) -> Planner:
+    return Planner(BlockPool(num_blocks, SIZE), chunk_tokens, max_batch)
+
+
+def make_sequence(name: str, length: int, first: int = 0) -> Sequence:
+    tokens = list(range(first, first + length))
+    return Sequence(name, tokens, length, SamplingParams())
+
+
+def run(planner: Planner, plan: Plan) -> None:
+    """What a step does to the books: computes, and draws a token (7) where one is due."""
+    for work in plan.work:
+        samples = work.samples
+        planner.advance(work)
+        if samples:
+            work.sequence.tokens.append(7)
+    planner.blocks.check()
+
+
+def shape(plan: Plan) -> list[tuple[str, int, int]]:
+    return [(work.sequence.seq_id, work.start, work.count) for work in plan.work]
+
+
+def test_a_long_prompt_catches_up_in_chunks_then_decodes() -> None:
+    planner = make_planner()
+    planner.add(make_sequence("a", 18))
+    seen = []
+    for _ in range(5):
+        plan = planner.plan()
+        seen += shape(plan)
+        run(planner, plan)
+    assert seen == [("a", 0, 8), ("a", 8, 8), ("a", 16, 2), ("a", 18, 1), ("a", 19, 1)]
+
+
+def test_decoding_sequences_go_before_prompts() -> None:
+    planner = make_planner()
+    planner.add(make_sequence("short", 2))
+    run(planner, planner.plan())
+    planner.add(make_sequence("long", 30, first=100))
+    assert shape(planner.plan()) == [("short", 2, 1), ("long", 0, 7)]
+
+
+def test_an_older_prompt_does_not_starve_a_decoding_sequence() -> None:
+    planner = make_planner(chunk_tokens=8)
+    planner.add(make_sequence("long", 40))
+    run(planner, planner.plan())
+    late = make_sequence("late", 1, first=100)
+    assert planner.reserve(late)
+    planner.running.append(late)
+    assert shape(planner.plan()) == [("late", 0, 1), ("long", 8, 7)]
+
+
+def test_a_second_prompt_skips_what_the_first_left_in_the_cache() -> None:
+    planner = make_planner(chunk_tokens=32)
+    first, second = make_sequence("a", 10), make_sequence("b", 11)
+    planner.add(first)
+    run(planner, planner.plan())
+    planner.add(second)
+    plan = planner.plan()
+    assert ("b", 8, 3) in shape(plan)
+    assert second.num_cached == 8
+    assert second.block_ids[:2] == first.block_ids[:2]
+
+
+def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run() -> None:
+    planner = make_planner(chunk_tokens=64)
+    planner.add(make_sequence("a", 10))
+    planner.add(make_sequence("b", 10))
+    assert shape(planner.plan()) == [("a", 0, 10), ("b", 0, 10)]
+
+
+def test_the_youngest_is_preempted_and_starts_over_with_its_tokens() -> None:
+    planner = make_planner(num_blocks=4, chunk_tokens=64)
+    old, young = make_sequence("old", 8), make_sequence("young", 7, first=100)
+    planner.add(old)
+    planner.add(young)
+    run(planner, planner.plan())
+    plan = planner.plan()
+    assert shape(plan) == [("old", 8, 1)]
+    assert (young.preemptions, young.num_computed, young.block_ids) == (1, 0, [])
+    assert list(planner.waiting) == [young]
+    run(planner, plan)
+    planner.remove(old)
+    planner.free(old)
+    assert shape(planner.plan()) == [("young", 4, 4)]  # its first block was still cached
+    assert young.num_tokens == 8
+
+
+def test_the_batch_is_bounded() -> None:
+    planner = make_planner(max_batch=2, chunk_tokens=64)
+    for name in "abc":
+        planner.add(make_sequence(name, 2))
+    assert len(planner.plan().work) == 2
+    assert len(planner.waiting) == 1
+
+
+def test_a_reservation_has_room_for_the_first_token() -> None:
+    planner = make_planner(num_blocks=3)
+    sequence = make_sequence("a", 8)
+    assert planner.reserve(sequence, extra_tokens=1)
+    assert len(sequence.block_ids) == 3
+    assert not planner.reserve(make_sequence("b", 1, first=50), extra_tokens=1)
+    planner.blocks.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    num_blocks=st.integers(9, 24),
+    chunk=st.integers(1, 40),
+)
+def test_everybody_finishes_and_nothing_stays_held(
+    lengths: list[int], num_blocks: int, chunk: int
+) -> None:
+    planner = make_planner(num_blocks, chunk, max_batch=3)
+    alive = [make_sequence(f"s{i}", n, first=100 * (i % 2)) for i, n in enumerate(lengths)]
+    goal = {sequence.seq_id: sequence.num_tokens + 5 for sequence in alive}
+    for sequence in alive:
+        planner.add(sequence)
+    for _ in range(2000):
+        plan = planner.plan()
+        assert plan.num_tokens <= chunk
+        run(planner, plan)
+        for sequence in [s for s in alive if s.num_tokens >= goal[s.seq_id]]:
+            planner.remove(sequence)
+            planner.free(sequence)
+            alive.remove(sequence)
+        if not alive:
+            break
+    assert not alive
+    assert planner.blocks.num_held == 0
