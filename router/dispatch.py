@@ -80,9 +80,7 @@ class Dispatch:
                     async for output in outputs:
                         story.deliver(output.token_ids)
                         yield output
-                        if output.finish_reason:
-                            return
-                raise InternalError("the workers ended without finishing the sequence")
+                return
             except _PLACE_ELSEWHERE as error:
                 if story.attempts >= self._settings.max_attempts:
                     raise
@@ -271,7 +269,7 @@ class _Attempt:
             self._queue.put_nowait(output)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Everything both workers say, until an error or the last token."""
+        """Everything both workers say, up to the last token; raises what ended it early."""
         while True:
             item = await self._queue.get()
             if isinstance(item, BatonError):

@@ -144,11 +144,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             async for output in outputs:
                 delta = self._delta(text, output)
                 reason = _STOP if text.stop is not None else output.finish_reason
-                if len(story.delivered) == len(output.token_ids):
-                    span.add_event("first token")
+                first = len(story.delivered) == len(output.token_ids)
                 yield inference_pb2.GenerateResponse(delta=delta)
-                if reason:
-                    break
+                if first:
+                    self._record_first_token(story, span)
+                if text.stop is not None:
+                    break  # the workers do not know of stop strings
         span.set_attribute("gen_ai.usage.output_tokens", len(story.delivered))
         yield inference_pb2.GenerateResponse(
             finish=inference_pb2.Finish(
@@ -163,6 +164,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _delta(self, text: TextStream, output: Output) -> inference_pb2.Delta:
         said = text.advance(output.token_ids, _ENDS[output.finish_reason])
         return inference_pb2.Delta(text=said, token_ids=output.token_ids, logprobs=output.logprobs)
+
+    def _record_first_token(self, story: Story, span: Span) -> None:
+        """A span as long as the time to first token, ending when that token was on its way."""
+        parent = telemetry.context_of(span)
+        telemetry.record(self._tracer, "router.first_token", parent, story.started_ns)
 
     def _check_open(self) -> None:
         if self.draining:

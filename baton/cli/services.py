@@ -1,0 +1,181 @@
+"""`baton router`, `prefill-worker` and `decode-worker`: one service in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+
+from baton.cli import options
+from baton.config import EngineConfig, RegistryConfig, RouterConfig, WorkerConfig
+from baton.errors import ConfigError, Unavailable
+
+_ROUTER_TEXT = """\
+Takes requests (gRPC: baton.v1.InferenceService), places each on a prefill and a decode worker that
+it finds in etcd, and streams the answer. It keeps nothing: run as many as you like."""
+_ROUTER_EXAMPLES = """\
+  baton router --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0"""
+_PREFILL_TEXT = """\
+Runs prompts in chunks and hands their KV blocks to decode workers. Registers in etcd when the model
+is loaded and warmed up. SIGTERM drains: no new work, what runs is finished, exit status 0."""
+_DECODE_TEXT = """\
+Takes KV blocks in from prefill workers and runs the continuous batch. Registers in etcd when the
+model is loaded and warmed up. SIGTERM drains: no new work, what runs ends, exit status 0."""
+_WORKER_EXAMPLES = """\
+  baton {role}-worker --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
+        --advertise 10.0.0.7:7710 --port 7710
+  baton {role}-worker --cpus 0,1                 on two cores, with two threads"""
+
+
+def add_commands(commands: options.Commands) -> None:
+    """Adds the three services."""
+    _add_router(commands)
+    for role, what, text in (
+        ("prefill", "run a worker that computes prompts", _PREFILL_TEXT),
+        ("decode", "run a worker that generates tokens", _DECODE_TEXT),
+    ):
+        examples = _WORKER_EXAMPLES.format(role=role)
+        parser = options.add_command(commands, f"{role}-worker", what, text, examples)
+        options.add_engine_options(parser)
+        options.add_cpus_option(parser)
+        _add_worker_options(parser)
+        options.add_registry_options(parser)
+        options.add_telemetry_options(parser)
+        _add_die_with_parent(parser)
+        parser.set_defaults(run=_run_worker, role=role)
+
+
+def router_config(args: argparse.Namespace) -> RouterConfig:
+    """The router's settings."""
+    return options.filled(RouterConfig, args, registry=options.filled(RegistryConfig, args))
+
+
+def worker_config(args: argparse.Namespace) -> WorkerConfig:
+    """A worker's settings."""
+    registry = options.filled(RegistryConfig, args)
+    engine = options.filled(EngineConfig, args, threads=args.threads or len(args.cpus or ()))
+    return options.filled(WorkerConfig, args, engine=engine, registry=registry)
+
+
+def limit_cpu(threads: int, cpus: Sequence[int] | None) -> None:
+    """Pins this process and sets its thread counts. Must come before torch is imported.
+
+    Raises ConfigError when it may not run on one of the cores.
+    """
+    if cpus:
+        allowed = os.sched_getaffinity(0)
+        if not set(cpus) <= allowed:
+            raise ConfigError(f"--cpus: this process may run on {sorted(allowed)}, not on {cpus}")
+        os.sched_setaffinity(0, cpus)
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+def _run_router(args: argparse.Namespace) -> int:
+    _prepare(args)
+    config = router_config(args)
+    from router import main
+
+    return main.run(config)
+
+
+def _run_worker(args: argparse.Namespace) -> int:
+    _prepare(args)
+    config = worker_config(args)
+    limit_cpu(config.engine.threads, args.cpus)
+    if config.role == "prefill":
+        from prefill_worker import main as prefill
+
+        return prefill.run(config)
+    from decode_worker import main as decode
+
+    return decode.run(config)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    if args.die_with_parent:
+        from baton.local.child import die_with_parent
+
+        die_with_parent()
+        if os.getppid() != args.die_with_parent:
+            raise Unavailable("the process that started this one has ended")
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def _add_router(commands: options.Commands) -> None:
+    parser = options.add_command(commands, "router", "run a router", _ROUTER_TEXT, _ROUTER_EXAMPLES)
+    service = parser.add_argument_group("service")
+    _add_service_options(service, RouterConfig.port, RouterConfig.drain_s)
+    options.add_model_options(service)
+    _add_model_name(service)
+    limits = parser.add_argument_group("limits")
+    for option, field, unit, text in (
+        ("--max-queue", "max_queue", "REQUESTS", "waiting; one more is refused at once"),
+        ("--max-attempts", "max_attempts", "N", "at one request before it fails"),
+        ("--default-timeout", "default_timeout_s", "SECONDS", "for requests without a deadline"),
+    ):
+        default = getattr(RouterConfig, field)
+        kind = type(default)
+        limits.add_argument(option, dest=field, type=kind, default=default, metavar=unit, help=text)
+    add_local_prefill_option(limits)
+    options.add_registry_options(parser)
+    options.add_telemetry_options(parser)
+    _add_die_with_parent(parser)
+    parser.set_defaults(run=_run_router)
+
+
+def add_local_prefill_option(group: options.Options) -> None:
+    """When a handoff does not pay."""
+    group.add_argument(
+        "--local-prefill-max",
+        dest="local_prefill_max_tokens",
+        type=int,
+        default=RouterConfig.local_prefill_max_tokens,
+        metavar="TOKENS",
+        help="decode computes a prompt itself when no more than this is left of it",
+    )
+
+
+def _add_worker_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("service")
+    _add_service_options(group, WorkerConfig.port, WorkerConfig.drain_s)
+    group.add_argument(
+        "--advertise",
+        default="",
+        metavar="HOST:PORT",
+        help="address that others reach it at (default: --host and the port)",
+    )
+    _add_model_name(group)
+    options.add_transport_option(group)
+    for option, field, text in (
+        ("--reservation-lease", "lease_s", "that a handoff may take before its blocks are freed"),
+        ("--transfer-timeout", "transfer_timeout_s", "for one transfer of KV blocks"),
+    ):
+        default = getattr(WorkerConfig, field)
+        group.add_argument(
+            option, dest=field, type=float, default=default, metavar="SECONDS", help=text
+        )
+
+
+def _add_service_options(group: options.Options, port: int, drain_s: float) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    port_text = "port to listen on" + ("" if port else " (default: a free one)")
+    group.add_argument("--port", type=int, default=port, help=port_text)
+    options.add_drain_option(group, drain_s)
+
+
+def _add_model_name(group: options.Options) -> None:
+    group.add_argument(
+        "--model-name",
+        default="",
+        metavar="NAME",
+        help="name that requests use (default: the model directory's)",
+    )
+
+
+def _add_die_with_parent(parser: argparse.ArgumentParser) -> None:
+    """For supervisors: the process ends when the one that started it does."""
+    parser.add_argument("--die-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)

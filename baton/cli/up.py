@@ -1,0 +1,80 @@
+"""`baton up` and `baton demo`: a cluster on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from baton.cli import options
+from baton.cli.services import add_local_prefill_option
+from baton.config import ClusterConfig, EngineConfig
+
+_UP_TEXT = """\
+Starts etcd, a router and workers as processes of this machine, shares its cores out to the workers,
+restarts what crashes, and stops everything in order on ctrl-C."""
+_UP_EXAMPLES = """\
+  baton up                                       the built-in demo model, one worker of each role
+  baton up --prefill 2 --decode 2 --trace        with the trace of every request
+  baton up --model /models/llama --device cuda --transport nccl"""
+_DEMO_TEXT = """\
+Starts a cluster of the built-in demo model, streams one completion, shows where it ran, how its KV
+cache moved and its trace, then stops everything. Exit status 0 only if all of it worked."""
+
+
+def add_commands(commands: options.Commands) -> None:
+    """Adds `up` and `demo`."""
+    parser = options.add_command(
+        commands, "up", "run a whole cluster on this machine", _UP_TEXT, _UP_EXAMPLES
+    )
+    group = parser.add_argument_group("cluster")
+    for option, field, what in (
+        ("--prefill", "prefill", "prefill workers"),
+        ("--decode", "decode", "decode workers"),
+    ):
+        default = getattr(ClusterConfig, field)
+        group.add_argument(option, type=int, default=default, metavar="N", help=what)
+    group.add_argument("--host", default=ClusterConfig.host, help="address the router listens on")
+    group.add_argument(
+        "--port", type=int, default=ClusterConfig.port, help="the router's port; 0 takes a free one"
+    )
+    options.add_transport_option(group)
+    add_local_prefill_option(group)
+    group.add_argument(
+        "--no-restart",
+        dest="restart",
+        action="store_false",
+        help="leave a process that ended alone (default: start it again, later each time)",
+    )
+    options.add_drain_option(group, ClusterConfig.drain_s)
+    group.add_argument(
+        "--etcd", metavar="HOST:PORT", help="use this etcd (default: start one for the cluster)"
+    )
+    group.add_argument(
+        "--cluster", default=ClusterConfig.cluster, metavar="NAME", help="its name in etcd"
+    )
+    options.add_engine_options(parser)
+    options.add_telemetry_options(parser, ClusterConfig.log_level)
+    parser.add_argument("--trace", action="store_true", help="draw the trace of each request here")
+    parser.set_defaults(run=_run_up)
+    demo = options.add_command(
+        commands, "demo", "show Baton at work, in half a minute", _DEMO_TEXT, "  baton demo"
+    )
+    demo.set_defaults(run=_run_demo)
+
+
+def cluster_config(args: argparse.Namespace) -> ClusterConfig:
+    """The cluster's settings."""
+    return options.filled(ClusterConfig, args, engine=options.filled(EngineConfig, args))
+
+
+def _run_up(args: argparse.Namespace) -> int:
+    config = cluster_config(args)
+    from baton.local import up
+
+    return asyncio.run(up.run(config))
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from baton.local import demo
+
+    return asyncio.run(demo.run())

@@ -1,0 +1,200 @@
+"""The asyncio client: a thin shell over grpc.aio around `baton.client.call`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from baton import rpc, telemetry
+from baton.client.call import Attempts, GenerateCall, Target
+from baton.client.completion import Completion, Delta
+from baton.client.fleet import Model, models_of, status_of
+from baton.client.request import Options, Prompt, generate_request, tokenize_request
+from baton.client.retry import RetryPolicy
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+
+class AsyncStream:
+    """One completion as it is written: an asynchronous iterator of `Delta`.
+
+    The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
+    stream early (`close()`, leaving its `async with` block, cancelling the task that reads it,
+    dropping it) cancels the request everywhere.
+    """
+
+    def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
+        self._call = call
+        self._send = send
+        self._responses: Any = None
+
+    @property
+    def completion(self) -> Completion:
+        """The whole completion; raises Cancelled if the stream was not read to its end."""
+        return self._call.completion
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next output; raises BatonError, with the output so far as its `partial`."""
+        while not self._call.over:
+            try:
+                if self._responses is None:
+                    self._responses = self._send(self._call)
+                response = await self._responses.read()
+            except grpc.RpcError as rpc_error:
+                wait_s = self._call.failed(rpc.error_of(rpc_error))
+            except asyncio.CancelledError:
+                # A call cancelled by close() says so to its reader in the same way as a cancelled
+                # task does; only the task's own cancellation goes on.
+                if self._call.over and not _task_is_cancelled():
+                    break
+                self._cancel()
+                raise
+            else:
+                if response is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                    if (delta := self._call.received(response)) is not None:
+                        return delta
+                    continue
+                wait_s = self._call.ended()
+            self._responses = None
+            await asyncio.sleep(wait_s or 0)
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """Cancels the request if it has not ended."""
+        self._cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._cancel()
+
+    def __del__(self) -> None:
+        # grpc.aio cancels a call that is dropped; only the span is left to end.
+        self._call.close()
+
+    def _cancel(self) -> None:
+        self._call.close()
+        if self._responses is not None:
+            self._responses.cancel()
+
+
+class AsyncClient:
+    """`baton.Client` for asyncio, with the same methods and parameters; one event loop's own.
+
+    async with baton.AsyncClient("127.0.0.1:7700") as client:
+        done = await client.generate("def f(", max_tokens=32)
+        async for delta in client.stream("def f(", max_tokens=32):
+            print(delta.text, end="")
+    """
+
+    def __init__(
+        self,
+        target: str | Sequence[str] = "127.0.0.1:7700",
+        *,
+        ca_file: str | Path | None = None,
+        api_key: str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._target = Target.of(target, ca_file, api_key, retry)
+        # Filled as they are called: a channel belongs to the loop that runs when it is made.
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """The whole completion of a text, of token ids, or of chat messages; see `Options`."""
+        async with self.stream(prompt, **options) as stream:
+            async for _ in stream:
+                pass
+        return stream.completion
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+        """The same completion as it is written. Raises InvalidRequest before anything is sent."""
+        request = generate_request(prompt, options)
+        return AsyncStream(GenerateCall(self._target, request, options.get("timeout")), self._send)
+
+    async def tokenize(
+        self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
+    ) -> list[int]:
+        """The token ids that `generate` would run for a text or for chat messages."""
+        request = tokenize_request(prompt, model)
+        response = await self._unary(
+            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).Tokenize,
+            request,
+            timeout,
+        )
+        return list(response.token_ids)
+
+    async def models(self, *, timeout: float | None = 10.0) -> list[Model]:
+        """The models the router serves."""
+        response = await self._unary(
+            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).ListModels,
+            inference_pb2.ListModelsRequest(),
+            timeout,
+        )
+        return models_of(response)
+
+    async def status(self, *, timeout: float | None = 10.0) -> dict[str, Any]:
+        """The router's view of the cluster: router, workers, pairs."""
+        response = await self._unary(
+            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).GetStatus,
+            fleet_pb2.GetStatusRequest(),
+            timeout,
+        )
+        return status_of(response)
+
+    async def close(self) -> None:
+        """Closes the connections; what still runs on them is cancelled."""
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = rpc.channel(address, self._target.credentials)
+        return self._channels[address]
+
+    def _send(self, call: GenerateCall) -> Any:
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(call.attempts.address))
+        return stub.Generate(
+            call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
+        )
+
+    async def _unary(
+        self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout: float | None
+    ) -> Any:
+        attempts = Attempts(self._target, timeout)
+        metadata = (*self._target.metadata, *telemetry.inject())
+        while True:
+            call = method(self._channel(attempts.address))
+            try:
+                return await call(request, timeout=attempts.time_left_s, metadata=metadata)
+            except grpc.RpcError as rpc_error:
+                wait_s = attempts.failed(rpc.error_of(rpc_error))
+            await asyncio.sleep(wait_s)
+
+
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,177 @@
+"""The story of one call, told once for both clients: attempts, deadline, trace, outcome.
+
+The clients add only the waiting: they send, receive and sleep as this module says.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from baton import config, telemetry
+from baton.client.completion import Collector, Completion, Delta
+from baton.client.retry import RetryPolicy
+from baton.errors import BatonError, Cancelled, ConfigError, Unavailable
+from baton.v1 import inference_pb2
+
+
+@dataclass
+class Target:
+    """Which routers to call and how; `preferred` is the index of the one to try first."""
+
+    addresses: tuple[str, ...]
+    credentials: grpc.ChannelCredentials | None
+    metadata: tuple[tuple[str, str], ...]
+    retry: RetryPolicy
+    preferred: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        target: str | Sequence[str],
+        ca_file: str | Path | None,
+        api_key: str | None,
+        retry: RetryPolicy | None,
+    ) -> Target:
+        """From what callers give a client. Raises ConfigError for an address or a file."""
+        parts = target.split(",") if isinstance(target, str) else target
+        addresses = tuple(part.strip() for part in parts)
+        if not addresses:
+            raise ConfigError("target names no router: give HOST:PORT")
+        for address in addresses:
+            config.split_address(address, "target")
+        metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        return cls(addresses, _credentials(ca_file), metadata, retry or RetryPolicy())
+
+
+def _credentials(ca_file: str | Path | None) -> grpc.ChannelCredentials | None:
+    if ca_file is None:
+        return None
+    try:
+        certificates = Path(ca_file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"ca_file {ca_file} cannot be read: {error.strerror}") from error
+    return grpc.ssl_channel_credentials(certificates)
+
+
+class Attempts:
+    """Where a call is tried, how long it may still take, and whether it is tried again."""
+
+    def __init__(self, target: Target, timeout_s: float | None) -> None:
+        self._target = target
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._count = 1
+        self._address = target.preferred
+
+    @property
+    def address(self) -> str:
+        """The router to call now."""
+        return self._target.addresses[self._address]
+
+    @property
+    def time_left_s(self) -> float | None:
+        """What the next attempt may take, for gRPC; None is unlimited."""
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def failed(self, error: BatonError) -> float:
+        """Moves on to the next attempt and says how many seconds to wait before it.
+
+        Raises the error itself when it is final.
+        """
+        retry = self._target.retry.decide(
+            error,
+            attempts=self._count,
+            address=self._address,
+            addresses=len(self._target.addresses),
+            time_left_s=self.time_left_s,
+            jitter=random.random(),  # noqa: S311 - spreads load, guards nothing
+        )
+        if retry is None:
+            raise error
+        self._count += 1
+        # Later calls start there too, so that one dead router is paid for once.
+        self._address = self._target.preferred = retry.address
+        return retry.after_s
+
+
+class GenerateCall:
+    """One completion from its request to its last message, over as many attempts as it takes."""
+
+    def __init__(
+        self,
+        target: Target,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float | None,
+    ) -> None:
+        self.request = request
+        self.over = False
+        self.attempts = Attempts(target, timeout_s)
+        self._collector = Collector()
+        # The global tracer: a no-op unless the program that uses the SDK has set one up.
+        self._span = trace.get_tracer("baton.client").start_span(
+            "baton.client.generate",
+            kind=SpanKind.CLIENT,
+            attributes={"gen_ai.request.model": request.model},
+        )
+        self.metadata = (*target.metadata, *telemetry.inject(telemetry.context_of(self._span)))
+
+    @property
+    def completion(self) -> Completion:
+        """The whole completion; raises Cancelled if the stream was not read to its end."""
+        if not self._collector.finished:
+            raise Cancelled("the stream was not read to its end: it has no completion")
+        return self._completion()
+
+    def received(self, response: inference_pb2.GenerateResponse) -> Delta | None:
+        """Takes a message; the new output, if it carries some."""
+        return self._collector.add(response)
+
+    def failed(self, error: BatonError) -> float | None:
+        """Seconds to wait before the next attempt; None when there is nothing more to do.
+
+        Raises the error when it is final. Once output has been delivered it always is, because a
+        second attempt could repeat that output; the error's `partial` is what has come.
+        """
+        if self.over or self._collector.finished:
+            self._end()
+            return None
+        try:
+            if self._collector.has_output:
+                raise error
+            return self.attempts.failed(error)
+        except BatonError:
+            self._fail(error)
+            raise
+
+    def ended(self) -> float | None:
+        """The router closed the stream: as `failed`, unless the last message has come."""
+        return self.failed(Unavailable("the stream ended without its last message"))
+
+    def close(self) -> None:
+        """The caller wants no more. Harmless after the end."""
+        if not self.over:
+            self.over = True
+            self._span.end()
+
+    def _completion(self) -> Completion:
+        return self._collector.completion(telemetry.trace_id_of(self._span))
+
+    def _end(self) -> None:
+        if self._span.is_recording():
+            usage = self._completion().usage
+            self._span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+            self._span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
+        self.close()
+
+    def _fail(self, error: BatonError) -> None:
+        error.partial = self._completion()  # type: ignore[attr-defined]
+        self._span.set_attribute("error.type", type(error).__name__)
+        self._span.set_status(Status(StatusCode.ERROR, str(error)))
+        self.close()

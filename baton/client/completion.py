@@ -1,0 +1,187 @@
+"""What a caller gets back, and how a stream of messages is folded into it. Knows no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from baton.v1 import common_pb2, inference_pb2
+
+FinishReason = Literal["stop", "length"]
+_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one output position, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New output. `text` may be empty while a character or a stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in a prefix cache
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where the time went, as the router measured it, in milliseconds; `transfer_bytes` of KV."""
+
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    e2e_ms: float = 0.0
+    transfer_ms: float = 0.0
+    transfer_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """Incarnations of the workers that served the request; None for a part nobody played."""
+
+    prefill: str | None = None
+    decode: str | None = None
+    transport: str | None = None
+    attempts: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion. Only the partial one of a failed request has no `finish_reason`.
+
+    `stop` is the stop string that was met, empty if none was. `logprobs` is empty unless asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    usage: Usage = Usage()
+    timing: Timing = Timing()
+    route: Route = Route()
+    trace_id: str = ""
+    request_id: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `baton generate --json` prints."""
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "usage": dict(vars(self.usage)),
+            "timing": dict(vars(self.timing)),
+            "route": dict(vars(self.route)),
+            "trace_id": self.trace_id,
+        }
+
+
+class Collector:
+    """Folds the messages of one stream into a Completion."""
+
+    def __init__(self) -> None:
+        self._started = inference_pb2.Started()
+        self._finish: inference_pb2.Finish | None = None
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self.has_output = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last message has come."""
+        return self._finish is not None
+
+    def add(self, response: inference_pb2.GenerateResponse) -> Delta | None:
+        """Takes the next message; the new output, if it carries some."""
+        event = response.WhichOneof("event")
+        if event == "started":
+            self._started = response.started
+        elif event == "finish":
+            self._finish = response.finish
+        elif event == "delta":
+            return self._add_delta(response.delta)
+        return None
+
+    def _add_delta(self, message: inference_pb2.Delta) -> Delta:
+        logprobs = tuple(_logprobs(position) for position in message.logprobs)
+        delta = Delta(message.text, tuple(message.token_ids), logprobs)
+        self.has_output = True
+        self._text.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(logprobs)
+        return delta
+
+    def completion(self, trace_id: str = "") -> Completion:
+        """All that has come; `trace_id` is used if the router names none."""
+        finish = self._finish or inference_pb2.Finish(
+            usage=common_pb2.Usage(
+                prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
+            )
+        )
+        return Completion(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=_REASONS.get(finish.reason),
+            stop=finish.stop,
+            logprobs=tuple(self._logprobs),
+            usage=Usage(
+                finish.usage.prompt_tokens,
+                finish.usage.completion_tokens,
+                finish.usage.cached_tokens,
+            ),
+            timing=_timing(finish.timing),
+            route=_route(finish.route),
+            trace_id=self._started.trace_id or trace_id,
+            request_id=self._started.request_id,
+        )
+
+
+def transport_name(transport: int) -> str | None:
+    """ "shm" for TRANSPORT_SHM and so on; None when unspecified."""
+    if transport == common_pb2.TRANSPORT_UNSPECIFIED:
+        return None
+    return common_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+
+
+def _logprobs(position: common_pb2.PositionLogprobs) -> TokenLogprobs:
+    top = tuple((token.token_id, token.logprob) for token in position.top)
+    return TokenLogprobs(position.chosen.token_id, position.chosen.logprob, top)
+
+
+def _timing(message: common_pb2.Timing) -> Timing:
+    return Timing(
+        message.queue_ms,
+        message.ttft_ms,
+        message.tpot_ms,
+        message.e2e_ms,
+        message.transfer_ms,
+        message.transfer_bytes,
+    )
+
+
+def _route(message: common_pb2.Route) -> Route:
+    return Route(
+        prefill=message.prefill or None,
+        decode=message.decode or None,
+        transport=transport_name(message.transport),
+        attempts=message.attempts,
+    )

@@ -1,0 +1,65 @@
+"""What a router says about itself: models and the state of the cluster, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from baton.client.completion import transport_name
+from baton.v1 import common_pb2, fleet_pb2, inference_pb2, worker_pb2
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is served."""
+
+    name: str
+    max_context: int  # longest sequence in tokens, prompt and output together
+    vocab_size: int
+    chat: bool  # whether chat messages can be used
+
+
+def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
+    """The models a router listed."""
+    return [Model(m.name, m.max_context, m.vocab_size, m.chat) for m in response.models]
+
+
+def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
+    """The object that `baton status --json` prints."""
+    return {
+        "router": _fields(response.router),
+        "workers": [_worker(worker) for worker in response.workers],
+        "pairs": [_pair(pair) for pair in response.pairs],
+    }
+
+
+def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
+    record, load = worker.record, worker.load
+    return {
+        "role": common_pb2.WorkerRole.Name(record.role).removeprefix("WORKER_ROLE_").lower(),
+        "incarnation": record.incarnation,
+        "address": record.address,
+        "pid": record.pid,
+        "state": worker.state,
+        "queue_tokens": load.queue_tokens,
+        "running": load.running,
+        # A worker that has not reported its load yet has registered its pool's size.
+        "blocks_total": load.blocks_total or record.blocks_total,
+        "blocks_free": load.blocks_free,
+        "blocks_cached": load.blocks_cached,
+        "blocks_held": load.blocks_held,
+        "blocks_quarantined": load.blocks_quarantined,
+    }
+
+
+def _pair(pair: worker_pb2.PairStatus) -> dict[str, Any]:
+    return {
+        "prefill": pair.prefill,
+        "decode": pair.decode,
+        "transport": transport_name(pair.transport),
+        "state": pair.state,
+    }
+
+
+def _fields(message: fleet_pb2.RouterStatus) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

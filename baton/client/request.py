@@ -1,0 +1,109 @@
+"""Turns what a caller types into request messages. Knows no network."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from baton.errors import InvalidRequest
+from baton.v1 import common_pb2, inference_pb2
+
+# Plain text, token ids, or chat messages such as {"role": "user", "content": "Hello"}.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class Options(TypedDict, total=False):
+    """What can be asked of a completion; left out (or None), the server's default holds."""
+
+    model: str | None  # the only one the server has
+    max_tokens: int | None  # 64
+    temperature: float | None  # 0: greedy
+    top_k: int | None  # 0: all
+    top_p: float | None  # 1
+    min_p: float | None  # 0
+    repetition_penalty: float | None  # 1
+    presence_penalty: float | None  # 0
+    frequency_penalty: float | None  # 0
+    logit_bias: Mapping[int, float] | None  # none
+    seed: int | None  # the server picks one
+    stop: str | Sequence[str] | None  # none
+    include_stop: bool | None  # False: the stop string is not part of the text
+    stop_token_ids: Sequence[int] | None  # none
+    min_tokens: int | None  # 0
+    ignore_eos: bool | None  # False
+    logprobs: int | None  # off; 0 reports the chosen tokens alone
+    cache_salt: str | None  # shares the prefix cache
+    timeout: float | None  # seconds for everything, retries included; the server's
+
+
+_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+_PLAIN = ("model", "include_stop", "cache_salt")
+
+
+def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+    """The message for a prompt and `Options`, without its timeout.
+
+    Raises InvalidRequest naming what no message can hold; ranges are the router's to check.
+    """
+    request = inference_pb2.GenerateRequest()
+    _set_input(request, prompt)
+    for name, value in options.items():
+        if value is None or name == "timeout":
+            continue
+        if name in _SAMPLING:
+            _set(request.sampling, name, value, f"sampling.{name}")
+        elif name == "stop":
+            _set(request, name, [value] if isinstance(value, str) else value, name)
+        elif name in _PLAIN:
+            _set(request, name, value, name)
+        else:
+            raise InvalidRequest(f"there is no option {name!r}", name)
+    return request
+
+
+def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.TokenizeRequest:
+    """The message that asks for a text's or a chat's token ids; raises InvalidRequest."""
+    request = inference_pb2.TokenizeRequest(model=model or "")
+    if not isinstance(prompt, str) and not _is_chat(prompt):
+        raise InvalidRequest("tokenize takes text or chat messages", "prompt")
+    _set_input(request, prompt)
+    return request
+
+
+def _set_input(request: Any, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif _is_chat(prompt):
+        messages = [_checked("prompt", _message, message) for message in prompt]
+        request.chat.messages.extend(messages)
+    else:
+        ids = _checked("prompt", lambda: [operator.index(i) for i in prompt])  # type: ignore[arg-type]
+        if not ids:
+            raise InvalidRequest("prompt has no tokens", "prompt")
+        _set(request.token_ids, "ids", ids, "prompt")
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _message(message: Mapping[str, str]) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(**message)
+
+
+def _set(message: Any, name: str, value: Any, field: str) -> None:
+    """Sets a plain, repeated or map field."""
+    if isinstance(value, Mapping):
+        _checked(field, getattr(message, name).update, value)
+    elif isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, str):
+        _checked(field, getattr(message, name).extend, value)
+    else:
+        _checked(field, setattr, message, name, value)
+
+
+def _checked(field: str, convert: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return convert(*arguments)
+    except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises
+        raise InvalidRequest(f"{field}: {error}", field) from error

@@ -1,0 +1,58 @@
+"""When to try again, and where: pure decisions, no clock, no network, no randomness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError, RetryableError
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Try again after so many seconds at the router address with this index."""
+
+    after_s: float
+    address: int
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Exponential backoff with jitter, at the next router address each time.
+
+    `max_attempts` counts the first one; every address gets at least one.
+    """
+
+    max_attempts: int = 4
+    first_delay_s: float = 0.1
+    max_delay_s: float = 2.0
+
+    def decide(
+        self,
+        error: BatonError,
+        *,
+        attempts: int,
+        address: int,
+        addresses: int,
+        time_left_s: float | None,
+        jitter: float,
+    ) -> Retry | None:
+        """What to do after `attempts` attempts, the last of which failed at `address`.
+
+        `jitter` in [0, 1) is the caller's dice. None means that the error is final: it cannot
+        pass, there were enough attempts, or the wait would outlast `time_left_s` (None: unlimited).
+        """
+        if not isinstance(error, RetryableError):
+            return None
+        if attempts >= max(self.max_attempts, addresses):
+            return None
+        after_s = max(error.retry_after_s, self._backoff_s(attempts, addresses, jitter))
+        if time_left_s is not None and after_s >= time_left_s:
+            return None
+        return Retry(after_s, (address + 1) % addresses)
+
+    def _backoff_s(self, attempts: int, addresses: int, jitter: float) -> float:
+        rounds = attempts // addresses
+        if rounds == 0:
+            return 0.0  # the next address has not been tried yet: nothing to wait for
+        delay_s = min(self.first_delay_s * 2.0 ** (rounds - 1), self.max_delay_s)
+        return delay_s * (0.5 + jitter / 2)

@@ -1,0 +1,196 @@
+"""The blocking client: a thin shell over grpc around `baton.client.call`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from baton import rpc, telemetry
+from baton.client.call import Attempts, GenerateCall, Target
+from baton.client.completion import Completion, Delta
+from baton.client.fleet import Model, models_of, status_of
+from baton.client.request import Options, Prompt, generate_request, tokenize_request
+from baton.client.retry import RetryPolicy
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+
+class Stream:
+    """One completion as it is written: an iterator of `Delta`.
+
+    The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
+    stream early (`close()`, leaving its `with` block, dropping it) cancels the request everywhere.
+    """
+
+    def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
+        self._call = call
+        self._send = send
+        self._responses: Any = None
+        self._closed = threading.Event()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole completion; raises Cancelled if the stream was not read to its end."""
+        return self._call.completion
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        """The next output; raises BatonError, with the output so far as its `partial`."""
+        while not self._call.over:
+            try:
+                if self._responses is None:
+                    self._responses = self._send(self._call)
+                    if self._call.over:  # closed by another thread that had nothing to cancel yet
+                        self._responses.cancel()
+                delta = self._call.received(next(self._responses))
+            except StopIteration:
+                wait_s = self._call.ended()
+            except grpc.RpcError as rpc_error:
+                wait_s = self._call.failed(rpc.error_of(rpc_error))
+            else:
+                if delta is not None:
+                    return delta
+                continue
+            self._responses = None
+            self._closed.wait(wait_s or 0)
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancels the request if it has not ended; may be called from any thread."""
+        self._call.close()
+        self._closed.set()
+        if self._responses is not None:
+            self._responses.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Client:
+    """A client of one or several routers of a cluster. Safe to share between threads.
+
+    `target` is "host:port", several of them separated by commas, or a sequence of them: when one
+    router is gone or overloaded, the next is tried. `ca_file` turns TLS on and names the
+    certificates to trust; `api_key` is sent as a bearer token.
+
+        with baton.Client("127.0.0.1:7700") as client:
+            print(client.generate("def f(", max_tokens=32).text)
+            for delta in client.stream("def f(", max_tokens=32):
+                print(delta.text, end="")
+
+    Every method raises `baton.errors.BatonError`. Unavailable and Overloaded are retried with
+    backoff before they are raised, but never once output has been delivered.
+    """
+
+    def __init__(
+        self,
+        target: str | Sequence[str] = "127.0.0.1:7700",
+        *,
+        ca_file: str | Path | None = None,
+        api_key: str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._target = Target.of(target, ca_file, api_key, retry)
+        self._channels = {address: self._channel(address) for address in self._target.addresses}
+
+    def _channel(self, address: str) -> grpc.Channel:
+        if self._target.credentials is None:
+            return grpc.insecure_channel(address, options=rpc.OPTIONS)
+        return grpc.secure_channel(address, self._target.credentials, options=rpc.OPTIONS)
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """The whole completion of a text, of token ids, or of chat messages; see `Options`.
+
+        client.generate([{"role": "user", "content": "Hello"}], max_tokens=32, temperature=0.7)
+        """
+        with self.stream(prompt, **options) as stream:
+            for _ in stream:
+                pass
+        return stream.completion
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """The same completion as it is written. Raises InvalidRequest before anything is sent."""
+        request = generate_request(prompt, options)
+        return Stream(GenerateCall(self._target, request, options.get("timeout")), self._send)
+
+    def tokenize(
+        self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
+    ) -> list[int]:
+        """The token ids that `generate` would run for a text or for chat messages."""
+        request = tokenize_request(prompt, model)
+        response = self._unary(
+            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).Tokenize,
+            request,
+            timeout,
+        )
+        return list(response.token_ids)
+
+    def models(self, *, timeout: float | None = 10.0) -> list[Model]:
+        """The models the router serves."""
+        response = self._unary(
+            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).ListModels,
+            inference_pb2.ListModelsRequest(),
+            timeout,
+        )
+        return models_of(response)
+
+    def status(self, *, timeout: float | None = 10.0) -> dict[str, Any]:
+        """The router's view of the cluster: router, workers, pairs."""
+        response = self._unary(
+            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).GetStatus,
+            fleet_pb2.GetStatusRequest(),
+            timeout,
+        )
+        return status_of(response)
+
+    def close(self) -> None:
+        """Closes the connections; what still runs on them is cancelled."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _send(self, call: GenerateCall) -> Any:
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channels[call.attempts.address])
+        return stub.Generate(
+            call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
+        )
+
+    def _unary(
+        self, method: Callable[[grpc.Channel], Any], request: Any, timeout: float | None
+    ) -> Any:
+        attempts = Attempts(self._target, timeout)
+        metadata = (*self._target.metadata, *telemetry.inject())
+        while True:
+            call = method(self._channels[attempts.address])
+            try:
+                return call(request, timeout=attempts.time_left_s, metadata=metadata)
+            except grpc.RpcError as rpc_error:
+                wait_s = attempts.failed(rpc.error_of(rpc_error))
+            threading.Event().wait(wait_s)

@@ -1,0 +1,254 @@
+"""A model's weights: read from safetensors, or drawn at random for benchmarks.
+
+Query, key and value projections are fused into one matrix, and so are gate and up, while loading:
+one layer's part is copied at a time from the mapped file, so memory stays near the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.engine.checkpoint import StoredTensor, stored_tensors
+from baton.engine.model_config import ModelConfig
+from baton.errors import CheckpointError
+
+RANDOM_STD = 0.02
+
+Progress = Callable[[int, int], None]
+"""Called with the number of tensors loaded and the number of all."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; matrices are `[out, in]`. Absent biases and norms are None."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A whole model; `lm_head` is `embedding` itself where the two are tied."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: Tensor
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One tensor of the checkpoint, and the shape that the config gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+Make = Callable[[tuple[_Part, ...]], Tensor]
+"""Makes the tensor that holds the parts, one after the other along the first axis."""
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Weights:
+    """The weights in a model directory, converted to dtype and moved to device.
+
+    Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
+    or pickled, or when a tensor is missing, unknown or of another shape than the config says.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
+    stored = stored_tensors(path)
+    expected = list(_expected(config))
+    _check(path, config, stored, expected)
+    with ExitStack() as files:
+        reader = _Reader(stored, files, dtype, device, progress, len(expected))
+        return _assemble(config, reader.make)
+
+
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> Weights:
+    """Seeded random weights, the same on every machine: for benchmarks that need no real model."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(parts: tuple[_Part, ...]) -> Tensor:
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        if parts[0].name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=device)
+        drawn = torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
+        return drawn.to(device)
+
+    return _assemble(config, make)
+
+
+def _assemble(config: ModelConfig, make: Make) -> Weights:
+    embedding = make((_embedding(config),))
+    layers = tuple(_layer(config, index, make) for index in range(config.num_layers))
+    final_norm = make((_final_norm(config),))
+    lm_head = embedding if config.tie_embeddings else make((_lm_head(config),))
+    return Weights(embedding, layers, final_norm, lm_head)
+
+
+def _layer(config: ModelConfig, index: int, make: Make) -> LayerWeights:
+    parts = _layer_parts(config, index)
+
+    def tensor(*names: str) -> Tensor:
+        return make(tuple(parts[name] for name in names))
+
+    def optional(*names: str) -> Tensor | None:
+        return tensor(*names) if names[0] in parts else None
+
+    attention, mlp = "self_attn.", "mlp."
+    return LayerWeights(
+        input_norm=tensor("input_layernorm.weight"),
+        qkv=tensor(*(f"{attention}{x}_proj.weight" for x in "qkv")),
+        qkv_bias=optional(*(f"{attention}{x}_proj.bias" for x in "qkv")),
+        q_norm=optional(f"{attention}q_norm.weight"),
+        k_norm=optional(f"{attention}k_norm.weight"),
+        o=tensor(f"{attention}o_proj.weight"),
+        o_bias=optional(f"{attention}o_proj.bias"),
+        post_norm=tensor("post_attention_layernorm.weight"),
+        gate_up=tensor(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
+        gate_up_bias=optional(f"{mlp}gate_proj.bias", f"{mlp}up_proj.bias"),
+        down=tensor(f"{mlp}down_proj.weight"),
+        down_bias=optional(f"{mlp}down_proj.bias"),
+    )
+
+
+def _embedding(config: ModelConfig) -> _Part:
+    return _Part("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+
+
+def _final_norm(config: ModelConfig) -> _Part:
+    return _Part("model.norm.weight", (config.hidden_size,))
+
+
+def _lm_head(config: ModelConfig) -> _Part:
+    return _Part("lm_head.weight", (config.vocab_size, config.hidden_size))
+
+
+def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Part]:
+    """A layer's tensors in the checkpoint, by their name within the layer."""
+    hidden, head = config.hidden_size, config.head_size
+    q, kv, inner = config.num_heads * head, config.num_kv_heads * head, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    projections = (
+        ("self_attn.q_proj", q, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for name, rows, columns, biased in projections:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if biased:
+            shapes[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head,)
+    prefix = f"model.layers.{index}."
+    return {name: _Part(prefix + name, shape) for name, shape in shapes.items()}
+
+
+def _expected(config: ModelConfig) -> Iterator[_Part]:
+    """Every tensor that the checkpoint must have."""
+    yield _embedding(config)
+    yield _final_norm(config)
+    if not config.tie_embeddings:
+        yield _lm_head(config)
+    for index in range(config.num_layers):
+        yield from _layer_parts(config, index).values()
+
+
+def _check(
+    path: Path, config: ModelConfig, stored: dict[str, StoredTensor], expected: list[_Part]
+) -> None:
+    """Raises CheckpointError unless `stored` is what the config describes."""
+    for part in expected:
+        if part.name not in stored:
+            raise CheckpointError(f"{path} lacks tensor {part.name}, which its config.json implies")
+        found = stored[part.name]
+        if found.shape != part.shape:
+            raise CheckpointError(
+                f"{found.file}: tensor {part.name} has shape {list(found.shape)}; config.json "
+                f"implies {list(part.shape)}"
+            )
+    unknown = stored.keys() - {part.name for part in expected}
+    for name in sorted(unknown):
+        # Tables that old exports saved, and a copy of the embedding, carry nothing of their own.
+        tied_copy = config.tie_embeddings and name == "lm_head.weight"
+        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(
+                f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
+                "config.json describes it"
+            )
+
+
+class _Reader:
+    """Copies stored tensors out of their mapped files, which stay open until `files` closes."""
+
+    def __init__(
+        self,
+        stored: dict[str, StoredTensor],
+        files: ExitStack,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        total: int,
+    ) -> None:
+        self._stored = stored
+        self._files = files
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._open: dict[Path, Any] = {}
+
+    def make(self, parts: tuple[_Part, ...]) -> Tensor:
+        rows = [part.shape[0] for part in parts]
+        shape = (sum(rows), *parts[0].shape[1:])
+        whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for part, target in zip(parts, whole.split(rows), strict=True):
+            target.copy_(self._read(self._stored[part.name]))
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return whole
+
+    def _read(self, stored: StoredTensor) -> Tensor:
+        try:
+            if stored.file not in self._open:
+                opened = safe_open(stored.file, framework="pt", device="cpu")
+                self._open[stored.file] = self._files.enter_context(opened)
+            tensor: Tensor = self._open[stored.file].get_tensor(stored.name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{stored.file}: tensor {stored.name}: {error}") from error
+        return tensor

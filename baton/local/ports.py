@@ -1,0 +1,35 @@
+"""TCP ports: is this one free, and which one is."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from baton.errors import ConfigError
+
+
+def check_free(host: str, port: int, option: str = "--port") -> None:
+    """Raises ConfigError when nobody could listen on `host`:`port` now."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        _listen(family, address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; "
+            f"stop what uses it or choose another port with {option}"
+        ) from error
+
+
+def free(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now; somebody else may take it before the caller does."""
+    return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
+
+
+def _listen(family: int, address: Any) -> int:
+    """Listens for a moment; the port."""
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        # As servers do, or connections that ended a moment ago would count as somebody.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        return int(listener.getsockname()[1])

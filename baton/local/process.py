@@ -1,0 +1,137 @@
+"""One child process of the local cluster: its output, its signals, its end.
+
+Children are in their own process group, so that ctrl-C in a terminal reaches the supervisor alone
+and they can be stopped in order. Knows nothing of what a child does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+LOG_LINES = 500
+_MAX_LINE_BYTES = 16 << 10
+_OUTPUT_GRACE_S = 1.0
+
+
+class ChildProcess:
+    """A command that can be started again after it ended. `log` keeps the last lines of all runs.
+
+    `on_line` is called with each line of its output (stdout and stderr together).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.argv = list(argv)
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self.starts = 0
+        self.started_at = 0.0  # time.monotonic()
+        self._env = dict(env or {})
+        self._on_line = on_line
+        self._killed = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the latest run; 0 before the first."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative for the signal that killed it."""
+        return self._process.returncode if self._process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has neither ended nor been sent SIGKILL."""
+        alive = self._process is not None and self._process.returncode is None
+        return alive and not self._killed
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of its output."""
+        return "\n".join(list(self.log)[-lines:])
+
+    async def start(self) -> None:
+        """Starts a run; the one before must have ended."""
+        assert self._process is None or self._process.returncode is not None, "it runs already"
+        self._process = await asyncio.create_subprocess_exec(
+            *self.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env},
+            process_group=0,
+        )
+        self._killed = False
+        self.starts += 1
+        self.started_at = time.monotonic()
+        self._reader = asyncio.create_task(self._read(), name=f"output of {self.name}")
+
+    async def wait(self) -> int:
+        """The exit status, once the process ended and its output is in `log`."""
+        assert self._process is not None and self._reader is not None
+        status = await self._process.wait()
+        # A grandchild may hold the pipe open for longer than the child lived.
+        await asyncio.wait([self._reader], timeout=_OUTPUT_GRACE_S)
+        self._reader.cancel()
+        return status
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal, if it still runs."""
+        if self._process is not None and self._process.returncode is None:
+            self._killed = self._killed or signum == signal.SIGKILL
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
+    async def stop(self, timeout_s: float) -> int:
+        """SIGTERM, then after `timeout_s` SIGKILL for its whole process group; the exit status."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGCONT)  # a process stopped with SIGSTOP could not end itself
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+            except TimeoutError:
+                self.log.append(f"(did not end within {timeout_s:g} s of SIGTERM: killed)")
+                self.kill()
+        return await self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the process and to what it started."""
+        if self._process is not None and self._process.returncode is None:
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        rest = b""
+        while chunk := await self._process.stdout.read(1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._keep(line)
+            if len(rest) > _MAX_LINE_BYTES:
+                self._keep(rest)
+                rest = b""
+        if rest:
+            self._keep(rest)
+
+    def _keep(self, line: bytes) -> None:
+        text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
+        self.log.append(text)
+        self._on_line(text)

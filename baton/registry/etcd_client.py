@@ -1,0 +1,273 @@
+"""A thin asyncio client of etcd: several endpoints, TLS, passwords, a deadline on every call.
+
+It knows etcd's API and its ways of failing, and nothing of workers. A call that fails on one
+endpoint is tried on the next; when all have failed it waits once for a connection. Every operation
+here may be repeated without harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from baton.config import RegistryConfig
+from baton.errors import BatonError, ConfigError, Unauthenticated, Unavailable
+from baton.registry.backoff import Backoff
+from baton.registry.etcd_errors import error_of
+from baton.v1 import etcd_pb2, etcd_pb2_grpc
+
+CALL_S = 2.0  # one attempt at one endpoint
+START_S = 10.0  # until the first answer, at start
+
+OPTIONS: list[tuple[str, Any]] = [
+    # etcd cuts off clients that ping more often than every 5 s, or several times with no call
+    # between; ours call every TTL / 3. Without the permission a ping that falls between two calls
+    # is held back for hours, and those of a watch behind it: a silent etcd is not noticed.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 16 << 20),
+]
+# A stream to a member that has lost its cluster fails instead of staying silent.
+_STREAM_METADATA = (("hasleader", "true"),)
+
+T = TypeVar("T")
+
+
+class _Endpoint:
+    """One etcd member: its name for messages and the stubs of its channel."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.name = address
+        self.channel = (
+            grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+            if credentials
+            else grpc.aio.insecure_channel(address, options=OPTIONS)
+        )
+        self.kv = etcd_pb2_grpc.KVStub(self.channel)
+        self.lease = etcd_pb2_grpc.LeaseStub(self.channel)
+        self.watch = etcd_pb2_grpc.WatchStub(self.channel)
+        self.auth = etcd_pb2_grpc.AuthStub(self.channel)
+
+
+Invoke = Callable[[_Endpoint, dict[str, Any]], Awaitable[T]]
+
+
+class EtcdClient:
+    """Calls raise Unavailable while no endpoint answers and ConfigError when etcd refuses us."""
+
+    def __init__(self, config: RegistryConfig) -> None:
+        """Reads the files named in `config` (ConfigError); connects with the first call."""
+        self.names = config.etcd
+        self._user = config.user
+        self._password = _password(config)
+        self._addresses = _addresses(config)
+        self._endpoints: list[_Endpoint] = []  # made in the running loop, by the first call
+        self._current = 0
+        self._token: str | None = None  # "": etcd has authentication switched off
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        endpoints, self._endpoints = self._endpoints, []
+        for endpoint in endpoints:
+            await endpoint.channel.close(None)
+
+    async def connect(self, prefix: str, timeout_s: float | None = None) -> etcd_pb2.RangeResponse:
+        """The first listing of `prefix`, tried for START_S; Unavailable names the mend."""
+        timeout_s = START_S if timeout_s is None else timeout_s
+        cause: BatonError | None = None
+        backoff = Backoff()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self.range(prefix)
+                    except Unavailable as error:
+                        cause = error
+                        await backoff.wait()
+        except TimeoutError:
+            raise Unavailable(
+                f"etcd cannot be reached at {self.names} within {timeout_s:g} s: start it or "
+                f"correct --etcd (https:// if it speaks TLS) ({cause or 'no answer'})"
+            ) from cause
+
+    async def range(self, prefix: str) -> etcd_pb2.RangeResponse:
+        """All keys under `prefix`, and in the header the store's revision."""
+        request = etcd_pb2.RangeRequest(key=prefix.encode(), range_end=_end_of(prefix))
+        return await self._call(lambda at, options: at.kv.Range(request, **options))
+
+    async def put(self, key: str, value: bytes, lease: int) -> None:
+        """Writes `key` under `lease`; raises Stale when that lease is gone."""
+        request = etcd_pb2.PutRequest(key=key.encode(), value=value, lease=lease)
+        await self._call(lambda at, options: at.kv.Put(request, **options))
+
+    async def compact(self, revision: int) -> None:
+        """Discards history before `revision`."""
+        request = etcd_pb2.CompactionRequest(revision=revision, physical=True)
+        await self._call(lambda at, options: at.kv.Compact(request, **options))
+
+    async def grant(self, ttl_s: int) -> tuple[int, int]:
+        """(id, seconds to live) of a new lease; etcd may give more time than was asked for."""
+        request = etcd_pb2.LeaseGrantRequest(TTL=ttl_s)
+        granted = await self._call(lambda at, options: at.lease.LeaseGrant(request, **options))
+        return granted.ID, granted.TTL
+
+    async def keep_alive(self, lease: int) -> int:
+        """Renews a lease and returns its seconds to live, 0 if it is gone.
+
+        One short stream a renewal: so it has a deadline and other endpoints, as any call.
+        """
+        request = etcd_pb2.LeaseKeepAliveRequest(ID=lease)
+
+        async def renew(at: _Endpoint, options: dict[str, Any]) -> int:
+            answers = [answer async for answer in at.lease.LeaseKeepAlive([request], **options)]
+            if not answers:
+                raise Unavailable(f"etcd at {at.name} did not answer a lease renewal")
+            return int(answers[0].TTL)
+
+        return await self._call(renew)
+
+    async def revoke(self, lease: int) -> None:
+        """Ends a lease and deletes its keys; Stale when it is gone already."""
+        request = etcd_pb2.LeaseRevokeRequest(ID=lease)
+        await self._call(lambda at, options: at.lease.LeaseRevoke(request, **options))
+
+    async def watch(self, prefix: str, revision: int) -> AsyncIterator[etcd_pb2.WatchResponse]:
+        """Yields what happens under `prefix` from `revision` on, first the answer `created`.
+
+        Never ends by itself: a broken stream raises Unavailable, a watch that etcd cancels (other
+        than for compaction, which is yielded) ConfigError.
+        """
+        at = self._endpoint()
+        create = etcd_pb2.WatchCreateRequest(
+            key=prefix.encode(),
+            range_end=_end_of(prefix),
+            start_revision=revision,
+            progress_notify=True,
+        )
+        call = at.watch.Watch(metadata=self._metadata() + _STREAM_METADATA)
+        try:
+            async with asyncio.timeout(CALL_S):
+                await call.write(etcd_pb2.WatchRequest(create_request=create))
+                response = await call.read()
+            while response is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                if response.canceled and not response.compact_revision:
+                    self._token = None  # etcd may say "permission denied" to a token it forgot
+                    raise ConfigError(
+                        f"etcd at {at.name} ended the watch: {response.cancel_reason}"
+                    )
+                yield response
+                response = await call.read()
+            raise Unavailable(f"etcd at {at.name} ended the watch")
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise error_of(error, at.name, self._user) from error
+        except TimeoutError as error:
+            raise Unavailable(f"etcd at {at.name} does not answer") from error
+        finally:
+            call.cancel()
+
+    async def _call(self, invoke: Invoke[T]) -> T:
+        causes: list[Unavailable] = []
+        for _ in self._addresses:
+            try:
+                return await self._authorised(invoke, wait_for_ready=False)
+            except Unavailable as error:
+                causes.append(error)
+                self._current = (self._current + 1) % len(self._addresses)
+        try:
+            return await self._authorised(invoke, wait_for_ready=True)
+        except Unavailable as error:
+            # Who waits for a connection learns only that there was none; the others know why.
+            raise causes[0] from error
+
+    async def _authorised(self, invoke: Invoke[T], wait_for_ready: bool) -> T:
+        """Logs in where a user is configured, and again when etcd does not know the token."""
+        try:
+            return await self._attempt(invoke, wait_for_ready)
+        except Unauthenticated as error:
+            if not self._user:
+                raise ConfigError(str(error)) from error
+            self._token = None
+            return await self._attempt(invoke, wait_for_ready)
+
+    async def _attempt(self, invoke: Invoke[T], wait_for_ready: bool) -> T:
+        at = self._endpoint()
+        options = {"timeout": CALL_S, "wait_for_ready": wait_for_ready}
+        try:
+            if self._user and self._token is None:
+                self._token = await self._log_in(at, options)
+            return await invoke(at, options | {"metadata": self._metadata()})
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, at.name, self._user) from error
+
+    async def _log_in(self, at: _Endpoint, options: dict[str, Any]) -> str:
+        request = etcd_pb2.AuthenticateRequest(name=self._user, password=self._password)
+        try:
+            return str((await at.auth.Authenticate(request, **options)).token)
+        except grpc.aio.AioRpcError as error:
+            if "authentication is not enabled" in (error.details() or ""):
+                return ""
+            raise
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("token", self._token),) if self._token else ()
+
+    def _endpoint(self) -> _Endpoint:
+        if not self._endpoints:
+            self._endpoints = [_Endpoint(*address) for address in self._addresses]
+        return self._endpoints[self._current]
+
+
+def _end_of(prefix: str) -> bytes:
+    """The first key after all that begin with `prefix`."""
+    raw = prefix.encode()
+    return raw[:-1] + bytes([raw[-1] + 1])
+
+
+def _password(config: RegistryConfig) -> str:
+    if config.user and config.password_file is None:
+        raise ConfigError("--etcd-user needs --etcd-password-file")
+    if config.password_file is None:
+        return ""
+    return _read(config.password_file, "--etcd-password-file").decode().rstrip("\r\n")
+
+
+def _addresses(config: RegistryConfig) -> list[tuple[str, grpc.ChannelCredentials | None]]:
+    """(host:port, credentials) of each endpoint; TLS with https:// or a CA or certificate."""
+    has_files = bool(config.ca_file or config.cert_file)
+    found: list[tuple[str, grpc.ChannelCredentials | None]] = []
+    for text in config.etcd.split(","):
+        if has_files and text.startswith("http://"):
+            raise ConfigError(f"--etcd {text} is not TLS: use https:// with --etcd-ca/--etcd-cert")
+        secure = has_files or text.startswith("https://")
+        address = text.removeprefix("http://").removeprefix("https://")
+        found.append((address, _credentials(config) if secure else None))
+    return found
+
+
+def _credentials(config: RegistryConfig) -> grpc.ChannelCredentials:
+    files = {
+        "--etcd-ca": config.ca_file,
+        "--etcd-key": config.key_file,
+        "--etcd-cert": config.cert_file,
+    }
+    return grpc.ssl_channel_credentials(*_read_all(files.items()))
+
+
+def _read_all(files: Iterable[tuple[str, Path | None]]) -> list[bytes | None]:
+    return [None if path is None else _read(path, option) for option, path in files]
+
+
+def _read(path: Path, option: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error

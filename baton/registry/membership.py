@@ -1,0 +1,63 @@
+"""What a watcher sees: the newest snapshot of all members, handed to any number of readers.
+
+Readers who are slow miss intermediate snapshots, never the newest one, so nothing queues up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
+
+from baton.v1.common_pb2 import WorkerRecord
+
+
+class Membership:
+    """Members by incarnation. One writer calls `publish`; readers use the rest."""
+
+    def __init__(self) -> None:
+        self._records: Mapping[str, WorkerRecord] = MappingProxyType({})
+        self._connected = False
+        self._version = 0
+        self._closed = False
+        self._news = asyncio.Event()
+
+    @property
+    def records(self) -> Mapping[str, WorkerRecord]:
+        """A snapshot that never changes, by incarnation; during an outage the last one known."""
+        return self._records
+
+    @property
+    def connected(self) -> bool:
+        """False while the store cannot be reached and `records` may be out of date."""
+        return self._connected
+
+    async def changes(self) -> AsyncIterator[Mapping[str, WorkerRecord]]:
+        """Yields `records` now and whenever they or `connected` change; ends with the watch."""
+        seen = -1
+        while not self._closed:
+            if seen == self._version:
+                await self._news.wait()
+                continue
+            seen = self._version
+            yield self._records
+
+    def publish(self, records: Mapping[str, WorkerRecord], *, connected: bool) -> None:
+        """Makes a copy of `records` the newest snapshot; readers wake only if something changed."""
+        if connected == self._connected and records == self._records:
+            return
+        if records != self._records:
+            self._records = MappingProxyType(dict(records))
+        self._connected = connected
+        self._version += 1
+        self._wake()
+
+    def close(self) -> None:
+        """Ends every reader's `changes`."""
+        self._closed = True
+        self._connected = False
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()

@@ -1,0 +1,73 @@
+"""Finds stop strings in text that arrives in pieces, and holds back what may become one.
+
+The match that ends first wins, since later text does not exist yet when it ends; of those ending
+at the same place, the longest. So the result never depends on how the text was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+
+
+def check_stop_strings(stops: Sequence[str]) -> None:
+    """Raises InvalidRequest (field "stop") for too many, empty or too long stop strings."""
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"at most {MAX_STOPS} stop strings, not {len(stops)}", "stop")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", "stop"
+            )
+
+
+class StopStrings:
+    """The filter between one request's detokenizer and its client."""
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        """Raises InvalidRequest (field "stop") as `check_stop_strings` does."""
+        check_stop_strings(stops)
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        # Every text that more text could turn into a stop string.
+        self._beginnings = frozenset(s[:length] for s in stops for length in range(1, len(s)))
+        self._most_held = max(map(len, self._beginnings), default=0)
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Takes new text; returns the text that is now certain and the stop string that was met.
+
+        After a match nothing more is emitted, and the same match is returned.
+        """
+        if self._matched is not None or not self._stops:
+            return ("" if self._matched is not None else text), self._matched
+        held = self._held + text
+        end, stop = self._first_match(held)
+        if stop:
+            self._matched, self._held = stop, ""
+            return held[: end if self._include_stop else end - len(stop)], stop
+        certain = self._certain(held)
+        self._held = held[certain:]
+        return held[:certain], None
+
+    def flush(self) -> str:
+        """The text held back, which at the end of the output is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str]:
+        """The end and the stop string of the winning match; an empty string for none."""
+        matches = [(at + len(s), s) for s in self._stops if (at := text.find(s)) >= 0]
+        return min(matches, key=lambda match: (match[0], -len(match[1])), default=(0, ""))
+
+    def _certain(self, text: str) -> int:
+        """How many characters can be emitted: all before the longest beginning at the end."""
+        for start in range(max(0, len(text) - self._most_held), len(text)):
+            if text[start:] in self._beginnings:
+                return start
+        return len(text)

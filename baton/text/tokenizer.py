@@ -1,0 +1,196 @@
+"""A model's tokenizer: text and conversations to token ids, token ids to text.
+
+Encoding a long text takes milliseconds and releases the interpreter lock: an event loop should
+leave it to a thread. Both classes are safe to share between threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from baton.errors import CheckpointError, InvalidRequest
+from baton.text import detokenizer
+from baton.text.chat_template import ChatTemplate, ChatTurn
+from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
+from baton.text.token_pieces import TokenPieces
+
+_NO_TOKENIZER = "this model has no tokenizer: send token ids"
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face model directory."""
+
+    def __init__(self, library: tokenizers.Tokenizer, files: TextFiles) -> None:
+        # A tokenizer.json can carry its training's limits; a prompt is never cut or padded.
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        self._vocab_size = files.vocab_size or library.get_vocab_size()
+        self._max_context = files.max_context
+        self._template = _template(files)
+        self._eos_token_ids = files.eos_token_ids or _eos_by_name(library, files)
+        self._fingerprint = files.fingerprint
+        self._pieces = TokenPieces(library)
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Reads tokenizer.json and, where they exist, the configs and the chat template.
+
+        Raises CheckpointError naming the file that is missing or broken.
+        """
+        files = TextFiles.read(directory)
+        if files.tokenizer_json is None:
+            raise CheckpointError(f"{directory / TOKENIZER_FILE}: not found")
+        return cls(_library(directory / TOKENIZER_FILE, files.tokenizer_json), files)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this: the model's rows, or without config.json the tokenizer's."""
+        return self._vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence the model was made for, tokens; 0 when config.json does not say."""
+        return self._max_context
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an output, from the first of generation, model and tokenizer config."""
+        return self._eos_token_ids
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal to `text_fingerprint` of the same directory, on any machine."""
+        return self._fingerprint
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._template is not None
+
+    @property
+    def pieces(self) -> TokenPieces:
+        """What `Detokenizer` reads."""
+        return self._pieces
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens this tokenizer adds by default.
+
+        Raises InvalidRequest (field "text") for text that is not Unicode (a lone surrogate).
+        """
+        return self._encode(text, "text", add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[tuple[str, str] | ChatTurn]) -> list[int]:
+        """Token ids of a conversation, (role, content) each, up to where the assistant answers.
+
+        Raises InvalidRequest (field "chat") when there is no template or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template: send text or token ids", "chat")
+        # The template writes the special tokens itself.
+        return self._encode(self._template.render(messages), "chat", add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text, without special tokens; the same that a Detokenizer makes of the ids."""
+        return detokenizer.decode(self._pieces, token_ids)
+
+    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{field} is not Unicode text: {error}", field) from error
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+class TokenIdsOnly:
+    """Stands in for the tokenizer of a model that is only a config: it takes token ids alone."""
+
+    def __init__(self, files: TextFiles) -> None:
+        self._files = files
+        self._fingerprint = files.fingerprint
+
+    @classmethod
+    def load(cls, path: Path) -> TokenIdsOnly:
+        """Reads a config file, or the one in a directory; raises CheckpointError naming it."""
+        files = TextFiles.read(path)
+        if not files.vocab_size:
+            file = path / CONFIG_FILE if path.is_dir() else path
+            raise CheckpointError(f"{file}: no vocab_size, and there is no {TOKENIZER_FILE}")
+        return cls(files)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._files.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence the model was made for, tokens; 0 when the config does not say."""
+        return self._files.max_context
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an output."""
+        return self._files.eos_token_ids
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal to `text_fingerprint` of the same path, on any machine."""
+        return self._fingerprint
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def pieces(self) -> None:
+        """No token stands for text."""
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        """Raises InvalidRequest (field "text")."""
+        raise InvalidRequest(_NO_TOKENIZER, "text")
+
+    def encode_chat(self, messages: Sequence[tuple[str, str] | ChatTurn]) -> list[int]:
+        """Raises InvalidRequest (field "chat")."""
+        raise InvalidRequest(_NO_TOKENIZER, "chat")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """No text."""
+        return ""
+
+
+AnyTokenizer = Tokenizer | TokenIdsOnly
+
+
+def load_tokenizer(path: Path) -> AnyTokenizer:
+    """The tokenizer of a model directory, or its stand-in for a config without a tokenizer.
+
+    Raises CheckpointError naming the file that is missing or broken.
+    """
+    if (path / TOKENIZER_FILE).exists():
+        return Tokenizer.load(path)
+    return TokenIdsOnly.load(path)
+
+
+def _library(file: Path, text: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    # The library raises plain Exception for whatever it cannot read.
+    except Exception as error:
+        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+
+
+def _template(files: TextFiles) -> ChatTemplate | None:
+    source = files.chat_template
+    return source and ChatTemplate(source.text, files.special_tokens, str(source.file))
+
+
+def _eos_by_name(library: tokenizers.Tokenizer, files: TextFiles) -> frozenset[int]:
+    name = files.special_tokens.get("eos_token")
+    token = library.token_to_id(name) if name else None
+    return frozenset() if token is None else frozenset([token])

@@ -1,0 +1,265 @@
+"""The prefill side's open links: one for each decode process, opened once, kept while useful."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from baton import rpc
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvCorrupted,
+    KvMismatch,
+    Overloaded,
+    Stale,
+    TransferFailed,
+    Unavailable,
+)
+from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
+from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.seam import Link, PutStats, Transport
+from kvtransfer.waiting import Deadline
+
+log = logging.getLogger(__name__)
+
+# These speak of one handoff; whatever else goes wrong is the link's failure.
+_LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
+
+
+class PairLink:
+    """One open link: its data end, the thread its puts run on, the channel for its control."""
+
+    def __init__(
+        self,
+        peer: str,
+        epoch: int,
+        transport: Transport,
+        link: Link,
+        thread: ThreadPoolExecutor,
+        channel: grpc.aio.Channel,
+    ) -> None:
+        self.peer, self.epoch, self.transport = peer, epoch, transport
+        self.stub = handoff_pb2_grpc.HandoffServiceStub(channel)
+        # Held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's order.
+        self.turn = asyncio.Lock()
+        self.users = 0
+        self._link, self._thread, self._channel = link, thread, channel
+        self._closing = False
+
+    async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+        """`Link.put` on the link's thread. Must not be abandoned: the thread would go on."""
+        if self._closing:
+            raise TransferFailed(f"the link to decode {self.peer} was closed")
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._thread, self._link.put, local, remote, digest, timeout_s)
+
+    async def close_data(self) -> None:
+        """Ends a running put, then frees the data end; control still works."""
+        if self._closing:
+            return
+        self._closing = True
+        self._link.abort()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._link.close)
+        self._thread.shutdown()
+
+    async def close_control(self) -> None:
+        await self._channel.close(None)
+
+
+class LinkPool:
+    """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
+
+    A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch.
+    `connect_timeout_s` bounds Offer, and connecting, each.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        transports: Sequence[Transport],
+        descriptor: common_pb2.KvDescriptor,
+        incarnation: str,
+        host_id: str,
+        *,
+        cap: int = 16,
+        backoff_s: float = 1.0,
+        connect_timeout_s: float = 5.0,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.pool, self.incarnation = pool, incarnation
+        self._transports = {transport.kind: transport for transport in transports}
+        self._descriptor, self._host_id = descriptor, host_id
+        self._cap, self._backoff_s, self._connect_s = cap, backoff_s, connect_timeout_s
+        self._credentials = credentials
+        self._links: dict[str, PairLink] = {}  # least recently used first
+        self._opening: dict[str, asyncio.Task[PairLink]] = {}
+        self._refused_until: dict[str, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def acquire(self, target: prefill_pb2.HandoffTarget, deadline: Deadline) -> PairLink:
+        """The link to `target`, opened if need be; give it back with `release`.
+
+        Raises Unavailable while the pair is quarantined, Overloaded when all links are in use,
+        KvMismatch, Stale, TransferFailed, DeadlineExceeded.
+        """
+        peer = target.incarnation
+        while (link := self._links.get(peer)) is None:
+            if peer not in self._opening:
+                self._check_quarantine(peer)
+                self._opening[peer] = asyncio.create_task(self._open(target))
+            # Shielded: others may wait for the same link. Its own time is bounded.
+            opening = asyncio.shield(self._opening[peer])
+            try:
+                await asyncio.wait_for(opening, deadline.left_s(3 * self._connect_s))
+            except TimeoutError:
+                deadline.left_s(0)
+                raise TransferFailed(f"no link to decode {peer} in time") from None
+        self._links[peer] = self._links.pop(peer)
+        link.users += 1
+        return link
+
+    def release(self, link: PairLink) -> None:
+        """The caller is done with `link`."""
+        link.users -= 1
+        if link.users == 0 and self._links.get(link.peer) is not link:
+            self._in_background(link.close_control())
+
+    @contextlib.contextmanager
+    def judging(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
+        """Around what uses `link`: takes it out of service when it is the link that failed.
+
+        An unanswered call becomes TransferFailed, unless it was the request's time that ran out:
+        then nobody is to blame, but a two-sided link may be out of step and is opened anew.
+        """
+        try:
+            yield
+        except _LINK_IS_GOOD:
+            raise
+        except BatonError as error:
+            out_of_time = isinstance(error, DeadlineExceeded) and deadline.passed
+            if not (out_of_time and link.transport.one_sided):
+                self.condemn(link, quarantine=not out_of_time)
+            if isinstance(error, (Unavailable, DeadlineExceeded)) and not out_of_time:
+                raise TransferFailed(f"decode {link.peer} did not answer: {error}") from error
+            raise
+
+    def condemn(self, link: PairLink, quarantine: bool = True) -> None:
+        """Nobody uses `link` any more, and, if told so, its peer is refused for a while."""
+        if self._links.get(link.peer) is link:
+            if quarantine:
+                self._quarantine(link.peer)
+            self._drop(link)
+
+    def status(self) -> list[worker_pb2.PairStatus]:
+        """One entry for each open or quarantined pair."""
+        now = time.monotonic()
+        self._refused_until = {p: end for p, end in self._refused_until.items() if end > now}
+        pairs = [
+            worker_pb2.PairStatus(
+                prefill=self.incarnation,
+                decode=link.peer,
+                transport=link.transport.kind,
+                state="OPEN",
+                epoch=link.epoch,
+            )
+            for link in self._links.values()
+        ]
+        return pairs + [
+            worker_pb2.PairStatus(prefill=self.incarnation, decode=peer, state="QUARANTINED")
+            for peer in self._refused_until
+            if peer not in self._links
+        ]
+
+    async def close(self) -> None:
+        """Closes every link; handoffs that still run fail."""
+        for task in self._opening.values():
+            task.cancel()
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        for link in list(self._links.values()):
+            self._drop(link)
+            if link.users:  # its users release it, but perhaps only after we are gone
+                self._in_background(link.close_control())
+        while self._closing:
+            await asyncio.gather(*self._closing)
+
+    async def _open(self, target: prefill_pb2.HandoffTarget) -> PairLink:
+        peer = target.incarnation
+        try:
+            self._make_room()
+            link = await self._connect(target)
+        except (KvMismatch, Stale, Overloaded):
+            raise
+        except BatonError as error:
+            log.warning("no link from prefill %s to decode %s: %s", self.incarnation, peer, error)
+            self._quarantine(peer)
+            raise
+        finally:
+            del self._opening[peer]
+        log.info("link to decode %s: %s, epoch %d", peer, link.transport.name, link.epoch)
+        self._links[peer] = link
+        return link
+
+    async def _connect(self, target: prefill_pb2.HandoffTarget) -> PairLink:
+        channel = rpc.channel(target.address, self._credentials)
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{target.incarnation}")
+        try:
+            stub = handoff_pb2_grpc.HandoffServiceStub(channel)
+            with rpc.translated():
+                offer = await stub.Offer(self._offer(target), timeout=self._connect_s)
+            transport = self._transports.get(offer.transport)
+            if transport is None:
+                raise KvMismatch(f"decode {target.incarnation} chose a transport we did not offer")
+            link = await asyncio.get_running_loop().run_in_executor(
+                thread, transport.connect, self.pool, offer.endpoint, self._connect_s
+            )
+        except BaseException:
+            thread.shutdown(wait=False)
+            await channel.close(None)
+            raise
+        return PairLink(target.incarnation, offer.epoch, transport, link, thread, channel)
+
+    def _offer(self, target: prefill_pb2.HandoffTarget) -> handoff_pb2.OfferRequest:
+        return handoff_pb2.OfferRequest(
+            incarnation=self.incarnation,
+            target_incarnation=target.incarnation,
+            host_id=self._host_id,
+            kv=self._descriptor,
+            transports=list(self._transports),
+        )
+
+    def _make_room(self) -> None:
+        """Closes idle links until one more fits, those being opened counted."""
+        while len(self._links) + len(self._opening) > self._cap:
+            idle = next((link for link in self._links.values() if link.users == 0), None)
+            if idle is None:
+                raise Overloaded(f"all {self._cap} links are in use", self._backoff_s)
+            self._drop(idle)
+
+    def _check_quarantine(self, peer: str) -> None:
+        left = self._refused_until.get(peer, 0.0) - time.monotonic()
+        if left > 0:
+            raise Unavailable(f"the pair {self.incarnation} → {peer} failed just now", left)
+
+    def _quarantine(self, peer: str) -> None:
+        self._refused_until[peer] = time.monotonic() + self._backoff_s
+
+    def _drop(self, link: PairLink) -> None:
+        del self._links[link.peer]
+        self._in_background(link.close_data())
+        if link.users == 0:
+            self._in_background(link.close_control())
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

@@ -1,0 +1,176 @@
+"""A worker's KV blocks as bytes: which bytes stand for which tokens, and how runs are copied.
+
+The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`. A block
+is contiguous, and so is each (layer, K or V, head) row of it: the first `n` tokens of a block are
+the first `n / block_size` of each of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from baton.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvtransfer.shm import SharedMemoryArea
+
+PIECE_BYTES = 1 << 20  # copied, then digested while still in the cache
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The first `num_tokens` token slots of `block_ids`, in order; only the last may be partial."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+    def check(self, block_size: int, num_blocks: int) -> None:
+        """Raises InvalidRequest unless the ids are distinct, exist and fit the token count."""
+        if len(self.block_ids) != -(-self.num_tokens // block_size) or self.num_tokens < 0:
+            raise InvalidRequest(
+                f"{self.num_tokens} tokens do not fill {len(self.block_ids)} blocks of {block_size}"
+            )
+        if len(set(self.block_ids)) != len(self.block_ids):
+            raise InvalidRequest("a block is named twice")
+        if any(not 0 <= block < num_blocks for block in self.block_ids):
+            raise InvalidRequest(f"a block id is outside the pool of {num_blocks}")
+
+
+class Digest:
+    """xxh3-64 streamed over KV bytes in canonical order.
+
+    For each block in order its filled slots, in [layer, K or V, kv_head, token, element] order:
+    exactly the bytes that travel, in the order in which they travel.
+    """
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self.num_bytes = 0
+
+    def update(self, data: torch.Tensor) -> None:
+        """Adds a contiguous uint8 tensor."""
+        self._hash.update(data.cpu().numpy().data)
+        self.num_bytes += data.numel()
+
+    @property
+    def value(self) -> int:
+        """The checksum so far, 64 bits."""
+        return int(self._hash.intdigest())
+
+
+class KvPool:
+    """The KV tensor of one worker, seen as bytes.
+
+    `area` is the shared memory the tensor lies in, if other processes are to write into it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, area: SharedMemoryArea | None = None) -> None:
+        if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
+            raise ValueError(
+                "the KV pool must be a contiguous [num_blocks, num_layers, 2, num_kv_heads, "
+                f"block_size, head_size] tensor, not {tuple(tensor.shape)}"
+            )
+        if area is not None and tensor.data_ptr() != area.tensor.data_ptr():
+            raise ValueError("the KV pool must begin where its shared memory begins")
+        self.tensor, self.area, self.device = tensor, area, tensor.device
+        self.num_blocks, layers, _, heads, self.block_size, head_size = tensor.shape
+        self.row_slot_bytes = head_size * tensor.element_size()
+        self.token_bytes = layers * 2 * heads * self.row_slot_bytes
+        self.block_bytes = self.token_bytes * self.block_size
+        octets = tensor.view(torch.uint8)
+        self.blocks = octets.view(self.num_blocks, self.block_bytes)
+        self.rows = octets.view(self.num_blocks, layers * 2 * heads, -1)
+
+    def nbytes(self, slots: Slots) -> int:
+        """Bytes that the filled slots hold."""
+        return self.token_bytes * slots.num_tokens
+
+    def tail(self, block: int, num_tokens: int) -> torch.Tensor:
+        """The first `num_tokens` slots of a block: uint8 `[rows, bytes]`, strided."""
+        return self.rows[block, :, : num_tokens * self.row_slot_bytes]
+
+    def gather(self, slots: Slots, out: torch.Tensor) -> torch.Tensor:
+        """Copies the slots' bytes in canonical order to the front of `out`; returns that part."""
+        full, fill = divmod(slots.num_tokens, self.block_size)
+        for first, block, count in runs(slots.block_ids[:full]):
+            part = out[first * self.block_bytes : (first + count) * self.block_bytes]
+            part.view(count, self.block_bytes).copy_(self.blocks[block : block + count])
+        if fill:
+            tail = self.tail(slots.block_ids[full], fill)
+            out[full * self.block_bytes : self.nbytes(slots)].view(tail.shape).copy_(tail)
+        return out[: self.nbytes(slots)]
+
+    def scatter(self, data: torch.Tensor, slots: Slots) -> None:
+        """The way back: `data` as `gather` returned it, into the slots and nowhere else."""
+        full, fill = divmod(slots.num_tokens, self.block_size)
+        for first, block, count in runs(slots.block_ids[:full]):
+            part = data[first * self.block_bytes : (first + count) * self.block_bytes]
+            self.blocks[block : block + count].copy_(part.view(count, self.block_bytes))
+        if fill:
+            tail = self.tail(slots.block_ids[full], fill)
+            tail.copy_(data[full * self.block_bytes : self.nbytes(slots)].view(tail.shape))
+
+    def digest(self, slots: Slots) -> Digest:
+        """The digest of what the slots hold now."""
+        digest = Digest()
+        full, fill = divmod(slots.num_tokens, self.block_size)
+        for _, block, count in runs(slots.block_ids[:full]):
+            digest.update(self.blocks[block : block + count].view(-1))
+        if fill:
+            digest.update(self.tail(slots.block_ids[full], fill).contiguous().view(-1))
+        return digest
+
+    def parts(self, slots: Slots, max_bytes: int) -> list[Slots]:
+        """Splits slots into messages of at most `max_bytes`, but at least one block each.
+
+        Both ends split by this rule, so that they agree on every message's length.
+        """
+        step = max(1, max_bytes // self.block_bytes)
+        parts = []
+        for first in range(0, len(slots.block_ids), step):
+            left = slots.num_tokens - first * self.block_size
+            parts.append(
+                Slots(slots.block_ids[first : first + step], min(left, step * self.block_size))
+            )
+        return parts
+
+
+def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Cuts equally long id lists where any of them is not consecutive.
+
+    Yields (first index, first id of each list..., count).
+    """
+    length, first = len(ids[0]), 0
+    for i in range(1, length + 1):
+        if i == length or any(one[i] != one[i - 1] + 1 for one in ids):
+            yield (first, *(one[first] for one in ids), i - first)
+            first = i
+
+
+def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, digest: Digest) -> None:
+    """Copies slots between pools of one layout, digesting what was read.
+
+    Consecutive blocks on both sides become one copy (of at most `PIECE_BYTES` at a time).
+    Raises InvalidRequest when the slots do not fit their pools or each other.
+    """
+    local.check(source.block_size, source.num_blocks)
+    remote.check(target.block_size, target.num_blocks)
+    if local.num_tokens != remote.num_tokens:
+        raise InvalidRequest(f"{local.num_tokens} tokens do not fit {remote.num_tokens}")
+    full, fill = divmod(local.num_tokens, source.block_size)
+    step = max(1, PIECE_BYTES // source.block_bytes)
+    for _, here, there, count in runs(local.block_ids[:full], remote.block_ids[:full]):
+        for i in range(0, count, step):
+            n = min(step, count - i)
+            piece = source.blocks[here + i : here + i + n]
+            target.blocks[there + i : there + i + n].copy_(piece)
+            digest.update(piece.view(-1))
+    if fill:
+        tail = source.tail(local.block_ids[full], fill)
+        target.tail(remote.block_ids[full], fill).copy_(tail)
+        digest.update(tail.contiguous().view(-1))

@@ -1,0 +1,128 @@
+"""What a transport is: the one seam behind which KV bytes travel.
+
+Two families. One-sided (`memory`, `shm`): the sender writes straight into the receiver's pool and
+the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts, the sender sends.
+Every call may block until its timeout; the layer above runs them on one thread for each link. What
+goes wrong is raised as TransferFailed, after which the link is only good for `abort` and `close`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.v1 import common_pb2
+from kvtransfer.pool import Digest, KvPool, Slots
+
+Kind: TypeAlias = common_pb2.Transport
+
+
+@dataclass(frozen=True)
+class PutStats:
+    """One put: KV bytes sent and the seconds they took."""
+
+    num_bytes: int
+    wire_s: float
+
+
+class Link(ABC):
+    """The sender's end of one pair."""
+
+    @abstractmethod
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+        """Sends `local` blocks of the own pool into `remote` ones, adding them to `digest`.
+
+        After it returned or raised, nothing more is written on behalf of this call.
+        Raises TransferFailed.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Makes a running put fail early where possible; called from another thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees everything; no put runs any more."""
+
+
+class Listener(ABC):
+    """The receiver's end of all pairs of one transport. `epoch` names one link of a peer."""
+
+    @abstractmethod
+    def offer(self, peer: str, epoch: int) -> bytes:
+        """What `Transport.connect` of that peer needs."""
+
+    @abstractmethod
+    def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
+        """Completes the link that was offered. Raises TransferFailed, Stale."""
+
+    @abstractmethod
+    def receive(
+        self,
+        peer: str,
+        epoch: int,
+        slots: Slots,
+        digest: Digest,
+        timeout_s: float,
+        posted: Callable[[], None],
+    ) -> None:
+        """Receives into `slots`; calls `posted` as soon as the sender may send. Two-sided only.
+
+        Raises TransferFailed, Stale.
+        """
+
+    @abstractmethod
+    def drop(self, peer: str, epoch: int) -> None:
+        """Frees one link, if it is there. No receive of it runs any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees all links."""
+
+
+class Transport(ABC):
+    """One way for KV bytes to travel."""
+
+    name: str
+    kind: Kind
+    one_sided: bool
+
+    @abstractmethod
+    def listen(self, pool: KvPool) -> Listener:
+        """The receiving end of `pool`."""
+
+    @abstractmethod
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+        """A link that sends from `pool` to whoever made `endpoint`. Raises TransferFailed."""
+
+
+class OneSidedListener(Listener):
+    """A listener that has nothing to do but to say where its pool is."""
+
+    def __init__(self, endpoint: bytes) -> None:
+        self._endpoint = endpoint
+
+    def offer(self, peer: str, epoch: int) -> bytes:
+        return self._endpoint
+
+    def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
+        return None
+
+    def receive(
+        self,
+        peer: str,
+        epoch: int,
+        slots: Slots,
+        digest: Digest,
+        timeout_s: float,
+        posted: Callable[[], None],
+    ) -> None:
+        raise AssertionError("a one-sided transport receives without a call")
+
+    def drop(self, peer: str, epoch: int) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

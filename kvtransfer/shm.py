@@ -1,0 +1,123 @@
+"""The transport between two processes of one host: the receiver's pool, mapped by the sender.
+
+The pool lies in a memfd. A process of the same user and pid namespace (see `baton.config.host_id`)
+opens it through /proc; it has no name in any file system, so nothing is left behind however a
+process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import time
+import uuid
+from pathlib import Path
+
+import torch
+
+from baton.errors import TransferFailed
+from baton.v1 import common_pb2
+from kvtransfer.pool import Digest, KvPool, Slots, copy_slots
+from kvtransfer.seam import Link, Listener, OneSidedListener, PutStats, Transport
+
+
+class SharedMemoryArea:
+    """Bytes that other processes can map. `tensor` is all of them, uint8, zero at first."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.name = f"baton-kv-{uuid.uuid4().hex}"
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self.tensor = _mapped(self.fd, nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Nobody can map the area any more; the memory goes with its last tensor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def allocate(nbytes: int) -> SharedMemoryArea:
+    """Zeroed memory that other processes can map. Raises OSError when there is too little."""
+    return SharedMemoryArea(nbytes)
+
+
+class ShmTransport(Transport):
+    """Needs a receiver whose pool lies in a `SharedMemoryArea`, on the same host."""
+
+    name = "shm"
+    kind = common_pb2.TRANSPORT_SHM
+    one_sided = True
+
+    def listen(self, pool: KvPool) -> Listener:
+        assert pool.area is not None, "the pool does not lie in shared memory"
+        area = pool.area
+        place = {"pid": os.getpid(), "fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
+        return OneSidedListener(json.dumps(place).encode())
+
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+        try:
+            place = json.loads(endpoint)
+            return _ShmLink(
+                pool, int(place["pid"]), int(place["fd"]), place["name"], place["blocks"]
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TransferFailed(f"shm: cannot map the receiver's pool: {error}") from error
+
+
+class _ShmLink(Link):
+    def __init__(self, pool: KvPool, pid: int, fd: int, name: str, num_blocks: int) -> None:
+        self._pool, self._aborted, self._pid = pool, False, pid
+        # A pid can be reused, a memfd's random name cannot: it proves whose memory this is.
+        path = Path(f"/proc/{pid}/fd/{fd}")
+        if name not in str(path.readlink()):
+            raise ValueError(f"{path} is not {name}")
+        self._process = os.pidfd_open(pid)
+        self._death = select.poll()
+        self._death.register(self._process, select.POLLIN)
+        try:
+            remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                area = _mapped(remote_fd, num_blocks * pool.block_bytes)
+            finally:
+                os.close(remote_fd)
+        except BaseException:
+            os.close(self._process)
+            raise
+        shape = (num_blocks, *pool.tensor.shape[1:])
+        self._remote: KvPool | None = KvPool(area.view(pool.tensor.dtype).view(shape))
+
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+        self._check_alive()
+        assert self._remote is not None
+        start = time.perf_counter()
+        copy_slots(self._pool, local, self._remote, remote, digest)
+        self._check_alive()
+        return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def close(self) -> None:
+        if self._remote is not None:
+            os.close(self._process)
+            self._remote = None
+
+    def _check_alive(self) -> None:
+        """The mapping outlives the receiver: without this, bytes would go nowhere unnoticed."""
+        if self._aborted or self._remote is None:
+            raise TransferFailed("shm: the link was aborted")
+        if self._death.poll(0):
+            raise TransferFailed(f"shm: the receiver (pid {self._pid}) is gone")
+
+
+def _mapped(fd: int, nbytes: int) -> torch.Tensor:
+    """uint8 `[nbytes]` over a shared, writable mapping that lives as long as the tensor."""
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)

@@ -1,0 +1,49 @@
+"""How the control side waits: never past the request's deadline, and to the end where it must."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from baton.errors import DeadlineExceeded
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """The moment a request's time is over, passed down to every wait of it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def left_s(self, cap_s: float) -> float:
+        """Seconds one wait may take. Raises DeadlineExceeded when there are none."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("the deadline passed during the KV transfer")
+        return min(left, cap_s)
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work` to its end even when cancelled; the cancellation is raised then.
+
+    For work that a thread or the peer carries on with anyway, so `work` must bound its own time.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled() and task.exception() is not None:
+            raise cancelled from task.exception()
+        raise cancelled
+    return task.result()

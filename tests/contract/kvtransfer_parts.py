@@ -1,0 +1,212 @@
+"""What the tests of `kvtransfer` are made of: small pools, a decode side and a prefill side."""
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import torch
+from opentelemetry.trace import NoOpTracer
+
+from baton import rpc
+from baton.config import host_id
+from baton.errors import Stale
+from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
+from kvtransfer import shm
+from kvtransfer.backends import gloo
+from kvtransfer.incoming import ReservedBlocks
+from kvtransfer.links import LinkPool
+from kvtransfer.memory import MemoryTransport
+from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.process_group import ProcessGroupTransport
+from kvtransfer.receiver import HandoffReceiver
+from kvtransfer.sender import HandoffSender
+from kvtransfer.service import HandoffServicer
+
+BLOCKS, BLOCK_SIZE = 24, 4
+SHAPE = (BLOCKS, 2, 2, 2, BLOCK_SIZE, 8)  # 1 KiB a block
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
+STAGING_BYTES = 4096  # two messages of two blocks
+TRANSPORTS = {
+    "memory": MemoryTransport,
+    "shm": shm.ShmTransport,
+    "gloo": lambda: ProcessGroupTransport(gloo(), "127.0.0.1", STAGING_BYTES),
+}
+DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", dtype="float32", block_size=BLOCK_SIZE)
+
+
+def make_pool(seed):
+    """A pool in shared memory with content that depends on `seed` alone."""
+    content = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+    area = shm.allocate(content.numel() * 4)
+    pool = KvPool(area.tensor.view(torch.float32).view(SHAPE), area)
+    pool.tensor.copy_(content)
+    return pool
+
+
+def slots(num_tokens, *ids):
+    return Slots(tuple(ids), num_tokens)
+
+
+def expect_only(source, local, target, remote, before):
+    """`target` holds `source`'s local slots in its remote ones, and is `before` elsewhere."""
+    expected = before.clone()
+    left = local.num_tokens
+    for here, there in zip(local.block_ids, remote.block_ids, strict=True):
+        fill = min(left, BLOCK_SIZE)
+        expected[there, ..., :fill, :] = source.tensor[here, ..., :fill, :]
+        left -= fill
+    assert torch.equal(target.tensor, expected)
+
+
+class Pair:
+    """Both ends of one link in this process, without any control."""
+
+    def __init__(self, transport, epoch=1, source=None, target=None, peer="p"):
+        self.transport, self.epoch, self.peer = transport, epoch, peer
+        self.source, self.target = source or make_pool(1), target or make_pool(2)
+        self.thread = ThreadPoolExecutor(1)
+        self.listener = transport.listen(self.target)
+        endpoint = self.listener.offer(peer, epoch)
+        accepted = self.thread.submit(self.listener.accept, peer, epoch, 5.0)
+        self.link = transport.connect(self.source, endpoint, 5.0)
+        accepted.result(5)
+
+    def post(self, remote, timeout_s=5.0):
+        """(future of the receive, its digest), once it is posted."""
+        digest, posted = Digest(), threading.Event()
+        receive = self.thread.submit(
+            self.listener.receive, self.peer, self.epoch, remote, digest, timeout_s, posted.set
+        )
+        assert posted.wait(5)
+        return receive, digest
+
+    def move(self, local, remote):
+        """Moves slots; returns (put's stats, sender's digest, receiver's digest)."""
+        digest = Digest()
+        if self.transport.one_sided:
+            stats = self.link.put(local, remote, digest, 5.0)
+            return stats, digest, self.target.digest(remote)
+        receive, arrived = self.post(remote)
+        stats = self.link.put(local, remote, digest, 5.0)
+        receive.result(5)
+        return stats, digest, arrived
+
+    def close(self):
+        self.link.close()
+        self.listener.close()
+        self.thread.shutdown()
+        for pool in (self.source, self.target):
+            pool.area.close()
+
+
+class Held:
+    """Reservations as a decode worker keeps them: by handoff id, with a token each."""
+
+    def __init__(self):
+        self.blocks, self.committed_tokens, self.reasons = {}, {}, {}
+        self.ended, self.asked = asyncio.Event(), asyncio.Event()
+
+    def find(self, handoff_id, token):
+        self.asked.set()
+        if handoff_id not in self.blocks or token != f"token-{handoff_id}":
+            raise Stale(f"no reservation {handoff_id}")
+        return self.blocks[handoff_id]
+
+    async def committed(self, handoff_id, token, first_token_id):
+        self.committed_tokens[handoff_id] = first_token_id
+
+    async def aborted(self, handoff_id, token, reason):
+        self.blocks.pop(handoff_id, None)
+        self.reasons[handoff_id] = reason
+        self.ended.set()
+
+
+class Decode:
+    """A decode worker's side: a pool, a receiver, a gRPC server on a free port."""
+
+    def __init__(self, transport, incarnation="d", host=None, pool=None, **options):
+        self.incarnation, self.host = incarnation, host or host_id()
+        self.pool = pool or make_pool(2)
+        self.before = self.pool.tensor.clone()
+        self.held = Held()
+        self.receiver = HandoffReceiver(
+            self.pool, DESCRIPTOR, incarnation, self.host, [transport], self.held, **options
+        )
+        self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
+            HandoffServicer(self.receiver), self.server
+        )
+
+    async def __aenter__(self):
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.server.stop(0)
+        await self.receiver.close()
+        self.pool.area.close()
+
+    async def asked(self):
+        """Returns when a handoff's first message has been taken in."""
+        await asyncio.wait_for(self.held.asked.wait(), 5)
+
+    def before_commit(self, change):
+        """Calls `change(request)` before each commit."""
+        commit = self.receiver.commit
+
+        async def changed(request):
+            change(request)
+            return await commit(request)
+
+        self.receiver.commit = changed
+
+    def reserve(self, handoff_id, num_tokens, *ids, cached=0):
+        self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, BLOCK_SIZE)
+        return target(self.incarnation, self.port, handoff_id, cached)
+
+
+def target(incarnation, port, handoff_id, cached=0):
+    return prefill_pb2.HandoffTarget(
+        address=f"127.0.0.1:{port}",
+        incarnation=incarnation,
+        reservation_token=f"token-{handoff_id}",
+        cached_tokens=cached,
+        host_id=host_id(),
+    )
+
+
+class Prefill:
+    """A prefill worker's side: a pool and its links."""
+
+    def __init__(self, transport, incarnation="p", descriptor=DESCRIPTOR, step_s=5.0, **options):
+        self.pool = make_pool(1)
+        self.links = LinkPool(self.pool, [transport], descriptor, incarnation, host_id(), **options)
+        self.sender = HandoffSender(self.links, NoOpTracer(), step_timeout_s=step_s)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        await self.links.close()
+        self.pool.area.close()
+
+    async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0, first_token=7):
+        """Sends chunks one after another and commits; returns the stats."""
+        position = to.cached_tokens
+        total = position + sum(chunk.num_tokens for chunk in chunks)
+        async with self.sender.open(to, handoff_id, total, timeout_s) as handoff:
+            for chunk in chunks:
+                handoff.send(position, chunk)
+                position += chunk.num_tokens
+            return await handoff.commit(total, first_token)
+
+
+@contextlib.asynccontextmanager
+async def joined(name, decode=None, prefill=None):
+    """A prefill and a decode side over the transport called `name`."""
+    transport = TRANSPORTS[name]()
+    async with Decode(transport, **decode or {}) as d, Prefill(transport, **prefill or {}) as p:
+        yield p, d

@@ -1,0 +1,192 @@
+"""The stores that the registry contract runs over, under one set of verbs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from baton.config import RegistryConfig, split_address
+from baton.local.etcd import EmbeddedEtcd
+from baton.registry.etcd import EtcdRegistry
+from baton.registry.etcd_client import EtcdClient
+from baton.registry.membership import Membership
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.registry.seam import Registry
+from baton.v1.common_pb2 import WorkerRecord
+
+PATIENCE_S = 12.0
+
+
+class Store(Protocol):
+    """A store, and what can happen to it."""
+
+    async def open(self, ttl_s: int) -> None: ...
+    async def registry(self, *, wired: bool = False) -> Any: ...
+    async def cut(self, registry: Registry) -> None: ...
+    async def mend(self, registry: Registry) -> None: ...
+    async def stop(self) -> None: ...
+    async def start(self) -> None: ...
+    async def wipe(self) -> None: ...
+    async def compact(self) -> None: ...
+    async def elapse(self, seconds: float) -> None: ...
+    async def close(self) -> None: ...
+
+
+class InMemory:
+    """The twin: happens at once; time passes only in `elapse`."""
+
+    async def open(self, ttl_s: int) -> None:
+        self._store = MemoryStore(ttl_s)
+
+    async def registry(self, *, wired: bool = False) -> MemoryRegistry:
+        return MemoryRegistry(self._store)
+
+    async def cut(self, registry: MemoryRegistry) -> None:
+        registry.cut()
+
+    async def mend(self, registry: MemoryRegistry) -> None:
+        registry.mend()
+
+    async def stop(self) -> None:
+        self._store.stop()
+
+    async def start(self) -> None:
+        self._store.start()
+
+    async def wipe(self) -> None:
+        self._store.wipe()
+
+    async def compact(self) -> None:
+        self._store.compact()
+
+    async def elapse(self, seconds: float) -> None:
+        self._store.advance(seconds)
+
+    async def close(self) -> None:
+        pass
+
+
+class RealEtcd:
+    """An etcd process; a registry that is `wired` reaches it over a wire of its own."""
+
+    async def open(self, ttl_s: int) -> None:
+        self._ttl_s = ttl_s
+        self._etcd = EmbeddedEtcd()
+        self._wires: dict[int, Wire] = {}
+        self._registries: list[EtcdRegistry] = []
+        await self._etcd.start()
+
+    async def registry(self, *, wired: bool = False) -> EtcdRegistry:
+        address, wire = self._etcd.address, None
+        if wired:
+            wire = Wire(address)
+            address = await wire.open()
+        registry = EtcdRegistry(RegistryConfig(etcd=address, lease_ttl_s=self._ttl_s))
+        if wire:
+            self._wires[id(registry)] = wire
+        self._registries.append(registry)
+        return registry
+
+    async def cut(self, registry: EtcdRegistry) -> None:
+        await self._wires[id(registry)].cut()
+
+    async def mend(self, registry: EtcdRegistry) -> None:
+        await self._wires[id(registry)].open()
+
+    async def stop(self) -> None:
+        await self._etcd.kill()
+
+    async def start(self) -> None:
+        await self._etcd.start()
+
+    async def wipe(self) -> None:
+        await self._etcd.wipe()
+
+    async def compact(self) -> None:
+        client = EtcdClient(RegistryConfig(etcd=self._etcd.address))
+        await client.compact((await client.range("/")).header.revision)
+        await client.close()
+
+    async def elapse(self, seconds: float) -> None:
+        """Time passes by itself; tests wait for what it brings."""
+
+    async def close(self) -> None:
+        for registry in self._registries:
+            await registry.close()
+        for wire in self._wires.values():
+            await wire.cut()
+        await self._etcd.close()
+
+
+class Wire:
+    """A TCP relay in front of a server, so that a test can cut one client off."""
+
+    def __init__(self, upstream: str) -> None:
+        self._upstream = split_address(upstream)
+        self._port = 0
+        self._server: asyncio.Server | None = None
+        self._relays: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> str:
+        """Listens, always on the same port; returns host:port."""
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+        return f"127.0.0.1:{self._port}"
+
+    async def cut(self) -> None:
+        """Breaks every connection and refuses new ones."""
+        if self._server:
+            self._server.close()
+            self._server = None
+        for relay in self._relays:
+            relay.cancel()
+        if self._relays:
+            await asyncio.wait(set(self._relays))
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._relays.add(task)
+        writers = [writer]
+        try:
+            up_reader, up_writer = await asyncio.open_connection(*self._upstream)
+            writers.append(up_writer)
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_pump(reader, up_writer))
+                both.create_task(_pump(up_reader, writer))
+        except* (OSError, asyncio.CancelledError):
+            pass  # either end went, or the wire was cut: both ends are closed below
+        finally:
+            self._relays.discard(task)
+            for end in writers:
+                end.transport.abort()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    raise ConnectionResetError("the other end closed")
+
+
+async def until(
+    membership: Membership, holds: Callable[[Mapping[str, WorkerRecord]], bool]
+) -> Mapping[str, WorkerRecord]:
+    """Waits for a snapshot of which `holds` is true."""
+    async with asyncio.timeout(PATIENCE_S), contextlib.aclosing(membership.changes()) as changes:
+        async for snapshot in changes:
+            if holds(snapshot):
+                return snapshot
+    raise AssertionError("the watch ended")
+
+
+async def until_names(membership: Membership, *names: str) -> Mapping[str, WorkerRecord]:
+    """Waits until exactly these are members."""
+    return await until(membership, lambda snapshot: snapshot.keys() == set(names))
+
+
+async def until_connected(membership: Membership, connected: bool) -> None:
+    """Waits until the watch has, or has not, the store."""
+    await until(membership, lambda _: membership.connected is connected)

@@ -1,0 +1,263 @@
+"""Completions through both clients: whole and streamed, retried, failed, cancelled."""
+
+import asyncio
+import gc
+import time
+
+import pytest
+
+import baton
+from baton import errors
+from baton.client import RetryPolicy
+from baton.v1 import common_pb2
+from tests.unit.client.scripted_router import (
+    HELLO,
+    ScriptedRouter,
+    delta,
+    finish,
+    serving,
+    started,
+)
+
+LIMIT_S = 10  # for what should take milliseconds
+FAST = RetryPolicy(first_delay_s=0.001)
+
+
+async def test_stream_then_completion(connect, serve):
+    async with connect(await serve(ScriptedRouter(HELLO))) as client:
+        stream = client.stream("x")
+        deltas = [d async for d in stream]
+    assert [(d.text, d.token_ids) for d in deltas] == [("Hel", (1,)), ("lo", (2, 3))]
+    assert stream.completion.text == "Hello"
+    assert stream.completion.token_ids == (1, 2, 3)
+    assert stream.completion.finish_reason == "stop"
+
+
+async def test_generate_reports_everything(connect, serve):
+    logprobs = common_pb2.PositionLogprobs(
+        chosen=common_pb2.TokenLogprob(token_id=1, logprob=-0.5),
+        top=[common_pb2.TokenLogprob(token_id=4, logprob=-0.25)],
+    )
+    last = finish(
+        common_pb2.FINISH_REASON_LENGTH,
+        stop="END",
+        usage=common_pb2.Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=2),
+        timing=common_pb2.Timing(
+            queue_ms=1, ttft_ms=2, tpot_ms=3, e2e_ms=4, transfer_ms=5, transfer_bytes=6
+        ),
+        route=common_pb2.Route(decode="d1", transport=common_pb2.TRANSPORT_CUDA_IPC, attempts=2),
+    )
+    router = ScriptedRouter([started(), delta("a", 1, logprobs=[logprobs]), last])
+    async with connect(await serve(router)) as client:
+        done = await client.generate("x", logprobs=1)
+    assert (done.stop, done.request_id) == ("END", "r1")
+    assert [(p.token_id, p.logprob, p.top) for p in done.logprobs] == [(1, -0.5, ((4, -0.25),))]
+    assert done.to_dict() == {
+        "text": "a",
+        "token_ids": [1],
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 2},
+        "timing": {
+            "queue_ms": 1.0,
+            "ttft_ms": 2.0,
+            "tpot_ms": 3.0,
+            "e2e_ms": 4.0,
+            "transfer_ms": 5.0,
+            "transfer_bytes": 6,
+        },
+        "route": {"prefill": None, "decode": "d1", "transport": "cuda_ipc", "attempts": 2},
+        "trace_id": "ab" * 16,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "attribute"),
+    [
+        (errors.InvalidRequest("too long", "input"), {"field": "input"}),
+        (errors.ModelNotFound("no such model"), {}),
+        (errors.Unauthenticated("who?"), {}),
+        (errors.Overloaded("full", 30.0), {"retry_after_s": 30.0}),
+        (errors.DeadlineExceeded("late"), {}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_errors_keep_their_meaning(connect, serve, error, attribute):
+    router = ScriptedRouter([error])
+    async with connect(await serve(router)) as client:
+        # The advice of 30 s outlasts the timeout, so that even Overloaded is final.
+        with pytest.raises(type(error), match=str(error)) as raised:
+            await client.generate("x", timeout=20)
+    assert {name: getattr(raised.value, name) for name in attribute} == attribute
+    assert len(router.requests) == 1
+
+
+@pytest.mark.parametrize("accepted", [[], [started()]], ids=["refused", "started"])
+@pytest.mark.parametrize("error", [errors.Unavailable("gone"), errors.Overloaded("full", 0.002)])
+async def test_retries_before_the_first_output(connect, serve, accepted, error):
+    router = ScriptedRouter([*accepted, error], [error], HELLO)
+    async with connect(await serve(router), retry=FAST) as client:
+        assert (await client.generate("x")).text == "Hello"
+    assert len(router.requests) == 3
+
+
+async def test_never_retries_after_output(connect, serve):
+    router = ScriptedRouter([started(), delta("Hel", 1), errors.Unavailable("gone")], HELLO)
+    async with connect(await serve(router), retry=FAST) as client:
+        with pytest.raises(errors.Unavailable) as raised:
+            await client.generate("x")
+    assert len(router.requests) == 1
+    assert raised.value.partial.text == "Hel"
+    assert raised.value.partial.finish_reason is None
+    assert raised.value.partial.usage.prompt_tokens == 3
+
+
+async def test_attempts_are_bounded(connect, serve):
+    router = ScriptedRouter([errors.Unavailable("gone")])
+    async with connect(await serve(router), retry=FAST) as client:
+        with pytest.raises(errors.Unavailable, match="gone"):
+            await client.generate("x")
+    assert len(router.requests) == 4
+
+
+async def test_a_stream_without_its_last_message_is_not_a_completion(connect, serve):
+    router = ScriptedRouter([started(), delta("Hel", 1)])
+    async with connect(await serve(router)) as client:
+        with pytest.raises(errors.Unavailable, match="last message") as raised:
+            await client.generate("x")
+    assert raised.value.partial.text == "Hel"
+
+
+async def test_a_lost_router_mid_stream(connect):
+    async with serving(ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])) as address:
+        client = connect(address)
+        stream = client.stream("x")
+        assert (await anext(stream)).text == "Hel"
+    async with client:
+        with pytest.raises(errors.Unavailable) as raised:
+            await asyncio.wait_for(anext(stream), LIMIT_S)
+    assert raised.value.partial.text == "Hel"
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["list", "commas"])
+async def test_fails_over_to_the_next_address(connect, serve, dead_address, listed):
+    router = ScriptedRouter(HELLO)
+    addresses = [dead_address, await serve(router)]
+    async with connect(addresses if listed else ",".join(addresses)) as client:
+        assert (await client.generate("x")).text == "Hello"
+        assert await client.tokenize("x") == [7, 8]
+    assert len(router.requests) == 2
+
+
+async def test_deadline(connect, serve):
+    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
+    async with connect(await serve(router)) as client:
+        begin = time.monotonic()
+        with pytest.raises(errors.DeadlineExceeded) as raised:
+            await client.generate("x", timeout=0.3)
+    assert 0.25 < time.monotonic() - begin < LIMIT_S
+    assert 0 < router.time_left_s[0] < 0.4  # gRPC rounds up when it sends it
+    assert raised.value.partial.text == "Hel"
+
+
+async def test_no_timeout_is_no_deadline(connect, serve):
+    router = ScriptedRouter(HELLO)
+    async with connect(await serve(router)) as client:
+        await client.generate("x")
+    assert router.time_left_s[0] is None
+
+
+async def close(stream):
+    await stream.close()
+    assert [d async for d in stream] == []
+
+
+async def leave_with(stream):
+    async with stream:
+        pass
+
+
+@pytest.mark.parametrize("give_up", [close, leave_with])
+async def test_giving_up_cancels_at_the_router(connect, serve, give_up):
+    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
+    async with connect(await serve(router)) as client:
+        stream = client.stream("x")
+        assert (await anext(stream)).text == "Hel"
+        await give_up(stream)
+        await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+        with pytest.raises(errors.Cancelled, match="not read to its end"):
+            _ = stream.completion
+
+
+async def test_a_dropped_stream_is_cancelled(connect, serve):
+    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
+    async with connect(await serve(router)) as client:
+        async for _ in client.stream("x"):
+            break
+        gc.collect()
+        await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+
+
+async def test_cancelling_the_task_cancels_at_the_router(serve):
+    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
+    async with baton.AsyncClient(await serve(router)) as client:
+        stream = client.stream("x")
+        await anext(stream)
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+
+
+async def test_closing_wakes_the_reader(connect, serve):
+    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
+    async with connect(await serve(router)) as client:
+        stream = client.stream("x")
+        await anext(stream)
+        reader = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        await stream.close()
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(reader, LIMIT_S)
+
+
+async def test_closing_wakes_a_client_that_waits_to_retry(serve):
+    decided = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Announcing(RetryPolicy):
+        def decide(self, error, **state):
+            loop.call_soon_threadsafe(decided.set)
+            return super().decide(error, **state)
+
+    router = ScriptedRouter([errors.Unavailable("gone", 60.0)])
+    with baton.Client(await serve(router), retry=Announcing()) as client:
+        stream = client.stream("x")
+        reader = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
+        await asyncio.wait_for(decided.wait(), LIMIT_S)
+        stream.close()
+        assert await asyncio.wait_for(reader, LIMIT_S) is None
+
+
+async def test_the_sync_client_works_where_a_loop_runs(serve):
+    """As in a notebook; the router answers from another thread's loop."""
+
+    async def served(use):
+        async with serving(ScriptedRouter(HELLO)) as address:
+            return await asyncio.to_thread(use, address)
+
+    def use(address):
+        async def in_a_loop():
+            with baton.Client(address) as client:
+                return client.generate("x").text
+
+        return asyncio.run(in_a_loop())
+
+    assert await served(use) == "Hello"
+
+
+async def test_concurrent_streams(connect, serve):
+    async with connect(await serve(ScriptedRouter(HELLO))) as client:
+        done = await asyncio.gather(*(client.generate(f"{i}") for i in range(8)))
+    assert [d.text for d in done] == ["Hello"] * 8

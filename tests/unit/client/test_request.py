@@ -1,0 +1,95 @@
+"""What callers type becomes the right message, or an InvalidRequest that names the part."""
+
+import pytest
+
+from baton.client.request import generate_request, tokenize_request
+from baton.errors import InvalidRequest
+
+
+def test_text():
+    request = generate_request("hello", {})
+    assert request.text == "hello"
+    assert not request.HasField("sampling")  # all the server's defaults
+
+
+@pytest.mark.parametrize("ids", [[1, 2], (1, 2), range(1, 3)])
+def test_token_ids(ids):
+    assert list(generate_request(ids, {}).token_ids.ids) == [1, 2]
+
+
+def test_chat():
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    chat = generate_request(messages, {}).chat
+    assert [(m.role, m.content) for m in chat.messages] == [("user", "hi"), ("assistant", "ho")]
+
+
+def test_every_option():
+    sampling = {
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "seed": (1 << 64) - 1,
+        "min_tokens": 2,
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
+    plain = {"model": "demo", "include_stop": True, "cache_salt": "s"}
+    collections = {"logit_bias": {3: -100.0}, "stop_token_ids": [5, 6], "stop": ["a", "b"]}
+    request = generate_request("x", {**sampling, **plain, **collections, "timeout": 1.0})
+    assert {name: getattr(request.sampling, name) for name in sampling} == sampling
+    assert {name: getattr(request, name) for name in plain} == plain
+    assert dict(request.sampling.logit_bias) == {3: -100.0}
+    assert list(request.sampling.stop_token_ids) == [5, 6]
+    assert list(request.stop) == ["a", "b"]
+    assert request.sampling.HasField("logprobs")  # 0 is not "off"
+
+
+def test_unset_options_stay_unset():
+    request = generate_request("x", {"seed": None, "max_tokens": None, "stop": None, "model": None})
+    assert not request.HasField("sampling")
+
+
+def test_one_stop_string():
+    assert list(generate_request("x", {"stop": "END"}).stop) == ["END"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([], {}, "prompt"),
+        ([1.5], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        (["a"], {}, "prompt"),
+        (None, {}, "prompt"),
+        ([{"role": "user", "colour": "red"}], {}, "prompt"),
+        ([{"role": "user", "content": 3}], {}, "prompt"),
+        ([{"role": "user", "content": "hi"}, "ho"], {}, "prompt"),
+        ("x", {"max_tokens": -1}, "sampling.max_tokens"),
+        ("x", {"temperature": "hot"}, "sampling.temperature"),
+        ("x", {"logit_bias": {"a": 1.0}}, "sampling.logit_bias"),
+        ("x", {"logit_bias": 3}, "sampling.logit_bias"),
+        ("x", {"stop_token_ids": ["a"]}, "sampling.stop_token_ids"),
+        ("x", {"stop": [3]}, "stop"),
+        ("x", {"stop": 3}, "stop"),
+        ("x", {"model": 3}, "model"),
+        ("x", {"max_token": 3}, "max_token"),
+    ],
+)
+def test_what_no_message_can_hold(prompt, options, field):
+    with pytest.raises(InvalidRequest) as raised:
+        generate_request(prompt, options)
+    assert raised.value.field == field
+
+
+def test_tokenize():
+    assert tokenize_request("x", "demo").text == "x"
+    assert (
+        tokenize_request([{"role": "user", "content": "hi"}], None).chat.messages[0].role == "user"
+    )
+    with pytest.raises(InvalidRequest, match="text or chat"):
+        tokenize_request([1, 2], None)

@@ -1,0 +1,94 @@
+"""The retry policy as a table, and its bounds whatever is thrown at it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.client.retry import Retry, RetryPolicy
+from baton.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
+
+POLICY = RetryPolicy(max_attempts=4, first_delay_s=0.1, max_delay_s=1.0)
+
+
+def decide(error=None, policy=POLICY, **changes):
+    state = {
+        "attempts": 1,
+        "address": 0,
+        "addresses": 1,
+        "time_left_s": None,
+        "jitter": 0.0,
+        **changes,
+    }
+    return policy.decide(error or Unavailable("gone"), **state)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("x"), DeadlineExceeded("x"), Cancelled("x"), InternalError("x")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_cannot_pass_is_final(error):
+    assert decide(error) is None
+
+
+def test_backoff_doubles_up_to_its_limit():
+    policy = RetryPolicy(max_attempts=99, first_delay_s=0.1, max_delay_s=1.0)
+    waits = [decide(policy=policy, attempts=n).after_s for n in range(1, 7)]
+    assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.5, 0.5])
+
+
+def test_jitter_spreads_upwards():
+    assert decide(jitter=0.5).after_s == pytest.approx(0.075)
+
+
+def test_advice_is_a_minimum():
+    assert decide(Overloaded("full", 3.0)).after_s == 3.0
+    assert decide(Overloaded("full", 0.01)).after_s == pytest.approx(0.05)
+
+
+def test_an_untried_address_is_tried_at_once():
+    assert decide(addresses=3) == Retry(0.0, 1)
+    assert decide(addresses=3, attempts=2, address=1) == Retry(0.0, 2)
+    assert decide(addresses=3, attempts=3, address=2) == Retry(pytest.approx(0.05), 0)
+
+
+def test_attempts_are_bounded_but_every_address_gets_one():
+    assert decide(attempts=3) is not None
+    assert decide(attempts=4) is None
+    assert decide(attempts=4, addresses=6) is not None
+    assert decide(attempts=6, addresses=6) is None
+
+
+def test_a_wait_that_outlasts_the_deadline_is_not_begun():
+    assert decide(Overloaded("full", 3.0), time_left_s=3.0) is None
+    assert decide(Overloaded("full", 3.0), time_left_s=3.1) == Retry(3.0, 0)
+
+
+@given(
+    attempts=st.integers(1, 50),
+    addresses=st.integers(1, 9),
+    time_left_s=st.none() | st.floats(0, 100),
+    jitter=st.floats(0, 1, exclude_max=True),
+    retry_after_s=st.floats(0, 100),
+)
+def test_bounds(attempts, addresses, time_left_s, jitter, retry_after_s):
+    retry = decide(
+        Overloaded("full", retry_after_s),
+        attempts=attempts,
+        address=addresses - 1,
+        addresses=addresses,
+        time_left_s=time_left_s,
+        jitter=jitter,
+    )
+    if retry is not None:
+        assert attempts < max(4, addresses)
+        assert retry_after_s <= retry.after_s <= max(retry_after_s, 1.0)
+        assert retry.address == 0
+        assert time_left_s is None or retry.after_s < time_left_s

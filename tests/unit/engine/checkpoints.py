@@ -1,0 +1,91 @@
+"""Small random Hugging Face checkpoints for tests, written by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def make_model(
+    architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Any:
+    """A small transformers model with seeded weights; overrides are config keys."""
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**{**SMALL, **overrides})
+    model = model_class(config).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        # Norms and biases too, so that a test sees when one is left out.
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            drawn = 1 + 0.2 * drawn
+        elif name.endswith("bias"):
+            drawn = 0.3 * drawn
+        elif "embed" not in name:
+            drawn = drawn / parameter.shape[-1] ** 0.5
+        parameter.data.copy_(drawn)
+    return model
+
+
+def make_checkpoint(
+    directory: Path,
+    architecture: str = "LlamaForCausalLM",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: bool = False,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Any:
+    """Saves `make_model`'s model in `directory`; the transformers model as loaded from there.
+
+    `tokenizer` adds a byte-level tokenizer.json: <s>, </s>, then one token for each byte.
+    """
+    model = make_model(architecture, seed, dtype, **overrides)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if tokenizer:
+        byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return load_reference(directory, dtype)
+
+
+def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint as transformers loads and runs it, eager attention, in eval mode."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token 0 is <s>, 1 is </s>, and 2..257 are the bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "</s>": 1} | {symbol: i for i, symbol in enumerate(alphabet, start=2)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer

@@ -1,0 +1,234 @@
+"""config.json in all its spellings, and a refusal by name of what is not supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from baton.engine.model_config import ModelConfig, Rope, fingerprint
+from baton.engine.rope import inverse_frequencies
+from baton.errors import CheckpointError
+from tests.unit.engine.checkpoints import ARCHITECTURES, make_checkpoint
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def write(directory: Path, **overrides: Any) -> Path:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**BASE, **overrides}))
+    return file
+
+
+def load(directory: Path, **overrides: Any) -> ModelConfig:
+    return ModelConfig.load(write(directory, **overrides))
+
+
+def test_a_directory_and_its_bare_file_are_the_same(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    assert ModelConfig.load(tmp_path) == ModelConfig.load(file)
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.head_size == 16
+    assert config.rope == Rope(10000.0)
+    assert config.windows == (None, None, None)
+    assert (config.dtype, config.eos_token_ids, config.rms_eps) == ("float32", (), 1e-6)
+    assert not (config.tie_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias)
+    assert load(tmp_path, num_key_value_heads=None).num_kv_heads == 4
+    assert load(tmp_path, architectures=["Qwen3ForCausalLM"]).head_size == 128
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_old_and_new_rope_spellings(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    assert load(tmp_path, **spelling).rope == Rope(5e5, "linear", 2.0)
+
+
+def test_llama3_rope_frequencies_equal_transformers(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    rope = load(tmp_path, rope_theta=5e5, rope_scaling=scaling).rope
+    assert rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
+    reference = transformers.LlamaConfig(
+        head_dim=128, rope_parameters={**scaling, "rope_theta": 5e5}
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](reference, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(rope, 128), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 3),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 3),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, (32,) * 3),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}, (None,) * 3),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 32,
+                "max_window_layers": 2,
+            },
+            (None, None, 32),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (9, None, 9),
+        ),
+    ],
+)
+def test_windows_of_layers(
+    tmp_path: Path, overrides: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert load(tmp_path, **overrides).windows == windows
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_counts_parameters_and_kv_bytes(tmp_path: Path, architecture: str) -> None:
+    model = make_checkpoint(tmp_path, architecture)
+    config = ModelConfig.load(tmp_path)
+    assert config.architecture == architecture
+    assert config.num_parameters == sum(p.numel() for p in model.parameters())
+    assert config.kv_bytes_per_token(2) == 2 * 2 * 2 * 16 * 2
+
+
+def test_biases_by_architecture(tmp_path: Path) -> None:
+    def biases(architecture: str) -> tuple[bool, bool, bool, bool]:
+        config = load(
+            tmp_path, architectures=[architecture], attention_bias=True, mlp_bias=True, head_dim=16
+        )
+        return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
+
+    assert biases("LlamaForCausalLM") == (True, True, True, False)
+    assert biases("MistralForCausalLM") == (False, False, False, False)
+    assert biases("Qwen2ForCausalLM") == (True, False, False, False)
+    assert biases("Qwen3ForCausalLM") == (True, True, False, True)
+
+
+def test_stop_tokens_of_generation_config_win(tmp_path: Path) -> None:
+    write(tmp_path, eos_token_id=2)
+    assert ModelConfig.load(tmp_path).eos_token_ids == (2,)
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"bos_token_id": 1}')
+    assert ModelConfig.load(tmp_path).eos_token_ids == (2,)
+    generation.write_text('{"eos_token_id": [5, 7]}')
+    assert ModelConfig.load(tmp_path).eos_token_ids == (5, 7)
+
+
+@pytest.mark.parametrize(("key", "value"), [("dtype", "bfloat16"), ("torch_dtype", "float16")])
+def test_dtype_in_both_spellings(tmp_path: Path, key: str, value: str) -> None:
+    assert load(tmp_path, **{key: value}).dtype == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3"]),
+        ({"architectures": None}, ["architectures", "None"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "bits"]),
+        ({"pretraining_tp": 2}, ["pretraining_tp", "2"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["rope_scaling.rope_type", "yarn"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.rope_type", "dynamic", "llama3"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
+        ({"rope_scaling": {"type": "llama3", "factor": 2}}, ["rope_scaling.low_freq_factor"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),
+        ({"rope_theta": "big"}, ["rope_theta", "'big'"]),
+        ({"hidden_size": None}, ["hidden_size", "None"]),
+        ({"vocab_size": 0}, ["vocab_size", "0"]),
+        ({"num_hidden_layers": 2.5}, ["num_hidden_layers", "2.5"]),
+        ({"num_attention_heads": True}, ["num_attention_heads", "True"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "divisor"]),
+        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"rms_norm_eps": -1}, ["rms_norm_eps", "-1"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
+        ({"torch_dtype": "float8"}, ["torch_dtype", "float8"]),
+        ({"eos_token_id": ["x"]}, ["eos_token_id", "x"]),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]},
+            ["layer_types", "3 times"],
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3},
+            ["layer_types", "full_attention"],
+        ),
+    ],
+)
+def test_refusals_name_file_key_and_value(
+    tmp_path: Path, overrides: dict[str, Any], named: list[str]
+) -> None:
+    file = write(tmp_path, **overrides)
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.load(tmp_path)
+    for text in [str(file), *named]:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff"])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=str(tmp_path / "config.json")):
+        ModelConfig.load(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        ModelConfig.load(tmp_path)
+
+
+def test_fingerprint_tells_models_apart(tmp_path: Path) -> None:
+    for name, options in {
+        "a": {"tokenizer": True},
+        "same": {"tokenizer": True},
+        "no tokenizer": {},
+        "other weights": {"tokenizer": True, "seed": 1},
+        "other config": {"tokenizer": True, "max_position_embeddings": 256},
+        "sharded": {"tokenizer": True, "max_shard_size": "100KB"},
+    }.items():
+        make_checkpoint(tmp_path / name, **options)
+    prints = {path.name: fingerprint(path) for path in tmp_path.iterdir()}
+    assert prints["a"] == prints["same"]
+    assert len(set(prints.values())) == len(prints) - 1
+
+
+def test_fingerprint_of_random_weights_is_config_and_seed(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    assert fingerprint(file, 0) == fingerprint(file, 0) == fingerprint(tmp_path, 0)
+    assert fingerprint(file, 0) != fingerprint(file, 1)

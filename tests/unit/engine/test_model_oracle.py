@@ -1,0 +1,143 @@
+"""The model gives what transformers gives: every architecture and variant, paged any way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import DEMO_MODEL
+from baton.engine.model import Model
+from baton.engine.model_config import ModelConfig
+from baton.engine.weights import load_weights
+from tests.unit.engine.checkpoints import ARCHITECTURES, load_reference, make_checkpoint
+from tests.unit.engine.paged import PagedRun
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama one kv head": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
+    "llama no gqa": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
+    "llama wide heads": ("LlamaForCausalLM", {"head_dim": 32}),
+    "llama tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "llama biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama llama3 rope": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
+    "llama linear rope": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}},
+    ),
+    "llama odd sizes": ("LlamaForCausalLM", {"intermediate_size": 100, "vocab_size": 301}),
+    "mistral window": ("MistralForCausalLM", {"sliding_window": 24}),
+    "mistral no window": ("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2 tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2 window from layer 1": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 24}),
+    "qwen3 biases": ("Qwen3ForCausalLM", {"attention_bias": True}),
+    "qwen3 layer types": (
+        "Qwen3ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
+    config = ModelConfig.load(directory)
+    return Model(config, load_weights(directory, config, dtype, CPU), dtype, CPU)
+
+
+def prompt(length: int = 75, vocab: int = 300) -> list[int]:
+    return torch.randint(2, vocab, (length,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+@torch.inference_mode()
+def expected_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+    return logits.float()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_transformers_however_the_prompt_is_fed(name: str, tmp_path: Path) -> None:
+    architecture, overrides = VARIANTS[name]
+    reference = make_checkpoint(tmp_path, architecture, **overrides)
+    run = PagedRun(load(tmp_path))
+    tokens = prompt()
+    expected = expected_logits(reference, tokens)
+    for counts in ([75], [16, 30, 29], [33, 1, 41], [1] * 75):
+        sequence = run.add(tokens)
+        got = torch.cat([run.step((sequence, count))[0] for count in counts])
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_continuation_equals_generate(architecture: str, tmp_path: Path) -> None:
+    overrides = {"sliding_window": 40} if architecture == "MistralForCausalLM" else {}
+    reference = make_checkpoint(tmp_path, architecture, eos_token_id=None, **overrides)
+    tokens = prompt(20)
+    output = reference.generate(
+        torch.tensor([tokens]), attention_mask=torch.ones(1, 20), max_new_tokens=64, do_sample=False
+    )
+    run = PagedRun(load(tmp_path), block_size=8)
+    sequence = run.add(tokens, room=64)
+    logits = run.step((sequence, 20))[0]
+    for _ in range(64):
+        sequence.tokens.append(int(logits[-1].argmax()))
+        logits = run.step((sequence, 1))[0]
+    assert sequence.tokens == output[0].tolist()
+
+
+def test_sharded_checkpoint_gives_the_same(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    run = PagedRun(load(tmp_path))
+    got = run.step((run.add(prompt()), 75))[0]
+    torch.testing.assert_close(got, expected_logits(reference, prompt()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(
+    architecture: str, tmp_path: Path
+) -> None:
+    reference = make_checkpoint(tmp_path, architecture, dtype=torch.bfloat16)
+    bf16 = expected_logits(reference, prompt())
+    exact = expected_logits(load_reference(tmp_path), prompt())
+    run = PagedRun(load(tmp_path, torch.bfloat16))
+    for counts in ([75], [40, 35], [1] * 75):
+        sequence = run.add(prompt())
+        got = torch.cat([run.step((sequence, count))[0] for count in counts])
+        assert (got - exact).abs().mean() < 1.3 * (bf16 - exact).abs().mean()
+
+
+def test_float16_checkpoint_converts(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, dtype=torch.float16)
+    reference = load_reference(tmp_path)
+    assert ModelConfig.load(tmp_path).dtype == "float16"
+    run = PagedRun(load(tmp_path))
+    got = run.step((run.add(prompt()), 75))[0]
+    torch.testing.assert_close(got, expected_logits(reference, prompt()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not (DEMO_MODEL / "config.json").exists(), reason="no demo model yet")
+def test_demo_model_equals_transformers() -> None:
+    reference = load_reference(DEMO_MODEL)
+    run = PagedRun(load(DEMO_MODEL))
+    tokens = prompt(100, reference.config.vocab_size)
+    got = run.step((run.add(tokens), 100))[0]
+    torch.testing.assert_close(got, expected_logits(reference, tokens), rtol=0, atol=1e-4)

@@ -1,0 +1,231 @@
+"""The sampler: draws, ties, penalties, masks, logprobs, endings."""
+
+import pytest
+import torch
+
+from baton.engine import filters
+from baton.engine.sampler import Sampler, SampleRow, finish_reason
+from baton.errors import InternalError
+from baton.sampling import SamplingParams
+
+VOCAB = 600  # more than one block of the draw, and not a multiple of it
+EOS = frozenset({2, 3})
+
+
+@pytest.fixture
+def sampler():
+    return Sampler(EOS, VOCAB)
+
+
+def random_logits(rows, seed=0, vocab=VOCAB, scale=3.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def row(token_ids=(5, 6, 7, 8, 7), prompt_tokens=2, **params):
+    return SampleRow(SamplingParams(**params), list(token_ids), prompt_tokens)
+
+
+def test_ties_at_the_edge_keep_the_lowest_ids(sampler):
+    logits = torch.zeros(1, VOCAB)
+    kept = sampler.probabilities(logits, [row(temperature=1.0, top_k=4)])[0].nonzero()[:, 0]
+    assert kept.tolist() == [0, 1, 2, 3]
+    kept = sampler.probabilities(logits, [row(temperature=1.0, top_p=0.01)])[0].nonzero()[:, 0]
+    assert kept.tolist() == [0, 1, 2, 3, 4, 5]
+    logits[0, 100] = 1.0  # one above the tie takes its place from the highest id
+    kept = sampler.probabilities(logits, [row(temperature=1.0, top_k=4)])[0].nonzero()[:, 0]
+    assert kept.tolist() == [0, 1, 2, 100]
+
+
+def mixed_rows():
+    return [
+        row(),
+        row(temperature=1.0, seed=1),
+        row(temperature=0.7, seed=1, top_k=5, min_p=0.01),
+        row(repetition_penalty=1.5),
+        row(temperature=1.0, seed=7, frequency_penalty=1.0, logit_bias={9: 5.0}),
+        row(temperature=1.3, seed=2, top_p=0.9, min_tokens=10),
+        row(temperature=1.0, seed=1, logprobs=3),
+        row(min_tokens=9, stop_token_ids=frozenset({1})),
+    ]
+
+
+def test_a_row_does_not_depend_on_its_batch(sampler):
+    logits, rows = random_logits(8, seed=5), mixed_rows()
+    together = sampler.sample(logits, rows).token_ids
+    alone = [sampler.sample(logits[i : i + 1], [rows[i]]).token_ids[0] for i in range(8)]
+    backwards = sampler.sample(logits.flip(0), rows[::-1]).token_ids[::-1]
+    assert together == alone == backwards
+
+
+def test_logits_are_not_changed(sampler):
+    logits = random_logits(8, seed=5)
+    before = logits.clone()
+    sampler.sample(logits, mixed_rows())
+    for sample_row in mixed_rows():
+        sampler.sample(logits[:1], [sample_row])
+    assert torch.equal(logits, before)
+
+
+def test_same_seed_and_position_give_the_same_draw(sampler):
+    logits = torch.zeros(1, VOCAB)
+
+    def draws(seed, length):
+        return sampler.sample(logits, [row([1] * length, 1, temperature=1.0, seed=seed)]).token_ids
+
+    assert draws(1, 5) == draws(1, 5)
+    assert len({tuple(draws(seed, 5)) for seed in range(50)}) > 40
+    assert len({tuple(draws(1, length)) for length in range(1, 51)}) > 40
+
+
+def test_the_split_between_prompt_and_output_does_not_move_the_draw(sampler):
+    """A sequence resumed elsewhere continues with the numbers it would have had."""
+    logits = random_logits(1, seed=4)
+    drawn = {
+        sampler.sample(logits, [row([9] * 20, n, temperature=1.0, seed=3)]).token_ids[0]
+        for n in (1, 10, 20)
+    }
+    assert len(drawn) == 1
+
+
+def test_noise_of_rounding_size_hardly_ever_changes_a_draw(sampler):
+    n = 2000
+    logits = random_logits(1, seed=6).expand(n, -1)
+    noisy = logits + torch.randn(n, VOCAB, generator=torch.Generator().manual_seed(1)) * 1e-6
+    rows = [row([1] * (i + 1), 1, temperature=1.0, seed=8) for i in range(n)]
+    clean_ids, noisy_ids = (sampler.sample(x, rows).token_ids for x in (logits, noisy))
+    assert sum(a != b for a, b in zip(clean_ids, noisy_ids, strict=True)) <= 1
+
+
+def test_draw_at_the_ends_of_the_unit_interval():
+    weights = torch.zeros(2, VOCAB)
+    weights[:, 37], weights[:, VOCAB - 1] = 0.3, 1.0
+    drawn = filters.draw(weights, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert drawn.tolist() == [37, VOCAB - 1]
+
+
+def test_rounding_never_draws_beyond_the_vocabulary():
+    """Weights so uneven that float64 sums round, and the largest number there is."""
+    generator = torch.Generator().manual_seed(0)
+    weights = (torch.rand(2000, VOCAB, generator=generator) * -40).exp()
+    drawn = filters.draw(weights, torch.full((2000,), 1 - 2**-53, dtype=torch.float64))
+    assert int(drawn.max()) < VOCAB
+
+
+def test_draw_never_takes_a_token_of_weight_zero():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(500, VOCAB, generator=generator)
+    weights[torch.rand(500, VOCAB, generator=generator) < 0.98] = 0
+    weights[:, 100] = 1e-3
+    numbers = torch.rand(500, generator=generator, dtype=torch.float64)
+    drawn = filters.draw(weights, numbers)
+    assert (weights.gather(1, drawn[:, None]) > 0).all()
+    for i in range(500):
+        cumulative = weights[i].double().cumsum(0)
+        assert drawn[i] == torch.searchsorted(cumulative, numbers[i] * cumulative[-1], right=True)
+
+
+def test_greedy_takes_the_lowest_of_equals(sampler):
+    logits = torch.zeros(2, VOCAB)
+    logits[:, [9, 40, 550]] = 5.0
+    assert sampler.sample(logits, [row(), row(frequency_penalty=1.0)]).token_ids == [9, 9]
+    nearly = [row(temperature=1e-6, seed=seed) for seed in (1, 2, 3, 4, 5, 6)]
+    assert sampler.sample(logits[:1].expand(6, -1), nearly).token_ids == [9] * 6
+    assert sampler.sample(logits, [row(temperature=1.0, top_k=1)] * 2).token_ids == [9, 9]
+
+
+def test_a_tiny_temperature_is_nearly_greedy(sampler):
+    logits = random_logits(4, seed=1)
+    rows = [row(temperature=2e-5, seed=i) for i in range(4)]
+    assert sampler.sample(logits, rows).token_ids == logits.argmax(1).tolist()
+
+
+def test_repetition_counts_the_prompt_and_the_others_do_not(sampler):
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 20] = 2.0, 1.5  # 5 is in the prompt only
+
+    def greedy(**params):
+        return sampler.sample(logits, [row([5, 6, 7], 2, **params)]).token_ids
+
+    assert greedy(repetition_penalty=2.0) == [20]
+    assert greedy(frequency_penalty=2.0, presence_penalty=2.0) == [5]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bias_of_100_forces_and_forbids(sampler, temperature):
+    logits = random_logits(20, seed=1, scale=2.0)
+    forced = [row(temperature=temperature, seed=i, logit_bias={123: 100.0}) for i in range(20)]
+    assert set(sampler.sample(logits, forced).token_ids) == {123}
+    best = int(logits[0].argmax())
+    forbidden = [row(temperature=temperature, seed=i, logit_bias={best: -100.0}) for i in range(20)]
+    assert best not in sampler.sample(logits[:1].expand(20, -1), forbidden).token_ids
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens_masks_every_ending_until_there_are_enough(sampler, ignore_eos):
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [2, 3, 9, 40]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    params = {"min_tokens": 2, "stop_token_ids": frozenset({9}), "ignore_eos": ignore_eos}
+    assert sampler.sample(logits, [row([1, 1], 1, **params)]).token_ids == [40]
+    assert sampler.sample(logits, [row([1, 1, 1], 1, **params)]).token_ids == [2]
+
+
+def test_logprobs_are_those_of_the_raw_logits(sampler):
+    logits = random_logits(4, seed=8)
+    rows = [
+        row(logprobs=5, temperature=0.5, top_k=3, repetition_penalty=1.9, seed=1),
+        row(),
+        row(logprobs=0, logit_bias={77: 100.0}),
+        row(logprobs=2),
+    ]
+    sampled = sampler.sample(logits, rows)
+    expected = logits.log_softmax(1)
+    assert sampled.logprobs[1] is None
+    assert sampled.token_ids[2] == 77
+    for i, wanted in [(0, 5), (2, 0), (3, 2)]:
+        found = sampled.logprobs[i]
+        assert found.token_id == sampled.token_ids[i]
+        assert found.logprob == pytest.approx(float(expected[i, found.token_id]), abs=1e-6)
+        best = expected[i].topk(wanted)
+        assert [t for t, _ in found.top] == best.indices.tolist()
+        assert [p for _, p in found.top] == pytest.approx(best.values.tolist(), abs=1e-6)
+    assert sampled.logprobs[3].top[0][0] == sampled.token_ids[3]
+
+
+def test_no_rows():
+    assert Sampler(EOS, VOCAB).sample(torch.empty(0, VOCAB), []).token_ids == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}])
+def test_broken_logits_are_an_error(sampler, value, params):
+    logits = torch.full((2, VOCAB), value)
+    logits[0] = 1.0
+    with pytest.raises(InternalError, match="not finite"):
+        sampler.sample(logits, [row(temperature=1.0, **params)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("output", "params", "max_context", "expected"),
+    [
+        ([8], {}, 100, None),
+        ([8, 2], {}, 100, "stop"),
+        ([8, 3], {}, 100, "stop"),
+        ([8, 2], {"ignore_eos": True}, 100, None),
+        ([8, 2], {"ignore_eos": True, "stop_token_ids": frozenset({2})}, 100, "stop"),
+        ([8, 9], {"stop_token_ids": frozenset({9})}, 100, "stop"),
+        ([9, 8], {"stop_token_ids": frozenset({9})}, 100, None),
+        ([8, 2], {"min_tokens": 3}, 100, None),
+        ([8, 8, 2], {"min_tokens": 3}, 100, "stop"),
+        ([8, 9], {"min_tokens": 3, "stop_token_ids": frozenset({9})}, 100, None),
+        ([8, 8], {"max_tokens": 3}, 100, None),
+        ([8, 8, 8], {"max_tokens": 3}, 100, "length"),
+        ([8, 8, 2], {"max_tokens": 3}, 100, "stop"),
+        ([8, 8, 2], {"max_tokens": 3, "ignore_eos": True}, 100, "length"),
+        ([8, 8], {}, 7, None),
+        ([8, 8], {}, 6, "length"),
+        ([8, 2], {"min_tokens": 5, "max_tokens": 5}, 6, "length"),
+    ],
+)
+def test_finish_reason(output, params, max_context, expected):
+    sample_row = row([5, 5, 5, 5, *output], 4, **params)
+    assert finish_reason(sample_row, EOS, max_context) == expected

@@ -1,0 +1,87 @@
+"""Which bytes stand for which tokens, how runs are cut, what the digest covers."""
+
+import pytest
+import torch
+import xxhash
+
+from baton.errors import InvalidRequest
+from kvtransfer.pool import KvPool, Slots, copy_slots, runs
+
+SHAPE = (6, 2, 2, 3, 4, 5)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def pool(request):
+    return KvPool(torch.randn(SHAPE).to(request.param))
+
+
+def test_sizes(pool):
+    size = pool.tensor.element_size()
+    assert pool.token_bytes == 2 * 2 * 3 * 5 * size
+    assert pool.block_bytes == 4 * pool.token_bytes
+    assert pool.nbytes(Slots((1, 2), 7)) == 7 * pool.token_bytes
+
+
+def test_gather_is_the_canonical_order(pool):
+    out = torch.empty(2 * pool.block_bytes, dtype=torch.uint8)
+    data = pool.gather(Slots((4, 1), 6), out)
+    first = pool.tensor[4].contiguous().view(torch.uint8).flatten()
+    second = pool.tensor[1, ..., :2, :].contiguous().view(torch.uint8).flatten()
+    expected = torch.cat([first, second])
+    assert torch.equal(data, expected)
+    digest = pool.digest(Slots((4, 1), 6))
+    assert digest.value == xxhash.xxh3_64_intdigest(expected.numpy().data)
+    assert digest.num_bytes == len(expected)
+
+
+def test_scatter_undoes_gather(pool):
+    slots = Slots((4, 1, 2), 11)
+    data = pool.gather(slots, torch.empty(3 * pool.block_bytes, dtype=torch.uint8)).clone()
+    before = pool.tensor.clone()
+    pool.tensor.zero_()
+    pool.scatter(data, slots)
+    assert torch.equal(pool.tensor[[4, 1]], before[[4, 1]])
+    assert torch.equal(pool.tensor[2, ..., :3, :], before[2, ..., :3, :])
+    assert not pool.tensor[2, ..., 3:, :].any()
+    assert not pool.tensor[[0, 3, 5]].any()
+
+
+@pytest.mark.parametrize("max_bytes, counts", [(1, [4, 4, 3]), (10**9, [11]), (500, [8, 3])])
+def test_parts_are_whole_blocks_within_the_limit(max_bytes, counts):
+    pool = KvPool(torch.zeros((6, 1, 2, 1, 4, 5)))  # 160 bytes a block
+    if max_bytes == 500:
+        max_bytes = 2 * pool.block_bytes + 1
+    parts = pool.parts(Slots((4, 1, 2), 11), max_bytes)
+    assert [part.num_tokens for part in parts] == counts
+    assert sum((part.block_ids for part in parts), ()) == (4, 1, 2)
+
+
+def test_runs_end_where_either_list_jumps():
+    assert list(runs((1, 2, 3, 7), (5, 6, 9, 10))) == [(0, 1, 5, 2), (2, 3, 9, 1), (3, 7, 10, 1)]
+    assert list(runs((), ())) == []
+    assert list(runs((3, 2))) == [(0, 3, 1), (1, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        Slots((1,), 5),
+        Slots((1, 2), 4),
+        Slots((1, 1), 8),
+        Slots((6,), 4),
+        Slots((-1,), 4),
+        Slots((), -1),
+    ],
+)
+def test_slots_that_do_not_fit_are_refused_before_a_byte_moves(pool, slots):
+    target = KvPool(torch.zeros_like(pool.tensor))
+    with pytest.raises(InvalidRequest):
+        copy_slots(pool, Slots((1,), 4), target, slots, pool.digest(Slots((), 0)))
+    assert not target.tensor.any()
+
+
+def test_pool_must_be_block_major_and_contiguous():
+    with pytest.raises(ValueError, match="contiguous"):
+        KvPool(torch.zeros(SHAPE).transpose(3, 4))
+    with pytest.raises(ValueError, match="num_blocks"):
+        KvPool(torch.zeros(6, 2, 2, 3))

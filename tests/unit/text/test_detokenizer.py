@@ -1,0 +1,196 @@
+"""The text of a stream is the text of the whole, however it was cut, and never broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from baton.text import Detokenizer, TokenIdsOnly, Tokenizer
+from baton.text.model_files import TextFiles
+from baton.text.token_pieces import TokenPieces
+
+FAMILIES = ["byte_level", "byte_fallback", "word_piece"]
+BYTE_FAMILIES = ["byte_level", "byte_fallback", "hidden_bytes"]
+TokenizerOf = Callable[[str], Tokenizer]
+
+TEXTS = st.text(
+    st.one_of(
+        st.sampled_from([*" abcdehilo,.\n", "é", "ü", "世", "界", "👩", "\u200d", "👧", "\u0301"]),
+        # Not what spells out a special token, nor what stands for a space in a vocabulary.
+        st.characters(exclude_categories=["Cs"], exclude_characters="<▁"),
+    ),
+    max_size=24,
+)
+# The two families' first 420 ids hold special, byte, plain and added tokens, and unknown ids.
+IDS = st.lists(st.integers(0, 420), max_size=24)
+CUTS = st.lists(st.integers(0, 24), max_size=5)
+FAMILY_EMOJI = "👩\u200d👩\u200d👧 世界 e\u0301 हिन्दी"
+
+
+def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], cuts: list[int]) -> str:
+    """What a detokenizer makes of `output`, pushed in pieces that end at `cuts`."""
+    detokenizer = Detokenizer(tokenizer, prompt)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(output)), len(output)]
+    pushed = [detokenizer.push(output[a:b]) for a, b in pairwise(edges)]
+    return "".join(pushed) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(ids=IDS, cuts=CUTS)
+@example(ids=[], cuts=[])
+@settings(max_examples=150, deadline=None)
+def test_any_ids_stream_to_the_decoded_whole(
+    tokenizer_of: TokenizerOf, family: str, ids: list[int], cuts: list[int]
+) -> None:
+    tokenizer = tokenizer_of(family)
+    assert stream(tokenizer, [], ids, cuts) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("family", BYTE_FAMILIES)
+@given(prompt=TEXTS, output=TEXTS, cuts=CUTS)
+@example(prompt="Hello", output=FAMILY_EMOJI, cuts=[1, 2, 3])
+@example(prompt="", output=" x", cuts=[])
+@settings(max_examples=150, deadline=None)
+def test_output_continues_the_prompts_text(
+    tokenizer_of: TokenizerOf, family: str, prompt: str, output: str, cuts: list[int]
+) -> None:
+    tokenizer = tokenizer_of(family)
+    before, after = tokenizer.encode(prompt), tokenizer.encode(output)
+    whole = tokenizer.decode(before + after)
+    assert tokenizer.decode(before) + stream(tokenizer, before, after, cuts) == whole
+
+
+@pytest.mark.parametrize("family", BYTE_FAMILIES)
+@given(text=TEXTS)
+@example(text=FAMILY_EMOJI)
+@example(text="\ufffd👩\ufffd")
+@settings(max_examples=100, deadline=None)
+def test_no_push_gives_a_broken_character(
+    tokenizer_of: TokenizerOf, family: str, text: str
+) -> None:
+    tokenizer = tokenizer_of(family)
+    detokenizer = Detokenizer(tokenizer)
+    ids = tokenizer.encode(text)
+    # An added token, as U+FFFD is here, can cost a tokenizer of Llama 2's kind an extra space.
+    whole = text if "\ufffd" not in text else tokenizer.decode(ids)
+    so_far = ""
+    for token in ids:
+        so_far += detokenizer.push([token])
+        assert whole.startswith(so_far)
+    assert so_far + detokenizer.flush() == whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(ids=IDS)
+@settings(max_examples=100, deadline=None)
+def test_decode_is_the_librarys_for_all_but_malformed_byte_runs(
+    tokenizer_of: TokenizerOf, family: str, ids: list[int]
+) -> None:
+    tokenizer = tokenizer_of(family)
+    library_text = tokenizer.pieces.decode(ids)
+    if family != "byte_fallback" or "\ufffd" not in library_text:
+        assert tokenizer.decode(ids) == library_text
+
+
+def reference_of_byte_fallback(pieces: TokenPieces, ids: list[int]) -> str:
+    """Bytes runs decode by themselves, other tokens by the library, behind a token that is kept."""
+    text, run = "", b""
+    for token in ids:
+        piece = pieces.piece(token)
+        if piece is not None:
+            run += piece
+            continue
+        anchor = pieces.decode([FALLBACK_A])
+        text += run.decode(errors="replace") + pieces.decode([FALLBACK_A, token])[len(anchor) :]
+        run = b""
+    return (text + run.decode(errors="replace")).removeprefix(" ")
+
+
+FALLBACK_A = 5 + 0x41  # after <unk> and four special tokens come the bytes
+
+
+@given(ids=st.lists(st.integers(5, 300), max_size=24))
+@example(ids=[5 + byte for byte in (*"é".encode(), 0xF0, 0x9F, 0x41, 0xFF)])
+@example(ids=[5 + 0x20, 5 + 0x20])
+@settings(max_examples=200, deadline=None)
+def test_malformed_byte_tokens_become_replacement_characters(
+    tokenizer_of: TokenizerOf, ids: list[int]
+) -> None:
+    tokenizer = tokenizer_of("byte_fallback")
+    assert stream(tokenizer, [], ids, []) == reference_of_byte_fallback(tokenizer.pieces, ids)
+
+
+@pytest.mark.parametrize("family", BYTE_FAMILIES)
+def test_a_truncated_character_ends_in_one_replacement_character(
+    tokenizer_of: TokenizerOf, family: str
+) -> None:
+    tokenizer = tokenizer_of(family)
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push(tokenizer.encode("ab👩")[:-1]) == "ab"
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("given_to_prompt", [1, 2, 3])
+def test_a_character_begun_in_the_prompt_is_given_whole(
+    tokenizer_of: TokenizerOf, family: str, given_to_prompt: int
+) -> None:
+    tokenizer = tokenizer_of(family)
+    ids = tokenizer.encode("world👩!")
+    split = len(ids) - 5 + given_to_prompt
+    detokenizer = Detokenizer(tokenizer, ids[:split])
+    assert detokenizer.push(ids[split:]) + detokenizer.flush() == "👩!"
+
+
+def test_special_tokens_and_unknown_ids_have_no_text(tokenizer_of: TokenizerOf) -> None:
+    tokenizer = tokenizer_of("byte_level")
+    first, *rest = tokenizer.encode("é")
+    assert stream(tokenizer, [], [0, first, 1, 10_000, *rest, 3], []) == "é"
+
+
+def test_added_tokens_that_are_not_special_are_text(tokenizer_of: TokenizerOf) -> None:
+    tokenizer = tokenizer_of("byte_level")
+    ids = tokenizer.encode("a<tool call><思考>")
+    assert len(ids) == 3
+    assert stream(tokenizer, [], ids, [1, 2]) == "a<tool call><思考>"
+
+
+@pytest.mark.parametrize("kind", ["bad_bytes", "replacement", "text"])
+def test_a_token_costs_the_same_however_long_the_output(
+    tokenizer_of: TokenizerOf, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    tokenizer = tokenizer_of("byte_fallback")
+    decoded: list[int] = []
+    decode = tokenizer.pieces.decode
+
+    def counting(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return decode(ids)
+
+    text = {"replacement": "\ufffd", "text": "hello world "}.get(kind, "") * 200
+    ids = tokenizer.encode(text) if text else [5 + 0x80] * 500
+    monkeypatch.setattr(tokenizer.pieces, "decode", counting)
+    Detokenizer(tokenizer, ids).push(ids)
+    assert sum(decoded) <= 24 * len(ids)
+
+
+def test_a_model_without_tokenizer_has_no_text(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"vocab_size": 10}')
+    detokenizer = Detokenizer(TokenIdsOnly(TextFiles.read(config)), [1, 2])
+    assert detokenizer.push([3, 4]) + detokenizer.flush() == ""
+
+
+def test_a_replacement_character_of_the_models_own_keeps_its_place(
+    tokenizer_of: TokenizerOf,
+) -> None:
+    tokenizer = tokenizer_of("byte_fallback")
+    own = tokenizer.encode("\ufffd")[-1]
+    ids = [own, *(5 + byte for byte in "é".encode()), own]
+    assert stream(tokenizer, [], ids, [1, 2, 3]) == "\ufffdé\ufffd"

@@ -1,0 +1,196 @@
+"""Model directories of every shape load to the right tokenizer, or name the file that is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from baton.errors import CheckpointError, InvalidRequest
+from baton.text import TokenIdsOnly, Tokenizer, load_tokenizer, text_fingerprint
+
+ModelWriter = Callable[..., Path]
+TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
+CONFIG = {"vocab_size": 500, "max_position_embeddings": 2048, "eos_token_id": 1}
+
+
+def test_reads_everything_a_directory_says(write: ModelWriter) -> None:
+    path = write(
+        config=CONFIG,
+        generation_config={"eos_token_id": [1, 3]},
+        tokenizer_config={"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE},
+    )
+    tokenizer = load_tokenizer(path)
+    assert isinstance(tokenizer, Tokenizer)
+    assert (tokenizer.vocab_size, tokenizer.max_context) == (500, 2048)
+    assert tokenizer.eos_token_ids == {1, 3}
+    assert tokenizer.has_chat_template
+    assert tokenizer.encode_chat([("user", "hello")]) == [0, *tokenizer.encode("hello")]
+
+
+def test_only_the_tokenizer_file_is_needed(write: ModelWriter) -> None:
+    tokenizer = load_tokenizer(write())
+    assert (
+        tokenizer.vocab_size
+        == tokenizers.Tokenizer.from_file(str(write() / "tokenizer.json")).get_vocab_size()
+    )
+    assert (tokenizer.max_context, tokenizer.eos_token_ids) == (0, frozenset())
+    assert not tokenizer.has_chat_template
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config": {"eos_token_id": 3}, "config": CONFIG}, {3}),
+        ({"generation_config": {}, "config": CONFIG}, {1}),
+        ({"config": {"eos_token_id": None}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, {3}),
+        ({"tokenizer_config": {"eos_token": {"content": "</s>"}}}, {1}),
+        ({"tokenizer_config": {"eos_token": "not a token"}}, set()),
+    ],
+)
+def test_eos_comes_from_the_first_file_that_has_it(
+    write: ModelWriter, files: dict[str, object], expected: set[int]
+) -> None:
+    assert load_tokenizer(write(**files)).eos_token_ids == expected
+
+
+def test_encode_adds_special_tokens_and_encode_chat_does_not(write: ModelWriter) -> None:
+    path = write("byte_fallback", tokenizer_config={"chat_template": "{{ messages[0].content }}"})
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("hello")[0] == 1
+    assert tokenizer.encode_chat([("user", "hello")]) == tokenizer.encode("hello")[1:]
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(write: ModelWriter) -> None:
+    path = write()
+    library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    library.enable_truncation(2)
+    library.enable_padding(length=64)
+    library.save(str(path / "tokenizer.json"))
+    ids = load_tokenizer(path).encode("hello brown fox 12")
+    assert 2 < len(ids) < 64
+
+
+def test_named_templates_and_the_template_file(write: ModelWriter) -> None:
+    named = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "from the list"},
+    ]
+    path = write(tokenizer_config={"chat_template": named})
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode_chat([("user", "x")]) == tokenizer.encode("from the list")
+    (path / "chat_template.jinja").write_text("from the file")
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode_chat([("user", "x")]) == tokenizer.encode("from the file")
+
+
+def test_chat_without_a_template_is_refused(write: ModelWriter) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template") as refused:
+        load_tokenizer(write()).encode_chat([("user", "x")])
+    assert refused.value.field == "chat"
+
+
+def test_text_that_is_not_unicode_is_refused(write: ModelWriter) -> None:
+    tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
+    with pytest.raises(InvalidRequest) as refused:
+        tokenizer.encode("\ud800")
+    assert refused.value.field == "text"
+    with pytest.raises(InvalidRequest) as refused:
+        tokenizer.encode_chat([("user", "\ud800")])
+    assert refused.value.field == "chat"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", '{"model": {}}'),
+        ("tokenizer.json", b"\xff\xfe"),
+        ("config.json", "[]"),
+        ("config.json", '{"vocab_size": "many"}'),
+        ("config.json", '{"max_position_embeddings": -1}'),
+        ("generation_config.json", "{"),
+        ("generation_config.json", '{"eos_token_id": ["</s>"]}'),
+        ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
+        ("chat_template.jinja", "{{ x"),
+    ],
+)
+def test_a_broken_file_is_named(write: ModelWriter, name: str, content: str | bytes) -> None:
+    path = write()
+    (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CheckpointError) as broken:
+        load_tokenizer(path)
+    assert name in str(broken.value)
+
+
+def test_a_missing_tokenizer_is_named(write: ModelWriter) -> None:
+    path = write("", config=CONFIG)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not found"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_config_alone_takes_token_ids_only(write: ModelWriter, as_file: bool) -> None:
+    directory = write("", config=CONFIG)
+    tokenizer = load_tokenizer(directory / "config.json" if as_file else directory)
+    assert isinstance(tokenizer, TokenIdsOnly)
+    assert (tokenizer.vocab_size, tokenizer.max_context) == (500, 2048)
+    assert tokenizer.eos_token_ids == {1}
+    assert not tokenizer.has_chat_template
+    assert tokenizer.decode([1, 2]) == ""
+    for ask, field in ((lambda: tokenizer.encode("x"), "text"), (lambda: chat(tokenizer), "chat")):
+        with pytest.raises(InvalidRequest, match="send token ids") as refused:
+            ask()
+        assert refused.value.field == field
+
+
+def chat(tokenizer: TokenIdsOnly) -> list[int]:
+    return tokenizer.encode_chat([("user", "x")])
+
+
+@pytest.mark.parametrize("content", [None, {}, {"vocab_size": 0}])
+def test_a_directory_with_neither_file_is_refused(write: ModelWriter, content: object) -> None:
+    path = write("", **({"config": content} if content is not None else {}))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_tokenizer(path)
+
+
+def test_fingerprint_is_equal_for_equal_files_and_only_for_them(write: ModelWriter) -> None:
+    path = write(config=CONFIG, tokenizer_config={"bos_token": "<s>", "chat_template": TEMPLATE})
+    original = text_fingerprint(path)
+    assert load_tokenizer(path).fingerprint == original == text_fingerprint(path)
+    changes: list[tuple[str, object]] = [
+        ("tokenizer_config", {"bos_token": "</s>", "chat_template": TEMPLATE}),
+        ("tokenizer_config", {"bos_token": "<s>", "chat_template": "other"}),
+        ("generation_config", {"eos_token_id": 2}),
+    ]
+    seen = {original}
+    for name, content in changes:
+        (path / f"{name}.json").write_text(json.dumps(content))
+        seen.add(text_fingerprint(path))
+    tokenizer_file = path / "tokenizer.json"
+    tokenizer_file.write_text(tokenizer_file.read_text().replace("im_end", "in_end"))
+    seen.add(text_fingerprint(path))
+    assert len(seen) == 5
+
+
+def test_fingerprint_ignores_what_text_does_not_depend_on(write: ModelWriter) -> None:
+    path = write(config=CONFIG)
+    original = text_fingerprint(path)
+    (path / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float32"}))
+    assert text_fingerprint(path) == original
+
+
+def test_importing_text_imports_no_torch_and_no_grpc() -> None:
+    code = "import baton.text, sys; print([m for m in ('torch', 'grpc') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
