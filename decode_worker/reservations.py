@@ -14,7 +14,8 @@ import logging
 import secrets
 from dataclasses import dataclass, field
 
-from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine.loop import Engine
+from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest, Stale, Unavailable
 from baton.v1 import decode_pb2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -235,6 +236,7 @@ class LinkPool:
             host_id=self._host_id,
             kv=self._descriptor,
             transports=list(self._transports),
+            pid=os.getpid(),
         )
 
     def _make_room(self) -> None:

@@ -15,6 +15,7 @@ from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import negotiation
 from kvtransfer.incoming import Incoming, Reservations, ReservedBlocks
+from kvtransfer.liveness import ProcessWatch
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.seam import Kind, Listener, Transport
 from kvtransfer.waiting import uninterrupted
@@ -61,6 +62,7 @@ class HandoffReceiver:
         self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
         self._peers: dict[str, _Peer] = {}  # the one offered first comes first
         self._incoming: dict[str, Incoming] = {}
+        self._watches: dict[str, ProcessWatch] = {}  # of peers on this host
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
@@ -134,7 +136,7 @@ class HandoffReceiver:
     async def peer_gone(self, incarnation: str) -> list[str]:
         """That prefill process is dead: nothing of it is written once this returns.
 
-        Returns the handoffs that it leaves unfinished; `aborted` is not called for them.
+        Gives up the handoffs that it leaves unfinished, and returns their ids.
         """
         left = [record for record in self._incoming.values() if record.peer == incarnation]
         self._drop(incarnation)
@@ -144,10 +146,15 @@ class HandoffReceiver:
             del self._incoming[record.handoff_id]
         if receives:
             await asyncio.wait(receives)
+        reason = f"prefill {incarnation} has ended"
+        for record in left:
+            await self._reservations.aborted(record.handoff_id, record.token, reason)
         return [record.handoff_id for record in left]
 
     async def close(self) -> None:
         """Drops every link and waits for what still runs on their threads."""
+        for watch in self._watches.values():
+            watch.close()
         for incarnation in list(self._peers):
             self._drop(incarnation)
         while self._tasks:
@@ -170,6 +177,20 @@ class HandoffReceiver:
             raise
         accepted = run(thread, listener.accept, incarnation, epoch, self._timeout_s)
         return endpoint, _Peer(incarnation, epoch, transport, listener, thread, accepted)
+
+    def _watch(self, incarnation: str, pid: int) -> None:
+        """A process that has ended writes no more; nothing less proves that."""
+
+        def ended() -> None:
+            log.warning("prefill process %d (%s) has ended", pid, incarnation)
+            self._watches.pop(incarnation, None)
+            self._start(self._ended(incarnation))
+
+        if incarnation not in self._watches:
+            self._watches[incarnation] = ProcessWatch(pid, ended)
+
+    async def _ended(self, incarnation: str) -> None:
+        await self.peer_gone(incarnation)
 
     async def _commit(self, request: pb.CommitRequest) -> None:
         peer = self._peer(request.incarnation, request.epoch)

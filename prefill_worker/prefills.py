@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from baton import telemetry
 from baton.config import host_id, split_address
 from baton.engine.build import Loaded
-from baton.engine.loop import Progress, StepReport
+from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import DeadlineExceeded, InternalError, Unavailable
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -28,10 +28,11 @@ from baton.errors import (
     Stale,
     TransferFailed,
 )
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.v1 import decode_pb2, prefill_pb2
 from router import placement
+from router.attempt import Attempt, Output
 from router.fleet import Fleet
-from router.member import Event, Member, cancel_on
+from router.member import Member, cancel_on
 from router.placement import Pair
 from router.story import Story
 
@@ -41,15 +42,6 @@ RESERVE_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.02, 1.0)
 _PLACE_ELSEWHERE = (RetryableError, TransferFailed, Stale, InternalError)
-
-
-@dataclass(frozen=True)
-class Output:
-    """New tokens of a request; `finish_reason` is set on the last."""
-
-    token_ids: list[int]
-    logprobs: list[common_pb2.PositionLogprobs]
-    finish_reason: common_pb2.FinishReason
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class Dispatch:
         handoff_id = f"{story.ask.request_id}-{story.attempts}"
         with telemetry.span(self._tracer, "router.attempt", parent) as span:
             trace = telemetry.context_of(span)
-            attempt = _Attempt(handoff_id)
+            attempt = Attempt(handoff_id)
             pair, reserved = await self._reserve(story, attempt, trace)
             decode = self._fleet.member(pair.decode.incarnation)
             _describe(span, pair, reserved, story)
@@ -118,7 +110,7 @@ class Dispatch:
                     self._cancel(decode, handoff_id)
 
     async def _reserve(
-        self, story: Story, attempt: _Attempt, trace: Context
+        self, story: Story, attempt: Attempt, trace: Context
     ) -> tuple[Pair, decode_pb2.ReserveResponse]:
         """Blocks on the best decode worker; waits for room as long as the deadline allows."""
         full: set[str] = set()
@@ -138,7 +130,7 @@ class Dispatch:
             self.queued -= 1
 
     async def _place_once(
-        self, story: Story, attempt: _Attempt, full: set[str], trace: Context
+        self, story: Story, attempt: Attempt, full: set[str], trace: Context
     ) -> tuple[Pair, decode_pb2.ReserveResponse]:
         """One pass over the decode workers that seem to have room; Overloaded when none has."""
         num_tokens = len(story.ask.prompt) + len(story.delivered)
@@ -162,7 +154,7 @@ class Dispatch:
             return pair, reserved
 
     async def _call_reserve(
-        self, story: Story, attempt: _Attempt, decode: Member, trace: Context
+        self, story: Story, attempt: Attempt, decode: Member, trace: Context
     ) -> decode_pb2.ReserveResponse:
         request = decode_pb2.ReserveRequest(
             router_id=self._settings.router_id,
@@ -181,7 +173,7 @@ class Dispatch:
         story: Story,
         pair: Pair,
         reserved: decode_pb2.ReserveResponse,
-        attempt: _Attempt,
+        attempt: Attempt,
         trace: Context,
     ) -> None:
         """Runs the prompt on the prefill worker and feeds what it says into the attempt."""
@@ -219,77 +211,6 @@ class Dispatch:
         task = asyncio.create_task(cancel_on(decode, handoff_id, CANCEL_TIMEOUT_S))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
-
-
-class _Attempt:
-    """Brings the two workers' messages into the order the caller must see."""
-
-    def __init__(self, handoff_id: str) -> None:
-        self.handoff_id = handoff_id
-        self.suspect = ""  # the worker to blame if the attempt fails now
-        self.finished_on_decode = False
-        self._queue: asyncio.Queue[Output | BatonError] = asyncio.Queue()
-        self._early: list[Event] | None = []  # decode may be heard before prefill's first token
-        self._prefill: asyncio.Task[None] | None = None
-
-    def follow(self, prefill: Coroutine[None, None, None]) -> None:
-        """Runs the prefill call beside the decode events; its failure fails the attempt."""
-        self._prefill = asyncio.create_task(prefill)
-        self._prefill.add_done_callback(self._prefill_ended)
-
-    def on_prefill(self, message: prefill_pb2.PrefillResponse) -> None:
-        """Takes in what the prefill worker says."""
-        if message.HasField("committed"):
-            self.suspect = ""
-        if not message.HasField("first_token"):
-            return
-        first = message.first_token
-        logprobs = [first.logprobs] if first.HasField("logprobs") else []
-        self._queue.put_nowait(Output([first.token_id], logprobs, first.finish_reason))
-        self.first_token_seen()
-
-    def first_token_seen(self) -> None:
-        """From now on decode's events come in order by themselves."""
-        early, self._early = self._early or [], None
-        for event in early:
-            self.on_decode(event)
-
-    def on_decode(self, event: Event) -> None:
-        """Takes in what the decode worker says."""
-        if isinstance(event, BatonError):
-            self.suspect = ""
-            self._queue.put_nowait(event)
-        elif self._early is not None and not event.abort_reason:
-            self._early.append(event)
-        elif event.abort_reason:
-            self._queue.put_nowait(InternalError(event.abort_reason))
-        else:
-            self.finished_on_decode = bool(event.finish_reason)
-            output = Output(list(event.token_ids), list(event.logprobs), event.finish_reason)
-            self._queue.put_nowait(output)
-
-    async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Everything both workers say, up to the last token; raises what ended it early."""
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, BatonError):
-                raise item
-            yield item
-            if item.finish_reason:
-                return
-
-    async def close(self) -> None:
-        """Ends the prefill call, which frees the prompt's blocks there."""
-        if self._prefill is not None:
-            self._prefill.cancel()
-            await asyncio.gather(self._prefill, return_exceptions=True)
-
-    def _prefill_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if not isinstance(error, BatonError):
-            error = InternalError(f"{type(error).__name__}: {error}")
-        self._queue.put_nowait(error)
 
 
 def _note(story: Story, message: prefill_pb2.PrefillResponse) -> None:

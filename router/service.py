@@ -20,7 +20,8 @@ from baton.v1 import (
     inference_pb2_grpc,
 )
 from router.admission import Admission
-from router.dispatch import Dispatch, Output
+from router.attempt import Output
+from router.dispatch import Dispatch
 from router.fleet import Fleet
 from router.placement import RETRY_AFTER_S
 from router.story import Story

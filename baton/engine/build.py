@@ -13,10 +13,11 @@ import torch
 from baton.config import EngineConfig, model_path
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
-from baton.engine.loop import Engine, StepReport
+from baton.engine.loop import Engine
 from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig, fingerprint
 from baton.engine.planner import Plan, Planner, Work
+from baton.engine.reports import StepReport
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -52,7 +53,7 @@ class Loaded:
         settings = self.settings
         blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
         planner = Planner(blocks, settings.chunk_tokens, settings.max_batch)
-        eos = self.model_config.eos_token_ids
+        eos = frozenset(self.model_config.eos_token_ids)
         return Engine(self.runner, planner, eos, self.max_context, publish)
 
 
@@ -82,7 +83,7 @@ def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
         path.name, config.num_parameters / 1e6, layout.dtype, device, layout.num_blocks,
         layout.block_size, layout.num_bytes / 2**20, time.monotonic() - started,
     )  # fmt: skip
-    sampler = Sampler(config.eos_token_ids, config.vocab_size)
+    sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     seed = RANDOM_WEIGHTS_SEED if settings.random_weights else None
     descriptor = layout.descriptor(fingerprint(path, seed))
     return Loaded(path, config, Runner(model, pool, sampler), layout, descriptor, settings)

@@ -13,66 +13,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from baton.engine.blocks import BlockPool, CacheChanges
+from baton.engine.blocks import BlockPool
 from baton.engine.planner import Plan, Planner, Work
+from baton.engine.reports import Load, Progress, Reserved, StepReport
 from baton.engine.runner import Drawn, Runner
-from baton.engine.sampler import SampleRow, TokenLogprobs, finish_reason
+from baton.engine.sampler import SampleRow, finish_reason
 from baton.engine.sequence import Sequence
 from baton.errors import Overloaded, Stale
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What one sequence got out of one step."""
-
-    seq_id: str
-    num_computed: int
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    finish_reason: str | None = None  # "stop" or "length"; the sequence is gone
-    abort_reason: str | None = None  # the step failed; the sequence is gone
-
-
-@dataclass(frozen=True)
-class Reserved:
-    """Blocks held for a sequence: those of the first `num_cached` tokens are filled already."""
-
-    num_cached: int
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Load:
-    """The engine's load after a step."""
-
-    queue_tokens: int
-    running: int
-    waiting: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_held: int
-    blocks_quarantined: int
-    steps: int
-    preemptions: int
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One step as the world hears of it; times are `time.time_ns`."""
-
-    started_ns: int
-    ended_ns: int
-    num_tokens: int
-    progress: list[Progress]
-    load: Load
-    cache: CacheChanges = field(default_factory=CacheChanges)
 
 
 class Engine:

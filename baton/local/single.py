@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine.loop import Engine
+from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
 from baton.sampling import SamplingParams

@@ -22,14 +22,13 @@ from baton.v1 import etcd_pb2, etcd_pb2_grpc
 
 CALL_S = 2.0  # one attempt at one endpoint
 START_S = 10.0  # until the first answer, at start
+QUIET_S = 5.0  # a watch that brings nothing for so long asks for a sign of life
 
 OPTIONS: list[tuple[str, Any]] = [
-    # etcd cuts off clients that ping more often than every 5 s, or several times with no call
-    # between; ours call every TTL / 3. Without the permission a ping that falls between two calls
-    # is held back for hours, and those of a watch behind it: a silent etcd is not noticed.
+    # etcd cuts off clients that ping more often than every 5 s, or with no call under way.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -165,7 +164,7 @@ class EtcdClient:
                         f"etcd at {at.name} ended the watch: {response.cancel_reason}"
                     )
                 yield response
-                response = await call.read()
+                response = await self._next(call, at, create.key)
             raise Unavailable(f"etcd at {at.name} ended the watch")
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise error_of(error, at.name, self._user) from error
@@ -173,6 +172,29 @@ class EtcdClient:
             raise Unavailable(f"etcd at {at.name} does not answer") from error
         finally:
             call.cancel()
+
+    async def _next(self, call: Any, at: _Endpoint, key: bytes) -> Any:
+        """The stream's next message. While it is quiet its endpoint must answer reads of `key`.
+
+        Pings alone do not do: under load gRPC was seen to sit beside a stopped etcd unaware.
+        """
+        reading = asyncio.ensure_future(call.read())
+        try:
+            while not (await asyncio.wait({reading}, timeout=QUIET_S))[0]:
+                await self._require_life(at, key)
+            return reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _require_life(self, at: _Endpoint, key: bytes) -> None:
+        request = etcd_pb2.RangeRequest(key=key)
+        try:
+            await at.kv.Range(request, timeout=CALL_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            meaning = error_of(error, at.name, self._user)
+            if isinstance(meaning, Unavailable):  # a refusal, of an old token say, is an answer
+                raise meaning from error
 
     async def _call(self, invoke: Invoke[T]) -> T:
         causes: list[Unavailable] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from baton.engine.loop import Load, StepReport
+from baton.engine.reports import Load, StepReport
 from baton.v1 import worker_pb2
 
 _SMOOTHING = 0.2  # weight of the newest step in the running means

@@ -18,7 +18,8 @@ import grpc
 
 from baton.config import WorkerConfig, host_id
 from baton.engine.build import Loaded
-from baton.engine.loop import Engine, StepReport
+from baton.engine.loop import Engine
+from baton.engine.reports import StepReport
 from baton.errors import Unavailable
 from baton.registry import Registration, Registry
 from baton.server import Health, bind

@@ -27,11 +27,12 @@ class Case:
 
     prompt: tuple[int, ...]
     sampling: str
+    new_tokens: int = NEW_TOKENS
 
     @property
     def options(self) -> dict[str, Any]:
         """For the SDK."""
-        return {**SAMPLING[self.sampling], "max_tokens": NEW_TOKENS, "ignore_eos": True}
+        return {**SAMPLING[self.sampling], "max_tokens": self.new_tokens, "ignore_eos": True}
 
 
 class Oracle:
@@ -61,7 +62,7 @@ class Oracle:
         """What a cluster must stream for a case."""
         if case not in self._known:
             params = SamplingParams(
-                **SAMPLING[case.sampling], max_tokens=NEW_TOKENS, ignore_eos=True
+                **SAMPLING[case.sampling], max_tokens=case.new_tokens, ignore_eos=True
             )
             self._known[case] = self._process.generate(list(case.prompt), params).token_ids
         return self._known[case]

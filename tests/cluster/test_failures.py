@@ -15,29 +15,31 @@ from tests.waiting import eventually
 
 
 def mixed_cases(oracle: Oracle, count: int) -> list[Case]:
-    """Prompts that need a handoff, of different lengths, greedy and seeded."""
+    """Prompts that need a handoff, of four lengths, greedy and seeded, long enough to be hit."""
     kinds = ("greedy", "seeded")
-    return [Case(oracle.prompt(20 + 40 * (i % 6), start=i % 3), kinds[i % 2]) for i in range(count)]
+    cases = [Case(oracle.prompt(20 + 60 * (i // 2 % 4)), kinds[i % 2], 150) for i in range(count)]
+    for case in cases:
+        oracle.tokens(case)
+    return cases
 
 
 async def run_while(
     client: AsyncClient, oracle: Oracle, cases: list[Case], accident: asyncio.Event
 ) -> list[Completion]:
-    """Streams all cases; sets `accident` once half of them have their first token."""
+    """Streams all cases; sets `accident` once half of them have ten tokens."""
     started = 0
 
     async def one(number: int, case: Case) -> Completion:
         nonlocal started
-        first = True
+        tokens = 0
         salt = f"{number % 5}"
         stream = client.stream(case.prompt, **case.options, cache_salt=salt, timeout=60.0)
         async with stream:
             async for _ in stream:
-                if first:
-                    first = False
-                    started += 1
-                    if started >= len(cases) // 2:
-                        accident.set()
+                tokens += 1
+                started += tokens == 10
+                if started >= len(cases) // 2:
+                    accident.set()
         assert stream.completion.token_ids == oracle.tokens(case)
         return stream.completion
 
@@ -50,8 +52,6 @@ async def test_a_killed_worker_costs_no_token(
 ) -> None:
     cluster = await own_cluster(prefill=2, decode=2, restart=False)
     cases = mixed_cases(oracle, 16)
-    for case in cases:
-        oracle.tokens(case)
     async with AsyncClient(cluster.address) as client:
         accident = asyncio.Event()
         streams = asyncio.ensure_future(run_while(client, oracle, cases, accident))
@@ -71,8 +71,6 @@ async def test_a_drained_worker_finishes_and_exits_0(
 ) -> None:
     cluster = await own_cluster(prefill=2, decode=2, restart=False)
     cases = mixed_cases(oracle, 8)
-    for case in cases:
-        oracle.tokens(case)
     async with AsyncClient(cluster.address) as client:
         accident = asyncio.Event()
         streams = asyncio.ensure_future(run_while(client, oracle, cases, accident))

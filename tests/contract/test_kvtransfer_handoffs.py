@@ -310,6 +310,7 @@ async def test_peer_gone_names_what_it_leaves():
             await decode.asked()
             assert await decode.receiver.peer_gone("p") == ["h"]
             assert not decode.receiver.writing("h")
+            assert "has ended" in decode.held.reasons["h"]
 
 
 async def test_peer_gone_during_commit_ends_the_handoff():

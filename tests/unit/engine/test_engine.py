@@ -12,7 +12,8 @@ import pytest
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine.loop import Engine
+from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import Overloaded, Stale
 from baton.sampling import SamplingParams

@@ -26,7 +26,7 @@ RECORD = WorkerRecord(
 
 @pytest.fixture
 async def etcd():
-    async with EmbeddedEtcd(args=["--grpc-keepalive-min-time", "500ms"]) as etcd:
+    async with EmbeddedEtcd() as etcd:
         yield etcd
 
 
@@ -108,9 +108,7 @@ async def test_no_endpoint_at_all_is_told_with_its_names_and_the_mend(monkeypatc
 async def test_a_silent_etcd_is_an_outage_and_no_loss(etcd, monkeypatch):
     """SIGSTOP: connections stay open and nothing answers."""
     monkeypatch.setattr(etcd_client, "CALL_S", 0.5)
-    faster = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 500}
-    options = dict(etcd_client.OPTIONS) | faster
-    monkeypatch.setattr(etcd_client, "OPTIONS", list(options.items()))
+    monkeypatch.setattr(etcd_client, "QUIET_S", 0.5)
     config = RegistryConfig(etcd=etcd.address, lease_ttl_s=30)
     async with (
         opened(config) as registry,

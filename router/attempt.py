@@ -1,0 +1,91 @@
+"""One attempt at a request: brings two workers' messages into the order the caller must see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
+
+from baton.errors import BatonError, InternalError
+from baton.v1 import common_pb2, prefill_pb2
+from router.member import Event
+
+
+@dataclass(frozen=True)
+class Output:
+    """New tokens of a request; `finish_reason` is set on the last."""
+
+    token_ids: list[int]
+    logprobs: list[common_pb2.PositionLogprobs]
+    finish_reason: common_pb2.FinishReason
+
+
+class Attempt:
+    """Brings the two workers' messages into the order the caller must see."""
+
+    def __init__(self, handoff_id: str) -> None:
+        self.handoff_id = handoff_id
+        self.suspect = ""  # the worker to blame if the attempt fails now
+        self.finished_on_decode = False
+        self._queue: asyncio.Queue[Output | BatonError] = asyncio.Queue()
+        self._early: list[Event] | None = []  # decode may be heard before prefill's first token
+        self._prefill: asyncio.Task[None] | None = None
+
+    def follow(self, prefill: Coroutine[None, None, None]) -> None:
+        """Runs the prefill call beside the decode events; its failure fails the attempt."""
+        self._prefill = asyncio.create_task(prefill)
+        self._prefill.add_done_callback(self._prefill_ended)
+
+    def on_prefill(self, message: prefill_pb2.PrefillResponse) -> None:
+        """Takes in what the prefill worker says."""
+        if message.HasField("committed"):
+            self.suspect = ""
+        if not message.HasField("first_token"):
+            return
+        first = message.first_token
+        logprobs = [first.logprobs] if first.HasField("logprobs") else []
+        self._queue.put_nowait(Output([first.token_id], logprobs, first.finish_reason))
+        self.first_token_seen()
+
+    def first_token_seen(self) -> None:
+        """From now on decode's events come in order by themselves."""
+        early, self._early = self._early or [], None
+        for event in early:
+            self.on_decode(event)
+
+    def on_decode(self, event: Event) -> None:
+        """Takes in what the decode worker says."""
+        if isinstance(event, BatonError):
+            self.suspect = ""
+            self._queue.put_nowait(event)
+        elif self._early is not None and not event.abort_reason:
+            self._early.append(event)
+        elif event.abort_reason:
+            self._queue.put_nowait(InternalError(event.abort_reason))
+        else:
+            self.finished_on_decode = bool(event.finish_reason)
+            output = Output(list(event.token_ids), list(event.logprobs), event.finish_reason)
+            self._queue.put_nowait(output)
+
+    async def outputs(self) -> AsyncGenerator[Output, None]:
+        """Everything both workers say, up to the last token; raises what ended it early."""
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, BatonError):
+                raise item
+            yield item
+            if item.finish_reason:
+                return
+
+    async def close(self) -> None:
+        """Ends the prefill call, which frees the prompt's blocks there."""
+        if self._prefill is not None:
+            self._prefill.cancel()
+            await asyncio.gather(self._prefill, return_exceptions=True)
+
+    def _prefill_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, BatonError):
+            error = InternalError(f"{type(error).__name__}: {error}")
+        self._queue.put_nowait(error)
