@@ -9,12 +9,14 @@ import os
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
+MAX_PORT = 65535
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
@@ -24,7 +26,7 @@ def model_path(model: str) -> Path:
     Raises ConfigError when there is nothing there.
     """
     path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
-    if not path.exists():
+    if not model or not path.exists():
         raise ConfigError(
             f"model {model!r} not found: give a Hugging Face model directory (config.json, "
             "*.safetensors, tokenizer.json) or 'demo'"
@@ -33,14 +35,17 @@ def model_path(model: str) -> Path:
 
 
 def default_model_name(model: str) -> str:
-    """The name a model is served under when none is given: its directory's."""
-    return "demo" if model == "demo" else model_path(model).name.removesuffix(".json")
+    """The name a model is served under when none is given: its directory's, or its config's."""
+    if model == "demo":
+        return "demo"
+    path = model_path(model)
+    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
 def split_address(address: str, option: str = "address") -> tuple[str, int]:
     """(host, port) of "host:port"; raises ConfigError naming the option."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdigit() or int(port) > MAX_PORT:
         raise ConfigError(f"{option} must be HOST:PORT, not {address!r}")
     return host, int(port)
 
@@ -58,8 +63,13 @@ def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(option: str, value: float, least: float) -> None:
-    if value < least:
+    if not value >= least:  # so that NaN is refused
         raise ConfigError(f"{option} must be at least {least}, not {value}")
+
+
+def _port(port: int) -> None:
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"--port must be between 0 and {MAX_PORT}, not {port}")
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,10 @@ class EngineConfig:
         _choice("--device", self.device, DEVICES)
         _at_least("--block-size", self.block_size, 1)
         _at_least("--kv-blocks", self.kv_blocks, 0)
+        _at_least("--kv-cache", self.kv_cache_bytes, 1)
+        _at_least("--max-context", self.max_context, 0)
+        if self.max_context == 1:
+            raise ConfigError("--max-context must be at least 2: a prompt token and an output one")
         _at_least("--max-batch", self.max_batch, 1)
         _at_least("--chunk-tokens", self.chunk_tokens, 1)
         _at_least("--threads", self.threads, 0)
@@ -138,8 +152,10 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _choice("role", self.role, ("prefill", "decode"))
         _choice("--transport", self.transport, TRANSPORTS)
+        _port(self.port)
         _at_least("--drain-timeout", self.drain_s, 0)
         _at_least("--reservation-lease", self.lease_s, 0.1)
+        _at_least("--transfer-timeout", self.transfer_timeout_s, 0.001)
         if self.advertise:
             split_address(self.advertise, "--advertise")
 
@@ -154,6 +170,7 @@ class RouterConfig:
     """One router."""
 
     model: str = "demo"
+    random_weights: bool = False  # the model is a config: without a tokenizer, token ids only
     model_name: str = ""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     host: str = "127.0.0.1"
@@ -167,6 +184,8 @@ class RouterConfig:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def __post_init__(self) -> None:
+        _port(self.port)
+        _at_least("--drain-timeout", self.drain_s, 0)
         _at_least("--max-queue", self.max_queue, 1)
         _at_least("--max-attempts", self.max_attempts, 1)
         _at_least("--local-prefill-max", self.local_prefill_max_tokens, 0)
@@ -189,7 +208,13 @@ class ClusterConfig:
     port: int = 7700  # the router's; 0: a free one
     transport: str = "auto"
     etcd: str | None = None  # None: start an embedded one
+    etcd_user: str = ""
+    etcd_password_file: Path | None = None
+    etcd_ca: Path | None = None
+    etcd_cert: Path | None = None
+    etcd_key: Path | None = None
     cluster: str = "default"
+    model_name: str = ""  # empty: the model directory's name
     otlp: str | None = None
     trace: bool = False
     local_prefill_max_tokens: int = 16
@@ -198,7 +223,29 @@ class ClusterConfig:
     log_level: str = "warning"
 
     def __post_init__(self) -> None:
+        _port(self.port)
         _at_least("--drain-timeout", self.drain_s, 0)
-        _at_least("--prefill", self.prefill, 0)
-        _at_least("--decode", self.decode, 1)
+        for option, workers in (("--prefill", self.prefill), ("--decode", self.decode)):
+            if workers < 1:
+                raise ConfigError(
+                    f"{option} must be at least 1, not {workers}: "
+                    "a cluster serves with a worker of each role"
+                )
         _choice("--transport", self.transport, TRANSPORTS)
+        if self.etcd is None and any(self._etcd_access.values()):
+            raise ConfigError("--etcd-user, -ca, -cert and their like need --etcd HOST:PORT")
+        self.registry(self.etcd or RegistryConfig.etcd)
+
+    def registry(self, etcd: str) -> RegistryConfig:
+        """The registry's settings when etcd is at `etcd`; raises ConfigError."""
+        return RegistryConfig(etcd=etcd, cluster=self.cluster, **self._etcd_access)
+
+    @property
+    def _etcd_access(self) -> dict[str, Any]:
+        return {
+            "user": self.etcd_user,
+            "password_file": self.etcd_password_file,
+            "ca_file": self.etcd_ca,
+            "cert_file": self.etcd_cert,
+            "key_file": self.etcd_key,
+        }

@@ -8,6 +8,7 @@ from baton.config import host_id, split_address
 from baton.engine.build import Loaded
 from baton.engine.reports import StepReport
 from baton.v1 import decode_pb2_grpc, handoff_pb2_grpc, worker_pb2
+from baton.worker.messages import Limits
 from baton.worker.node import Node
 from decode_worker.events import EventStreams
 from decode_worker.reservations import Reservations
@@ -29,7 +30,11 @@ class Batch:
         self._node = node
         self._streams = EventStreams()
         self._reservations = Reservations(
-            node.engine, self._streams, loaded.layout.block_size, config.lease_s
+            node.engine,
+            self._streams,
+            Limits.of(loaded),
+            loaded.layout.block_size,
+            config.lease_s,
         )
         self._receiver = HandoffReceiver(
             pool,

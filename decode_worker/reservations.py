@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from baton.engine.loop import Engine
@@ -19,7 +20,7 @@ from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest, Stale, Unavailable
 from baton.v1 import decode_pb2
-from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
+from baton.worker.messages import FINISH_REASONS, Limits, logprobs_proto, sequence_of
 from decode_worker.events import EventStreams
 from decode_worker.spans import DecodeSpans
 from kvtransfer.incoming import ReservedBlocks
@@ -47,10 +48,16 @@ class Reservations:
     """All entries, by handoff id. Event-loop thread only; implements kvtransfer's protocol."""
 
     def __init__(
-        self, engine: Engine, streams: EventStreams, block_size: int, lease_s: float
+        self,
+        engine: Engine,
+        streams: EventStreams,
+        limits: Limits,
+        block_size: int,
+        lease_s: float,
     ) -> None:
         self._engine = engine
         self._streams = streams
+        self._limits = limits
         self._block_size = block_size
         self._lease_s = lease_s
         self._entries: dict[str, Entry] = {}
@@ -74,35 +81,33 @@ class Reservations:
             raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
         entry = self._enter(request, spans)
         try:
-            reserved = await asyncio.wrap_future(self._engine.reserve(entry.sequence))
+            blocks = await self._hold(spec.handoff_id, entry)
+            started = entry.num_tokens - blocks.cached_tokens <= request.local_prefill_max_tokens
+            if started:
+                self._start_decoding(spec.handoff_id, entry)
+                await asyncio.wrap_future(self._engine.start_reserved(spec.handoff_id))
         except BaseException:  # also a caller that hung up: the engine may have reserved by now
-            self._forget(spec.handoff_id)
-            self._engine.release(spec.handoff_id)
+            if self._entries.get(spec.handoff_id) is entry:
+                self._forget(spec.handoff_id)
+                self._free(spec.handoff_id, entry)
             raise
-        if self._entries.get(spec.handoff_id) is not entry:
-            raise Stale("the request was cancelled while it was being reserved")
-        entry.blocks = ReservedBlocks(
-            reserved.block_ids, entry.num_tokens, reserved.num_cached, self._block_size
-        )
-        uncached = entry.num_tokens - reserved.num_cached
-        started = uncached <= request.local_prefill_max_tokens
-        if started:
-            self._start_decoding(spec.handoff_id, entry)
-            await asyncio.wrap_future(self._engine.start_reserved(spec.handoff_id))
-        spans.reserved(reserved.num_cached, started)
+        spans.reserved(blocks.cached_tokens, started)
         return decode_pb2.ReserveResponse(
             reservation_token=entry.token,
-            cached_tokens=reserved.num_cached,
+            cached_tokens=blocks.cached_tokens,
             started=started,
             incarnation=incarnation,
         )
 
-    async def cancel(self, handoff_id: str) -> None:
-        """Ends an entry in any state; unknown ids are ignored."""
-        entry = self._forget(handoff_id)
-        if entry is not None:
-            entry.spans.end("cancelled")
-            await self._free(handoff_id, entry)
+    async def cancel(self, *handoff_ids: str) -> None:
+        """Ends entries in any state; unknown ids are ignored. All end even if nobody waits."""
+        endings = []
+        for handoff_id in handoff_ids:
+            if entry := self._forget(handoff_id):
+                entry.spans.end("cancelled")
+                endings.append(self._free(handoff_id, entry))
+        if endings:
+            await asyncio.wait(endings)
 
     def cancel_router(self, router_id: str) -> None:
         """A router's stream broke: nobody waits for its sequences any more."""
@@ -132,6 +137,7 @@ class Reservations:
     async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
         """Verified KV is in place: decoding starts."""
         self.find(handoff_id, token)
+        self._limits.check_token(first_token_id, "first_token_id")
         entry = self._entries[handoff_id]
         self._start_decoding(handoff_id, entry)
         resumed = self._engine.resume(handoff_id, entry.num_tokens, first_token_id)
@@ -162,7 +168,7 @@ class Reservations:
                 self._forget(progress.seq_id)
                 entry.spans.end(progress.finish_reason or "failed")
         for router_id, events in news.items():
-            self._streams.send(router_id, events)
+            self._tell(router_id, events)
 
     # Inside.
 
@@ -170,11 +176,22 @@ class Reservations:
         spec = request.sequence
         now = asyncio.get_running_loop().time()
         deadline = now + spec.time_left_ms / 1000 if spec.time_left_ms else None
-        entry = Entry(request.router_id, sequence_of(spec), len(spec.token_ids), deadline, spans)
+        sequence = sequence_of(spec, self._limits)
+        entry = Entry(request.router_id, sequence, sequence.num_tokens, deadline, spans)
         self._entries[spec.handoff_id] = entry
         self._idle.clear()
         self._renew(spec.handoff_id, entry)
         return entry
+
+    async def _hold(self, handoff_id: str, entry: Entry) -> ReservedBlocks:
+        """Takes blocks. Raises Overloaded, or Stale when the entry was ended meanwhile."""
+        reserved = await asyncio.wrap_future(self._engine.reserve(entry.sequence))
+        if self._entries.get(handoff_id) is not entry:
+            raise Stale("the request was cancelled while it was being reserved")
+        entry.blocks = ReservedBlocks(
+            reserved.block_ids, entry.num_tokens, reserved.num_cached, self._block_size
+        )
+        return entry.blocks
 
     def _renew(self, handoff_id: str, entry: Entry) -> None:
         lease_end = asyncio.get_running_loop().time() + self._lease_s
@@ -193,37 +210,60 @@ class Reservations:
 
     def _expire(self, handoff_id: str) -> None:
         entry = self._entries[handoff_id]
-        what = "deadline" if entry.decoding else "reservation lease"
+        now = asyncio.get_running_loop().time()
+        overdue = entry.deadline is not None and now >= entry.deadline
+        if not overdue and self.receiver.writing(handoff_id):
+            # A long prompt: nothing is heard between the grant and Commit. Its blocks could not be
+            # used anyway, and the end of the writer, or of the request, ends the entry.
+            self._renew(handoff_id, entry)
+            return
+        what = "deadline" if overdue else "reservation lease"
         log.warning("handoff %s: its %s has passed", handoff_id, what)
         self._start_ending(handoff_id, f"its {what} has passed")
 
     def _start_ending(self, handoff_id: str, reason: str) -> None:
         """Tells the router, then frees the blocks, without making anybody wait."""
         entry = self._forget(handoff_id)
-        assert entry is not None
+        if entry is None:  # its router was cut off a moment ago
+            return
         entry.spans.end(reason)
         event = decode_pb2.SequenceEvent(handoff_id=handoff_id, abort_reason=reason)
-        self._streams.send(entry.router_id, [event])
-        task = asyncio.create_task(self._free(handoff_id, entry))
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
+        self._free(handoff_id, entry)
+        self._tell(entry.router_id, [event])
 
-    async def _free(self, handoff_id: str, entry: Entry) -> None:
-        """Frees the blocks, or quarantines those that a sender may still write into."""
-        if not self.receiver.writing(handoff_id):
-            self.receiver.forget(handoff_id)
-            await asyncio.wrap_future(self._engine.release(handoff_id))
-            return
-        assert entry.blocks is not None, "nothing is written before blocks are reserved"
-        first = entry.blocks.cached_tokens // self._block_size
-        key = (handoff_id, entry.token)
-        self._quarantined[key] = []
+    def _tell(self, router_id: str, events: list[decode_pb2.SequenceEvent]) -> None:
+        if not self._streams.send(router_id, events):
+            self.cancel_router(router_id)
+
+    def _free(self, handoff_id: str, entry: Entry) -> asyncio.Task[None]:
+        """Frees the blocks, or quarantines those that a sender may still write into.
+
+        It is under way when this returns, and ends whether or not anybody waits for the task.
+        """
+        quarantine_from = None
+        if self.receiver.writing(handoff_id):
+            assert entry.blocks is not None, "nothing is written before blocks are reserved"
+            quarantine_from = entry.blocks.cached_tokens // self._block_size
+            self._quarantined[handoff_id, entry.token] = []
         self.receiver.forget(handoff_id)
-        blocks = await asyncio.wrap_future(self._engine.release(handoff_id, first))
+        released = self._engine.release(handoff_id, quarantine_from)
+        task = asyncio.create_task(self._book((handoff_id, entry.token), released))
+        self._endings.add(task)
+        task.add_done_callback(self._ending_done)
+        return task
+
+    async def _book(self, key: tuple[str, str], released: Future[list[int]]) -> None:
+        """Remembers which blocks are quarantined until the sender's abort."""
+        blocks = await asyncio.wrap_future(released)
         if key in self._quarantined:
             self._quarantined[key] = blocks
-        else:  # the sender's abort was faster
+        elif blocks:  # the sender's abort was faster
             await asyncio.wrap_future(self._engine.readmit(blocks))
+
+    def _ending_done(self, task: asyncio.Task[None]) -> None:
+        self._endings.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("blocks were not freed: %s", error)
 
     def _forget(self, handoff_id: str) -> Entry | None:
         entry = self._entries.pop(handoff_id, None)

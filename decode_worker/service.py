@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from baton import rpc, telemetry
+from baton.errors import Unavailable
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.worker.node import Node
 from decode_worker.events import EventStreams
@@ -32,8 +32,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         spans = DecodeSpans(self._node.telemetry.tracer, parent)
         try:
             return await self._reservations.reserve(request, self._node.record.incarnation, spans)
-        except Exception as error:
-            spans.end(str(error))
+        except BaseException as error:  # also a caller that hung up
+            spans.end(str(error) or type(error).__name__)
             raise
 
     @rpc.unary
@@ -41,8 +41,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.CancelRequest, context: Any
     ) -> decode_pb2.CancelResponse:
         """Ends sequences."""
-        for handoff_id in request.handoff_ids:
-            await self._reservations.cancel(handoff_id)
+        await self._reservations.cancel(*request.handoff_ids)
         return decode_pb2.CancelResponse()
 
     @rpc.streaming
@@ -51,12 +50,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncGenerator[decode_pb2.StreamEventsResponse, None]:
         """A router's events, until it hangs up."""
         router_id = request.router_id
-        self._streams.register(router_id)
-        await context.send_initial_metadata(())
+        # The router gave up what it waited for on an earlier stream when that one broke.
+        self._reservations.cancel_router(router_id)
+        messages = self._streams.register(router_id)
         try:
-            async with contextlib.aclosing(self._streams.listen(router_id)) as messages:
-                async for message in messages:
-                    yield message
+            await context.send_initial_metadata(())
+            while (message := await messages.get()) is not None:
+                yield message
+            raise Unavailable("the event stream was closed by the decode worker")
         finally:
-            if router_id not in self._streams:  # and not if a newer stream took over
+            if self._streams.leave(router_id, messages):
                 self._reservations.cancel_router(router_id)

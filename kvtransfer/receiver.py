@@ -78,6 +78,8 @@ class HandoffReceiver:
         endpoint, peer = await self._listen(request.incarnation, transport)
         self._drop(request.incarnation)
         self._peers[request.incarnation] = peer
+        if same_host and request.pid:
+            self._watch(request.incarnation, request.pid)
         peer.accepted.add_done_callback(lambda done: self._accepted(peer, done))
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 

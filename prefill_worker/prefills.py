@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
@@ -20,15 +21,17 @@ from baton.config import host_id, split_address
 from baton.engine.build import Loaded
 from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
-from baton.errors import DeadlineExceeded, InternalError, Unavailable
+from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
+from baton.worker.messages import FINISH_REASONS, Limits, logprobs_proto, sequence_of
 from baton.worker.node import Node
 from kvtransfer import negotiation
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.sender import Handoff, HandoffSender, TransferStats
 from prefill_worker.service import PrefillServicer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Prefills:
         self.transports = tuple(transport.kind for transport in usable)
         self._node = node
         self._block_size = loaded.layout.block_size
+        self._limits = Limits.of(loaded)
         self._links = LinkPool(pool, usable, loaded.descriptor, config.incarnation, host_id())
         self._sender = HandoffSender(
             self._links, node.telemetry.tracer, step_timeout_s=config.transfer_timeout_s
@@ -94,20 +98,29 @@ class Prefills:
         """Gives up what still runs, so that routers place it elsewhere."""
         for prompt in self._prompts.values():
             prompt.steps.put_nowait(None)
-        await self.idle()
+        try:
+            async with asyncio.timeout(self._node.config.transfer_timeout_s):
+                await self.idle()
+        except TimeoutError:
+            log.warning("%d prompts did not end; their calls are cut", len(self._prompts))
         await self._links.close()
 
     async def run(
         self, request: prefill_pb2.PrefillRequest, trace: Context
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """The prompt's messages: started, first token, committed. Closing it stops the work."""
+        """The prompt's messages: started, first token, committed. Closing it stops the work.
+
+        Raises InvalidRequest, Unavailable, Overloaded, DeadlineExceeded, and what handoffs raise.
+        """
         self._node.refuse_if_draining()
         spec = request.sequence
+        sequence = sequence_of(spec, self._limits, park_after=1)
+        self._check(sequence, request.target.cached_tokens)
         attributes = {"baton.prompt_tokens": len(spec.token_ids)}
         with telemetry.span(self._node.telemetry.tracer, "prefill", trace, attributes) as span:
             prompt = Prompt(
-                sequence=sequence_of(spec, park_after=1),
-                num_tokens=len(spec.token_ids),
+                sequence=sequence,
+                num_tokens=sequence.num_tokens,
                 trace=telemetry.context_of(span),
                 sent=request.target.cached_tokens,
             )
@@ -118,6 +131,16 @@ class Prefills:
                             yield response
                 except TimeoutError:
                     raise DeadlineExceeded("the deadline passed during prefill") from None
+
+    def _check(self, sequence: Sequence, cached_tokens: int) -> None:
+        if sequence.seq_id in self._prompts:
+            raise InvalidRequest(f"handoff {sequence.seq_id} runs here", "sequence.handoff_id")
+        if cached_tokens % self._block_size or cached_tokens >= sequence.num_tokens:
+            raise InvalidRequest(
+                f"{cached_tokens} of {sequence.num_tokens} tokens cannot be cached in whole blocks "
+                f"of {self._block_size} with one left to compute",
+                "target.cached_tokens",
+            )
 
     async def _run(
         self, prompt: Prompt, request: prefill_pb2.PrefillRequest
@@ -171,8 +194,10 @@ class Prefills:
             end -= end % size
         if end <= prompt.sent:
             return
-        # Block ids of a prompt do not change between admission and release, so reading is safe.
+        # Block ids of a prompt do not change between admission and its end, so reading is safe.
         blocks = prompt.sequence.block_ids[prompt.sent // size : -(-end // size)]
+        if not blocks:  # it has ended by itself; the step that tells how is already queued
+            return
         handoff.send(prompt.sent, Slots(tuple(blocks), end - prompt.sent))
         prompt.sent = end
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
@@ -38,13 +39,18 @@ class Admission:
         timeout_s = self.default_timeout_s if time_left_s is None else time_left_s
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
+        deadline = time.monotonic() + timeout_s
         self.check_model(request.model)
         params = SamplingParams.from_proto(request.sampling)
         if not request.sampling.HasField("seed"):
             params = replace(params, seed=secrets.randbits(64))
         params.validate(self.tokenizer.vocab_size)
-        check_stop_strings(request.stop)
-        prompt = await self.tokenize(request)
+        self._check_stop(request.stop)
+        try:
+            async with asyncio.timeout(timeout_s):
+                prompt = await self.tokenize(request)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed during tokenizing") from None
         self._check_prompt(prompt, max_context)
         return Ask(
             request_id=request_id,
@@ -53,7 +59,7 @@ class Admission:
             stop=tuple(request.stop),
             include_stop=request.include_stop,
             cache_salt=request.cache_salt,
-            deadline=time.monotonic() + timeout_s,
+            deadline=deadline,
         )
 
     def check_model(self, model: str) -> None:
@@ -78,11 +84,16 @@ class Admission:
             return await asyncio.to_thread(self.tokenizer.encode, request.text)
         return self.tokenizer.encode(request.text)
 
+    def _check_stop(self, stop: Sequence[str]) -> None:
+        check_stop_strings(stop)
+        if stop and self.tokenizer.pieces is None:
+            raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
+
     def _check_prompt(self, prompt: list[int], max_context: int) -> None:
-        limit = min(n for n in (self.tokenizer.max_context, max_context) if n)
+        limit = min((n for n in (self.tokenizer.max_context, max_context) if n), default=0)
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
-        if len(prompt) >= limit:
+        if limit and len(prompt) >= limit:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens and the context holds {limit}, "
                 "of which one must be left for output",

@@ -10,6 +10,8 @@ from baton.errors import BatonError, InternalError
 from baton.v1 import common_pb2, prefill_pb2
 from router.member import Event
 
+_COMMIT_ACK_S = 1.0
+
 
 @dataclass(frozen=True)
 class Output:
@@ -25,8 +27,10 @@ class Attempt:
 
     def __init__(self, handoff_id: str) -> None:
         self.handoff_id = handoff_id
-        self.suspect = ""  # the worker to blame if the attempt fails now
+        # Workers to blame if the attempt fails now; none stands for the decode worker.
+        self.suspects: set[str] = set()
         self.finished_on_decode = False
+        self._handed_over = False  # decode has all it needs, or needs nothing
         self._queue: asyncio.Queue[Output | BatonError] = asyncio.Queue()
         self._early: list[Event] | None = []  # decode may be heard before prefill's first token
         self._prefill: asyncio.Task[None] | None = None
@@ -39,13 +43,20 @@ class Attempt:
     def on_prefill(self, message: prefill_pb2.PrefillResponse) -> None:
         """Takes in what the prefill worker says."""
         if message.HasField("committed"):
-            self.suspect = ""
+            self._handed_over = self._early is None
+            self.suspects.clear()
         if not message.HasField("first_token"):
             return
         first = message.first_token
+        self._handed_over |= bool(first.finish_reason)
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
         self._queue.put_nowait(Output([first.token_id], logprobs, first.finish_reason))
         self.first_token_seen()
+
+    def on_prefill_lost(self, event: Event) -> None:
+        """Takes in that the prefill worker has left."""
+        if isinstance(event, BatonError):
+            self._prefill_failed(event)
 
     def first_token_seen(self) -> None:
         """From now on decode's events come in order by themselves."""
@@ -56,13 +67,15 @@ class Attempt:
     def on_decode(self, event: Event) -> None:
         """Takes in what the decode worker says."""
         if isinstance(event, BatonError):
-            self.suspect = ""
+            self.suspects.clear()
             self._queue.put_nowait(event)
-        elif self._early is not None and not event.abort_reason:
-            self._early.append(event)
         elif event.abort_reason:
             self._queue.put_nowait(InternalError(event.abort_reason))
+        elif self._early is not None:
+            self._early.append(event)
         else:
+            self._handed_over = True
+            self.suspects.clear()
             self.finished_on_decode = bool(event.finish_reason)
             output = Output(list(event.token_ids), list(event.logprobs), event.finish_reason)
             self._queue.put_nowait(output)
@@ -79,13 +92,27 @@ class Attempt:
 
     async def close(self) -> None:
         """Ends the prefill call, which frees the prompt's blocks there."""
-        if self._prefill is not None:
+        if self._prefill is None:
+            return
+        try:
+            if self.finished_on_decode:  # so Commit was verified: its figures are on their way
+                await asyncio.wait([self._prefill], timeout=_COMMIT_ACK_S)
+        finally:
             self._prefill.cancel()
             await asyncio.gather(self._prefill, return_exceptions=True)
 
     def _prefill_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or (error := task.exception()) is None:
+        if task.cancelled():  # by `close`
             return
-        if not isinstance(error, BatonError):
+        error = task.exception()
+        if error is None and not self._handed_over:
+            error = InternalError("the prefill call ended before the handoff was done")
+        elif error is not None and not isinstance(error, BatonError):
             error = InternalError(f"{type(error).__name__}: {error}")
-        self._queue.put_nowait(error)
+        if error is not None:
+            self._prefill_failed(error)
+
+    def _prefill_failed(self, error: BatonError) -> None:
+        """Fails the attempt, unless the prefill worker is no longer needed."""
+        if not self._handed_over:
+            self._queue.put_nowait(error)

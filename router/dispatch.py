@@ -19,14 +19,18 @@ from dataclasses import dataclass
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Tracer
 
-from baton import rpc, telemetry
+from baton import telemetry
 from baton.errors import (
     BatonError,
+    Cancelled,
+    DeadlineExceeded,
     InternalError,
+    KvMismatch,
     Overloaded,
     RetryableError,
     Stale,
     TransferFailed,
+    Unavailable,
 )
 from baton.v1 import decode_pb2, prefill_pb2
 from router import placement
@@ -41,7 +45,8 @@ log = logging.getLogger(__name__)
 RESERVE_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.02, 1.0)
-_PLACE_ELSEWHERE = (RetryableError, TransferFailed, Stale, InternalError)
+# What a worker says of itself or of its peer, never of the request.
+_PLACE_ELSEWHERE = (RetryableError, TransferFailed, Stale, Cancelled, KvMismatch, InternalError)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Dispatch:
         self._settings = settings
         self._tracer = tracer
         self._cancels: set[asyncio.Task[None]] = set()
+        self._line = asyncio.Lock()  # held by the first of those who wait for room
         self.queued = 0
 
     async def run(self, story: Story, parent: Context) -> AsyncGenerator[Output, None]:
@@ -73,8 +79,8 @@ class Dispatch:
                         story.deliver(output.token_ids)
                         yield output
                 return
-            except _PLACE_ELSEWHERE as error:
-                if story.attempts >= self._settings.max_attempts:
+            except BatonError as error:
+                if story.attempts >= self._settings.max_attempts or not _retryable(error, story):
                     raise
                 log.warning("request %s: attempt %d failed, placing it elsewhere: %s",
                             story.ask.request_id, story.attempts, error)  # fmt: skip
@@ -82,7 +88,8 @@ class Dispatch:
 
     async def close(self) -> None:
         """Waits for the cancellations that are still under way."""
-        await asyncio.gather(*self._cancels, return_exceptions=True)
+        while self._cancels:
+            await asyncio.gather(*self._cancels, return_exceptions=True)
 
     async def _attempt(self, story: Story, parent: Context) -> AsyncGenerator[Output, None]:
         handoff_id = f"{story.ask.request_id}-{story.attempts}"
@@ -98,47 +105,51 @@ class Dispatch:
                     story.cached_tokens = _first(story.cached_tokens, reserved.cached_tokens)
                 else:
                     attempt.follow(self._prefill(story, pair, reserved, attempt, trace))
-                async for output in attempt.outputs():
-                    yield output
+                async with contextlib.aclosing(attempt.outputs()) as outputs:
+                    async for output in outputs:
+                        yield output
             except BatonError:
-                story.failed_workers.add(attempt.suspect or pair.decode.incarnation)
+                story.failed_workers |= attempt.suspects or {pair.decode.incarnation}
                 raise
             finally:
                 decode.unsubscribe(handoff_id)
-                await attempt.close()
-                if not attempt.finished_on_decode:
-                    self._cancel(decode, handoff_id)
+                try:
+                    await attempt.close()
+                finally:
+                    if not attempt.finished_on_decode:
+                        self._cancel(decode, handoff_id)
 
     async def _reserve(
         self, story: Story, attempt: Attempt, trace: Context
     ) -> tuple[Pair, decode_pb2.ReserveResponse]:
-        """Blocks on the best decode worker; waits for room as long as the deadline allows."""
-        full: set[str] = set()
+        """Blocks on the best decode worker; waits for room as long as the deadline allows.
+
+        Those who wait stand in line: if all of them asked at each news, they would drown workers.
+        """
         self.queued += 1
         try:
             with telemetry.span(self._tracer, "router.place", trace):
-                while True:
-                    news = asyncio.ensure_future(self._fleet.changed())
-                    try:
-                        return await self._place_once(story, attempt, full, trace)
-                    except Overloaded:
-                        await news
-                        full.clear()
-                    finally:
-                        news.cancel()
+                if not self._line.locked():
+                    with contextlib.suppress(Overloaded):
+                        return await self._place_once(story, attempt, trace)
+                async with self._line:
+                    while True:
+                        news = self._fleet.news
+                        with contextlib.suppress(Overloaded):
+                            return await self._place_once(story, attempt, trace)
+                        await news.wait()
         finally:
             self.queued -= 1
 
     async def _place_once(
-        self, story: Story, attempt: Attempt, full: set[str], trace: Context
+        self, story: Story, attempt: Attempt, trace: Context
     ) -> tuple[Pair, decode_pb2.ReserveResponse]:
         """One pass over the decode workers that seem to have room; Overloaded when none has."""
         num_tokens = len(story.ask.prompt) + len(story.delivered)
+        full: set[str] = set()
         while True:
-            pair = placement.pick(self._fleet.snapshot(), num_tokens, story.failed_workers | full)
+            pair = placement.pick(self._fleet.snapshot(), num_tokens, story.failed_workers, full)
             decode = self._fleet.member(pair.decode.incarnation)
-            if pair.decode.incarnation in full:
-                raise Overloaded("every decode worker refused", placement.RETRY_AFTER_S)
             decode.subscribe(attempt.handoff_id, attempt.on_decode)
             try:
                 reserved = await self._call_reserve(story, attempt, decode, trace)
@@ -161,11 +172,18 @@ class Dispatch:
             sequence=story.spec(attempt.handoff_id),
             local_prefill_max_tokens=self._settings.local_prefill_max_tokens,
         )
-        timeout = min(RESERVE_TIMEOUT_S, story.ask.time_left_s)
-        with rpc.translated():
-            reserved: decode_pb2.ReserveResponse = await decode.decode.Reserve(
-                request, timeout=timeout, metadata=telemetry.inject(trace)
-            )
+        name, timeout_s = decode.record.incarnation, min(RESERVE_TIMEOUT_S, story.ask.time_left_s)
+        try:
+            with decode.calling():
+                reserved: decode_pb2.ReserveResponse = await decode.decode.Reserve(
+                    request, timeout=timeout_s, metadata=telemetry.inject(trace)
+                )
+        except DeadlineExceeded as error:
+            if timeout_s < RESERVE_TIMEOUT_S:
+                raise  # the caller's own deadline
+            raise Unavailable(f"decode worker {name} did not answer in {timeout_s} s") from error
+        if reserved.incarnation != name:
+            raise Stale(f"another process, {reserved.incarnation}, has taken the place of {name}")
         return reserved
 
     async def _prefill(
@@ -177,8 +195,8 @@ class Dispatch:
         trace: Context,
     ) -> None:
         """Runs the prompt on the prefill worker and feeds what it says into the attempt."""
+        attempt.suspects = {pair.prefill.incarnation}
         member = self._fleet.member(pair.prefill.incarnation)
-        attempt.suspect = pair.prefill.incarnation
         spec = story.spec(attempt.handoff_id)
         request = prefill_pb2.PrefillRequest(
             sequence=spec,
@@ -192,8 +210,9 @@ class Dispatch:
         )
         waiting = len(spec.token_ids)
         member.assigned_tokens += waiting
+        member.subscribe(attempt.handoff_id, attempt.on_prefill_lost)
         try:
-            with rpc.translated():
+            with member.calling():
                 call = member.prefill.Prefill(
                     request, timeout=story.ask.time_left_s, metadata=telemetry.inject(trace)
                 )
@@ -201,9 +220,11 @@ class Dispatch:
                     if message.HasField("first_token"):
                         member.assigned_tokens -= waiting
                         waiting = 0
+                        attempt.suspects.add(pair.decode.incarnation)  # of a failed handoff
                     _note(story, message)
                     attempt.on_prefill(message)
         finally:
+            member.unsubscribe(attempt.handoff_id)
             member.assigned_tokens -= waiting
 
     def _cancel(self, decode: Member, handoff_id: str) -> None:
@@ -216,7 +237,8 @@ class Dispatch:
 def _note(story: Story, message: prefill_pb2.PrefillResponse) -> None:
     """Keeps what the caller will be told at the end."""
     if message.HasField("started"):
-        story.prefill_queue_ms += message.started.queue_ms
+        if story.first_at is None:
+            story.prefill_queue_ms += message.started.queue_ms
         story.cached_tokens = _first(story.cached_tokens, message.started.cached_tokens)
     elif message.HasField("committed"):
         story.transfer_bytes += message.committed.transfer_bytes
@@ -232,6 +254,13 @@ def _describe(span: Span, pair: Pair, reserved: decode_pb2.ReserveResponse, stor
     span.set_attribute("baton.prefill", prefill or "(decode prefills)")
     span.set_attribute("baton.decode", pair.decode.incarnation)
     span.set_attribute("baton.decode_cached_tokens", reserved.cached_tokens)
+
+
+def _retryable(error: BatonError, story: Story) -> bool:
+    """Whether another attempt may succeed. A limit of a call or a worker is not the deadline."""
+    if isinstance(error, DeadlineExceeded):
+        return story.ask.time_left_s > 0
+    return isinstance(error, _PLACE_ELSEWHERE)
 
 
 def _first(known: int | None, value: int) -> int:

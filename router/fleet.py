@@ -62,9 +62,13 @@ class Fleet:
             return member
         raise Unavailable(f"worker {incarnation} has left")
 
-    async def changed(self) -> None:
-        """Returns at the next change of members or of their load."""
-        await self._news.wait()
+    @property
+    def news(self) -> asyncio.Event:
+        """Set at the next change of members or of their load.
+
+        Whoever takes it before a look at the snapshot misses no change that comes after the look.
+        """
+        return self._news
 
     async def _apply(self, records: Mapping[str, common_pb2.WorkerRecord]) -> None:
         gone = self._members.keys() - records.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ from baton.config import RouterConfig, model_path
 from baton.registry import EtcdRegistry
 from baton.server import Health, bind
 from baton.telemetry import Telemetry
-from baton.text import load_tokenizer
+from baton.text import AnyTokenizer, Tokenizer, load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission import Admission
 from router.dispatch import Dispatch, Settings
@@ -30,7 +31,6 @@ _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 
 def run(config: RouterConfig) -> int:
     """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     return uvloop.run(_run(config))
 
 
@@ -38,7 +38,7 @@ async def _run(config: RouterConfig) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    tokenizer = load_tokenizer(model_path(config.model))
+    tokenizer = _tokenizer(config)
     admission = Admission(config.served_name, tokenizer, config.default_timeout_s)
     server, address = bind(config.host, config.port)
     trace = telemetry.setup(
@@ -49,15 +49,23 @@ async def _run(config: RouterConfig) -> int:
         async with registry.watch() as membership:
             fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint)
             following = asyncio.create_task(fleet.follow(), name="fleet")
+            following.add_done_callback(lambda _: stop.set())  # a router is nothing without it
             try:
                 await _serve(config, server, address, admission, fleet, trace, stop)
             finally:
                 following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                with contextlib.suppress(asyncio.CancelledError):
+                    await following
     finally:
         await registry.close()
         await asyncio.to_thread(trace.close)
     return 0
+
+
+def _tokenizer(config: RouterConfig) -> AnyTokenizer:
+    """The model's tokenizer; only a model with made-up weights may have none."""
+    path = model_path(config.model)
+    return load_tokenizer(path) if config.random_weights else Tokenizer.load(path)
 
 
 async def _serve(
@@ -103,11 +111,12 @@ async def _serve(
 async def _follow_readiness(fleet: Fleet, health: Health) -> None:
     """The router is SERVING exactly while a worker of each role is ready."""
     while True:
+        news = fleet.news
         ready = fleet.snapshot().ready
         if ready is not health.serving:
             log.info("readiness: %s", "SERVING" if ready else "NOT_SERVING")
         await health.set(ready)
-        await fleet.changed()
+        await news.wait()
 
 
 async def _drain(drain_s: float, inference: InferenceServicer) -> None:

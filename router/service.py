@@ -216,7 +216,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         snapshot = self._fleet.snapshot()
         router = fleet_pb2.RouterStatus()
         router.CopyFrom(self._router)
-        router.state = "SERVING" if snapshot.ready else "NOT_SERVING"
+        serving = snapshot.ready and not self._inference.draining
+        router.state = "SERVING" if serving else "NOT_SERVING"
         router.queued = self._dispatch.queued
         router.running = self._inference.running
         router.registry_connected = self._fleet.registry_connected

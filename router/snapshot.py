@@ -18,6 +18,7 @@ class WorkerView:
     state: str  # READY, STARTING, DRAINING, UNREACHABLE, MISMATCH
     reason: str = ""  # why it is not READY
     assigned_tokens: int = 0  # tokens this router has sent there and not seen computed
+    assigned_sequences: int = 0  # requests this router runs there; its load tells of them later
 
     @property
     def incarnation(self) -> str:

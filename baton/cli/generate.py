@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
 from baton.cli.services import limit_cpu
+from baton.cli.values import numbers, seconds
 from baton.config import EngineConfig
+from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,10 +41,13 @@ def add_commands(commands: options.Commands) -> None:
     where = parser.add_argument_group("where")
     options.add_target_option(where)
     where.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="for the whole request (default: none)"
+        "--timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="for the whole request (default: none)",
     )
-    where.add_argument(
-        "--model", metavar="NAME", help="model's name; with --local its directory (default: demo)"
+    options.add_model_options(
+        where, None, "NAME", "model's name; with --local its directory (default: demo)"
     )
     where.add_argument("--local", action="store_true", help="run the engine in this process")
     where.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -56,7 +61,7 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT|-", help="text; - reads it from stdin")
     group = parser.add_argument_group("prompt")
     group.add_argument(
-        "--token-ids", type=options.numbers, metavar="1,2,3", help="token ids instead of text"
+        "--token-ids", type=numbers, metavar="1,2,3", help="token ids instead of text"
     )
     group.add_argument(
         "--chat", action="store_true", help="send PROMPT as a user's message to a chat model"
@@ -91,6 +96,9 @@ def _run(args: argparse.Namespace) -> int:
         output.end_line()
     if args.json:
         print(json.dumps(completion.to_dict(), ensure_ascii=False))
+    elif not completion.text:
+        count = len(completion.token_ids)
+        print(f"baton: no text, but {count} tokens: --json shows them", file=sys.stderr)
     return 0 if completion.finish_reason else 1
 
 
@@ -102,10 +110,21 @@ def _prompt(args: argparse.Namespace) -> Any:
         args.usage_error("--chat takes PROMPT, not --token-ids")
     if args.local and args.timeout is not None:
         args.usage_error("--timeout is for a cluster; it does not go with --local")
+    if args.random_weights and not args.local:
+        args.usage_error("--random-weights goes with --local: a cluster has its own model")
     if args.token_ids is not None:
         return args.token_ids
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = _from_stdin() if args.prompt == "-" else args.prompt
     return [{"role": "user", "content": text}] if args.chat else text
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        print("baton: the prompt is read from here; ctrl-D ends it", file=sys.stderr)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"stdin is not text: {error}") from error
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +138,7 @@ def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Compl
 
     asked = {"model": args.model, "stop": args.stop, "timeout": args.timeout, **_sampling(args)}
     with (
-        options.calling(args.target),
+        options.calling(args.target, args.timeout),
         Client(args.target) as client,
         client.stream(prompt, **asked) as stream,
     ):

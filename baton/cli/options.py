@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import re
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from baton.cli.values import numbers, size
 from baton.config import (
     DEVICES,
     DTYPES,
@@ -19,11 +20,11 @@ from baton.config import (
     RouterConfig,
     WorkerConfig,
 )
-from baton.errors import Unavailable
+from baton.errors import DeadlineExceeded, Unavailable
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_TARGET = f"127.0.0.1:{RouterConfig.port}"
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_NOBODY_THERE = ("failed to connect", "errors resolving")
 _ENGINE, _REGISTRY = EngineConfig(), RegistryConfig()
 
 C = TypeVar("C")
@@ -36,11 +37,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
+        self._action_max_length = 18  # argparse forgets that the list of commands is indented
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
         is_told = "default" in text or not action.option_strings
-        silent = action.nargs == 0 or action.default in (None, "", argparse.SUPPRESS)
+        has_default = action.default not in (None, "", argparse.SUPPRESS)
+        silent = action.nargs == 0 or not has_default or action.default is False
         return text if silent or is_told else f"{text} (default: %(default)s)"
 
 
@@ -65,32 +68,46 @@ def filled(cls: type[C], args: argparse.Namespace, **given: Any) -> C:
     return cls(**{**values, **given})
 
 
-def size(text: str) -> int:
-    """Bytes from "512MiB", "2GiB" or "1048576"."""
-    match = re.fullmatch(r"(\d+)\s*(|KiB|MiB|GiB)", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 512MiB, 2GiB or bytes")
-    return int(match[1]) * _UNITS[match[2]]
+class _RandomWeights(argparse.Action):
+    """`--random-weights CONFIG` names the model and says that its weights are made up."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.model = values
+        namespace.random_weights = True
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers from "1,2,3"."""
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = [-1]
-    if min(values) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: write 1,2,3")
-    return values
+def add_model_options(
+    group: Options,
+    model: str | None = _ENGINE.model,
+    metavar: str = "DIR",
+    text: str = "Hugging Face model directory, or 'demo' for the built-in one",
+) -> None:
+    """Which model, real or with made-up weights; the router needs no more of an engine."""
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("--model", default=model, metavar=metavar, help=text)
+    either.add_argument(
+        "--random-weights",
+        action=_RandomWeights,
+        default=False,
+        metavar="CONFIG",
+        help="for benchmarks: make weights up for this config.json or directory; where there is "
+        "no tokenizer beside it, prompts are token ids only",
+    )
 
 
-def add_model_options(group: Options) -> None:
-    """Which model; the router needs no more of the engine's options."""
+def add_model_name_option(group: Options) -> None:
+    """What requests call the model."""
     group.add_argument(
-        "--model",
-        default=_ENGINE.model,
-        metavar="DIR",
-        help="Hugging Face model directory, or 'demo' for the built-in one",
+        "--model-name",
+        default="",
+        metavar="NAME",
+        help="name that requests use (default: the model directory's)",
     )
 
 
@@ -105,17 +122,21 @@ def add_target_option(group: Options) -> None:
 
 
 @contextlib.contextmanager
-def calling(target: str) -> Iterator[None]:
-    """Adds the mend to Unavailable when nothing listens at `target`."""
+def calling(target: str, timeout_s: float | None) -> Iterator[None]:
+    """Says in our words what gRPC says of a router that is not there or takes too long."""
     try:
         yield
     except Unavailable as error:
-        if "failed to connect" not in str(error):
+        if not any(sign in str(error) for sign in _NOBODY_THERE):
             raise
         raise Unavailable(
             f"no router answers at {target}: start one with `baton up`, or name one with --target",
             error.retry_after_s,
         ) from error
+    except DeadlineExceeded as error:
+        if timeout_s is None:
+            raise
+        raise DeadlineExceeded(f"not finished within --timeout {timeout_s:g} s") from error
 
 
 def add_compute_options(group: Options) -> None:
@@ -136,11 +157,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add_model_options(group)
     add_compute_options(group)
-    group.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="make weights up from config.json, for benchmarks",
-    )
     memory = parser.add_argument_group("KV cache and batch")
     _add_memory_options(memory)
 
@@ -205,14 +221,32 @@ def add_registry_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="until a member that went silent counts as gone",
     )
-    group.add_argument("--etcd-user", dest="user", default="", metavar="NAME", help="user of etcd")
-    for option, field, text in (
-        ("--etcd-password-file", "password_file", "file with the user's password"),
-        ("--etcd-ca", "ca_file", "PEM file with the authority that signed etcd's certificate"),
-        ("--etcd-cert", "cert_file", "PEM file with our certificate"),
-        ("--etcd-key", "key_file", "PEM file with our certificate's key"),
+    add_etcd_access_options(group)
+
+
+def add_etcd_access_options(group: Options) -> None:
+    """How etcd knows us and we know it."""
+    group.add_argument("--etcd-user", default="", metavar="NAME", help="user of etcd")
+    for option, text in (
+        ("--etcd-password-file", "file with the user's password"),
+        ("--etcd-ca", "PEM file with the authority that signed etcd's certificate"),
+        ("--etcd-cert", "PEM file with our certificate"),
+        ("--etcd-key", "PEM file with our certificate's key"),
     ):
-        group.add_argument(option, type=Path, dest=field, metavar="FILE", help=text)
+        group.add_argument(option, type=Path, metavar="FILE", help=text)
+
+
+def registry_config(args: argparse.Namespace) -> RegistryConfig:
+    """What `add_registry_options` asked for."""
+    return filled(
+        RegistryConfig,
+        args,
+        user=args.etcd_user,
+        password_file=args.etcd_password_file,
+        ca_file=args.etcd_ca,
+        cert_file=args.etcd_cert,
+        key_file=args.etcd_key,
+    )
 
 
 def add_telemetry_options(parser: argparse.ArgumentParser, log_level: str = "info") -> None:
@@ -223,6 +257,13 @@ def add_telemetry_options(parser: argparse.ArgumentParser, log_level: str = "inf
     )
     group.add_argument(
         "--log-level", choices=LOG_LEVELS, default=log_level, help="of log lines on stderr"
+    )
+
+
+def log_to_stderr(level: str) -> None:
+    """Log lines of this process, in the one form that all of ours have."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
 

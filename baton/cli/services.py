@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from collections.abc import Sequence
 
 from baton.cli import options
-from baton.config import EngineConfig, RegistryConfig, RouterConfig, WorkerConfig
+from baton.config import EngineConfig, RouterConfig, WorkerConfig
 from baton.errors import ConfigError, Unavailable
 
 _ROUTER_TEXT = """\
@@ -48,12 +47,12 @@ def add_commands(commands: options.Commands) -> None:
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """The router's settings."""
-    return options.filled(RouterConfig, args, registry=options.filled(RegistryConfig, args))
+    return options.filled(RouterConfig, args, registry=options.registry_config(args))
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:
     """A worker's settings."""
-    registry = options.filled(RegistryConfig, args)
+    registry = options.registry_config(args)
     engine = options.filled(EngineConfig, args, threads=args.threads or len(args.cpus or ()))
     return options.filled(WorkerConfig, args, engine=engine, registry=registry)
 
@@ -100,9 +99,7 @@ def _prepare(args: argparse.Namespace) -> None:
         die_with_parent()
         if os.getppid() != args.die_with_parent:
             raise Unavailable("the process that started this one has ended")
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    options.log_to_stderr(args.log_level)
 
 
 def _add_router(commands: options.Commands) -> None:
@@ -110,7 +107,7 @@ def _add_router(commands: options.Commands) -> None:
     service = parser.add_argument_group("service")
     _add_service_options(service, RouterConfig.port, RouterConfig.drain_s)
     options.add_model_options(service)
-    _add_model_name(service)
+    options.add_model_name_option(service)
     limits = parser.add_argument_group("limits")
     for option, field, unit, text in (
         ("--max-queue", "max_queue", "REQUESTS", "waiting; one more is refused at once"),
@@ -148,7 +145,7 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="address that others reach it at (default: --host and the port)",
     )
-    _add_model_name(group)
+    options.add_model_name_option(group)
     options.add_transport_option(group)
     for option, field, text in (
         ("--reservation-lease", "lease_s", "that a handoff may take before its blocks are freed"),
@@ -165,15 +162,6 @@ def _add_service_options(group: options.Options, port: int, drain_s: float) -> N
     port_text = "port to listen on" + ("" if port else " (default: a free one)")
     group.add_argument("--port", type=int, default=port, help=port_text)
     options.add_drain_option(group, drain_s)
-
-
-def _add_model_name(group: options.Options) -> None:
-    group.add_argument(
-        "--model-name",
-        default="",
-        metavar="NAME",
-        help="name that requests use (default: the model directory's)",
-    )
 
 
 def _add_die_with_parent(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.cli import options
+from baton.cli.values import seconds
 
 _TEXT = "Shows workers, their states, load and KV blocks, and the links between them."
 _EXAMPLES = """\
@@ -40,7 +41,11 @@ def add_commands(commands: options.Commands) -> None:
     parser = options.add_command(commands, "status", "show the cluster's state", _TEXT, _EXAMPLES)
     options.add_target_option(parser)
     parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="SECONDS", help="for the router's answer"
+        "--timeout",
+        type=seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="for the router's answer",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
@@ -49,7 +54,7 @@ def add_commands(commands: options.Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     from baton import Client
 
-    with options.calling(args.target), Client(args.target) as client:
+    with options.calling(args.target, args.timeout), Client(args.target) as client:
         status = client.status(timeout=args.timeout)
     print(json.dumps(status) if args.json else render(status))
     return 0

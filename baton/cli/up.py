@@ -6,6 +6,7 @@ import argparse
 import asyncio
 
 from baton.cli import options
+from baton.cli.extras import require
 from baton.cli.services import add_local_prefill_option
 from baton.config import ClusterConfig, EngineConfig
 
@@ -49,17 +50,19 @@ def add_commands(commands: options.Commands) -> None:
     group.add_argument(
         "--etcd", metavar="HOST:PORT", help="use this etcd (default: start one for the cluster)"
     )
+    options.add_etcd_access_options(group)
     group.add_argument(
         "--cluster", default=ClusterConfig.cluster, metavar="NAME", help="its name in etcd"
     )
+    options.add_model_name_option(group)
     options.add_engine_options(parser)
     options.add_telemetry_options(parser, ClusterConfig.log_level)
     parser.add_argument("--trace", action="store_true", help="draw the trace of each request here")
-    parser.set_defaults(run=_run_up)
+    parser.set_defaults(run=_run_up, extra="local")
     demo = options.add_command(
         commands, "demo", "show Baton at work, in half a minute", _DEMO_TEXT, "  baton demo"
     )
-    demo.set_defaults(run=_run_demo)
+    demo.set_defaults(run=_run_demo, extra="local")
 
 
 def cluster_config(args: argparse.Namespace) -> ClusterConfig:
@@ -68,13 +71,17 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
 
 
 def _run_up(args: argparse.Namespace) -> int:
+    options.log_to_stderr(args.log_level)
     config = cluster_config(args)
+    require("router", "worker")
     from baton.local import up
 
     return asyncio.run(up.run(config))
 
 
 def _run_demo(args: argparse.Namespace) -> int:
+    options.log_to_stderr(ClusterConfig.log_level)
+    require("router", "worker")
     from baton.local import demo
 
     return asyncio.run(demo.run())

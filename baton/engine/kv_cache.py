@@ -76,7 +76,7 @@ def plan_layout(
     if count < 1:
         raise ConfigError(
             f"one KV block takes {one.num_bytes} bytes and the budget is {budget_bytes}: "
-            "raise --kv-cache-mb or lower --block-size"
+            "raise --kv-cache or lower --block-size"
         )
     return KvLayout(
         count, config.num_layers, config.num_kv_heads, block_size, config.head_size, dtype

@@ -8,7 +8,6 @@ goes out through one callback, called on this thread, which must not block.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -16,12 +15,13 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from baton.engine.blocks import BlockPool
+from baton.engine.inbox import Inbox
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.reports import Load, Progress, Reserved, StepReport
 from baton.engine.runner import Drawn, Runner
 from baton.engine.sampler import SampleRow, finish_reason
 from baton.engine.sequence import Sequence
-from baton.errors import Overloaded, Stale
+from baton.errors import InternalError, Overloaded, Stale
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,19 +45,26 @@ class Engine:
         self._max_context = max_context
         self._publish_report = publish
         self._sequences: dict[str, Sequence] = {}
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._stopping = False
         self._steps = 0
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self.ended: Future[None] = Future()  # fails if the thread does; ask it, do not cancel it
+        self.ended.set_running_or_notify_cancel()
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the thread after its current step; what still runs is dropped."""
-        self._inbox.put(self._mark_stopping)
+        """Ends the thread after its current step; what still runs is dropped.
+
+        From then on every future fails with Unavailable.
+        """
+        self._inbox.submit(self._mark_stopping)
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("the engine's step did not end within %.0f s", timeout_s)
 
     # What others may ask for.
 
@@ -105,21 +112,25 @@ class Engine:
         return self.submit(self._blocks.check)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` on the engine thread between two steps."""
-        future: Future[T] = Future()
+        """Runs `work` on the engine thread between two steps, whether or not anybody waits for it.
 
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._inbox.put(job)
-        return future
+        Fails with Unavailable once the thread has ended.
+        """
+        return self._inbox.submit(work)
 
     # The thread.
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            log.critical("the engine thread failed", exc_info=error)
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+            self._inbox.close(reason)
+            self.ended.set_exception(InternalError(reason))
+        else:
+            self._inbox.close("the engine has stopped")
+            self.ended.set_result(None)
 
     def _run(self) -> None:
         while not self._stopping:
@@ -132,17 +143,13 @@ class Engine:
     def _admit(self) -> None:
         """Does what others asked for; sleeps until somebody asks when there is nothing to run."""
         if not (self._planner.running or self._planner.waiting):
-            self._inbox.get()()
-        while True:
-            try:
-                self._inbox.get_nowait()()
-            except queue.Empty:
-                return
+            self._inbox.wait_and_run()
+        self._inbox.run_all()
 
     def _compute(self, plan: Plan) -> tuple[dict[str, Drawn], str | None]:
         if not plan.work:
             if self._planner.waiting and not self._stopping:
-                self._inbox.get()()  # nobody fits: wait until something is asked or given up
+                self._inbox.wait_and_run()  # nobody fits: wait until something is asked or given up
             return {}, None
         self._steps += 1
         try:

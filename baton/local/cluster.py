@@ -12,13 +12,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from baton.config import ClusterConfig, RegistryConfig, model_path
+from baton.config import ClusterConfig
 from baton.errors import DeadlineExceeded, Unavailable
 from baton.local import commands, cpus, ports
 from baton.local.etcd import EmbeddedEtcd
+from baton.local.model_check import check_model
 from baton.local.process import ChildProcess
 from baton.local.readiness import router_serving, workers_ready
 from baton.registry.etcd import EtcdRegistry
@@ -27,6 +29,7 @@ from baton.v1.common_pb2 import WORKER_STATE_READY
 
 log = logging.getLogger(__name__)
 
+_ERROR = "baton: error: "  # how our commands begin their last line
 _STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
 _FIRST_RESTART_S = 0.5
 _LAST_RESTART_S = 10.0
@@ -51,7 +54,7 @@ class LocalCluster:
         config: ClusterConfig,
         *,
         say: Callable[[str], None] = log.info,
-        on_line: Callable[[str, str], None] = lambda name, line: None,
+        on_line: Callable[[str, str], None] | None = None,
         extra_args: Mapping[str, Sequence[str]] = MappingProxyType({}),
         env: Mapping[str, str] = MappingProxyType({}),
         start_timeout_s: float = 120.0,
@@ -153,7 +156,7 @@ class LocalCluster:
 
     async def _start(self) -> None:
         self._failed_start = asyncio.get_running_loop().create_future()
-        model_path(self.config.engine.model)
+        await asyncio.to_thread(check_model, self.config.engine)
         if self.config.port:
             ports.check_free(self.config.host, self.config.port)
         self._port = self.config.port or ports.free(self.config.host)
@@ -173,10 +176,12 @@ class LocalCluster:
             self.etcd = await self._services.enter_async_context(EmbeddedEtcd())
             self.etcd_address = self.etcd.address
             self._say(f"etcd ready in {time.monotonic() - begin:.1f} s ({self.etcd_address})")
+            if self.config.restart:
+                keeper = self.etcd.keep_running(self._say)
+                self._tasks["etcd"] = asyncio.create_task(keeper, name="keeper of etcd")
         else:
             self.etcd_address = self.config.etcd
-        config = RegistryConfig(etcd=self.etcd_address, cluster=self.config.cluster)
-        registry = EtcdRegistry(config)
+        registry = EtcdRegistry(self.config.registry(self.etcd_address))
         self._services.push_async_callback(registry.close)
         self._membership = await self._services.enter_async_context(registry.watch())
 
@@ -191,7 +196,7 @@ class LocalCluster:
     async def _launch(self, name: str, role: str, argv: Sequence[str]) -> None:
         extra = [*self._extra_args.get(role, ()), *self._extra_args.get(name, ())]
         process = ChildProcess(
-            name, role, [*argv, *extra], self._env, lambda line: self._on_line(name, line)
+            name, role, [*argv, *extra], self._env, partial(self._on_line or _ignore, name)
         )
         self.processes[name] = process
         await process.start()
@@ -210,10 +215,8 @@ class LocalCluster:
             status = await process.wait()
             ending = _ending(process, status)
             if self._failed_start is not None and not self._failed_start.done():
-                tail = process.log_tail() or "(it wrote nothing)"
-                self._failed_start.set_exception(
-                    Unavailable(f"{ending} while the cluster was starting. Its last lines:\n{tail}")
-                )
+                why = f"{ending} while the cluster was starting{self._last_words(process)}"
+                self._failed_start.set_exception(Unavailable(why))
                 return
             if not self.config.restart:
                 self._say(ending)
@@ -223,6 +226,15 @@ class LocalCluster:
             self._say(f"{ending}; starting it again in {restart_delay_s(failures):g} s")
             await asyncio.sleep(restart_delay_s(failures))
             await process.start()
+
+    def _last_words(self, process: ChildProcess) -> str:
+        """Why a process ended: our own error, else its last lines, if nobody has seen them yet."""
+        last = process.log[-1] if process.log else ""
+        if last.startswith(_ERROR):
+            return f": {last.removeprefix(_ERROR)}"
+        if self._on_line is not None:
+            return "; what it wrote is above" if last else " and wrote nothing"
+        return f". Its last lines:\n{process.log_tail() or '(it wrote nothing)'}"
 
     async def _ready_or_failed(self) -> None:
         """Returns when the cluster is ready; raises as soon as one of its processes has ended."""
@@ -279,6 +291,10 @@ class LocalCluster:
         finally:
             self.kill_all()
             await self._services.aclose()
+
+
+def _ignore(name: str, line: str) -> None:
+    """Nobody wants the output."""
 
 
 def _ending(process: ChildProcess, status: int) -> str:

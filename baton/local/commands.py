@@ -14,7 +14,7 @@ def router(config: ClusterConfig, port: int, etcd: str, otlp: str | None) -> lis
     """The router's command line."""
     return [
         *_command("router"),
-        *("--model", config.engine.model),
+        *_model(config.engine),
         *("--host", config.host, "--port", str(port)),
         *("--local-prefill-max", str(config.local_prefill_max_tokens)),
         *_common(config, etcd, otlp),
@@ -39,8 +39,7 @@ def worker(
 def engine(config: EngineConfig) -> list[str]:
     """The engine's options, all but the threads."""
     return [
-        *("--model", config.model),
-        *(("--random-weights",) if config.random_weights else ()),
+        *_model(config),
         *("--dtype", config.dtype),
         *("--device", config.device),
         *("--block-size", str(config.block_size)),
@@ -53,6 +52,10 @@ def engine(config: EngineConfig) -> list[str]:
     ]
 
 
+def _model(config: EngineConfig) -> Sequence[str]:
+    return ("--random-weights" if config.random_weights else "--model", config.model)
+
+
 def _command(name: str) -> Sequence[str]:
     return (sys.executable, "-m", "baton", name)
 
@@ -60,8 +63,21 @@ def _command(name: str) -> Sequence[str]:
 def _common(config: ClusterConfig, etcd: str, otlp: str | None) -> Sequence[str]:
     return (
         *("--etcd", etcd, "--cluster", config.cluster),
+        *_etcd_access(config),
+        *(("--model-name", config.model_name) if config.model_name else ()),
         *("--drain-timeout", str(config.drain_s)),
         *("--log-level", config.log_level),
         *(("--otlp", otlp) if otlp else ()),
         *("--die-with-parent", str(os.getpid())),
     )
+
+
+def _etcd_access(config: ClusterConfig) -> Sequence[str]:
+    options = (
+        ("--etcd-user", config.etcd_user),
+        ("--etcd-password-file", config.etcd_password_file),
+        ("--etcd-ca", config.etcd_ca),
+        ("--etcd-cert", config.etcd_cert),
+        ("--etcd-key", config.etcd_key),
+    )
+    return [part for option, value in options if value for part in (option, str(value))]

@@ -12,13 +12,14 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local.child import tied
+from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
 
 START_S = 20.0
@@ -134,6 +135,24 @@ class EmbeddedEtcd:
         """Throws a stopped etcd's data away."""
         assert self._process is None, "stop etcd before wiping it"
         await asyncio.to_thread(shutil.rmtree, self.home / "data")
+
+    async def keep_running(self, say: Callable[[str], None]) -> None:
+        """Starts etcd again, with its data, whenever it has ended by itself; until cancelled.
+
+        `say` gets a line for each such end. Returns after `stop`, `kill` or `close`.
+        """
+        backoff = Backoff()
+        while (process := self._process) is not None:
+            status = await process.wait()
+            if self._process is not process:
+                return
+            say(f"etcd ended with status {status}; starting it again")
+            await backoff.wait()
+            try:
+                await self._start_once()
+            except Unavailable as error:
+                say(str(error))
+                self._process = process  # it is still the one that ended by itself
 
     async def _start_once(self) -> None:
         with self._log.open("wb") as log:

@@ -49,8 +49,14 @@ def cancel_on_signals() -> None:
     """SIGINT and SIGTERM cancel the current task, so that its `async with` blocks are left."""
     task = asyncio.current_task()
     assert task is not None
+
+    def cancel() -> None:
+        if not task.cancelling():
+            say(("\n" if sys.stdout.isatty() else "") + "stopping…")  # not beside the terminal's ^C
+        task.cancel()
+
     for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(signum, cancel)
 
 
 def say(text: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from baton.engine.build import Loaded
 from baton.engine.sampler import TokenLogprobs
 from baton.engine.sequence import Sequence
+from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
 
@@ -14,13 +18,50 @@ FINISH_REASONS = {
 }
 
 
-def sequence_of(spec: common_pb2.SequenceSpec, park_after: int | None = None) -> Sequence:
-    """The engine's sequence for what a router asks for."""
+@dataclass(frozen=True)
+class Limits:
+    """What a worker's model can take; beyond it a sequence would fail the step of a whole batch."""
+
+    vocab_size: int
+    max_context: int
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Limits:
+        """Those of a loaded model."""
+        return cls(loaded.model_config.vocab_size, loaded.max_context)
+
+    def check_token(self, token_id: int, field: str) -> None:
+        """Raises InvalidRequest when the model knows no such token."""
+        if token_id >= self.vocab_size:
+            raise InvalidRequest(
+                f"token id {token_id} is outside the vocabulary of {self.vocab_size}", field
+            )
+
+
+def sequence_of(
+    spec: common_pb2.SequenceSpec, limits: Limits, park_after: int | None = None
+) -> Sequence:
+    """The engine's sequence for what a router asks for. Raises InvalidRequest."""
+    num_tokens, params = len(spec.token_ids), SamplingParams.from_proto(spec.sampling)
+    if not spec.handoff_id:
+        raise InvalidRequest("a sequence needs an id", "sequence.handoff_id")
+    if not 0 < num_tokens < limits.max_context:
+        raise InvalidRequest(
+            f"{num_tokens} tokens: between 1 and {limits.max_context - 1} fit the context",
+            "sequence.token_ids",
+        )
+    if not 0 < spec.prompt_tokens <= num_tokens:
+        raise InvalidRequest(
+            f"{spec.prompt_tokens} of {num_tokens} tokens cannot be the prompt",
+            "sequence.prompt_tokens",
+        )
+    limits.check_token(max(spec.token_ids), "sequence.token_ids")
+    params.validate(limits.vocab_size)
     return Sequence(
         seq_id=spec.handoff_id,
         tokens=list(spec.token_ids),
         prompt_tokens=spec.prompt_tokens,
-        params=SamplingParams.from_proto(spec.sampling),
+        params=params,
         cache_salt=spec.cache_salt,
         park_after=park_after,
     )

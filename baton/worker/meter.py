@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Iterable
 
+from baton.engine.blocks import CacheChanges
 from baton.engine.reports import Load, StepReport
 from baton.v1 import worker_pb2
 
@@ -17,7 +18,9 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self.load = worker_pb2.Load()
+        self._cached: set[int] = set()  # every prefix hash that can be hit
         self._watchers: set[_Watcher] = set()
+        self._closed = False
 
     def update(self, report: StepReport) -> None:
         """Takes in one step."""
@@ -31,9 +34,11 @@ class LoadMeter:
         elif report.num_tokens:
             load.step_ms = _smooth(load.step_ms, step_s * 1e3)
         self.load = load
+        # Within a step room is made before anything is stored.
+        self._cached.difference_update(report.cache.evicted)
+        self._cached.update(report.cache.stored)
         for watcher in self._watchers:
-            watcher.cache.stored.extend(report.cache.stored)
-            watcher.cache.evicted.extend(report.cache.evicted)
+            watcher.take(report.cache)
         self.wake()
 
     def wake(self) -> None:
@@ -41,26 +46,60 @@ class LoadMeter:
         for watcher in self._watchers:
             watcher.news.set()
 
-    async def watch(self, interval_s: float) -> AsyncIterator[worker_pb2.CacheEvent]:
-        """Cache changes, now and after each change of load, at most once in `interval_s`."""
-        watcher = _Watcher()
-        watcher.news.set()
+    def close(self) -> None:
+        """Ends every watch after its last news."""
+        self._closed = True
+        self.wake()
+
+    async def watch(self, interval_s: float) -> AsyncGenerator[worker_pb2.CacheEvent, None]:
+        """Cache changes, now and after each change of load, at most once in `interval_s`.
+
+        The first event carries all that is cached.
+        """
+        watcher = _Watcher(self._cached)
         self._watchers.add(watcher)
         try:
             while True:
+                last = self._closed
+                yield watcher.event()
+                if last:
+                    return
+                await asyncio.sleep(interval_s)  # bounds the rate; the next wait is for an event
                 await watcher.news.wait()
                 watcher.news.clear()
-                cache, watcher.cache = watcher.cache, worker_pb2.CacheEvent()
-                yield cache
-                await asyncio.sleep(interval_s)  # bounds the rate; the next wait is for an event
         finally:
             self._watchers.discard(watcher)
 
 
 class _Watcher:
-    def __init__(self) -> None:
+    """What one watcher has not been told yet: the net effect, however far it is behind."""
+
+    def __init__(self, cached: Iterable[int]) -> None:
         self.news = asyncio.Event()
-        self.cache = worker_pb2.CacheEvent()
+        self._stored = dict.fromkeys(cached)
+        self._evicted: dict[int, None] = {}
+        self._cleared = True
+
+    def take(self, changes: CacheChanges) -> None:
+        """Adds one step's changes; what came and went unseen is left out."""
+        for key in changes.evicted:
+            if key in self._stored:
+                del self._stored[key]
+            else:
+                self._evicted[key] = None
+        for key in changes.stored:
+            if key in self._evicted:
+                del self._evicted[key]
+            else:
+                self._stored[key] = None
+
+    def event(self) -> worker_pb2.CacheEvent:
+        """All of it, which counts as told from now on."""
+        event = worker_pb2.CacheEvent(
+            stored=self._stored, evicted=self._evicted, cleared=self._cleared
+        )
+        self._stored, self._evicted, self._cleared = {}, {}, False
+        return event
 
 
 def _smooth(mean: float, value: float) -> float:

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -93,7 +93,11 @@ class Node:
         make_role: Callable[[Node, Loaded], Role],
         make_servicer: Callable[[Node], WorkerServiceServicer],
     ) -> None:
-        """Lives the whole life. Raises ConfigError when it cannot begin."""
+        """Lives the whole life.
+
+        Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
+        InternalError when the engine failed.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -101,7 +105,11 @@ class Node:
         self.record.address = self.config.advertise or address
         async with self._registry.register(self.record) as registration:
             loaded = await asyncio.to_thread(load)
+            if self.draining:
+                log.info("told to stop while loading")
+                return
             self.engine = loaded.engine(self._publisher(loop))
+            self.engine.ended.add_done_callback(lambda _: self._tell(loop, self._stop.set))
             self.role = make_role(self, loaded)
             self._describe(loaded)
             self.engine.start()
@@ -121,10 +129,6 @@ class Node:
         if self.draining:
             raise Unavailable(f"worker {self.record.incarnation} is draining")
 
-    async def cached_hashes(self) -> list[int]:
-        """Every prefix hash that can be hit now."""
-        return await asyncio.wrap_future(self.engine.cached_hashes())
-
     def _describe(self, loaded: Loaded) -> None:
         record = self.record
         record.text_fingerprint = text_fingerprint(loaded.path)
@@ -138,10 +142,16 @@ class Node:
         """The engine's callback: hands each report to the event loop."""
 
         def publish(report: StepReport) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._on_step, report)
+            self._tell(loop, self._on_step, report)
 
         return publish
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, news: Callable[..., None], *args: Any) -> None:
+        """Has `news` called on the event loop, by another thread, as long as there is one."""
+        try:
+            loop.call_soon_threadsafe(news, *args)
+        except RuntimeError:
+            log.debug("the event loop is closed: nobody hears of the engine any more")
 
     def _on_step(self, report: StepReport) -> None:
         self.meter.update(report)
@@ -161,10 +171,15 @@ class Node:
         record = self.record
         log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)
         await self._stop.wait()
-        log.info("draining for at most %.0f s", self.config.drain_s)
+        failed = self.engine.ended.done()  # then nothing that runs can finish
+        drain_s = 0.0 if failed else self.config.drain_s
+        log.info("draining for at most %.0f s", drain_s)
         await self._enter(common_pb2.WORKER_STATE_DRAINING, registration)
-        await self._finish_work()
+        await self._finish_work(drain_s)
+        self.meter.close()
         self._drained.set()
+        if failed:
+            self.engine.ended.result()
 
     async def _enter(self, state: common_pb2.WorkerState, registration: Registration) -> None:
         self.record.state = state
@@ -176,10 +191,10 @@ class Node:
         except (TimeoutError, Unavailable):
             log.warning("the registry does not answer; routers learn our state from Watch")
 
-    async def _finish_work(self) -> None:
+    async def _finish_work(self, drain_s: float) -> None:
         try:
-            async with asyncio.timeout(self.config.drain_s):
+            async with asyncio.timeout(drain_s):
                 await self.role.idle()
         except TimeoutError:
-            log.warning("not idle after %.0f s: giving the rest back", self.config.drain_s)
+            log.warning("not idle after %.0f s: giving the rest back", drain_s)
         await self.role.close()

@@ -1,9 +1,8 @@
-"""Runs a worker as a process: logging, event loop, registry, tracing, exit status."""
+"""Runs a worker as a process: event loop, registry, tracing, exit status."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 import torch
@@ -24,7 +23,6 @@ MakeRole = Callable[[Node, build.Loaded, KvPool], Role]
 
 def run(config: WorkerConfig, make_role: MakeRole) -> int:
     """Runs one worker until it has drained; 0. Raises ConfigError when it cannot begin."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     return uvloop.run(_run(config, make_role))
 
 

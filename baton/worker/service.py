@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -30,17 +31,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Load and cache changes."""
         node = self._node
-        cached = await node.cached_hashes()
-        first = worker_pb2.CacheEvent(stored=cached, cleared=True)
-        async for cache in node.meter.watch(WATCH_INTERVAL_S):
-            first.MergeFrom(cache)
-            yield worker_pb2.WatchResponse(
-                load=node.meter.load,
-                state=node.record.state,
-                cache=first,
-                pairs=node.role.pairs(),
-            )
-            first = worker_pb2.CacheEvent()
+        async with contextlib.aclosing(node.meter.watch(WATCH_INTERVAL_S)) as events:
+            async for cache in events:
+                yield worker_pb2.WatchResponse(
+                    load=node.meter.load,
+                    state=node.record.state,
+                    cache=cache,
+                    pairs=node.role.pairs(),
+                )
 
     @rpc.unary
     async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:

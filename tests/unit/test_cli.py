@@ -69,10 +69,11 @@ def test_defaults_are_those_of_the_settings() -> None:
 
 def test_options_reach_the_settings() -> None:
     argv = (
-        "prefill-worker --model M --dtype bfloat16 --device cpu --kv-cache 2GiB --chunk-tokens 99 "
-        "--no-prefix-cache --cpus 4,5,6 --etcd a:1,b:2 --cluster c --lease-ttl 9 --port 7 "
+        "prefill-worker --random-weights M --dtype bfloat16 --device cpu --kv-cache 2GiB "
+        "--chunk-tokens 99 --no-prefix-cache --cpus 4,5,6 --etcd a:1,b:2 --cluster c "
+        "--lease-ttl 9 --port 7 "
         "--advertise h:8 --transport shm --otlp http://x:4317 --drain-timeout 1.5 "
-        "--reservation-lease 2 --transfer-timeout 3 --model-name n --random-weights"
+        "--reservation-lease 2 --transfer-timeout 3 --model-name n"
     )
     config = services.worker_config(parse(*argv.split()))
     assert config == WorkerConfig(
@@ -104,6 +105,44 @@ def test_the_local_cluster_starts_what_it_means() -> None:
     assert (worker.host, worker.port) == ("127.0.0.1", 0)
     router = services.router_config(parse(*commands.router(cluster, 7701, "h:1", None)[3:]))
     assert (router.host, router.port, router.otlp) == ("0.0.0.0", 7701, None)
+
+
+def test_etcd_access_reaches_every_process() -> None:
+    """`baton up` passes on how etcd is to be talked to, and what the model is and is called."""
+    access = (
+        *("--etcd", "https://h:1", "--etcd-user", "me", "--etcd-password-file", "/p"),
+        *("--etcd-ca", "/ca", "--etcd-cert", "/c", "--etcd-key", "/k", "--cluster", "c"),
+    )
+    config = up.cluster_config(
+        parse("up", *access, "--random-weights", "/tiny.json", "--model-name", "tiny")
+    )
+    expected = RegistryConfig(
+        etcd="https://h:1", cluster="c", user="me", password_file=Path("/p"), ca_file=Path("/ca"),
+        cert_file=Path("/c"), key_file=Path("/k"),
+    )  # fmt: skip
+    assert config.registry("https://h:1") == expected
+    argv = commands.worker(config, "prefill", Share((), 1), "https://h:1", None)
+    worker = services.worker_config(parse(*argv[3:]))
+    argv = commands.router(config, 7701, "https://h:1", None)
+    router = services.router_config(parse(*argv[3:]))
+    assert worker.registry == router.registry == expected
+    assert (worker.engine.model, worker.engine.random_weights) == ("/tiny.json", True)
+    assert (router.model, router.random_weights) == ("/tiny.json", True)
+    assert worker.served_name == router.served_name == "tiny"
+
+
+@pytest.mark.parametrize("command", ["up", "router", "decode-worker", "generate"])
+def test_a_model_is_real_or_made_up(command: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(command, "--model", "m", "--random-weights", "c.json")
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "nan", "inf", ""])
+def test_times_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("generate", "x", f"--timeout={text}")
+    assert "write seconds above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "x", "12XiB", "-1", "1.5GiB"])
@@ -158,7 +197,10 @@ def test_bad_settings_and_directories_are_told(capsys: pytest.CaptureFixture[str
     assert cli.main(["up", "--model", "/nowhere"]) == 1
     assert "model '/nowhere' not found" in capsys.readouterr().err
     assert cli.main(["up", "--decode", "0"]) == 1
-    assert capsys.readouterr().err == "baton: error: --decode must be at least 1, not 0\n"
+    assert capsys.readouterr().err == (
+        "baton: error: --decode must be at least 1, not 0: a cluster serves with a worker of each "
+        "role\n"
+    )
     assert cli.main(["up", "--trace", "--otlp", "http://x:1"]) == 1
     assert "choose one" in capsys.readouterr().err
 
@@ -174,6 +216,19 @@ def test_a_missing_package_is_named(
     assert capsys.readouterr().err == (
         f"baton: error: {module} is not installed: pip install 'baton-serving[{extra}]'\n"
     )
+
+
+def test_what_a_whole_cluster_needs_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not first the router's extra, then the worker's, then etcd's."""
+
+    async def run(config: ClusterConfig) -> int:
+        raise ModuleNotFoundError("no", name="grpc_health.v1")
+
+    install(monkeypatch, "baton.local.up", run=run)
+    assert cli.main(["up"]) == 1
+    assert "pip install 'baton-serving[local]'" in capsys.readouterr().err
 
 
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +323,7 @@ def test_generate_reads_stdin_and_makes_chats(
 
 @pytest.mark.parametrize(
     "argv", [["x", "--token-ids", "1"], ["--chat", "--token-ids", "1"], ["--token-ids", "1,b"],
-             ["x", "--local", "--timeout", "1"]],
+             ["x", "--local", "--timeout", "1"], ["x", "--random-weights", "c.json"]],
 )  # fmt: skip
 def test_generate_bad_usage(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -283,6 +338,12 @@ def test_generate_bad_usage(argv: list[str]) -> None:
         (StreamOf([], InternalError("")), 1, "", "baton: error: InternalError\n"),
         (StreamOf(["half"], KeyboardInterrupt()), 130, "half\n", ""),
         (StreamOf(["x"], None, Completion("x", (1,), None)), 1, "x\n", ""),
+        (
+            StreamOf([""], None, Completion("", (1, 2), "length")),
+            0,
+            "",
+            "baton: no text, but 2 tokens: --json shows them\n",
+        ),
     ],
     indirect=["calls"],
 )

@@ -1,0 +1,87 @@
+"""The `baton` command as a user runs it: a process of its own, with what it says and its status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+async def baton(*argv: str, stdin: str = "", timeout_s: float = 60.0) -> Ended:
+    """Runs a command to its end; fails, and kills it, when that takes too long."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton", *argv),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **ONE_THREAD},
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            out, err = await process.communicate(stdin.encode())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    assert process.returncode is not None
+    return Ended(process.returncode, out.decode(), err.decode())
+
+
+@dataclass
+class Running:
+    """A command that goes on; `lines` is what it has said, on stdout and stderr."""
+
+    process: asyncio.subprocess.Process
+    lines: list[str] = field(default_factory=list)
+
+    async def says(self, text: str, timeout_s: float = 60.0) -> str:
+        """The next line with `text` in it; fails when it ends or stays silent."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(timeout_s):
+            while raw := await self.process.stdout.readline():
+                self.lines.append(raw.decode().rstrip("\n"))
+                if text in self.lines[-1]:
+                    return self.lines[-1]
+        raise AssertionError(f"ended without saying {text!r}: {self.lines}")
+
+    async def end(self, signum: int, timeout_s: float = 30.0) -> int:
+        """Sends a signal; the exit status."""
+        self.process.send_signal(signum)
+        assert self.process.stdout is not None
+        async with asyncio.timeout(timeout_s):
+            rest = await self.process.stdout.read()
+            self.lines += rest.decode().splitlines()
+            return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def running(*argv: str, env: Mapping[str, str]) -> AsyncIterator[Running]:
+    """Starts a command and, whatever happens, kills it in the end, and its children with it."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton", *argv),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **ONE_THREAD, **env},
+    )
+    try:
+        yield Running(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)  # its children die with it
+        await process.communicate()

@@ -1,0 +1,321 @@
+"""One prompt's story on the prefill worker, with a real decode worker at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton import rpc
+from baton.engine.planner import Plan
+from baton.engine.runner import Drawn, Runner
+from baton.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
+from baton.registry.memory import MemoryStore
+from baton.v1 import common_pb2, prefill_pb2
+from tests.unit.worker.running import PATIENCE_S, Router, Worker, asked, prompt, spec, target
+
+SALT = "another's"
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker, and a router between them."""
+
+    prefill: Worker
+    decode: Worker
+    router: Router
+
+    async def start(self, wanted: common_pb2.SequenceSpec, **fields: Any) -> Any:
+        """Reserves, and returns the running Prefill call; `fields` change the target."""
+        reserved = await self.router.reserve(wanted)
+        return self.call(wanted, target(self.decode, reserved, **fields))
+
+    def call(self, wanted: common_pb2.SequenceSpec, to: prefill_pb2.HandoffTarget) -> Any:
+        request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
+        return self.prefill.prefill.Prefill(request, timeout=PATIENCE_S)
+
+    async def open_link(self) -> None:
+        """From now on decode hears of an abort however early it comes; before, the router tells."""
+        await messages(await self.start(spec("opens", prompt(1, start=200))))
+        await self.router.tokens("opens")
+
+    async def clean(self) -> bool:
+        return await self.prefill.clean() and await self.decode.clean()
+
+
+class Paced:
+    """Runs one engine step for each `allow.release()`; `begun` is set when one waits."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.allow, self.begun = threading.Semaphore(0), threading.Event()
+        self._runner: Runner = worker.node.engine._runner
+        worker.node.engine._runner = self  # type: ignore[assignment]
+
+    def run(self, plan: Plan) -> dict[str, Drawn]:
+        self.begun.set()
+        assert self.allow.acquire(timeout=PATIENCE_S)
+        return self._runner.run(plan)
+
+
+@pytest.fixture
+async def pair(directory: Path, store: MemoryStore) -> AsyncIterator[Pair]:
+    async with (
+        Worker("decode", directory, store) as decode,
+        Worker("prefill", directory, store) as prefill,
+        Router(decode) as router,
+    ):
+        yield Pair(prefill, decode, router)
+
+
+async def messages(call: Any) -> list[prefill_pb2.PrefillResponse]:
+    with rpc.translated():
+        return [message async for message in call]
+
+
+async def alone(pair: Pair, token_ids: list[int], max_tokens: int) -> list[int]:
+    """What decode makes of a prompt all by itself."""
+    wanted = spec("alone", token_ids, max_tokens, cache_salt=SALT)
+    await pair.router.reserve(wanted, local=512)
+    return await pair.router.tokens("alone")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 33, 100])
+async def test_a_prompt_is_computed_handed_over_and_continued(pair: Pair, num_tokens: int) -> None:
+    told = await messages(await pair.start(spec("a", prompt(num_tokens), 6)))
+    assert [message.WhichOneof("event") for message in told] == [
+        "started", "first_token", "committed",
+    ]  # fmt: skip
+    committed = told[2].committed
+    assert committed.transport == common_pb2.TRANSPORT_SHM
+    assert committed.transfer_bytes == num_tokens * 2 * 2 * 2 * 16 * 4
+    rest = await pair.router.tokens("a")
+    assert [told[1].first_token.token_id, *rest] == await alone(pair, prompt(num_tokens), 6)
+    assert await pair.clean()
+
+
+async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None:
+    gate = threading.Event()
+    call = await pair.start(spec("a", prompt(20)))
+    pair.decode.node.engine.submit(gate.wait)  # Commit needs decode's engine
+    assert (await call.read()).HasField("started")
+    assert (await call.read()).HasField("first_token")
+    gate.set()
+    assert (await call.read()).HasField("committed")
+    assert await call.code() is not None
+    await pair.router.tokens("a")
+    assert await pair.clean()
+
+
+async def test_a_first_token_that_is_the_last_commits_nothing(pair: Pair) -> None:
+    await pair.open_link()
+    told = await messages(await pair.start(spec("a", prompt(40), 1)))
+    assert told[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert len(told) == 2
+    assert await pair.clean()
+
+
+async def test_a_last_token_is_told_though_its_blocks_are_gone_already(pair: Pair) -> None:
+    paced, engine = Paced(pair.prefill), pair.prefill.node.engine
+    call = await pair.start(spec("a", prompt(40), 1))
+    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    paced.allow.release(2)
+    while "a" in engine._sequences:  # the event loop is held: it hears of both chunks at once
+        engine.load().result(PATIENCE_S)
+    told = await messages(call)
+    assert told[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    await pair.router.cancel("a")
+    assert await pair.clean()
+
+
+async def test_cached_prompts_send_what_decode_lacks(pair: Pair) -> None:
+    for name, salt in (("a", ""), ("b", ""), ("c", "")):
+        wanted = spec(name, prompt(70), 3, cache_salt=salt)
+        told = await messages(await pair.start(wanted))
+        await pair.router.tokens(name)
+    assert told[0].started.cached_tokens == 64
+    assert told[2].committed.transfer_bytes == 6 * 2 * 2 * 2 * 16 * 4
+    assert await pair.clean()
+
+
+async def test_prefill_caches_and_decode_does_not(directory: Path, store: MemoryStore) -> None:
+    async with (
+        Worker("decode", directory, store, prefix_cache=False) as decode,
+        Worker("prefill", directory, store) as prefill,
+        Router(decode) as router,
+    ):
+        pair = Pair(prefill, decode, router)
+        made = []
+        for name in ("a", "b"):
+            told = await messages(await pair.start(spec(name, prompt(70), 5)))
+            made.append([told[1].first_token.token_id, *await router.tokens(name)])
+        assert told[0].started.cached_tokens == 64
+        assert told[2].committed.transfer_bytes == 70 * 2 * 2 * 2 * 16 * 4
+        assert made[0] == made[1]
+        assert await pair.clean()
+
+
+async def test_cancel_between_chunks_frees_both_ends(pair: Pair) -> None:
+    await pair.open_link()
+    paced = Paced(pair.prefill)
+    call = await pair.start(spec("a", prompt(100)))
+    paced.allow.release()
+    assert (await call.read()).HasField("started")
+    call.cancel()
+    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    paced.allow.release(4)
+    assert await pair.clean()
+    assert (await pair.prefill.blocks()).steps <= 3  # of five, with the one that opened the link
+
+
+async def test_cancel_in_the_queue_frees_both_ends(pair: Pair) -> None:
+    gate = threading.Event()
+    pair.prefill.node.engine.submit(gate.wait)
+    queued = asked(pair.prefill, "add")
+    call = await pair.start(spec("a", prompt(100)))
+    await asyncio.wait_for(queued.wait(), PATIENCE_S)
+    call.cancel()
+    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    gate.set()
+    await pair.router.cancel("a")
+    assert await pair.clean()
+    assert (await pair.prefill.blocks()).steps == 0
+
+
+async def test_many_cancels_at_once(pair: Pair) -> None:
+    paced = Paced(pair.prefill)
+    calls = [await pair.start(spec(f"s{i}", prompt(16, start=i))) for i in range(6)]
+    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    for call in calls:
+        call.cancel()
+    paced.allow.release(99)
+    await pair.router.cancel(*(f"s{i}" for i in range(6)))
+    assert await pair.clean()
+
+
+async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair: Pair) -> None:
+    paced = Paced(pair.prefill)
+    call = await pair.start(spec("a", prompt(100)))
+    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    await pair.router.cancel("a")
+    paced.allow.release(4)
+    with pytest.raises(Exception, match=r"gone|not reserved"):
+        await messages(call)
+    assert await pair.clean()
+
+
+async def test_decode_gone_is_a_retryable_failure(directory: Path, store: MemoryStore) -> None:
+    async with Worker("prefill", directory, store) as prefill:
+        gone = Worker("decode", directory, store, drain_s=0)
+        async with gone as decode, Router(decode) as router:
+            pair = Pair(prefill, decode, router)
+            wanted = spec("a", prompt(100))
+            to = target(decode, await router.reserve(wanted))
+        with pytest.raises((TransferFailed, Unavailable)):
+            await messages(pair.call(wanted, to))
+        assert await prefill.clean()
+
+
+async def test_another_process_at_decodes_address_is_refused(pair: Pair) -> None:
+    wanted = spec("a", prompt(40))
+    with pytest.raises(Exception, match="is gone"):
+        await messages(await pair.start(wanted, incarnation="earlier"))
+    await pair.router.cancel("a")
+    assert await pair.clean()
+
+
+async def test_a_deadline_stops_the_chunks(pair: Pair) -> None:
+    paced = Paced(pair.prefill)
+    wanted = spec("a", prompt(100))
+    to = target(pair.decode, await pair.router.reserve(wanted))
+    wanted.time_left_ms = 100
+    call = pair.call(wanted, to)
+    with pytest.raises(DeadlineExceeded):
+        await messages(call)
+    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    paced.allow.release(4)
+    assert await pair.clean()
+
+
+@pytest.mark.parametrize("cached_tokens", [5, 48, 64, 2**32 - 16])
+async def test_impossible_cached_tokens_are_refused(pair: Pair, cached_tokens: int) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await messages(await pair.start(spec("a", prompt(48)), cached_tokens=cached_tokens))
+    assert refused.value.field == "target.cached_tokens"
+    await pair.router.cancel("a")
+    assert await pair.clean()
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (spec("x", []), "sequence.token_ids"),
+        (spec("x", [3, 320]), "sequence.token_ids"),
+        (spec("x", prompt(300)), "sequence.token_ids"),
+        (spec("x", prompt(4), prompt_tokens=5), "sequence.prompt_tokens"),
+    ],
+)
+async def test_a_malformed_sequence_hurts_nobody(
+    pair: Pair, bad: common_pb2.SequenceSpec, field: str
+) -> None:
+    paced = Paced(pair.prefill)
+    good = await pair.start(spec("a", prompt(40)))
+    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    with pytest.raises(InvalidRequest) as refused:
+        await messages(pair.call(bad, prefill_pb2.HandoffTarget()))
+    assert refused.value.field == field
+    paced.allow.release(9)
+    assert len(await messages(good)) == 3
+    await pair.router.tokens("a")
+    assert await pair.clean()
+
+
+async def test_an_id_that_runs_is_refused_and_its_owner_goes_on(pair: Pair) -> None:
+    paced = Paced(pair.prefill)
+    wanted = spec("a", prompt(40))
+    call = await pair.start(wanted)
+    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    with pytest.raises(InvalidRequest) as refused:
+        await messages(pair.call(wanted, prefill_pb2.HandoffTarget()))
+    assert refused.value.field == "sequence.handoff_id"
+    paced.allow.release(9)
+    assert len(await messages(call)) == 3
+    await pair.router.tokens("a")
+    assert await pair.clean()
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new(pair: Pair) -> None:
+    paced = Paced(pair.prefill)
+    call = await pair.start(spec("a", prompt(40)))
+    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    pair.prefill.node._stop.set()
+    with pytest.raises(Unavailable, match="draining"):
+        await messages(pair.call(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))
+    paced.allow.release(9)
+    assert len(await messages(call)) == 3
+    await asyncio.wait_for(pair.prefill.life, PATIENCE_S)
+    await pair.router.tokens("a")
+    assert await pair.decode.clean()
+
+
+async def test_what_does_not_finish_in_time_is_given_back(
+    directory: Path, store: MemoryStore
+) -> None:
+    async with (
+        Worker("decode", directory, store) as decode,
+        Worker("prefill", directory, store, drain_s=0.05) as prefill,
+        Router(decode) as router,
+    ):
+        paced = Paced(prefill)
+        call = await Pair(prefill, decode, router).start(spec("a", prompt(100)))
+        await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+        prefill.node._stop.set()
+        with pytest.raises(Unavailable, match="going away"):
+            await messages(call)
+        paced.allow.release(9)
+        await asyncio.wait_for(prefill.life, PATIENCE_S)
+        assert await decode.clean()

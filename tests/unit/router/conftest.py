@@ -1,0 +1,18 @@
+"""What several test modules of the router need."""
+
+import contextlib
+
+import pytest
+
+from .scripted_workers import Cluster
+
+
+@pytest.fixture
+async def cluster_of():
+    """Starts clusters of scripted workers; at the end nothing of them may be left."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(prefill=1, decode=1, **settings):
+            return await stack.enter_async_context(Cluster(prefill, decode, **settings))
+
+        yield start

@@ -1,0 +1,384 @@
+"""Workers whose answers a test writes, on real gRPC servers at free ports, and a fleet over them.
+
+Their model is plain: output token i of every request is 100 + i, up to max_tokens. So a stream is
+right exactly when it counts up from 100 without a gap, whoever computed which part of it.
+"""
+
+import asyncio
+import contextlib
+import time
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from baton import rpc
+from baton.errors import Unavailable
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.sampling import SamplingParams
+from baton.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from router.dispatch import Dispatch, Settings
+from router.fleet import Fleet
+from router.story import Ask, Story
+
+PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAINING
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
+FINGERPRINT = "f" * 64
+PATIENCE_S = 5.0
+
+
+def token(sequence, ahead=0):
+    """What the model says `ahead` tokens after a sequence, and whether that is the last."""
+    index = len(sequence.token_ids) - sequence.prompt_tokens + ahead
+    return 100 + index, LENGTH if index + 1 == sequence.sampling.max_tokens else UNFINISHED
+
+
+def started(queue_ms=0.0, cached_tokens=0):
+    message = prefill_pb2.PrefillStarted(queue_ms=queue_ms, cached_tokens=cached_tokens)
+    return prefill_pb2.PrefillResponse(started=message)
+
+
+def first_token(token_id, reason=UNFINISHED):
+    message = prefill_pb2.PrefillFirstToken(token_id=token_id, finish_reason=reason)
+    return prefill_pb2.PrefillResponse(first_token=message)
+
+
+def committed(num_bytes=1000, transfer_ms=2.0, transport=common_pb2.TRANSPORT_SHM):
+    message = prefill_pb2.PrefillCommitted(
+        transfer_bytes=num_bytes, transfer_ms=transfer_ms, transport=transport
+    )
+    return prefill_pb2.PrefillResponse(committed=message)
+
+
+class Worker(worker_pb2_grpc.WorkerServiceServicer):
+    """What prefill and decode workers have in common."""
+
+    role = PREFILL
+
+    def __init__(self, name, **fields):
+        kv = common_pb2.KvDescriptor(block_size=4, dtype=fields.pop("dtype", "float32"))
+        self.record = common_pb2.WorkerRecord(
+            **{
+                "incarnation": name,
+                "role": self.role,
+                "state": READY,
+                "text_fingerprint": FINGERPRINT,
+                "kv": kv,
+                "max_context": 64,
+                "blocks_total": 100,
+                **fields,
+            }
+        )
+        self.load = worker_pb2.Load(blocks_total=100, blocks_free=100)
+        self.state = READY
+        self.watches = set()
+        self.server = None
+
+    async def start(self):
+        """Serves, at the same port as before if there was one."""
+        self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        port = self.server.add_insecure_port(self.record.address or "127.0.0.1:0")
+        self.record.address = f"127.0.0.1:{port}"
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server)
+        self.add_own_service(self.server)
+        await self.server.start()
+
+    async def stop(self):
+        """Breaks every call at once, as a killed process does."""
+        await self.server.stop(None)
+
+    def tell(self, state=READY, pairs=(), **load):
+        """Sends news to everyone who watches."""
+        self.state = state
+        self.load = worker_pb2.Load(**{"blocks_total": 100, "blocks_free": 100, **load})
+        for watch in self.watches:
+            watch.put_nowait(self._news(pairs))
+
+    def break_watches(self):
+        """Ends the watches with an error; those who come back are served."""
+        for watch in self.watches:
+            watch.put_nowait(None)
+
+    @rpc.streaming
+    async def Watch(self, request, context):
+        watch = asyncio.Queue()
+        watch.put_nowait(self._news())
+        self.watches.add(watch)
+        try:
+            while (news := await watch.get()) is not None:
+                yield news
+            raise Unavailable("the watch broke")
+        finally:
+            self.watches.discard(watch)
+
+    def _news(self, pairs=()):
+        return worker_pb2.WatchResponse(load=self.load, state=self.state, pairs=pairs)
+
+
+class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServiceServicer):
+    """Runs the n-th prompt by the n-th script, and the good one when there is none left."""
+
+    def __init__(self, name, decodes=(), **fields):
+        super().__init__(name, **fields)
+        self.decodes = decodes
+        self.scripts = []
+        self.requests = []
+        self.ended = asyncio.Queue()  # handoff ids whose calls have ended, however they did
+
+    def add_own_service(self, server):
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
+
+    @rpc.streaming
+    async def Prefill(self, request, context):
+        self.requests.append(request)
+        script = self.scripts.pop(0) if self.scripts else self.good
+        try:
+            async with contextlib.aclosing(script(request)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self.ended.put_nowait(request.sequence.handoff_id)
+
+    async def good(self, request):
+        """A prompt that goes well."""
+        sequence = request.sequence
+        token_id, reason = token(sequence)
+        yield started(queue_ms=3.0)
+        yield first_token(token_id, reason)
+        if not reason:
+            self.commit(request)
+            yield committed()
+
+    def commit(self, request):
+        """Hands over: the decode worker begins."""
+        target = request.target
+        decode = next(d for d in self.decodes if d.record.incarnation == target.incarnation)
+        assert request.sequence.handoff_id in decode.held
+        decode.begin(request.sequence, 1)
+
+
+class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
+    """Answers the n-th Reserve by the n-th script; decodes the n-th handoff by the n-th run."""
+
+    role = DECODE
+
+    def __init__(self, name, **fields):
+        super().__init__(name, **fields)
+        self.reserves = []
+        self.runs = []
+        self.requests = []
+        self.held = set()  # handoff ids
+        self.streams = {}
+        self.refuses_streams = False
+        self.cancelled = asyncio.Queue()  # handoff ids, as Cancel named them
+        self.freed = asyncio.Event()  # pulsed whenever the last handoff is gone
+        self.stream_opened = asyncio.Event()
+
+    def add_own_service(self, server):
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+
+    @rpc.unary
+    async def Reserve(self, request, context):
+        self.requests.append(request)
+        script = self.reserves.pop(0) if self.reserves else self.accept
+        return await script(request)
+
+    async def accept(self, request, cached_tokens=0):
+        """Room for it."""
+        self.held.add(request.sequence.handoff_id)
+        return decode_pb2.ReserveResponse(
+            reservation_token="secret",
+            cached_tokens=cached_tokens,
+            incarnation=self.record.incarnation,
+        )
+
+    async def accept_and_start(self, request):
+        """The prompt is cached: no prefill worker is needed."""
+        answer = await self.accept(request, cached_tokens=8)
+        answer.started = True
+        self.begin(request.sequence, 0)
+        return answer
+
+    @rpc.unary
+    async def Cancel(self, request, context):
+        for handoff_id in request.handoff_ids:
+            await self.on_cancel(handoff_id)
+            self.release(handoff_id)
+            self.cancelled.put_nowait(handoff_id)
+        return decode_pb2.CancelResponse()
+
+    async def on_cancel(self, handoff_id):
+        """What a test puts in Cancel's way."""
+
+    @rpc.streaming
+    async def StreamEvents(self, request, context):
+        if self.refuses_streams:
+            raise Unavailable("no event streams here")
+        stream = self.streams[request.router_id] = asyncio.Queue()
+        await context.send_initial_metadata(())
+        self.stream_opened.set()
+        while (message := await stream.get()) is not None:
+            yield message
+        raise Unavailable("the event stream broke")
+
+    def break_streams(self):
+        """Ends the event streams; those who come back are served."""
+        self.stream_opened.clear()
+        for stream in self.streams.values():
+            stream.put_nowait(None)
+
+    def send(self, handoff_id, *token_ids, reason=UNFINISHED, abort=""):
+        """One step's news of one sequence."""
+        event = decode_pb2.SequenceEvent(
+            handoff_id=handoff_id, token_ids=token_ids, finish_reason=reason, abort_reason=abort
+        )
+        for stream in self.streams.values():
+            stream.put_nowait(decode_pb2.StreamEventsResponse(events=[event]))
+
+    def begin(self, sequence, ahead):
+        """Decodes from `ahead` tokens after the sequence on."""
+        (self.runs.pop(0) if self.runs else self.run_to_end)(sequence, ahead)
+
+    def run_to_end(self, sequence, ahead, most=10_000):
+        """Sends up to `most` tokens, one a step, the last one with its reason."""
+        for step in range(ahead, ahead + most):
+            token_id, reason = token(sequence, step)
+            self.send(sequence.handoff_id, token_id, reason=reason)
+            if reason:
+                self.release(sequence.handoff_id)
+                return
+
+    def release(self, handoff_id):
+        self.held.discard(handoff_id)
+        if not self.held:
+            self.freed.set()
+            self.freed.clear()
+
+
+class Cluster:
+    """A fleet and a dispatch over scripted workers, all in this process."""
+
+    def __init__(self, prefill=1, decode=1, *, tracer=None, max_attempts=4):
+        self.decodes = [DecodeWorker(f"d{i}") for i in range(decode)]
+        self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
+        self.store = MemoryStore()
+        self.tracer = tracer or trace.NoOpTracer()
+        self.settings = Settings("router", max_attempts, 4)
+        self.registrations = {}
+        self._stays = {}
+        self.problems = []
+        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def workers(self):
+        return [*self.prefills, *self.decodes]
+
+    async def __aenter__(self):
+        asyncio.get_running_loop().set_exception_handler(self._on_problem)
+        self._tasks_before = asyncio.all_tasks()
+        registry = MemoryRegistry(self.store)
+        membership = await self._stack.enter_async_context(registry.watch())
+        self.fleet = Fleet(membership, "router", FINGERPRINT)
+        self.dispatch = Dispatch(self.fleet, self.settings, self.tracer)
+        self._following = asyncio.create_task(self.fleet.follow())
+        for worker in self.workers:
+            await worker.start()
+            await self.join(worker)
+        await self.until(lambda s: all(self._settled(w) for w in (*s.prefill, *s.decode)))
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.dispatch.close()
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        await self._stack.aclose()
+        for worker in self.workers:
+            await worker.stop()
+        left = asyncio.all_tasks() - self._tasks_before - {asyncio.current_task()}
+        if left:  # handlers of a stopped server need another moment
+            _, left = await asyncio.wait(left, timeout=1.0)
+        assert not left, "tasks were left behind"
+        assert not self.problems, f"errors reached nobody: {self.problems}"
+
+    async def join(self, worker):
+        """Registers a worker."""
+        stay = contextlib.AsyncExitStack()
+        registering = MemoryRegistry(self.store).register(worker.record)
+        self.registrations[worker.record.incarnation] = await stay.enter_async_context(registering)
+        self._stays[worker.record.incarnation] = stay
+        self._stack.push_async_callback(stay.aclose)
+
+    async def leave(self, worker):
+        """Takes a worker out of the registry; its server stays."""
+        await self._stays.pop(worker.record.incarnation).aclose()
+
+    async def until(self, good):
+        """Waits for a snapshot of the fleet that is good, and returns it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                news = self.fleet.news
+                if good(snapshot := self.fleet.snapshot()) and len(self._views(snapshot)):
+                    return snapshot
+                await news.wait()
+
+    async def until_state(self, worker, state):
+        """Waits until the fleet sees a worker in a state; its view."""
+        name = worker.record.incarnation
+        snapshot = await self.until(
+            lambda s: any((w.incarnation, w.state) == (name, state) for w in self._views(s))
+        )
+        return next(view for view in self._views(snapshot) if view.incarnation == name)
+
+    async def run(self, story):
+        """The tokens and the reason of a whole request."""
+        outputs = []
+        async with asyncio.timeout(PATIENCE_S):
+            async for output in self.dispatch.run(story, Context()):
+                outputs.append(output)
+        tokens = [token_id for output in outputs for token_id in output.token_ids]
+        return tokens, outputs[-1].finish_reason
+
+    async def all_freed(self):
+        """Waits until no decode worker holds blocks for anybody."""
+        async with asyncio.timeout(PATIENCE_S):
+            for decode in self.decodes:
+                while decode.held:
+                    await decode.freed.wait()
+
+    def _on_problem(self, _, context):
+        # gRPC's poller serves all loops, and may bring an event for that of an earlier test.
+        if "PollerCompletionQueue" not in context["message"]:
+            self.problems.append(context)
+
+    def _settled(self, view):
+        return view.state != "UNREACHABLE" and len(self.fleet._members) == len(self.workers)
+
+    @staticmethod
+    def _views(snapshot):
+        return (*snapshot.prefill, *snapshot.decode)
+
+
+def ask(prompt=(1, 2, 3), timeout_s=10.0, **fields):
+    """A request of three tokens."""
+    params = SamplingParams(max_tokens=fields.pop("max_tokens", 5), seed=7)
+    values = {"request_id": "r", "stop": (), "include_stop": False, "cache_salt": "", **fields}
+    return Ask(prompt=prompt, params=params, deadline=time.monotonic() + timeout_s, **values)
+
+
+def story(**fields):
+    return Story(ask(**fields))
+
+
+def counting(length, first=100):
+    """What the model says, `length` tokens of it."""
+    return list(range(first, first + length))

@@ -1,0 +1,177 @@
+"""The door: every kind of input, every refusal with its field, before any work."""
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+
+from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
+from baton.v1 import common_pb2, inference_pb2
+from router.admission import Admission
+
+from .texts import byte_tokenizer, ids_only_tokenizer
+
+
+@pytest.fixture
+def door(tmp_path):
+    return Admission("tiny", byte_tokenizer(tmp_path), default_timeout_s=60.0)
+
+
+@pytest.fixture
+def ids_door(tmp_path):
+    return Admission("tiny", ids_only_tokenizer(tmp_path), default_timeout_s=60.0)
+
+
+def request(text="Hi", **fields):
+    if {"chat", "token_ids"} & fields.keys():
+        return inference_pb2.GenerateRequest(**fields)
+    return inference_pb2.GenerateRequest(text=text, **fields)
+
+
+def ids(*token_ids):
+    return inference_pb2.TokenIds(ids=token_ids)
+
+
+def chat(*turns):
+    messages = [inference_pb2.ChatMessage(role=role, content=content) for role, content in turns]
+    return inference_pb2.Chat(messages=messages)
+
+
+def sampling(**fields):
+    return common_pb2.SamplingParams(**fields)
+
+
+async def admit(door, asked, time_left_s=None, max_context=0):
+    return await door.admit(asked, time_left_s, max_context, "r1")
+
+
+async def test_text_becomes_tokens(door):
+    asked = await admit(door, request("Hi", stop=["\n"], include_stop=True, cache_salt="salt"))
+    assert asked.prompt == tuple(door.tokenizer.encode("Hi"))
+    assert len(asked.prompt) == 2
+    assert (asked.request_id, asked.stop, asked.include_stop) == ("r1", ("\n",), True)
+    assert asked.cache_salt == "salt"
+
+
+async def test_a_long_text_is_tokenized_off_the_event_loop(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=100_000)
+    door, text = Admission("tiny", tokenizer, 60.0), "a" * 5000
+    assert (await admit(door, request(text))).prompt == tuple(tokenizer.encode(text))
+
+
+async def test_chat_is_rendered_by_the_models_template(door):
+    asked = await admit(door, request(chat=chat(("user", "Hi"))))
+    assert door.tokenizer.decode(asked.prompt) == "user:Hi\nassistant:"
+
+
+async def test_token_ids_are_taken_as_they_are(door):
+    asked = await admit(door, request(token_ids=ids(5, 0, 5)))
+    assert asked.prompt == (5, 0, 5)
+
+
+async def test_the_name_of_the_model_may_be_given_or_left_out(door):
+    assert await admit(door, request(model="tiny"))
+    with pytest.raises(ModelNotFound, match="'other' is not served here; 'tiny' is"):
+        await admit(door, request(model="other"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (inference_pb2.GenerateRequest(), "input"),
+        (request(""), "input"),
+        (request(chat=chat()), "chat"),
+        (request(token_ids=ids()), "input"),
+        (request(token_ids=ids(257)), "token_ids"),
+        (request(token_ids=ids(1 << 31)), "token_ids"),
+        (request("x" * 32), "input"),
+        (request(stop=[""]), "stop"),
+        (request(stop=["x"] * 17), "stop"),
+        (request(stop=["x" * 257]), "stop"),
+        (request(sampling=sampling(temperature=-1)), "sampling.temperature"),
+        (request(sampling=sampling(temperature=math.nan)), "sampling.temperature"),
+        (request(sampling=sampling(top_p=0)), "sampling.top_p"),
+        (request(sampling=sampling(min_p=2)), "sampling.min_p"),
+        (request(sampling=sampling(repetition_penalty=0)), "sampling.repetition_penalty"),
+        (request(sampling=sampling(presence_penalty=3)), "sampling.presence_penalty"),
+        (request(sampling=sampling(frequency_penalty=-3)), "sampling.frequency_penalty"),
+        (request(sampling=sampling(max_tokens=0)), "sampling.max_tokens"),
+        (request(sampling=sampling(min_tokens=65)), "sampling.min_tokens"),
+        (request(sampling=sampling(logprobs=21)), "sampling.logprobs"),
+        (request(sampling=sampling(logit_bias={1: 101})), "sampling.logit_bias"),
+        (request(sampling=sampling(logit_bias={257: 1})), "sampling.logit_bias"),
+        (request(sampling=sampling(stop_token_ids=[257])), "sampling.stop_token_ids"),
+    ],
+)
+async def test_what_can_never_work_is_refused_with_its_field(door, asked, field):
+    with pytest.raises(InvalidRequest) as caught:
+        await admit(door, asked)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("length", "workers", "fits"), [(31, 0, True), (31, 31, False), (30, 31, True), (31, 99, True)]
+)
+async def test_the_smaller_context_counts_and_one_token_is_for_output(door, length, workers, fits):
+    asked = request("x" * length)
+    if fits:
+        assert len((await admit(door, asked, max_context=workers)).prompt) == length
+        return
+    with pytest.raises(InvalidRequest, match=f"{length} tokens and the context holds {workers}"):
+        await admit(door, asked, max_context=workers)
+
+
+async def test_a_context_that_nobody_knows_limits_nothing(ids_door):
+    asked = await admit(ids_door, request(token_ids=ids(*[1] * 1000)))
+    assert len(asked.prompt) == 1000
+    with pytest.raises(InvalidRequest, match="the context holds 10"):
+        await admit(ids_door, request(token_ids=ids(*[1] * 10)), max_context=10)
+
+
+async def test_a_given_seed_is_kept_and_none_is_drawn_anew(door):
+    assert (await admit(door, request(sampling=sampling(seed=0)))).params.seed == 0
+    assert (await admit(door, request(sampling=sampling(seed=9)))).params.seed == 9
+    drawn = {(await admit(door, request())).params.seed for _ in range(8)}
+    assert len(drawn) == 8
+    assert max(drawn) > 1 << 32
+
+
+async def test_the_deadline_is_the_callers_or_the_default(door):
+    now = time.monotonic()
+    assert (await admit(door, request(), 5.0)).deadline == pytest.approx(now + 5.0, abs=2)
+    assert (await admit(door, request())).deadline == pytest.approx(now + 60.0, abs=2)
+
+
+@pytest.mark.parametrize("time_left_s", [0.0, -3.0])
+async def test_a_passed_deadline_is_told_before_anything_else(door, time_left_s):
+    with pytest.raises(DeadlineExceeded):
+        await admit(door, request(model="other"), time_left_s)
+
+
+async def test_tokenizing_counts_against_the_deadline(door, monkeypatch):
+    stuck = threading.Event()
+    monkeypatch.setattr(type(door.tokenizer), "encode_chat", lambda *_: stuck.wait(5) and [1])
+    try:
+        async with asyncio.timeout(2):
+            with pytest.raises(DeadlineExceeded, match="tokenizing"):
+                await admit(door, request(chat=chat(("user", "Hi"))), 0.02)
+    finally:
+        stuck.set()
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (request("Hi"), "text"),
+        (request(chat=chat(("user", "Hi"))), "chat"),
+        (request(token_ids=ids(1), stop=["x"]), "stop"),
+        (request(token_ids=ids(50)), "token_ids"),
+    ],
+)
+async def test_a_model_without_a_tokenizer_takes_token_ids_alone(ids_door, asked, field):
+    assert (await admit(ids_door, request(token_ids=ids(49)))).prompt == (49,)
+    with pytest.raises(InvalidRequest) as caught:
+        await admit(ids_door, asked)
+    assert caught.value.field == field

@@ -1,0 +1,328 @@
+"""Whatever fails under a request, its stream goes on elsewhere, each token once."""
+
+import asyncio
+import time
+
+import pytest
+from opentelemetry.context import Context
+
+import router.dispatch
+from baton.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    KvMismatch,
+    Stale,
+    TransferFailed,
+    Unavailable,
+)
+
+from .scripted_workers import LENGTH, PATIENCE_S, counting, first_token, started, story
+
+
+def failing(error):
+    """A prefill script that starts and fails."""
+
+    async def script(request):
+        yield started(queue_ms=1.0, cached_tokens=0)
+        raise error
+
+    return script
+
+
+async def assert_goes_on(cluster, asked, attempts=2, after=None):
+    """The stream is whole, whatever is done `after` its tokens; nothing of it is left anywhere."""
+    tokens, after = [], dict(after or {})
+    async with asyncio.timeout(PATIENCE_S):
+        async for output in cluster.dispatch.run(asked, Context()):
+            tokens += output.token_ids
+            if action := after.pop(tokens[-1], None):
+                await action()
+    assert tokens == counting(asked.ask.params.max_tokens)
+    assert output.finish_reason == LENGTH
+    assert after == {}
+    assert asked.final_route().attempts == attempts
+    await cluster.dispatch.close()
+    view = cluster.fleet.snapshot()
+    assert all(worker.assigned_tokens == 0 for worker in view.prefill)
+    assert all(worker.assigned_sequences == 0 for worker in (*view.prefill, *view.decode))
+
+
+def pauses(decode, most):
+    """A run of `most` tokens, and no more."""
+    return lambda sequence, ahead: decode.run_to_end(sequence, ahead, most)
+
+
+def gives_up(decode, handoff_id):
+    """The decode worker aborts a sequence."""
+
+    async def action():
+        decode.release(handoff_id)
+        decode.send(handoff_id, abort="preempted for good")
+
+    return action
+
+
+def assert_continued(request, delivered):
+    """A later attempt asked for the same sequence, continued."""
+    sequence = request.sequence
+    assert list(sequence.token_ids) == [1, 2, 3, *counting(delivered)]
+    assert (sequence.prompt_tokens, sequence.sampling.seed) == (3, 7)
+    assert sequence.sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unavailable("u"), InternalError("i"), Stale("s"), KvMismatch("k"), Cancelled("c"),
+     TransferFailed("t"), DeadlineExceeded("of a step"), ValueError("v")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+async def test_a_failed_prefill_runs_on_another_worker(cluster_of, error):
+    cluster = await cluster_of(prefill=2)
+    cluster.prefills[0].scripts = [failing(error)]
+    asked = story()
+    await assert_goes_on(cluster, asked)
+    assert asked.failed_workers == {"p0"}
+    assert asked.final_route().prefill == "p1"
+    assert_continued(cluster.prefills[1].requests[0], 0)
+    assert cluster.prefills[1].requests[0].sequence.handoff_id == "r-2"
+    assert await cluster.decodes[0].cancelled.get() == "r-1"
+
+
+async def test_a_handoff_that_fails_after_the_first_token_blames_both_ends(cluster_of):
+    cluster = await cluster_of(prefill=2, decode=2)
+
+    async def lost(request):
+        yield first_token(100)
+        raise TransferFailed("lost")
+
+    cluster.prefills[0].scripts = [lost]
+    asked = story()
+    await assert_goes_on(cluster, asked)
+    assert asked.failed_workers == {"p0", "d0"}
+    assert (asked.final_route().prefill, asked.final_route().decode) == ("p1", "d1")
+    assert_continued(cluster.prefills[1].requests[0], 1)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_a_prefill_call_that_just_ends_is_a_failure(cluster_of, tokens):
+    cluster = await cluster_of(prefill=2)
+
+    async def ends(request):
+        yield started()
+        if tokens:
+            yield first_token(100)
+
+    cluster.prefills[0].scripts = [ends]
+    asked = story()
+    await assert_goes_on(cluster, asked)
+    assert "p0" in asked.failed_workers
+
+
+async def test_a_sequence_that_decode_gives_up_goes_on_elsewhere(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode = cluster.decodes[0]
+    decode.runs = [pauses(decode, 2)]
+    asked = story()
+    await assert_goes_on(cluster, asked, after={102: gives_up(decode, "r-1")})
+    assert asked.failed_workers == {"d0"}
+    assert asked.final_route().decode == "d1"
+    assert_continued(cluster.decodes[1].requests[0], 3)
+
+
+async def test_a_broken_event_stream_fails_its_sequences_over(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode = cluster.decodes[0]
+    decode.runs = [pauses(decode, 1)]
+
+    async def breaks():
+        decode.break_streams()
+
+    await assert_goes_on(cluster, story(), after={101: breaks})
+    assert_continued(cluster.decodes[1].requests[0], 2)
+    assert await decode.cancelled.get() == "r-1"
+
+
+async def test_a_killed_decode_worker_fails_its_sequences_over(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode = cluster.decodes[0]
+    decode.runs = [pauses(decode, 2)]
+    await assert_goes_on(cluster, story(), after={102: decode.stop})
+    assert_continued(cluster.decodes[1].requests[0], 3)
+
+
+async def test_a_prefill_worker_is_not_missed_once_decode_runs(cluster_of):
+    cluster = await cluster_of()
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+
+    async def never_acknowledges(request):
+        yield first_token(100)
+        prefill.commit(request)
+        await asyncio.Event().wait()
+
+    async def dies_while_decode_goes_on():
+        await prefill.stop()
+        await cluster.until_state(prefill, "UNREACHABLE")
+        decode.run_to_end(decode.requests[0].sequence, 3)
+
+    prefill.scripts = [never_acknowledges]
+    decode.runs = [pauses(decode, 2)]
+    await assert_goes_on(cluster, story(), attempts=1, after={102: dies_while_decode_goes_on})
+
+
+async def test_two_failures_in_a_row_keep_the_stream_whole(cluster_of):
+    cluster = await cluster_of(prefill=2, decode=2)
+    first, second = cluster.decodes
+    first.runs, second.runs = [pauses(first, 1)], [pauses(second, 1)]
+    asked = story()
+    after = {101: gives_up(first, "r-1"), 103: gives_up(second, "r-2")}
+    await assert_goes_on(cluster, asked, attempts=3, after=after)
+    assert asked.failed_workers == {"d0", "d1"}
+    assert asked.usage().prompt_tokens == 3
+    assert asked.usage().completion_tokens == 5
+
+
+async def test_a_worker_that_leaves_the_registry_fails_over_what_it_has(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode, silent = cluster.decodes[0], asyncio.Event()
+    decode.runs = [lambda sequence, ahead: silent.set()]
+    asked = story()
+    running = asyncio.create_task(assert_goes_on(cluster, asked))
+    await silent.wait()
+    decode.held.clear()
+    await cluster.leave(decode)
+    await running
+    assert asked.final_route().decode == "d1"
+
+
+async def test_a_silent_prefill_worker_that_leaves_the_registry_is_not_waited_for(cluster_of):
+    cluster = await cluster_of(prefill=2)
+    began = asyncio.Event()
+
+    async def silent(request):
+        yield started()
+        began.set()
+        await asyncio.Event().wait()
+
+    cluster.prefills[0].scripts = [silent]
+    asked = story()
+    running = asyncio.create_task(assert_goes_on(cluster, asked))
+    await began.wait()
+    await cluster.leave(cluster.prefills[0])
+    await running
+    assert (asked.final_route().prefill, asked.failed_workers) == ("p1", {"p0"})
+
+
+async def test_a_decode_worker_that_leaves_during_reserve_is_an_ordinary_failure(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode, asked_for = cluster.decodes[0], asyncio.Event()
+
+    async def silent(request):
+        asked_for.set()
+        await asyncio.Event().wait()
+
+    decode.reserves = [silent]
+    asked = story()
+    running = asyncio.create_task(assert_goes_on(cluster, asked))
+    await asked_for.wait()
+    await cluster.leave(decode)
+    await running
+    assert asked.failed_workers == {"d0"}
+
+
+async def test_a_silent_reserve_is_cut_short_and_tried_elsewhere(cluster_of, monkeypatch):
+    monkeypatch.setattr(router.dispatch, "RESERVE_TIMEOUT_S", 0.05)
+    cluster = await cluster_of(decode=2)
+
+    async def silent(request):
+        await asyncio.Event().wait()
+
+    cluster.decodes[0].reserves = [silent]
+    asked = story()
+    await assert_goes_on(cluster, asked)
+    assert asked.failed_workers == {"d0"}
+    assert await cluster.decodes[0].cancelled.get() == "r-1"
+
+
+async def test_a_worker_that_never_answers_reserve_is_unavailable_while_time_is_left(
+    cluster_of, monkeypatch
+):
+    monkeypatch.setattr(router.dispatch, "RESERVE_TIMEOUT_S", 0.02)
+    cluster = await cluster_of(max_attempts=1)
+
+    async def silent(request):
+        await asyncio.Event().wait()
+
+    cluster.decodes[0].reserves = [silent]
+    with pytest.raises(Unavailable, match="d0 did not answer"):
+        await cluster.run(story())
+
+
+async def test_a_process_that_took_a_workers_place_is_not_that_worker(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode = cluster.decodes[0]
+
+    async def other(request):
+        answer = await decode.accept(request)
+        answer.incarnation = "d7"
+        return answer
+
+    decode.reserves = [other]
+    asked = story()
+    await assert_goes_on(cluster, asked)
+    assert asked.failed_workers == {"d0"}
+    assert await decode.cancelled.get() == "r-1"
+    assert decode.held == set()
+
+
+async def test_a_decode_worker_that_begins_to_drain_is_left_for_another(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode = cluster.decodes[0]
+
+    async def draining(request):
+        raise Unavailable("worker d0 is draining")
+
+    decode.reserves = [draining]
+    asked = story()
+    await assert_goes_on(cluster, asked)
+    assert asked.final_route().decode == "d1"
+
+
+async def test_attempts_are_bounded_spaced_and_end_with_the_last_error(cluster_of):
+    cluster = await cluster_of(max_attempts=3)
+    errors = [InternalError("first"), Unavailable("second"), Unavailable("third", 2.5)]
+    cluster.prefills[0].scripts = [failing(error) for error in errors]
+    asked, began = story(), time.monotonic()
+    with pytest.raises(Unavailable, match="third") as caught:
+        await cluster.run(asked)
+    assert caught.value.retry_after_s == 2.5
+    assert asked.attempts == len(cluster.prefills[0].requests) == 3
+    assert time.monotonic() - began >= 0.5 * (0.02 + 0.08)
+    await cluster.all_freed()
+
+
+async def test_figures_of_several_attempts_are_told_once(cluster_of):
+    cluster = await cluster_of(decode=2)
+
+    async def cached(request):
+        yield started(queue_ms=3.0, cached_tokens=2)
+        yield first_token(100)
+        await asyncio.Event().wait()
+
+    cluster.prefills[0].scripts = [cached]
+    asked = story()
+    await assert_goes_on(cluster, asked, after={100: gives_up(cluster.decodes[0], "r-1")})
+    assert asked.usage().cached_tokens == 2
+    assert asked.prefill_queue_ms == 3.0  # waiting after the first token is no queueing
+
+
+async def test_events_of_an_abandoned_attempt_reach_nobody(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode = cluster.decodes[0]
+
+    async def speaks_of_it_again():
+        decode.send("r-1", 667)
+
+    decode.runs = [pauses(decode, 1)]
+    after = {101: gives_up(decode, "r-1"), **dict.fromkeys((102, 103), speaks_of_it_again)}
+    await assert_goes_on(cluster, story(), after=after)

@@ -1,0 +1,269 @@
+"""The fleet over an in-memory registry and real servers: who is there, in which state, and why."""
+
+import asyncio
+
+import pytest
+
+from baton.errors import Unavailable
+from baton.v1 import common_pb2, worker_pb2
+
+from .scripted_workers import (
+    DRAINING,
+    PATIENCE_S,
+    READY,
+    DecodeWorker,
+    PrefillWorker,
+)
+
+
+def changed(worker, **fields):
+    record = common_pb2.WorkerRecord()
+    record.CopyFrom(worker.record)
+    record.MergeFrom(common_pb2.WorkerRecord(**fields))
+    return record
+
+
+def member(cluster, worker):
+    return cluster.fleet.member(worker.record.incarnation)
+
+
+async def heard(queue):
+    async with asyncio.timeout(PATIENCE_S):
+        return await queue.get()
+
+
+def listen(cluster, worker, handoff_id="h"):
+    """Events and errors of one sequence, as a queue."""
+    queue = asyncio.Queue()
+    member(cluster, worker).subscribe(handoff_id, queue.put_nowait)
+    return queue
+
+
+@pytest.fixture
+async def cluster(cluster_of):
+    return await cluster_of(prefill=1, decode=1)
+
+
+async def test_workers_are_listed_by_role_and_ready_once_they_answer(cluster_of):
+    cluster = await cluster_of(prefill=2, decode=2)
+    snapshot = cluster.fleet.snapshot()
+    assert [(w.incarnation, w.state) for w in snapshot.prefill] == [
+        ("p0", "READY"),
+        ("p1", "READY"),
+    ]
+    assert [(w.incarnation, w.state) for w in snapshot.decode] == [("d0", "READY"), ("d1", "READY")]
+    assert snapshot.ready
+    assert snapshot.max_context == 64
+    assert cluster.fleet.registry_connected
+
+
+async def test_load_and_pairs_are_followed(cluster):
+    pair = worker_pb2.PairStatus(prefill="p0", decode="d0", state="OPEN")
+    cluster.prefills[0].tell(queue_tokens=123, running=4, pairs=[pair])
+    snapshot = await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 123)
+    assert snapshot.prefill[0].load.running == 4
+    assert cluster.fleet.pairs == [pair]
+
+
+async def test_a_snapshot_does_not_change_with_the_fleet(cluster):
+    before = cluster.fleet.snapshot()
+    cluster.prefills[0].tell(queue_tokens=123)
+    await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 123)
+    assert before.prefill[0].load.queue_tokens == 0
+
+
+async def test_a_worker_joins_and_leaves(cluster):
+    decode = DecodeWorker("d9")
+    await decode.start()
+    await cluster.join(decode)
+    await cluster.until_state(decode, "READY")
+    await cluster.leave(decode)
+    await cluster.until(lambda s: len(s.decode) == 1)
+    with pytest.raises(Unavailable, match="d9 has left"):
+        cluster.fleet.member("d9")
+    await decode.stop()
+
+
+async def test_a_starting_worker_is_no_member_until_it_has_a_server(cluster):
+    worker = PrefillWorker("p9", state=common_pb2.WORKER_STATE_STARTING)
+    await cluster.join(worker)
+    marker = PrefillWorker("p10")
+    await marker.start()
+    await cluster.join(marker)
+    await cluster.until_state(marker, "READY")
+    assert [w.incarnation for w in cluster.fleet.snapshot().prefill] == ["p0", "p10"]
+    await marker.stop()
+
+
+async def test_another_tokenizer_is_a_mismatch_that_names_both(cluster):
+    worker = DecodeWorker("d9", text_fingerprint="e" * 64)
+    await worker.start()
+    await cluster.join(worker)
+    view = await cluster.until_state(worker, "MISMATCH")
+    assert "eeeeeeeeeeee" in view.reason
+    assert "ffffffffffff" in view.reason
+    assert worker.streams == {}  # nobody follows it
+    await worker.stop()
+
+
+async def test_nothing_listens_there(cluster):
+    worker = PrefillWorker("p9", address="127.0.0.1:1")
+    await cluster.join(worker)
+    view = await cluster.until_state(worker, "UNREACHABLE")
+    assert view.reason
+    assert [w.state for w in cluster.fleet.snapshot().prefill] == ["READY", "UNREACHABLE"]
+
+
+async def test_a_worker_that_dies_is_unreachable_and_comes_back_by_itself(cluster):
+    worker = cluster.decodes[0]
+    await worker.stop()
+    view = await cluster.until_state(worker, "UNREACHABLE")
+    assert not cluster.fleet.snapshot().ready
+    assert view.reason
+    worker.streams.clear()
+    await worker.start()
+    await cluster.until_state(worker, "READY")
+    assert cluster.fleet.snapshot().ready
+
+
+async def test_a_broken_watch_alone_makes_a_worker_unreachable_until_it_is_back(cluster):
+    worker = cluster.prefills[0]
+    worker.break_watches()
+    view = await cluster.until_state(worker, "UNREACHABLE")
+    assert view.reason == "the watch broke"
+    await cluster.until_state(worker, "READY")
+
+
+async def test_a_decode_worker_without_an_event_stream_is_never_ready(cluster):
+    worker = DecodeWorker("d9")
+    worker.refuses_streams = True
+    await worker.start()
+    await cluster.join(worker)
+    states = set()
+
+    def seen(snapshot):
+        view = next((w for w in snapshot.decode if w.incarnation == "d9"), None)
+        if view is not None:
+            states.add(view.state)
+        return view is not None and view.reason == "no event streams here"
+
+    await cluster.until(seen)
+    assert states == {"UNREACHABLE"}
+    await worker.stop()
+
+
+async def test_events_reach_their_subscriber_in_order_and_nobody_else(cluster):
+    worker = cluster.decodes[0]
+    mine, other = listen(cluster, worker, "mine"), listen(cluster, worker, "other")
+    worker.send("mine", 1)
+    worker.send("unknown", 9)
+    worker.send("mine", 2)
+    worker.send("other", 3)
+    assert list((await heard(mine)).token_ids) == [1]
+    assert list((await heard(mine)).token_ids) == [2]
+    assert list((await heard(other)).token_ids) == [3]
+    member(cluster, worker).unsubscribe("mine")
+    worker.send("mine", 4)
+    worker.send("other", 5)
+    await heard(other)
+    assert mine.empty()
+
+
+async def test_a_broken_event_stream_is_told_once_to_each_and_opened_again(cluster):
+    worker = cluster.decodes[0]
+    first, second = listen(cluster, worker, "h1"), listen(cluster, worker, "h2")
+    worker.break_streams()
+    for queue in (first, second):
+        error = await heard(queue)
+        assert isinstance(error, Unavailable)
+        assert "event stream of decode worker d0 broke" in str(error)
+    async with asyncio.timeout(PATIENCE_S):
+        await worker.stream_opened.wait()
+    await cluster.until_state(worker, "READY")
+    again = listen(cluster, worker, "h3")
+    worker.send("h1", 1)
+    worker.send("h3", 3)
+    assert list((await heard(again)).token_ids) == [3]
+    assert first.empty()
+
+
+async def test_a_worker_that_leaves_tells_its_subscribers(cluster):
+    worker = cluster.decodes[0]
+    waiting = listen(cluster, worker)
+    await cluster.leave(worker)
+    error = await heard(waiting)
+    assert isinstance(error, Unavailable)
+    assert "left the cluster" in str(error)
+
+
+async def test_a_fleet_that_stops_tells_its_subscribers(cluster):
+    waiting = listen(cluster, cluster.decodes[0])
+    cluster._following.cancel()
+    assert "router is stopping" in str(await heard(waiting))
+
+
+@pytest.mark.parametrize("source", ["watch", "registry"])
+async def test_draining_is_learned_from_either_source_and_stays(cluster, source):
+    worker = cluster.decodes[0]
+    if source == "watch":
+        worker.tell(state=DRAINING)
+    else:
+        await cluster.registrations["d0"].update(changed(worker, state=DRAINING))
+    view = await cluster.until_state(worker, "DRAINING")
+    assert not view.ready
+    # Neither an older record nor news that was on its way brings it back.
+    await cluster.registrations["d0"].update(changed(worker, state=READY, pid=77))
+    worker.tell(state=READY, queue_tokens=5)
+    await cluster.until(lambda s: s.decode[0].record.pid == 77 and s.decode[0].load.queue_tokens)
+    assert cluster.fleet.snapshot().decode[0].state == "DRAINING"
+
+
+async def test_news_from_a_worker_does_not_change_the_registrys_record(cluster):
+    worker = cluster.decodes[0]
+    worker.tell(state=DRAINING)
+    await cluster.until_state(worker, "DRAINING")
+    assert cluster.store.entries["d0"].record.state == READY
+
+
+async def test_a_draining_worker_keeps_its_streams(cluster):
+    worker = cluster.decodes[0]
+    waiting = listen(cluster, worker)
+    worker.tell(state=DRAINING)
+    await cluster.until_state(worker, "DRAINING")
+    worker.send("h", 1)
+    assert list((await heard(waiting)).token_ids) == [1]
+
+
+async def test_a_registry_outage_takes_nobody_away(cluster):
+    cluster.store.stop()
+    cluster.prefills[0].tell(queue_tokens=9)
+    snapshot = await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 9)
+    assert not cluster.fleet.registry_connected
+    assert snapshot.ready
+    cluster.store.start()
+
+
+async def test_a_call_to_a_worker_that_left_is_unavailable(cluster):
+    left = member(cluster, cluster.decodes[0])
+    await cluster.leave(cluster.decodes[0])
+    await cluster.until(lambda s: s.prefill and not s.decode)
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*left._tasks, return_exceptions=True)
+        await left._channel.close()
+    with pytest.raises(Unavailable, match="d0 has left"), left.calling():
+        await left.worker.Describe(worker_pb2.DescribeRequest())
+
+
+async def test_ones_own_cancellation_is_not_taken_for_the_workers(cluster):
+    left = member(cluster, cluster.decodes[0])
+    await cluster.leave(cluster.decodes[0])
+
+    async def call():
+        with left.calling():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

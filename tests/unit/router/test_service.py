@@ -1,0 +1,340 @@
+"""The router's services over scripted workers, called as a client calls them."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from baton import rpc
+from baton.v1 import (
+    common_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
+from router.admission import Admission
+from router.service import FleetServicer, InferenceServicer
+
+from .scripted_workers import PATIENCE_S, Cluster, counting, first_token, started
+from .texts import byte_tokenizer
+
+PROMPT = (1, 2, 3)
+
+
+class Router:
+    """A router's servicers on a real server, and a client's stubs."""
+
+    def __init__(self, cluster, tokenizer, default_timeout_s=10.0, max_queue=8):
+        admission = Admission("tiny", tokenizer, default_timeout_s)
+        self.cluster = cluster
+        self.inference = InferenceServicer(
+            admission, cluster.dispatch, cluster.fleet, cluster.tracer, max_queue
+        )
+        status = fleet_pb2.RouterStatus(incarnation="router", model="tiny")
+        self.fleet = FleetServicer(cluster.fleet, self.inference, cluster.dispatch, status)
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+
+    async def __aenter__(self):
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, self._server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self.fleet, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self._channel = rpc.channel(f"127.0.0.1:{port}")
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self.fleet_stub = fleet_pb2_grpc.FleetServiceStub(self._channel)
+        return self
+
+    async def __aexit__(self, *exc):
+        async with asyncio.timeout(PATIENCE_S):
+            await self.inference.idle()
+        await self._channel.close()
+        await self._server.stop(0)
+
+    def generate(self, timeout=None, max_tokens=5, **fields):
+        """A call under way."""
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=PROMPT),
+            sampling=common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            **fields,
+        )
+        return self.stub.Generate(request, timeout=timeout)
+
+    async def complete(self, **fields):
+        """Started, all deltas, finish."""
+        async with asyncio.timeout(PATIENCE_S):
+            first, *deltas, last = [message async for message in self.generate(**fields)]
+        return first.started, [message.delta for message in deltas], last.finish
+
+
+@pytest.fixture
+def spans():
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    yield provider.get_tracer("test"), exporter
+    provider.shutdown()
+
+
+@pytest.fixture
+async def router_of(tmp_path):
+    """Starts routers over clusters of scripted workers."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(prefill=1, decode=1, *, tracer=None, max_attempts=4, **router):
+            cluster = Cluster(prefill, decode, tracer=tracer, max_attempts=max_attempts)
+            await stack.enter_async_context(cluster)
+            tokenizer = byte_tokenizer(tmp_path)
+            return await stack.enter_async_context(Router(cluster, tokenizer, **router))
+
+        yield start
+
+
+async def failure_of(call):
+    """The status a call ends with, whatever it says before."""
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(grpc.RpcError) as caught:
+            async for _ in call:
+                pass
+    return caught.value
+
+
+async def finish_of(call):
+    """The finish of a call that has been read from before."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (message := await call.read()).HasField("finish"):
+            pass
+    return message.finish
+
+
+def retry_after_s(error):
+    """The advice of a RetryInfo detail."""
+    packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    info = error_details_pb2.RetryInfo()
+    assert status_pb2.Status.FromString(packed).details[0].Unpack(info)
+    return info.retry_delay.ToMilliseconds() / 1000
+
+
+def silent(heard):
+    """A handler that never answers."""
+
+    async def script(request):
+        heard.set()
+        await asyncio.Event().wait()
+
+    return script
+
+
+async def test_a_stream_is_started_deltas_and_a_finish(router_of):
+    router = await router_of()
+    begun, deltas, finish = await router.complete()
+    assert begun.prompt_tokens == 3
+    assert begun.request_id
+    assert [t for delta in deltas for t in delta.token_ids] == counting(5)
+    assert "".join(delta.text for delta in deltas) == "abcde"
+    assert finish.reason == common_pb2.FINISH_REASON_LENGTH
+    assert finish.usage == common_pb2.Usage(prompt_tokens=3, completion_tokens=5)
+    assert (finish.route.prefill, finish.route.decode, finish.route.attempts) == ("p0", "d0", 1)
+    assert 0 < finish.timing.ttft_ms <= finish.timing.e2e_ms
+
+
+async def test_a_stop_string_ends_the_request_and_frees_its_blocks(router_of):
+    router = await router_of()
+    _, deltas, finish = await router.complete(max_tokens=50, stop=["bc"])
+    assert [delta.text for delta in deltas] == ["a", "", ""]
+    assert (finish.reason, finish.stop) == (common_pb2.FINISH_REASON_STOP, "bc")
+    assert finish.usage.completion_tokens == 3
+    assert (await router.cluster.decodes[0].cancelled.get()).endswith("-1")
+    assert router.cluster.decodes[0].held == set()
+
+
+async def test_the_deadline_ends_the_wait_for_room(router_of):
+    router = await router_of()
+    router.cluster.decodes[0].tell(blocks_free=0)
+    await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
+    error = await failure_of(router.generate(timeout=0.1))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    async with asyncio.timeout(PATIENCE_S):
+        await router.inference.idle()
+    assert router.cluster.dispatch.queued == 0
+
+
+@pytest.mark.parametrize("where", ["room", "reserve", "prefill", "decode"])
+async def test_the_routers_own_deadline_ends_every_wait_on_silent_workers(router_of, where):
+    router = await router_of(default_timeout_s=0.15)
+    prefill, decode = router.cluster.prefills[0], router.cluster.decodes[0]
+    heard = asyncio.Event()
+
+    async def silent_prefill(request):
+        yield started()
+        await asyncio.Event().wait()
+
+    if where == "room":
+        decode.tell(blocks_free=0)
+        await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
+    elif where == "reserve":
+        decode.reserves = [silent(heard)]
+    elif where == "prefill":
+        prefill.scripts = [silent_prefill]
+    else:
+        decode.runs = [lambda sequence, ahead: None]
+    error = await failure_of(router.generate())
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert f"after {int(where == 'decode')} tokens" in error.details()
+    assert decode.requests == [] or await decode.cancelled.get() == (
+        decode.requests[0].sequence.handoff_id
+    )
+
+
+async def test_the_deadline_does_not_wait_for_a_stopped_worker_to_hear_of_it(router_of):
+    """A stopped process keeps its sockets open and answers nothing, Cancel neither."""
+    router = await router_of(default_timeout_s=0.15)
+    decode, heard, go_on = router.cluster.decodes[0], asyncio.Event(), asyncio.Event()
+    decode.runs = [lambda sequence, ahead: None]
+
+    async def unheard(handoff_id):
+        heard.set()
+        await go_on.wait()
+
+    decode.on_cancel = unheard
+    error = await failure_of(router.generate())
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    async with asyncio.timeout(PATIENCE_S):
+        await heard.wait()
+        await router.inference.idle()  # though Cancel is still under way
+    go_on.set()
+
+
+async def test_a_caller_that_hangs_up_frees_everything(router_of):
+    router = await router_of()
+    prefill, decode = router.cluster.prefills[0], router.cluster.decodes[0]
+    decode.runs = [lambda sequence, ahead: None]
+    call = router.generate()
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await call.read()).delta.token_ids:
+            pass
+        call.cancel()
+        assert await decode.cancelled.get() == decode.requests[0].sequence.handoff_id
+        await prefill.ended.get()
+        await router.inference.idle()
+    assert router.inference.running == 0
+
+
+async def test_no_worker_is_unavailable_with_retry_info(router_of):
+    router = await router_of(prefill=0, max_attempts=1)
+    error = await failure_of(router.generate())
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no prefill worker" in error.details()
+    assert retry_after_s(error) == 1.0
+
+
+async def test_a_full_queue_refuses_at_once_with_retry_info(router_of):
+    router = await router_of(max_queue=1)
+    decode = router.cluster.decodes[0]
+    decode.tell(blocks_free=0)
+    await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
+    waiting = router.generate()
+    assert (await waiting.read()).HasField("started")
+    error = await failure_of(router.generate())
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert retry_after_s(error) == 1.0
+    decode.tell()
+    assert (await finish_of(waiting)).usage.completion_tokens == 5
+
+
+async def test_a_bad_request_is_refused_with_its_field_before_any_work(router_of):
+    router = await router_of()
+    error = await failure_of(router.generate(stop=[""]))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert rpc.error_of(error).field == "stop"
+    assert router.cluster.decodes[0].requests == []
+    error = await failure_of(router.generate(model="other"))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new(router_of):
+    router = await router_of()
+    decode, paused = router.cluster.decodes[0], []
+    decode.runs = [lambda *run: paused.append(run)]
+    running = router.generate()
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await running.read()).delta.token_ids:
+            pass
+    router.inference.draining = True
+    error = await failure_of(router.generate())
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert retry_after_s(error) > 0
+    status = (await router.fleet_stub.GetStatus(fleet_pb2.GetStatusRequest())).router
+    assert (status.state, status.running) == ("NOT_SERVING", 1)
+    decode.run_to_end(*paused.pop())
+    assert (await finish_of(running)).usage.completion_tokens == 5
+    async with asyncio.timeout(PATIENCE_S):
+        await router.inference.idle()
+
+
+async def test_the_status_shows_workers_with_their_states(router_of):
+    router = await router_of(decode=2)
+    decode = router.cluster.decodes[1]
+    decode.tell(state=common_pb2.WORKER_STATE_DRAINING, running=3)
+    await router.cluster.until_state(decode, "DRAINING")
+    status = await router.fleet_stub.GetStatus(fleet_pb2.GetStatusRequest())
+    assert [(w.record.incarnation, w.state) for w in status.workers] == [
+        ("p0", "READY"), ("d0", "READY"), ("d1", "DRAINING")]  # fmt: skip
+    assert status.workers[2].load.running == 3
+    assert status.router.state == "SERVING"
+    assert status.router.registry_connected
+
+
+async def test_models_and_tokens_are_told(router_of):
+    router = await router_of()
+    (model,) = (await router.stub.ListModels(inference_pb2.ListModelsRequest())).models
+    assert (model.name, model.max_context, model.vocab_size, model.chat) == ("tiny", 32, 257, True)
+    answer = await router.stub.Tokenize(inference_pb2.TokenizeRequest(text="Hi"))
+    assert (len(answer.token_ids), answer.max_context) == (2, 32)
+
+
+async def test_every_span_of_a_failed_over_request_ends_once_under_one_trace(router_of, spans):
+    tracer, exporter = spans
+    router = await router_of(prefill=2, tracer=tracer)
+
+    async def lost(request):
+        yield first_token(100)
+        raise RuntimeError("lost")
+
+    router.cluster.prefills[0].scripts = [lost]
+    begun, _, finish = await router.complete()
+    assert finish.route.attempts == 2
+    await router.inference.idle()
+    ended = exporter.get_finished_spans()
+    assert sorted(span.name for span in ended) == [
+        "router.admit", "router.attempt", "router.attempt", "router.first_token",
+        "router.generate", "router.place", "router.place"]  # fmt: skip
+    assert {f"{span.context.trace_id:032x}" for span in ended} == {begun.trace_id}
+    first, second = sorted(
+        (span for span in ended if span.name == "router.attempt"), key=lambda span: span.start_time
+    )
+    assert (first.attributes["baton.attempt"], second.attributes["baton.attempt"]) == (1, 2)
+    assert first.status.status_code is StatusCode.ERROR
+    assert second.status.status_code is StatusCode.UNSET
+
+
+async def test_spans_of_a_cancelled_request_end_once(router_of, spans):
+    tracer, exporter = spans
+    router = await router_of(tracer=tracer)
+    router.cluster.decodes[0].runs = [lambda sequence, ahead: None]
+    call = router.generate()
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await call.read()).delta.token_ids:
+            pass
+        call.cancel()
+        await router.inference.idle()
+    ended = {span.name: span for span in exporter.get_finished_spans()}
+    assert len(ended) == len(exporter.get_finished_spans())
+    assert ended["router.attempt"].attributes["baton.cancelled"] is True
+    assert ended["router.generate"].attributes["baton.cancelled"] is True

@@ -1,0 +1,35 @@
+"""A model directory whose tokens are bytes, so that a test can write tokens as text."""
+
+import json
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from baton.text import load_tokenizer
+
+EOS = "</s>"
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+
+
+def byte_tokenizer(directory, **config):
+    """Loads it: end-of-sequence is token 0, and bytes follow so that token 100 is an "a"."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    turn = alphabet.index("a") - 99
+    pieces = [EOS, *alphabet[turn:], *alphabet[:turn]]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([EOS])
+    library.save(str(directory / "tokenizer.json"))
+    config = {"vocab_size": len(vocab), "eos_token_id": 0, "max_position_embeddings": 32, **config}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return load_tokenizer(directory)
+
+
+def ids_only_tokenizer(directory, **config):
+    """The stand-in of a model that is a config alone."""
+    path = directory / "model.json"
+    path.write_text(json.dumps({"vocab_size": 50, **config}))
+    return load_tokenizer(path)

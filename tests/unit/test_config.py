@@ -1,0 +1,147 @@
+"""Settings: every wrong value is refused at the start, in words that name the option."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import (
+    DEMO_MODEL,
+    ClusterConfig,
+    EngineConfig,
+    RegistryConfig,
+    RouterConfig,
+    WorkerConfig,
+    default_model_name,
+    host_id,
+    model_path,
+    split_address,
+)
+from baton.errors import ConfigError
+
+NAN = float("nan")
+WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
+    (RegistryConfig, {"etcd": "localhost"}, "--etcd must be HOST:PORT, not 'localhost'"),
+    (RegistryConfig, {"etcd": "a:1,b"}, "--etcd must be HOST:PORT, not 'b'"),
+    (RegistryConfig, {"lease_ttl_s": 0}, "--lease-ttl must be at least 1, not 0"),
+    (RegistryConfig, {"cluster": ""}, "--cluster must be a name without '/'"),
+    (RegistryConfig, {"cluster": "a/b"}, "--cluster must be a name without '/', not 'a/b'"),
+    (RegistryConfig, {"cert_file": Path("c")}, "--etcd-cert and --etcd-key go together"),
+    (RegistryConfig, {"key_file": Path("k")}, "--etcd-cert and --etcd-key go together"),
+    (EngineConfig, {"dtype": "float16"}, "--dtype must be one of auto, float32, bfloat16"),
+    (EngineConfig, {"device": "tpu"}, "--device must be one of auto, cpu, cuda, not 'tpu'"),
+    (EngineConfig, {"block_size": 0}, "--block-size must be at least 1, not 0"),
+    (EngineConfig, {"kv_blocks": -1}, "--kv-blocks must be at least 0, not -1"),
+    (EngineConfig, {"kv_cache_bytes": 0}, "--kv-cache must be at least 1, not 0"),
+    (EngineConfig, {"max_context": -5}, "--max-context must be at least 0, not -5"),
+    (EngineConfig, {"max_context": 1}, "--max-context must be at least 2"),
+    (EngineConfig, {"max_batch": 0}, "--max-batch must be at least 1, not 0"),
+    (EngineConfig, {"chunk_tokens": 0}, "--chunk-tokens must be at least 1, not 0"),
+    (EngineConfig, {"threads": -1}, "--threads must be at least 0, not -1"),
+    (WorkerConfig, {"role": "both"}, "role must be one of prefill, decode, not 'both'"),
+    (WorkerConfig, {"role": "decode", "transport": "rdma"}, "--transport must be one of auto"),
+    (WorkerConfig, {"role": "decode", "port": 65536}, "--port must be between 0 and 65535"),
+    (WorkerConfig, {"role": "decode", "drain_s": -1}, "--drain-timeout must be at least 0"),
+    (WorkerConfig, {"role": "decode", "lease_s": 0}, "--reservation-lease must be at least 0.1"),
+    (WorkerConfig, {"role": "decode", "transfer_timeout_s": 0}, "--transfer-timeout must be at"),
+    (WorkerConfig, {"role": "decode", "advertise": "h"}, "--advertise must be HOST:PORT, not 'h'"),
+    (RouterConfig, {"port": -1}, "--port must be between 0 and 65535, not -1"),
+    (RouterConfig, {"max_queue": 0}, "--max-queue must be at least 1, not 0"),
+    (RouterConfig, {"max_attempts": 0}, "--max-attempts must be at least 1, not 0"),
+    (RouterConfig, {"default_timeout_s": NAN}, "--default-timeout must be at least 0.001, not nan"),
+    (RouterConfig, {"drain_s": NAN}, "--drain-timeout must be at least 0, not nan"),
+    (RouterConfig, {"local_prefill_max_tokens": -1}, "--local-prefill-max must be at least 0"),
+    (ClusterConfig, {"prefill": 0}, "--prefill must be at least 1, not 0: a cluster serves with"),
+    (ClusterConfig, {"decode": 0}, "--decode must be at least 1, not 0: a cluster serves with"),
+    (ClusterConfig, {"port": 70000}, "--port must be between 0 and 65535, not 70000"),
+    (ClusterConfig, {"transport": "x"}, "--transport must be one of auto"),
+    (ClusterConfig, {"drain_s": -0.5}, "--drain-timeout must be at least 0, not -0.5"),
+    (ClusterConfig, {"etcd": "x"}, "--etcd must be HOST:PORT, not 'x'"),
+    (ClusterConfig, {"etcd_user": "me"}, "need --etcd HOST:PORT"),
+    (ClusterConfig, {"etcd": "h:1", "etcd_key": Path("k")}, "--etcd-cert and --etcd-key go"),
+]
+
+
+@pytest.mark.parametrize(("cls", "settings", "message"), WRONG)
+def test_wrong_settings_are_refused(cls: type[Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        cls(**settings)
+    assert message in str(refused.value)
+
+
+def test_settings_cannot_be_changed_later() -> None:
+    for settings in (RegistryConfig(), EngineConfig(), RouterConfig(), ClusterConfig()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            settings.model = "other"  # type: ignore[union-attr, misc]
+
+
+def test_each_process_takes_another_incarnation() -> None:
+    names = {WorkerConfig("decode").incarnation for _ in range(50)}
+    names |= {RouterConfig().incarnation for _ in range(50)}
+    assert len(names) == 100
+    assert all(len(name) == 12 and int(name, 16) >= 0 for name in names)
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [("h:1", ("h", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:80", ("[::1]", 80))],
+)
+def test_addresses(address: str, parts: tuple[str, int]) -> None:
+    assert split_address(address) == parts
+
+
+@pytest.mark.parametrize("address", ["", "h", ":1", "h:", "h:x", "h:-1", "h:65536", "h:1 "])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ConfigError, match="--there must be HOST:PORT"):
+        split_address(address, "--there")
+
+
+def test_a_cluster_is_found_under_its_own_prefix() -> None:
+    assert RegistryConfig(cluster="blue").workers_prefix == "/baton/v1/blue/workers/"
+
+
+def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path: Path) -> None:
+    directory = tmp_path / "llama"
+    directory.mkdir()
+    (directory / "config.json").touch()
+    (tmp_path / "tiny.json").touch()
+    assert model_path("demo") == DEMO_MODEL.resolve()
+    assert model_path(str(directory)) == directory.resolve()
+    names = {
+        "demo": "demo",
+        str(directory): "llama",
+        f"{directory}/": "llama",
+        str(directory / "config.json"): "llama",
+        str(tmp_path / "tiny.json"): "tiny",
+    }
+    for model, name in names.items():
+        assert default_model_name(model) == name
+        assert RouterConfig(model=model).served_name == name
+        assert WorkerConfig("decode", EngineConfig(model=model)).served_name == name
+    assert RouterConfig(model=str(directory), model_name="mine").served_name == "mine"
+
+
+@pytest.mark.parametrize("model", ["", "/no/such/place", "no-such-model"])
+def test_a_model_that_is_not_there_is_told(model: str) -> None:
+    with pytest.raises(ConfigError, match="not found: give a Hugging Face model directory"):
+        model_path(model)
+
+
+def test_a_home_directory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model_path("~/m") == (tmp_path / "m").resolve()
+
+
+def test_processes_of_one_user_on_one_host_share_a_host_id() -> None:
+    """Two that get the same id may open each other's memory, so the user is part of it."""
+    code = "import baton.config; print(baton.config.host_id())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == host_id()
+    assert host_id().endswith(f"/{os.getuid()}")

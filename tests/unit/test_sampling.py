@@ -1,0 +1,135 @@
+"""Sampling settings: what is refused and how it is named, and their message and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequest
+from baton.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
+from baton.v1 import common_pb2
+
+VOCAB = 1000
+NAN = float("nan")
+INFINITY = float("inf")
+
+WRONG: list[tuple[str, Any]] = [
+    ("temperature", -0.1),
+    ("temperature", 100.5),
+    ("temperature", NAN),
+    ("temperature", INFINITY),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_p", NAN),
+    ("min_p", -0.01),
+    ("min_p", 1.01),
+    ("min_p", NAN),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 101.0),
+    ("repetition_penalty", NAN),
+    ("presence_penalty", -2.1),
+    ("presence_penalty", NAN),
+    ("frequency_penalty", 2.1),
+    ("frequency_penalty", NAN),
+    ("max_tokens", 0),
+    ("min_tokens", DEFAULT_MAX_TOKENS + 1),
+    ("min_tokens", -1),
+    ("seed", -1),
+    ("seed", MAX_SEED + 1),
+    ("logprobs", MAX_TOP_LOGPROBS + 1),
+    ("logit_bias", {1: 100.5}),
+    ("logit_bias", {1: NAN}),
+    ("logit_bias", {VOCAB: 1.0}),
+    ("stop_token_ids", frozenset({VOCAB})),
+]
+RIGHT: list[tuple[str, Any]] = [
+    ("temperature", 0.0),
+    ("temperature", 100.0),
+    ("top_p", 1.0),
+    ("top_p", 1e-6),
+    ("min_p", 1.0),
+    ("repetition_penalty", 100.0),
+    ("presence_penalty", -2.0),
+    ("frequency_penalty", 2.0),
+    ("max_tokens", 1),
+    ("min_tokens", DEFAULT_MAX_TOKENS),
+    ("seed", MAX_SEED),
+    ("logprobs", None),
+    ("logprobs", 0),
+    ("logprobs", MAX_TOP_LOGPROBS),
+    ("logit_bias", {0: -100.0, VOCAB - 1: 100.0}),
+    ("stop_token_ids", frozenset({0, VOCAB - 1})),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_what_is_out_of_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} must be ") as refused:
+        SamplingParams(**{name: value}).validate(VOCAB)
+    assert refused.value.field == f"sampling.{name}"
+
+
+@pytest.mark.parametrize(("name", "value"), RIGHT)
+def test_limits_themselves_are_in_range(name: str, value: Any) -> None:
+    SamplingParams(**{name: value}).validate(VOCAB)
+
+
+def singles(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers that a float field carries unchanged."""
+    return st.floats(low, high, width=32)
+
+
+UNSIGNED = st.integers(0, 2**32 - 1)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=singles(0, 100),
+    top_k=UNSIGNED,
+    top_p=singles(0, 1),
+    min_p=singles(0, 1),
+    repetition_penalty=singles(0, 100),
+    presence_penalty=singles(-2, 2),
+    frequency_penalty=singles(-2, 2),
+    logit_bias=st.dictionaries(UNSIGNED, singles(-100, 100), max_size=5),
+    seed=st.integers(0, MAX_SEED),
+    stop_token_ids=st.frozensets(UNSIGNED, max_size=5),
+    min_tokens=UNSIGNED,
+    max_tokens=UNSIGNED,
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, MAX_TOP_LOGPROBS),
+)
+
+
+@settings(deadline=None)  # machines are busy
+@given(PARAMS)
+def test_settings_survive_their_message(params: SamplingParams) -> None:
+    """Also zeros, which a message could mistake for "not set"."""
+    wire = params.to_proto().SerializeToString()
+    assert SamplingParams.from_proto(common_pb2.SamplingParams.FromString(wire)) == params
+
+
+def test_what_a_message_leaves_out_has_its_default() -> None:
+    assert SamplingParams.from_proto(common_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_not_a_number_survives_to_be_refused() -> None:
+    params = SamplingParams.from_proto(SamplingParams(temperature=NAN).to_proto())
+    assert math.isnan(params.temperature)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, False),
+        ({"temperature": 1.0, "top_k": 4, "seed": 3}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+        ({"logit_bias": {3: 1.0}}, True),
+    ],
+)
+def test_whether_logits_depend_on_earlier_tokens(changed: Any, expected: bool) -> None:
+    assert SamplingParams(**changed).has_penalties is expected

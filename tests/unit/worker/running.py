@@ -1,0 +1,249 @@
+"""A whole worker in this process: real engine, real gRPC, real transfers, registry in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+
+from baton import rpc
+from baton.config import EngineConfig, RegistryConfig, WorkerConfig
+from baton.engine import build
+from baton.engine.reports import Load
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.telemetry import Telemetry
+from baton.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    handoff_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2_grpc,
+)
+from baton.worker.node import Node, Role
+from baton.worker.service import WorkerServicer
+from decode_worker.batch import Batch
+from kvtransfer import shm
+from kvtransfer.pool import KvPool
+from prefill_worker.prefills import Prefills
+
+BLOCK_SIZE, BLOCKS = 16, 16
+ROLES = {"prefill": Prefills, "decode": Batch}
+PATIENCE_S = 10.0
+
+
+class OpenSpans(SpanProcessor):
+    """Which spans have begun and not ended, and the names of those that have."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.ended: list[str] = []
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self.open.append(span.name)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.open.remove(span.name)
+        self.ended.append(span.name)
+
+
+class Worker:
+    """One worker; as a context it is READY inside, and drained, clean and gone afterwards."""
+
+    def __init__(self, role: str, directory: Path, store: MemoryStore, **settings: Any) -> None:
+        engine = EngineConfig(
+            model=str(directory), dtype="float32", device="cpu", block_size=BLOCK_SIZE,
+            kv_blocks=settings.pop("kv_blocks", BLOCKS), chunk_tokens=32, threads=1,
+            prefix_cache=settings.pop("prefix_cache", True),
+        )  # fmt: skip
+        defaults = {"drain_s": 10.0, "transport": "shm", "incarnation": f"{role}-0"}
+        self.config = WorkerConfig(role, engine, RegistryConfig(), **{**defaults, **settings})
+        self.spans = OpenSpans()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(self.spans)
+        self.registry = MemoryRegistry(store)
+        self.node = Node(self.config, self.registry, Telemetry(provider.get_tracer("test")))
+        self._area: shm.SharedMemoryArea | None = None
+
+    async def run(self) -> None:
+        """The node's whole life."""
+        try:
+            await self.node.run(self.load, self.role, WorkerServicer)
+        finally:
+            if self._area is not None:
+                self._area.close()
+
+    def load(self) -> build.Loaded:
+        def allocate(num_bytes: int) -> torch.Tensor:
+            self._area = shm.allocate(num_bytes)
+            return self._area.tensor
+
+        return build.load(self.config.engine, allocate)
+
+    def role(self, node: Node, loaded: build.Loaded) -> Role:
+        return ROLES[self.config.role](node, loaded, KvPool(loaded.runner.pool, self._area))
+
+    async def __aenter__(self) -> Worker:
+        self.life = asyncio.create_task(self.run())
+        await first(self.ready(), self.life)
+        self.channel = rpc.channel(self.node.record.address)
+        self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self.channel)
+        self.handoff = handoff_pb2_grpc.HandoffServiceStub(self.channel)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.node._stop.set()  # as SIGTERM does
+        await self.channel.close()
+        await asyncio.wait_for(self.life, PATIENCE_S)
+        assert error is not None or not self.spans.open
+
+    async def ready(self) -> None:
+        """Returns when the registry has this worker as READY."""
+        async with self.registry.watch() as membership:
+            async for records in membership.changes():
+                record = records.get(self.config.incarnation)
+                if record is not None and record.state == common_pb2.WORKER_STATE_READY:
+                    return
+
+    async def blocks(self) -> Load:
+        """The engine's load, after its block pool has passed every check."""
+        await asyncio.wrap_future(self.node.engine.check())
+        return await asyncio.wrap_future(self.node.engine.load())
+
+    async def clean(self) -> bool:
+        """Whether nobody holds a block and none is quarantined, once all that runs has ended."""
+        await asyncio.wait_for(self.node.role.idle(), PATIENCE_S)
+        load = await self.blocks()
+        return load.blocks_held == load.blocks_quarantined == 0
+
+
+class Router:
+    """Listens to a decode worker's events; `events` has them by sequence, `messages` by step."""
+
+    def __init__(self, decode: Worker, router_id: str = "router") -> None:
+        self.router_id = router_id
+        self.messages: list[decode_pb2.StreamEventsResponse] = []
+        self._decode = decode
+        self._queues: dict[str, asyncio.Queue[decode_pb2.SequenceEvent]] = {}
+
+    async def __aenter__(self) -> Router:
+        request = decode_pb2.StreamEventsRequest(router_id=self.router_id)
+        self.call = self._decode.decode.StreamEvents(request)
+        await asyncio.wait_for(self.call.initial_metadata(), PATIENCE_S)
+        self.ended = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.call.cancel()
+        self.ended.cancel()
+        await asyncio.gather(self.ended, return_exceptions=True)
+
+    async def reserve(self, spec: common_pb2.SequenceSpec, local: int = 0) -> Any:
+        """Reserves for this router; `local` is the most tokens decode computes by itself."""
+        request = decode_pb2.ReserveRequest(
+            router_id=self.router_id, sequence=spec, local_prefill_max_tokens=local
+        )
+        with rpc.translated():
+            return await self._decode.decode.Reserve(request, timeout=PATIENCE_S)
+
+    async def cancel(self, *handoff_ids: str) -> None:
+        await self._decode.decode.Cancel(
+            decode_pb2.CancelRequest(handoff_ids=handoff_ids), timeout=PATIENCE_S
+        )
+
+    async def event(self, handoff_id: str) -> decode_pb2.SequenceEvent:
+        """The sequence's next event."""
+        return await asyncio.wait_for(self._queue(handoff_id).get(), PATIENCE_S)
+
+    async def tokens(self, handoff_id: str) -> list[int]:
+        """All tokens up to the last one."""
+        tokens: list[int] = []
+        while True:
+            event = await self.event(handoff_id)
+            assert not event.abort_reason, event.abort_reason
+            tokens += event.token_ids
+            if event.finish_reason:
+                return tokens
+
+    async def _listen(self) -> None:
+        with rpc.translated():
+            async for message in self.call:
+                self.messages.append(message)
+                for event in message.events:
+                    self._queue(event.handoff_id).put_nowait(event)
+
+    def _queue(self, handoff_id: str) -> asyncio.Queue[decode_pb2.SequenceEvent]:
+        return self._queues.setdefault(handoff_id, asyncio.Queue())
+
+
+async def first(wanted: Any, or_else: asyncio.Task[Any]) -> None:
+    """Waits for `wanted`, unless the other task ends earlier, which is raised."""
+    task = asyncio.ensure_future(wanted)
+    await asyncio.wait({task, or_else}, return_when="FIRST_COMPLETED", timeout=PATIENCE_S)
+    if not task.done():
+        task.cancel()
+        or_else.result()
+    task.result()
+
+
+def asked(worker: Worker, method: str, times: int = 1) -> asyncio.Event:
+    """Set when the engine has been asked `times` times for `method`."""
+    engine, event = worker.node.engine, asyncio.Event()
+    ask, left = getattr(engine, method), times
+
+    def counted(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            event.set()
+        return ask(*args)
+
+    setattr(engine, method, counted)
+    return event
+
+
+def prompt(num_tokens: int, start: int = 0) -> list[int]:
+    """Token ids; equal starts give equal prefixes."""
+    return [(start + 7 * i) % 250 + 3 for i in range(num_tokens)]
+
+
+def spec(
+    handoff_id: str, token_ids: list[int], max_tokens: int = 4, **fields: Any
+) -> common_pb2.SequenceSpec:
+    """Greedy, to exactly `max_tokens`."""
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+    return common_pb2.SequenceSpec(
+        **{
+            "handoff_id": handoff_id,
+            "token_ids": token_ids,
+            "prompt_tokens": len(token_ids),
+            "sampling": sampling,
+            **fields,
+        }
+    )
+
+
+def target(decode: Worker, reserved: Any, **fields: Any) -> prefill_pb2.HandoffTarget:
+    """Where a prefill worker is to hand over what was reserved."""
+    record = decode.node.record
+    values = {
+        "address": record.address,
+        "incarnation": record.incarnation,
+        "reservation_token": reserved.reservation_token,
+        "cached_tokens": reserved.cached_tokens,
+        "host_id": record.host_id,
+    }
+    return prefill_pb2.HandoffTarget(**{**values, **fields})

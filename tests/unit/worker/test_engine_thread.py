@@ -1,0 +1,109 @@
+"""The engine thread and its inbox: whoever asks gets an answer, whatever becomes of the thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.config import EngineConfig
+from baton.engine import build
+from baton.engine.loop import Engine
+from baton.engine.reports import StepReport
+from baton.engine.sequence import Sequence
+from baton.errors import InternalError, Unavailable
+from baton.sampling import SamplingParams
+
+WAIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def loaded(directory: Path) -> build.Loaded:
+    settings = EngineConfig(model=str(directory), dtype="float32", kv_blocks=16, threads=1)
+    return build.load(settings)
+
+
+def started(loaded: build.Loaded, publish: Callable[[StepReport], None]) -> Engine:
+    engine = loaded.engine(publish)
+    engine.start()
+    return engine
+
+
+def endless(name: str) -> Sequence:
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    return Sequence(name, [3, 4, 5], 3, params)
+
+
+def test_asking_after_stop_fails_at_once(loaded: build.Loaded) -> None:
+    engine = started(loaded, lambda report: None)
+    engine.stop()
+    assert engine.ended.result(0) is None
+    for asked in (engine.load(), engine.release("a"), engine.add(endless("a")), engine.check()):
+        with pytest.raises(Unavailable, match="stopped"):
+            asked.result(0)
+    engine.stop()
+
+
+def test_stop_drops_what_runs_and_answers_who_waits(loaded: build.Loaded) -> None:
+    reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+    engine = started(loaded, reports.put)
+    engine.add(endless("a")).result(WAIT_S)
+    while not any(one.token_id for one in reports.get(timeout=WAIT_S).progress):
+        pass
+    gate, held = threading.Event(), threading.Event()
+    engine.submit(lambda: (held.set(), gate.wait(WAIT_S)))
+    assert held.wait(WAIT_S)
+    stopping = threading.Thread(target=engine.stop)
+    stopping.start()
+    late = [engine.load() for _ in range(100)]
+    gate.set()
+    stopping.join(WAIT_S)
+    assert not stopping.is_alive()
+    for future in late:
+        assert future.exception(WAIT_S) is None or isinstance(future.exception(0), Unavailable)
+
+
+def test_a_publish_that_raises_is_loud_and_answers_everybody(
+    loaded: build.Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    def publish(report: StepReport) -> None:
+        raise RuntimeError("nobody listens")
+
+    engine = started(loaded, publish)
+    engine.add(endless("a")).result(WAIT_S)
+    with pytest.raises(InternalError, match="nobody listens"):
+        engine.ended.result(WAIT_S)
+    with pytest.raises(Unavailable, match="nobody listens"):
+        engine.load().result(0)
+    assert "the engine thread failed" in caplog.text
+    engine.stop()
+
+
+def test_a_broken_invariant_is_loud_too(loaded: build.Loaded) -> None:
+    engine = started(loaded, lambda report: None)
+    engine.submit(lambda: setattr(engine._planner, "plan", None)).result(WAIT_S)
+    with pytest.raises(InternalError, match="not callable"):
+        engine.ended.result(WAIT_S)
+    engine.stop()
+
+
+def test_work_is_done_although_its_caller_hung_up(loaded: build.Loaded) -> None:
+    engine = started(loaded, lambda report: None)
+    assert engine.reserve(endless("a")).result(WAIT_S).block_ids
+    gate = threading.Event()
+    engine.submit(lambda: gate.wait(WAIT_S))
+    assert not engine.release("a").cancel()
+    gate.set()
+    assert engine.load().result(WAIT_S).blocks_held == 0
+    engine.stop()
+
+
+def test_work_that_raises_tells_its_caller_alone(loaded: build.Loaded) -> None:
+    engine = started(loaded, lambda report: None)
+    with pytest.raises(ZeroDivisionError):
+        engine.submit(lambda: 1 // 0).result(WAIT_S)
+    assert engine.load().result(WAIT_S).blocks_total == 16
+    engine.stop()
