@@ -81,7 +81,7 @@ class Engine:
 
     def start_reserved(self, seq_id: str) -> Future[None]:
         """Lets a reserved sequence compute what is not cached by itself."""
-        return self.submit(lambda: self._planner.add(self._find(seq_id)))
+        return self.submit(lambda: self._start_reserved(seq_id))
 
     def resume(self, seq_id: str, num_computed: int, token_id: int) -> Future[None]:
         """A parked sequence's KV is complete up to `num_computed`; it goes on with `token_id`."""
@@ -97,7 +97,7 @@ class Engine:
 
     def readmit(self, blocks: list[int]) -> Future[None]:
         """Quarantined blocks are safe again."""
-        return self.submit(lambda: self._blocks.readmit(blocks))
+        return self.submit(lambda: self._readmit(blocks))
 
     def load(self) -> Future[Load]:
         """The load now."""
@@ -142,13 +142,13 @@ class Engine:
 
     def _admit(self) -> None:
         """Does what others asked for; sleeps until somebody asks when there is nothing to run."""
-        if not (self._planner.running or self._planner.waiting):
+        if not (self._planner.running or self._planner.num_waiting):
             self._inbox.wait_and_run()
         self._inbox.run_all()
 
     def _compute(self, plan: Plan) -> tuple[dict[str, Drawn], str | None]:
         if not plan.work:
-            if self._planner.waiting and not self._stopping:
+            if self._planner.num_waiting and not self._stopping:
                 self._inbox.wait_and_run()  # nobody fits: wait until something is asked or given up
             return {}, None
         self._steps += 1
@@ -220,13 +220,20 @@ class Engine:
                 f"{self._blocks.num_blocks} KV blocks are available",
                 retry_after_s=0.5,
             )
+        sequence.awaits_kv = True
         return Reserved(sequence.num_computed, tuple(sequence.block_ids))
+
+    def _start_reserved(self, seq_id: str) -> None:
+        sequence = self._find(seq_id)
+        sequence.awaits_kv = False
+        self._planner.add(sequence)
 
     def _resume(self, seq_id: str, num_computed: int, token_id: int) -> None:
         sequence = self._find(seq_id)
         assert num_computed == sequence.num_tokens, "a handoff covers every known token"
         first_new = sequence.num_computed // self._blocks.block_size
         sequence.num_computed = num_computed
+        sequence.awaits_kv = False
         self._planner.publish(sequence, first_new)
         sequence.tokens.append(token_id)
         sequence.new_tokens += 1
@@ -241,8 +248,15 @@ class Engine:
             quarantined = sequence.block_ids[quarantine_from:]
             sequence.block_ids = sequence.block_ids[:quarantine_from]
             self._blocks.quarantine(quarantined)
+        if sequence.awaits_kv:
+            first = sequence.num_computed // self._blocks.block_size
+            self._runner.scrub(sequence.block_ids[first:])
         self._drop(sequence)
         return quarantined
+
+    def _readmit(self, blocks: list[int]) -> None:
+        self._runner.scrub(blocks)
+        self._blocks.readmit(blocks)
 
     def _drop(self, sequence: Sequence) -> None:
         self._planner.remove(sequence)
@@ -258,7 +272,7 @@ class Engine:
     def _load(self) -> Load:
         blocks, planner = self._blocks, self._planner
         return Load(
-            planner.queue_tokens, len(planner.running), len(planner.waiting), blocks.num_blocks,
+            planner.queue_tokens, len(planner.running), planner.num_waiting, blocks.num_blocks,
             blocks.num_free, blocks.num_cached, blocks.num_held, blocks.num_quarantined,
             self._steps, planner.preemptions,
         )  # fmt: skip

@@ -48,26 +48,34 @@ class Planner:
     def __init__(self, blocks: BlockPool, chunk_tokens: int, max_batch: int) -> None:
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
+        self.holding: deque[Sequence] = deque()  # like waiting, but with all their blocks already
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
 
     @property
+    def num_waiting(self) -> int:
+        """Sequences that are not in the batch yet."""
+        return len(self.waiting) + len(self.holding)
+
+    @property
     def queue_tokens(self) -> int:
         """Tokens known and not yet computed, over all sequences."""
-        return sum(sequence.num_pending for sequence in (*self.waiting, *self.running))
+        return sum(s.num_pending for s in (*self.waiting, *self.holding, *self.running))
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence; one that holds blocks already keeps them."""
-        self.waiting.append(sequence)
+        """Queues a sequence; one that holds blocks already keeps them.
+
+        Those go first: waiting behind one that needs blocks, they could keep it waiting for ever.
+        """
+        (self.holding if sequence.block_ids else self.waiting).append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of queue and batch; its blocks stay with it."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        for group in (self.running, self.holding, self.waiting):
+            if sequence in group:
+                group.remove(sequence)
 
     def reserve(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Gives a sequence blocks for its known tokens and some more, cached ones first.
@@ -101,10 +109,11 @@ class Planner:
             if not self._make_room(sequence):
                 continue
             budget -= self._append(plan, sequence, budget)
-        while self.waiting and budget and len(self.running) < self._max_batch:
-            if not self.reserve(self.waiting[0]):
+        while budget and len(self.running) < self._max_batch:
+            queue = self.holding or self.waiting
+            if not queue or not self.reserve(queue[0]):
                 break
-            sequence = self.waiting.popleft()
+            sequence = queue.popleft()
             self.running.append(sequence)
             budget -= self._append(plan, sequence, budget)
         plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first

@@ -51,6 +51,14 @@ class Runner:
             )
         }
 
+    def scrub(self, blocks: list[int]) -> None:
+        """Zeroes blocks that unverified bytes came into.
+
+        Attention multiplies what it must not see by zero, which undoes any number but not a NaN.
+        """
+        if blocks:
+            self.pool[self._tensor(blocks)] = 0
+
     def _rows(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         tokens: list[int] = []
         positions: list[int] = []

@@ -22,6 +22,7 @@ class Sequence:
     params: SamplingParams
     cache_salt: str = ""
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
+    awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
     num_computed: int = 0
     num_cached: int = 0  # of num_computed, taken from the prefix cache at first admission
     new_tokens: int = 0  # sampled by this engine

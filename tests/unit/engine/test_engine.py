@@ -181,6 +181,22 @@ def test_quarantined_blocks_come_back_only_when_told(loaded: build.Loaded) -> No
         assert bench.engine.load().result(10).blocks_free == 128
 
 
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_unverified_bytes_do_not_outlive_their_reservation(
+    loaded: build.Loaded, quarantine: bool
+) -> None:
+    """A NaN left in a block would spoil whoever gets the block next, even where it is masked."""
+    with Bench(loaded) as bench:
+        doomed = Sequence("doomed", list(PROMPTS[4]), len(PROMPTS[4]), GREEDY, "salt")
+        reserved = bench.engine.reserve(doomed).result(10)
+        loaded.runner.pool[list(reserved.block_ids)] = float("nan")
+        blocks = bench.engine.release("doomed", 0 if quarantine else None).result(10)
+        assert bool(blocks) == quarantine
+        if quarantine:
+            bench.engine.readmit(blocks).result(10)
+        assert not loaded.runner.pool.isnan().any()
+
+
 def test_a_full_pool_refuses_at_once_and_keeps_nothing(directory: Path) -> None:
     with Bench(load(directory, kv_blocks=4)) as bench:
         bench.engine.reserve(Sequence("a", [5] * 40, 40, GREEDY)).result(10)

@@ -116,6 +116,17 @@ def test_a_reservation_has_room_for_the_first_token() -> None:
     planner.blocks.check()
 
 
+def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them() -> None:
+    planner = make_planner(num_blocks=4)
+    reserved = make_sequence("reserved", 11)
+    assert planner.reserve(reserved, extra_tokens=1)
+    planner.add(make_sequence("needs", 8, first=100))
+    assert shape(planner.plan()) == []
+    planner.add(reserved)  # its KV has come
+    assert shape(planner.plan()) == [("reserved", 0, 8)]
+    assert planner.num_waiting == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),

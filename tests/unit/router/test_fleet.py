@@ -173,6 +173,7 @@ async def test_a_broken_event_stream_is_told_once_to_each_and_opened_again(clust
     worker = cluster.decodes[0]
     first, second = listen(cluster, worker, "h1"), listen(cluster, worker, "h2")
     worker.break_streams()
+    await cluster.until_state(worker, "UNREACHABLE")
     for queue in (first, second):
         error = await heard(queue)
         assert isinstance(error, Unavailable)
