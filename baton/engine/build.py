@@ -86,7 +86,12 @@ def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     seed = RANDOM_WEIGHTS_SEED if settings.random_weights else None
     descriptor = layout.descriptor(fingerprint(path, seed))
-    return Loaded(path, config, Runner(model, pool, sampler), layout, descriptor, settings)
+    loaded = Loaded(path, config, Runner(model, pool, sampler), layout, descriptor, settings)
+    if loaded.max_context < 2:
+        raise ConfigError(
+            "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
+        )
+    return loaded
 
 
 def warm_up(loaded: Loaded) -> None:

@@ -15,7 +15,7 @@ from baton.engine import build
 from baton.engine.loop import Engine
 from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
-from baton.errors import Overloaded, Stale
+from baton.errors import ConfigError, Overloaded, Stale
 from baton.sampling import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint
 
@@ -255,3 +255,8 @@ def no_thread_left() -> Iterator[None]:
     before = threading.active_count()
     yield
     assert threading.active_count() == before
+
+
+def test_a_pool_too_small_for_any_request_is_refused_at_load(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="--kv-blocks"):
+        load(directory, kv_blocks=1, block_size=1)

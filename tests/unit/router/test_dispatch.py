@@ -131,6 +131,7 @@ async def test_cancelling_closes_the_prefill_call_and_frees_the_decode_blocks(cl
 
 async def test_closing_the_stream_in_the_middle_frees_both_ends(cluster_of):
     cluster = await cluster_of()
+    cluster.decodes[0].runs = [lambda sequence, ahead: None]
     async with asyncio.timeout(PATIENCE_S):
         async with contextlib.aclosing(cluster.dispatch.run(story(), Context())) as outputs:
             await anext(outputs)
