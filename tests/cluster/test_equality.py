@@ -81,7 +81,7 @@ async def test_logprobs_and_stop_strings_survive_the_handoff(
     cluster = await cluster_factory()
     case = Case(oracle.prompt(40), "greedy")
     async with AsyncClient(cluster.address) as client:
-        whole = await check(client, oracle, case, logprobs=3)
+        whole = await check(client, oracle, case, logprobs=3, cache_salt="logprobs")
         assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
         assert all(len(one.top) == 3 and one.top[0][1] >= one.logprob for one in whole.logprobs)
         assert whole.route.prefill is not None
