@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, InternalError
 from baton.v1 import common_pb2, prefill_pb2
-from router.member import Event
+from router.member import Event, Member
 
 _COMMIT_ACK_S = 1.0
 
@@ -34,6 +34,20 @@ class Attempt:
         self._queue: asyncio.Queue[Output | BatonError] = asyncio.Queue()
         self._early: list[Event] | None = []  # decode may be heard before prefill's first token
         self._prefill: asyncio.Task[None] | None = None
+        self._assigned: tuple[Member, int] | None = None
+
+    def assign(self, prefill: Member, num_tokens: int) -> None:
+        """Counts the prompt against a prefill worker, so that a burst sees its own beginning."""
+        self.unassign()
+        prefill.assigned_tokens += num_tokens
+        self._assigned = (prefill, num_tokens)
+
+    def unassign(self) -> None:
+        """The prompt is computed, or is not going to be; may be called again."""
+        if self._assigned is not None:
+            prefill, num_tokens = self._assigned
+            prefill.assigned_tokens -= num_tokens
+            self._assigned = None
 
     def follow(self, prefill: Coroutine[None, None, None]) -> None:
         """Runs the prefill call beside the decode events; its failure fails the attempt."""

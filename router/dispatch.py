@@ -101,6 +101,7 @@ class Dispatch:
             _describe(span, pair, reserved, story)
             try:
                 if reserved.started:
+                    attempt.unassign()
                     attempt.first_token_seen()
                     story.cached_tokens = _first(story.cached_tokens, reserved.cached_tokens)
                 else:
@@ -112,6 +113,7 @@ class Dispatch:
                 story.failed_workers |= attempt.suspects or {pair.decode.incarnation}
                 raise
             finally:
+                attempt.unassign()
                 decode.unsubscribe(handoff_id)
                 try:
                     await attempt.close()
@@ -150,10 +152,12 @@ class Dispatch:
         while True:
             pair = placement.pick(self._fleet.snapshot(), num_tokens, story.failed_workers, full)
             decode = self._fleet.member(pair.decode.incarnation)
+            attempt.assign(self._fleet.member(pair.prefill.incarnation), num_tokens)
             decode.subscribe(attempt.handoff_id, attempt.on_decode)
             try:
                 reserved = await self._call_reserve(story, attempt, decode, trace)
             except BaseException as error:
+                attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
                 if not isinstance(error, Overloaded):
                     self._cancel(decode, attempt.handoff_id)  # it may hold blocks for us
@@ -208,8 +212,6 @@ class Dispatch:
                 host_id=pair.decode.record.host_id,
             ),
         )
-        waiting = len(spec.token_ids)
-        member.assigned_tokens += waiting
         member.subscribe(attempt.handoff_id, attempt.on_prefill_lost)
         try:
             with member.calling():
@@ -218,14 +220,12 @@ class Dispatch:
                 )
                 async for message in call:
                     if message.HasField("first_token"):
-                        member.assigned_tokens -= waiting
-                        waiting = 0
+                        attempt.unassign()
                         attempt.suspects.add(pair.decode.incarnation)  # of a failed handoff
                     _note(story, message)
                     attempt.on_prefill(message)
         finally:
             member.unsubscribe(attempt.handoff_id)
-            member.assigned_tokens -= waiting
 
     def _cancel(self, decode: Member, handoff_id: str) -> None:
         """Frees the sequence's blocks without making anybody wait for it."""

@@ -20,18 +20,23 @@ from baton.local.up import INTERRUPTED, cancel_on_signals, say
 
 MAX_TOKENS = 64
 PROMPT = '''\
-class Stack:
-    """A last-in, first-out stack of values."""
+"""A cache of values."""
 
-    def __init__(self):
-        self.items = []
+import threading
+import time
 
-    def push(self, item):
-        self.items.append(item)
 
-    def pop(self):
-        if not self.items:
-            raise IndexError("pop from an empty stack")
+class Cache:
+    """Keep the values that were used last."""
+
+    def __init__(self, maxsize=128):
+        self.maxsize = maxsize
+        self._cache = {}
+        self._lock = threading.Lock()
+
+    def get(self, key, default=None):
+        """Return the value for key, or default."""
+        with self._lock:
 '''
 _SERVICES = ("baton-client", "baton-router", "baton-prefill", "baton-decode")
 _REQUEST_S = 60.0

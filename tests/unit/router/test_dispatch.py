@@ -302,3 +302,24 @@ async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster_of):
     go_on.set()
     await running
     assert cluster.fleet.snapshot().prefill[0].assigned_tokens == 0
+
+
+async def test_a_burst_is_spread_before_any_load_is_reported(cluster_of):
+    cluster = await cluster_of(prefill=2, decode=2)
+    stories = [story(request_id=f"r{number}") for number in range(6)]
+    await asyncio.gather(*(cluster.run(one) for one in stories))
+    assert [len(prefill.requests) for prefill in cluster.prefills] == [3, 3]
+    view = cluster.fleet.snapshot()
+    assert [worker.assigned_tokens for worker in view.prefill] == [0, 0]
+
+
+async def test_a_refused_placement_counts_against_nobody(cluster_of):
+    cluster = await cluster_of(prefill=1, decode=1, max_attempts=1)
+
+    async def draining(request):
+        raise Unavailable("draining")
+
+    cluster.decodes[0].reserves = [draining]
+    with pytest.raises(Unavailable, match="draining"):
+        await cluster.run(story())
+    assert cluster.fleet.snapshot().prefill[0].assigned_tokens == 0
