@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -101,7 +102,7 @@ async def test_a_cancel_whose_caller_hangs_up_still_frees(decode: Worker) -> Non
 
 
 async def test_a_lease_ends_by_itself(directory: Path, store: MemoryStore) -> None:
-    async with Worker("decode", directory, store, lease_s=0.1) as decode, Router(decode) as router:
+    async with Worker("decode", directory, store, lease_s=0.5) as decode, Router(decode) as router:
         await router.reserve(spec("a", prompt(20)))
         assert "lease" in (await router.event("a")).abort_reason
         assert await decode.clean()
@@ -109,7 +110,8 @@ async def test_a_lease_ends_by_itself(directory: Path, store: MemoryStore) -> No
 
 async def test_a_deadline_ends_a_reservation_before_its_lease(decode: Worker) -> None:
     async with Router(decode) as router:
-        await router.reserve(spec("a", prompt(20), time_left_ms=50))
+        with contextlib.suppress(Stale):  # on a slow machine it may pass during the call
+            await router.reserve(spec("a", prompt(20), time_left_ms=50))
         assert "deadline" in (await router.event("a")).abort_reason
         assert await decode.clean()
 
@@ -117,7 +119,7 @@ async def test_a_deadline_ends_a_reservation_before_its_lease(decode: Worker) ->
 async def test_a_deadline_ends_decoding(decode: Worker) -> None:
     async with Router(decode) as router:
         gate = threading.Event()
-        await router.reserve(spec("a", prompt(20), max_tokens=200, time_left_ms=300), local=20)
+        await router.reserve(spec("a", prompt(20), max_tokens=200, time_left_ms=2000), local=20)
         await router.event("a")
         decode.node.engine.submit(gate.wait)
         while not (event := await router.event("a")).abort_reason:
@@ -223,7 +225,7 @@ async def test_a_dead_writers_blocks_come_back(decode: Worker) -> None:
 
 
 async def test_a_granted_writer_keeps_its_lease(directory: Path, store: MemoryStore) -> None:
-    async with Worker("decode", directory, store, lease_s=0.1) as decode, Router(decode) as router:
+    async with Worker("decode", directory, store, lease_s=0.5) as decode, Router(decode) as router:
         writer = Writer(decode)
         await writer.grant("long", await router.reserve(spec("long", prompt(20))), 20)
         await router.reserve(spec("other", prompt(20)))
@@ -258,7 +260,7 @@ async def test_reservations_are_given_back_when_draining_takes_too_long(
     directory: Path, store: MemoryStore
 ) -> None:
     """The last event is on the wire before the stream ends."""
-    async with Worker("decode", directory, store, drain_s=0.2) as decode, Router(decode) as router:
+    async with Worker("decode", directory, store, drain_s=1.0) as decode, Router(decode) as router:
         await router.reserve(spec("stuck", prompt(20)))
         await router.reserve(spec("runs", prompt(20), max_tokens=20), local=20)
         decode.node._stop.set()

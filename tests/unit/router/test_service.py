@@ -158,7 +158,7 @@ async def test_the_deadline_ends_the_wait_for_room(router_of):
     router = await router_of()
     router.cluster.decodes[0].tell(blocks_free=0)
     await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
-    error = await failure_of(router.generate(timeout=0.1))
+    error = await failure_of(router.generate(timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     async with asyncio.timeout(PATIENCE_S):
         await router.inference.idle()
@@ -167,7 +167,7 @@ async def test_the_deadline_ends_the_wait_for_room(router_of):
 
 @pytest.mark.parametrize("where", ["room", "reserve", "prefill", "decode"])
 async def test_the_routers_own_deadline_ends_every_wait_on_silent_workers(router_of, where):
-    router = await router_of(default_timeout_s=0.15)
+    router = await router_of(default_timeout_s=0.5)
     prefill, decode = router.cluster.prefills[0], router.cluster.decodes[0]
     heard = asyncio.Event()
 
@@ -194,7 +194,7 @@ async def test_the_routers_own_deadline_ends_every_wait_on_silent_workers(router
 
 async def test_the_deadline_does_not_wait_for_a_stopped_worker_to_hear_of_it(router_of):
     """A stopped process keeps its sockets open and answers nothing, Cancel neither."""
-    router = await router_of(default_timeout_s=0.15)
+    router = await router_of(default_timeout_s=0.5)
     decode, heard, go_on = router.cluster.decodes[0], asyncio.Event(), asyncio.Event()
     decode.runs = [lambda sequence, ahead: None]
 
