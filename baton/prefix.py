@@ -1,8 +1,9 @@
 """Names of prompt prefixes: the hash chain that prefix caches are keyed by.
 
 A block's hash covers its tokens, its predecessor's hash and the salt, so equal hashes mean equal
-prefixes of equal tenants. Router and workers compute the same chain; whoever trusts a hash with a
-stream's content compares the tokens as well.
+prefixes of equal tenants. Every process computes the same chain, so that the hashes that workers
+tell of in their cache events can be compared with a prompt's anywhere; whoever trusts a hash with
+a stream's content compares the tokens as well.
 """
 
 from __future__ import annotations

@@ -115,10 +115,6 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * (attention + mlp + norms) + self.hidden_size + embeddings
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of keys and values that one token takes, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * element_bytes
-
 
 class _Fields:
     """A config file's keys, read with checks; every error names file, key and value."""
