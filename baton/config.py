@@ -116,6 +116,7 @@ class EngineConfig:
     chunk_tokens: int = 512
     prefix_cache: bool = True
     threads: int = 0  # 0: torch's own choice
+    simulate: str = ""  # "PREFILL_TOKENS_PER_S,STEP_MS": compute nothing, take that long
 
     def __post_init__(self) -> None:
         _choice("--dtype", self.dtype, DTYPES)
@@ -179,6 +180,12 @@ class RouterConfig:
     max_queue: int = 1024
     max_attempts: int = 4
     default_timeout_s: float = 600.0
+    ttft_target_ms: int = 0  # 0: none; a request's own goes first
+    max_prompt_tokens: int = 0  # 0: what the context holds
+    tenants_file: Path | None = None  # None: one tenant, no keys, no limits
+    silence_s: float = 1.5  # until a worker without a sign of life counts as lost
+    stall_s: float = 10.0  # for one engine step, unless the worker's steps are long
+    recovery_s: float = 30.0  # that accepted requests wait for a worker to come back
     local_prefill_max_tokens: int = 16
     drain_s: float = 30.0
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -190,6 +197,11 @@ class RouterConfig:
         _at_least("--max-attempts", self.max_attempts, 1)
         _at_least("--local-prefill-max", self.local_prefill_max_tokens, 0)
         _at_least("--default-timeout", self.default_timeout_s, 0.001)
+        _at_least("--ttft-target", self.ttft_target_ms, 0)
+        _at_least("--max-prompt-tokens", self.max_prompt_tokens, 0)
+        _at_least("--silence", self.silence_s, 0.3)
+        _at_least("--stall", self.stall_s, 0.1)
+        _at_least("--recovery-timeout", self.recovery_s, 0)
 
     @property
     def served_name(self) -> str:
@@ -204,8 +216,9 @@ class ClusterConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     prefill: int = 1
     decode: int = 1
+    routers: int = 1
     host: str = "127.0.0.1"  # the router's; workers and etcd listen on loopback
-    port: int = 7700  # the router's; 0: a free one
+    port: int = 7700  # the first router's, the others follow; 0: free ones
     transport: str = "auto"
     etcd: str | None = None  # None: start an embedded one
     etcd_user: str = ""
@@ -225,6 +238,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         _port(self.port)
         _at_least("--drain-timeout", self.drain_s, 0)
+        _at_least("--routers", self.routers, 1)
         for option, workers in (("--prefill", self.prefill), ("--decode", self.decode)):
             if workers < 1:
                 raise ConfigError(

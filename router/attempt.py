@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError, InternalError
 from baton.v1 import common_pb2, prefill_pb2
 from router.member import Event, Member
+from router.snapshot import Assigned
 
 _COMMIT_ACK_S = 1.0
 
@@ -34,19 +35,18 @@ class Attempt:
         self._queue: asyncio.Queue[Output | BatonError] = asyncio.Queue()
         self._early: list[Event] | None = []  # decode may be heard before prefill's first token
         self._prefill: asyncio.Task[None] | None = None
-        self._assigned: tuple[Member, int] | None = None
+        self._assigned: Member | None = None
 
-    def assign(self, prefill: Member, num_tokens: int) -> None:
+    def assign(self, prefill: Member, prompt: Assigned) -> None:
         """Counts the prompt against a prefill worker, so that a burst sees its own beginning."""
         self.unassign()
-        prefill.assigned_tokens += num_tokens
-        self._assigned = (prefill, num_tokens)
+        prefill.assigned[self.handoff_id] = prompt
+        self._assigned = prefill
 
     def unassign(self) -> None:
         """The prompt is computed, or is not going to be; may be called again."""
         if self._assigned is not None:
-            prefill, num_tokens = self._assigned
-            prefill.assigned_tokens -= num_tokens
+            del self._assigned.assigned[self.handoff_id]
             self._assigned = None
 
     def follow(self, prefill: Coroutine[None, None, None]) -> None:

@@ -38,6 +38,7 @@ from router.attempt import Attempt, Output
 from router.fleet import Fleet
 from router.member import Member, cancel_on
 from router.placement import Pair
+from router.snapshot import Assigned
 from router.story import Story
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,8 @@ class Dispatch:
         while True:
             pair = placement.pick(self._fleet.snapshot(), num_tokens, story.failed_workers, full)
             decode = self._fleet.member(pair.decode.incarnation)
-            attempt.assign(self._fleet.member(pair.prefill.incarnation), num_tokens)
+            prompt = Assigned(num_tokens, time.monotonic())
+            attempt.assign(self._fleet.member(pair.prefill.incarnation), prompt)
             decode.subscribe(attempt.handoff_id, attempt.on_decode)
             try:
                 reserved = await self._call_reserve(story, attempt, decode, trace)

@@ -21,7 +21,8 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.snapshot import READY, WorkerView
+from router.cached import CachedPrefixes
+from router.snapshot import READY, Assigned, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class Member:
         self.record = record
         self.load = worker_pb2.Load(blocks_total=record.blocks_total)
         self.pairs: list[worker_pb2.PairStatus] = []
-        self.assigned_tokens = 0
+        self.assigned: dict[str, Assigned] = {}  # by handoff id
+        self.cached = CachedPrefixes()
         self._router_id = router_id
         self._mismatch = mismatch
         self._on_change = on_change
@@ -69,7 +71,13 @@ class Member:
         """The worker as it is now."""
         state, reason = self._state()
         return WorkerView(
-            self.record, self.load, state, reason, self.assigned_tokens, len(self._subscribers)
+            self.record,
+            self.load,
+            state,
+            reason,
+            tuple(self.assigned.values()),
+            len(self._subscribers),
+            self.cached,
         )
 
     def update(self, record: common_pb2.WorkerRecord) -> None:
@@ -153,6 +161,7 @@ class Member:
         async for news in self.worker.Watch(worker_pb2.WatchRequest()):
             self.load = news.load
             self.pairs = list(news.pairs)
+            self.cached.take(news.cache)
             self._note_state(news.state)
             self._watching = True
             self._on_change()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from baton.cli import options
 from baton.config import EngineConfig, RouterConfig, WorkerConfig
@@ -113,10 +114,22 @@ def _add_router(commands: options.Commands) -> None:
         ("--max-queue", "max_queue", "REQUESTS", "waiting; one more is refused at once"),
         ("--max-attempts", "max_attempts", "N", "at one request before it fails"),
         ("--default-timeout", "default_timeout_s", "SECONDS", "for requests without a deadline"),
+        ("--ttft-target", "ttft_target_ms", "MS", "refuse what cannot start in time (default: no)"),
+        ("--max-prompt-tokens", "max_prompt_tokens", "N", "of a prompt (default: the context)"),
+        ("--silence", "silence_s", "SECONDS", "without a sign of life until a worker is lost"),
+        ("--stall", "stall_s", "SECONDS", "that a worker's engine may take for a step"),
+        ("--recovery-timeout", "recovery_s", "SECONDS", "that requests wait for a lost worker"),
     ):
         default = getattr(RouterConfig, field)
         kind = type(default)
         limits.add_argument(option, dest=field, type=kind, default=default, metavar=unit, help=text)
+    limits.add_argument(
+        "--tenants",
+        dest="tenants_file",
+        type=Path,
+        metavar="FILE",
+        help="TOML file with tenants, their keys, shares and limits (default: one, unlimited)",
+    )
     add_local_prefill_option(limits)
     options.add_registry_options(parser)
     options.add_telemetry_options(parser)

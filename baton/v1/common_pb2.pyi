@@ -13,6 +13,13 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_LOW: _ClassVar[Priority]
+    PRIORITY_NORMAL: _ClassVar[Priority]
+    PRIORITY_HIGH: _ClassVar[Priority]
+
 class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
@@ -37,6 +44,10 @@ class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_LOW: Priority
+PRIORITY_NORMAL: Priority
+PRIORITY_HIGH: Priority
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
@@ -107,20 +118,22 @@ class PositionLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("handoff_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "time_left_ms")
+    __slots__ = ("handoff_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "time_left_ms", "due_ms")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    DUE_MS_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
     sampling: SamplingParams
     cache_salt: str
     time_left_ms: int
-    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., time_left_ms: _Optional[int] = ...) -> None: ...
+    due_ms: int
+    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., due_ms: _Optional[int] = ...) -> None: ...
 
 class KvDescriptor(_message.Message):
     __slots__ = ("model_fingerprint", "dtype", "num_layers", "num_kv_heads", "head_size", "block_size", "layout_version", "tensor_parallel")
@@ -143,7 +156,7 @@ class KvDescriptor(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "host_id", "pid", "state", "model", "text_fingerprint", "kv", "transports", "blocks_total", "max_context", "max_batch")
+    __slots__ = ("incarnation", "role", "address", "host_id", "pid", "state", "model", "text_fingerprint", "kv", "transports", "blocks_total", "max_context", "max_batch", "chunk_tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +170,7 @@ class WorkerRecord(_message.Message):
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: WorkerRole
     address: str
@@ -170,7 +184,8 @@ class WorkerRecord(_message.Message):
     blocks_total: int
     max_context: int
     max_batch: int
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")

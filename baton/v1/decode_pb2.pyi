@@ -40,10 +40,12 @@ class CancelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StreamEventsRequest(_message.Message):
-    __slots__ = ("router_id",)
+    __slots__ = ("router_id", "heartbeat_ms")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+    heartbeat_ms: int
+    def __init__(self, router_id: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
     __slots__ = ("handoff_id", "token_ids", "logprobs", "finish_reason", "abort_reason")

@@ -23,24 +23,31 @@ _sym_db = _symbol_database.Default()
 
 
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
+from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/fleet.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x12\n\x10GetStatusRequest\"\xad\x01\n\x0cRouterStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x1a\n\x12registry_connected\x18\x08 \x01(\x08\x12\x0f\n\x07\x63luster\x18\t \x01(\t\"s\n\x0cWorkerStatus\x12&\n\x06record\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerRecord\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x89\x01\n\x11GetStatusResponse\x12&\n\x06router\x18\x01 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12#\n\x05pairs\x18\x03 \x03(\x0b\x32\x14.baton.v1.PairStatus2T\n\x0c\x46leetService\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/fleet.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x12\n\x10GetStatusRequest\"\xad\x01\n\x0cRouterStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x1a\n\x12registry_connected\x18\x08 \x01(\x08\x12\x0f\n\x07\x63luster\x18\t \x01(\t\"s\n\x0cWorkerStatus\x12&\n\x06record\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerRecord\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x89\x01\n\x11GetStatusResponse\x12&\n\x06router\x18\x01 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12#\n\x05pairs\x18\x03 \x03(\x0b\x32\x14.baton.v1.PairStatus\"<\n\x0e\x45xplainRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\"\xd4\x01\n\tCandidate\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x05 \x01(\x01\x12\x14\n\x0cqueue_tokens\x18\x06 \x01(\x04\x12\x1d\n\x15prefill_cached_tokens\x18\x07 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x08 \x01(\r\x12\x11\n\tsame_host\x18\t \x01(\x08\x12\r\n\x05score\x18\n \x01(\x01\"\x9b\x01\n\x0f\x45xplainResponse\x12\'\n\ncandidates\x18\x01 \x03(\x0b\x32\x13.baton.v1.Candidate\x12\x0f\n\x07refused\x18\x02 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_prefills\x18\x03 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0e\n\x06queued\x18\x06 \x01(\r2\x94\x01\n\x0c\x46leetService\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSTATUSREQUEST']._serialized_start=80
-  _globals['_GETSTATUSREQUEST']._serialized_end=98
-  _globals['_ROUTERSTATUS']._serialized_start=101
-  _globals['_ROUTERSTATUS']._serialized_end=274
-  _globals['_WORKERSTATUS']._serialized_start=276
-  _globals['_WORKERSTATUS']._serialized_end=391
-  _globals['_GETSTATUSRESPONSE']._serialized_start=394
-  _globals['_GETSTATUSRESPONSE']._serialized_end=531
-  _globals['_FLEETSERVICE']._serialized_start=533
-  _globals['_FLEETSERVICE']._serialized_end=617
+  _globals['_GETSTATUSREQUEST']._serialized_start=106
+  _globals['_GETSTATUSREQUEST']._serialized_end=124
+  _globals['_ROUTERSTATUS']._serialized_start=127
+  _globals['_ROUTERSTATUS']._serialized_end=300
+  _globals['_WORKERSTATUS']._serialized_start=302
+  _globals['_WORKERSTATUS']._serialized_end=417
+  _globals['_GETSTATUSRESPONSE']._serialized_start=420
+  _globals['_GETSTATUSRESPONSE']._serialized_end=557
+  _globals['_EXPLAINREQUEST']._serialized_start=559
+  _globals['_EXPLAINREQUEST']._serialized_end=619
+  _globals['_CANDIDATE']._serialized_start=622
+  _globals['_CANDIDATE']._serialized_end=834
+  _globals['_EXPLAINRESPONSE']._serialized_start=837
+  _globals['_EXPLAINRESPONSE']._serialized_end=992
+  _globals['_FLEETSERVICE']._serialized_start=995
+  _globals['_FLEETSERVICE']._serialized_end=1143
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from baton.v1 import common_pb2 as _common_pb2
+from baton.v1 import inference_pb2 as _inference_pb2
 from baton.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -55,3 +56,49 @@ class GetStatusResponse(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     pairs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.PairStatus]
     def __init__(self, router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[_worker_pb2.PairStatus, _Mapping]]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: _inference_pb2.GenerateRequest
+    def __init__(self, request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("prefill", "decode", "refused", "ttft_ms", "tpot_ms", "queue_tokens", "prefill_cached_tokens", "decode_cached_tokens", "same_host", "score")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    refused: str
+    ttft_ms: float
+    tpot_ms: float
+    queue_tokens: int
+    prefill_cached_tokens: int
+    decode_cached_tokens: int
+    same_host: bool
+    score: float
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., refused: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., queue_tokens: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., same_host: bool = ..., score: _Optional[float] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("candidates", "refused", "decode_prefills", "prompt_tokens", "tenant", "queued")
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    refused: str
+    decode_prefills: bool
+    prompt_tokens: int
+    tenant: str
+    queued: int
+    def __init__(self, candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., refused: _Optional[str] = ..., decode_prefills: bool = ..., prompt_tokens: _Optional[int] = ..., tenant: _Optional[str] = ..., queued: _Optional[int] = ...) -> None: ...

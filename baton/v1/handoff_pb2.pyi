@@ -80,16 +80,18 @@ class CommitResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("handoff_id", "reservation_token", "incarnation", "reason")
+    __slots__ = ("handoff_id", "reservation_token", "incarnation", "reason", "resend")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RESEND_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     reservation_token: str
     incarnation: str
     reason: str
-    def __init__(self, handoff_id: _Optional[str] = ..., reservation_token: _Optional[str] = ..., incarnation: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    resend: bool
+    def __init__(self, handoff_id: _Optional[str] = ..., reservation_token: _Optional[str] = ..., incarnation: _Optional[str] = ..., reason: _Optional[str] = ..., resend: bool = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ()

@@ -22,11 +22,13 @@ class DescribeResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[_common_pb2.WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("heartbeat_ms",)
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_ms: int
+    def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queue_tokens", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "prefill_tokens_per_s", "step_ms", "steps", "preemptions")
+    __slots__ = ("queue_tokens", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "prefill_tokens_per_s", "step_ms", "steps", "preemptions", "step_age_ms")
     QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +41,7 @@ class Load(_message.Message):
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     queue_tokens: int
     running: int
     waiting: int
@@ -51,7 +54,8 @@ class Load(_message.Message):
     step_ms: float
     steps: int
     preemptions: int
-    def __init__(self, queue_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    step_age_ms: float
+    def __init__(self, queue_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., step_age_ms: _Optional[float] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
     __slots__ = ("stored", "evicted", "cleared")

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
 from router.placement import has_room, pick, score
-from router.snapshot import Snapshot, WorkerView
+from router.snapshot import Assigned, Snapshot, WorkerView
 
 BLOCK = 4
 
@@ -14,7 +14,8 @@ def worker(name, state="READY", reason="", tokens=0, sequences=0, dtype="f32", *
     kv = common_pb2.KvDescriptor(block_size=BLOCK, dtype=dtype)
     record = common_pb2.WorkerRecord(incarnation=name, kv=kv, max_context=load.pop("context", 64))
     load = {"blocks_total": 10, "blocks_free": 10, **load}
-    return WorkerView(record, worker_pb2.Load(**load), state, reason, tokens, sequences)
+    assigned = (Assigned(tokens, 0.0),) if tokens else ()
+    return WorkerView(record, worker_pb2.Load(**load), state, reason, assigned, sequences)
 
 
 def fleet(prefill, decode):
