@@ -73,6 +73,35 @@ def _port(port: int) -> None:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast a simulated engine is."""
+
+    prefill_tokens_per_s: float
+    step_ms: float  # for a step that gives sequences their next token
+    ms_per_sequence: float = 0.0  # more, for each of them
+
+    @classmethod
+    def parse(cls, text: str) -> Pace:
+        """Of "PREFILL_TOKENS_PER_S,STEP_MS[,MS_PER_SEQUENCE]". Raises ConfigError."""
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        finite = all(0 <= number < float("inf") for number in numbers)
+        if not (2 <= len(numbers) <= 3 and finite and numbers[0] > 0):
+            raise ConfigError(
+                f"--simulate {text!r}: write the prefill rate in tokens a second and the time of a "
+                "decode step in ms, as 8000,10; a third number is added for each sequence"
+            )
+        return cls(*numbers)
+
+    def step_s(self, prompt_tokens: int, sequences: int) -> float:
+        """Seconds for a step that computes so many of prompts and one token of each sequence."""
+        decode_ms = self.step_ms + self.ms_per_sequence * sequences if sequences else 0.0
+        return prompt_tokens / self.prefill_tokens_per_s + decode_ms / 1e3
+
+
+@dataclass(frozen=True)
 class RegistryConfig:
     """Where members are kept."""
 
@@ -130,6 +159,10 @@ class EngineConfig:
         _at_least("--max-batch", self.max_batch, 1)
         _at_least("--chunk-tokens", self.chunk_tokens, 1)
         _at_least("--threads", self.threads, 0)
+        if self.simulate:
+            Pace.parse(self.simulate)
+            if self.device == "cuda":
+                raise ConfigError("--simulate computes nothing: leave --device cuda out")
 
 
 @dataclass(frozen=True)
@@ -167,16 +200,9 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True)
-class RouterConfig:
-    """One router."""
+class RouterLimits:
+    """What a router accepts and how long it waits: the same for every router of a cluster."""
 
-    model: str = "demo"
-    random_weights: bool = False  # the model is a config: without a tokenizer, token ids only
-    model_name: str = ""
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    host: str = "127.0.0.1"
-    port: int = 7700
-    otlp: str | None = None
     max_queue: int = 1024
     max_attempts: int = 4
     default_timeout_s: float = 600.0
@@ -186,13 +212,12 @@ class RouterConfig:
     silence_s: float = 1.5  # until a worker without a sign of life counts as lost
     stall_s: float = 10.0  # for one engine step, unless the worker's steps are long
     recovery_s: float = 30.0  # that accepted requests wait for a worker to come back
-    local_prefill_max_tokens: int = 16
-    drain_s: float = 30.0
-    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    # Measured by tools/local_prefill.py on two CPU cores: up to 64 tokens decode is sooner and the
+    # streams beside it do not notice; from 80 on they do. Half of that, because models whose
+    # prompts take longer, next to their steps, disturb streams sooner.
+    local_prefill_max_tokens: int = 32
 
     def __post_init__(self) -> None:
-        _port(self.port)
-        _at_least("--drain-timeout", self.drain_s, 0)
         _at_least("--max-queue", self.max_queue, 1)
         _at_least("--max-attempts", self.max_attempts, 1)
         _at_least("--local-prefill-max", self.local_prefill_max_tokens, 0)
@@ -202,6 +227,26 @@ class RouterConfig:
         _at_least("--silence", self.silence_s, 0.3)
         _at_least("--stall", self.stall_s, 0.1)
         _at_least("--recovery-timeout", self.recovery_s, 0)
+
+
+@dataclass(frozen=True)
+class RouterConfig(RouterLimits):
+    """One router."""
+
+    model: str = "demo"
+    random_weights: bool = False  # the model is a config: without a tokenizer, token ids only
+    model_name: str = ""
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    host: str = "127.0.0.1"
+    port: int = 7700
+    otlp: str | None = None
+    drain_s: float = 30.0
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _port(self.port)
+        _at_least("--drain-timeout", self.drain_s, 0)
 
     @property
     def served_name(self) -> str:
@@ -214,10 +259,11 @@ class ClusterConfig:
     """A whole cluster on this machine, as `baton up` starts it."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+    limits: RouterLimits = field(default_factory=RouterLimits)
     prefill: int = 1
     decode: int = 1
     routers: int = 1
-    host: str = "127.0.0.1"  # the router's; workers and etcd listen on loopback
+    host: str = "127.0.0.1"  # the routers'; workers and etcd listen on loopback
     port: int = 7700  # the first router's, the others follow; 0: free ones
     transport: str = "auto"
     etcd: str | None = None  # None: start an embedded one
@@ -230,7 +276,6 @@ class ClusterConfig:
     model_name: str = ""  # empty: the model directory's name
     otlp: str | None = None
     trace: bool = False
-    local_prefill_max_tokens: int = 16
     restart: bool = True
     drain_s: float = 5.0
     log_level: str = "warning"
@@ -239,6 +284,8 @@ class ClusterConfig:
         _port(self.port)
         _at_least("--drain-timeout", self.drain_s, 0)
         _at_least("--routers", self.routers, 1)
+        if self.port + self.routers - 1 > MAX_PORT:
+            raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
         for option, workers in (("--prefill", self.prefill), ("--decode", self.decode)):
             if workers < 1:
                 raise ConfigError(

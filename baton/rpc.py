@@ -54,6 +54,9 @@ _CODES: list[tuple[type[errors.BatonError], grpc.StatusCode]] = [
     (errors.InternalError, grpc.StatusCode.INTERNAL),
 ]
 _ERRORS = {code: cls for cls, code in _CODES}
+# An error that shares its code with others travels with its name.
+_NAMED = {cls.__name__: cls for cls, code in _CODES if _ERRORS[code] is not cls}
+_DOMAIN = "baton"
 
 T = TypeVar("T")
 
@@ -69,8 +72,8 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 def error_of(rpc_error: grpc.RpcError) -> errors.BatonError:
     """The error that a failed call stands for, with its retry advice and bad field."""
     code, text = rpc_error.code(), rpc_error.details() or ""
-    cls = _ERRORS.get(code, errors.InternalError)
-    retry_after_s, field = _read_details(rpc_error.trailing_metadata() or ())
+    retry_after_s, field, name = _read_details(rpc_error.trailing_metadata() or ())
+    cls = _NAMED.get(name) or _ERRORS.get(code, errors.InternalError)
     if issubclass(cls, errors.RetryableError):
         return cls(text, retry_after_s)
     if cls is errors.InvalidRequest:
@@ -151,6 +154,8 @@ def _write_details(
             field=error.field, description=str(error)
         )
         details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+    if (name := type(error).__name__) in _NAMED:
+        details.append(_packed(error_details_pb2.ErrorInfo(reason=name, domain=_DOMAIN)))
     if not details:
         return ()
     status = status_pb2.Status(code=code.value[0], message=text, details=details)
@@ -163,16 +168,19 @@ def _packed(message: Any) -> any_pb2.Any:
     return packed
 
 
-def _read_details(metadata: Any) -> tuple[float, str]:
-    """(retry_after_s, field) out of a failed call's trailing metadata."""
-    retry_after_s, field = 0.0, ""
+def _read_details(metadata: Any) -> tuple[float, str, str]:
+    """(retry_after_s, field, error's name) out of a failed call's trailing metadata."""
+    retry_after_s, field, name = 0.0, "", ""
     for key, value in metadata:
         if key != _STATUS_DETAILS:
             continue
         for detail in status_pb2.Status.FromString(value).details:
             retry, bad = error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
+            info = error_details_pb2.ErrorInfo()
             if detail.Unpack(retry):
                 retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
             elif detail.Unpack(bad) and bad.field_violations:
                 field = bad.field_violations[0].field
-    return retry_after_s, field
+            elif detail.Unpack(info) and info.domain == _DOMAIN:
+                name = info.reason
+    return retry_after_s, field, name

@@ -12,7 +12,7 @@ from baton.v1 import decode_pb2
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 4096  # messages a router may be behind before its stream is cut
-
+LEAST_SILENCE_S = 0.05  # signs of life do not come faster than that
 
 Messages = asyncio.Queue[decode_pb2.StreamEventsResponse | None]  # None: the end
 
@@ -66,3 +66,14 @@ class EventStreams:
     def _end(self, router_id: str) -> None:
         if queue := self._queues.pop(router_id, None):
             queue.put_nowait(None)
+
+
+async def next_message(
+    messages: Messages, silence_s: float
+) -> decode_pb2.StreamEventsResponse | None:
+    """What comes next; an empty message when nothing does for `silence_s` (0: that never comes)."""
+    try:
+        async with asyncio.timeout(max(silence_s, LEAST_SILENCE_S) if silence_s else None):
+            return await messages.get()
+    except TimeoutError:
+        return decode_pb2.StreamEventsResponse()

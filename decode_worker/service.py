@@ -9,7 +9,7 @@ from baton import rpc, telemetry
 from baton.errors import Unavailable
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.worker.node import Node
-from decode_worker.events import EventStreams
+from decode_worker.events import EventStreams, next_message
 from decode_worker.reservations import Reservations
 from decode_worker.spans import DecodeSpans
 
@@ -48,14 +48,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def StreamEvents(
         self, request: decode_pb2.StreamEventsRequest, context: Any
     ) -> AsyncGenerator[decode_pb2.StreamEventsResponse, None]:
-        """A router's events, until it hangs up."""
-        router_id = request.router_id
+        """A router's events and signs of life, until it hangs up."""
+        router_id, silence_s = request.router_id, request.heartbeat_ms / 1000
         # The router gave up what it waited for on an earlier stream when that one broke.
         self._reservations.cancel_router(router_id)
         messages = self._streams.register(router_id)
         try:
             await context.send_initial_metadata(())
-            while (message := await messages.get()) is not None:
+            while (message := await next_message(messages, silence_s)) is not None:
                 yield message
             raise Unavailable("the event stream was closed by the decode worker")
         finally:

@@ -60,6 +60,7 @@ class Incoming:
     receives: set[asyncio.Task[None]] = field(default_factory=set)
     failure: BatonError | None = None
     ended: str | None = None  # why it was given up while bytes might still come
+    resend: bool = False  # given up by its sender, who will send all of it again
 
     @property
     def writing(self) -> bool:

@@ -18,6 +18,7 @@ from baton.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     KvCorrupted,
     KvMismatch,
@@ -27,6 +28,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
+from kvtransfer.aborts import Aborts
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.seam import Link, PutStats, Transport
 from kvtransfer.waiting import Deadline
@@ -102,21 +104,30 @@ class LinkPool:
         self._descriptor, self._host_id = descriptor, host_id
         self._cap, self._backoff_s, self._connect_s = cap, backoff_s, connect_timeout_s
         self._credentials = credentials
+        self.aborts = Aborts(credentials)
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._refused_until: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
 
-    async def acquire(self, target: prefill_pb2.HandoffTarget, deadline: Deadline) -> PairLink:
+    async def acquire(
+        self, target: prefill_pb2.HandoffTarget, deadline: Deadline, again: bool = False
+    ) -> PairLink:
         """The link to `target`, opened if need be; give it back with `release`.
 
+        `again` is for a handoff whose link failed while the peer's control still answered: it need
+        not wait until the quarantine has passed.
         Raises Unavailable while the pair is quarantined, Overloaded when all links are in use,
         KvMismatch, Stale, TransferFailed, DeadlineExceeded.
         """
         peer = target.incarnation
         while (link := self._links.get(peer)) is None:
             if peer not in self._opening:
-                self._check_quarantine(peer)
+                if self._closed:
+                    raise Unavailable("the prefill worker is closing its links")
+                if not again:
+                    self._check_quarantine(peer)
                 self._opening[peer] = asyncio.create_task(self._open(target))
             # Shielded: others may wait for the same link. Its own time is bounded.
             opening = asyncio.shield(self._opening[peer])
@@ -139,8 +150,9 @@ class LinkPool:
     def judging(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
         """Around what uses `link`: takes it out of service when it is the link that failed.
 
-        An unanswered call becomes TransferFailed, unless it was the request's time that ran out:
-        then nobody is to blame, but a two-sided link may be out of step and is opened anew.
+        A call that was not answered, or not with one of our errors, becomes TransferFailed, unless
+        it was the request's time that ran out: then nobody is to blame, but a two-sided link may be
+        out of step and is opened anew.
         """
         try:
             yield
@@ -152,6 +164,8 @@ class LinkPool:
                 self.condemn(link, quarantine=not out_of_time)
             if isinstance(error, (Unavailable, DeadlineExceeded)) and not out_of_time:
                 raise TransferFailed(f"decode {link.peer} did not answer: {error}") from error
+            if isinstance(error, InternalError):  # INTERNAL also carries its TransferFailed
+                raise TransferFailed(f"decode {link.peer}: {error}") from error
             raise
 
     def condemn(self, link: PairLink, quarantine: bool = True) -> None:
@@ -182,7 +196,8 @@ class LinkPool:
         ]
 
     async def close(self) -> None:
-        """Closes every link; handoffs that still run fail."""
+        """Closes every link; handoffs that still run fail. Aborts get a last moment to be heard."""
+        self._closed = True
         for task in self._opening.values():
             task.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
@@ -192,6 +207,7 @@ class LinkPool:
                 self._in_background(link.close_control())
         while self._closing:
             await asyncio.gather(*self._closing)
+        await self.aborts.close()
 
     async def _open(self, target: prefill_pb2.HandoffTarget) -> PairLink:
         peer = target.incarnation

@@ -1,38 +1,27 @@
-"""The decode side of handoffs: offers links, takes blocks in, verifies them, starts decoding."""
+"""The decode side of handoffs: grants writes, takes blocks in, verifies them, starts decoding.
+
+A handoff's record lives from its first Ready to its Commit or Abort. While bytes may still come
+into its blocks it outlives its reservation: it is what keeps those blocks in quarantine.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import BatonError, Overloaded, Stale, TransferFailed, Unavailable
+from baton.errors import BatonError, Stale, TransferFailed
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import negotiation
 from kvtransfer.incoming import Incoming, Reservations, ReservedBlocks
-from kvtransfer.liveness import ProcessWatch
+from kvtransfer.peers import Peer, Peers
 from kvtransfer.pool import Digest, KvPool, Slots
-from kvtransfer.seam import Kind, Listener, Transport
+from kvtransfer.seam import Transport
 from kvtransfer.waiting import uninterrupted
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Peer:
-    """One prefill process's current link, and the one thread that works for it."""
-
-    incarnation: str
-    epoch: int
-    transport: Transport
-    listener: Listener
-    thread: ThreadPoolExecutor
-    accepted: asyncio.Future[None]
 
 
 class HandoffReceiver:
@@ -57,13 +46,16 @@ class HandoffReceiver:
         self._pool, self._descriptor = pool, descriptor
         self._incarnation, self._host_id = incarnation, host_id
         self._transports, self._reservations = transports, reservations
-        self._timeout_s, self._max_links = timeout_s, max_links
-        self._listeners: dict[Kind, Listener] = {}
-        self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
-        self._peers: dict[str, _Peer] = {}  # the one offered first comes first
+        self._timeout_s = timeout_s
         self._incoming: dict[str, Incoming] = {}
-        self._watches: dict[str, ProcessWatch] = {}  # of peers on this host
         self._tasks: set[asyncio.Task[None]] = set()
+        self._peers = Peers(
+            pool,
+            timeout_s=timeout_s,
+            max_links=max_links,
+            busy=lambda: {record.peer for record in self._incoming.values()},
+            on_exit=self._on_exit,
+        )
 
     async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
         """A new link, which ends the peer's earlier one. Raises Stale, KvMismatch, Overloaded."""
@@ -72,15 +64,8 @@ class HandoffReceiver:
         negotiation.check_same(request.kv, self._descriptor, request.incarnation, self._incarnation)
         same_host = request.host_id == self._host_id
         transport = negotiation.choose(request.transports, self._transports, same_host)
-        self._make_room()
-        if transport.kind not in self._listeners:
-            self._listeners[transport.kind] = transport.listen(self._pool)
-        endpoint, peer = await self._listen(request.incarnation, transport)
-        self._drop(request.incarnation)
-        self._peers[request.incarnation] = peer
-        if same_host and request.pid:
-            self._watch(request.incarnation, request.pid)
-        peer.accepted.add_done_callback(lambda done: self._accepted(peer, done))
+        pid = request.pid if same_host else 0
+        endpoint, peer = await self._peers.open(request.incarnation, transport, pid)
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 
     async def ready(self, request: pb.ReadyRequest) -> pb.ReadyResponse:
@@ -88,10 +73,7 @@ class HandoffReceiver:
 
         Raises Unavailable for a link that is gone, Stale, InvalidRequest, TransferFailed.
         """
-        peer = self._peer(request.incarnation, request.epoch)
-        await asyncio.wait({peer.accepted})
-        peer.accepted.result()
-        self._peer(request.incarnation, request.epoch)
+        peer = await self._peers.connected(request.incarnation, request.epoch)
         record = self._record(request)
         slots = record.announce(request.first_token, request.num_tokens)
         slots.check(self._pool.block_size, self._pool.num_blocks)
@@ -108,18 +90,23 @@ class HandoffReceiver:
         return pb.CommitResponse()
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        """The sender writes no more. Raises Stale when it is not the handoff's sender."""
-        record = self._incoming.get(request.handoff_id)
-        if record is None:
-            await self._reservations.aborted(
-                request.handoff_id, request.reservation_token, request.reason
-            )
-        else:
-            self._check_sender(record, request.reservation_token, request.incarnation)
-            record.granted = False
+        """The sender writes no more, or not before the next Ready if it means to send all again.
+
+        Raises Stale when it is not the handoff's sender, and for one that would send again, when
+        its reservation is gone.
+        """
+        handoff_id, token = request.handoff_id, request.reservation_token
+        record = self._incoming.get(handoff_id)
+        if record is not None:
+            self._check_sender(record, token, request.incarnation)
+            record.granted, record.resend = False, request.resend
             await self._end(record, request.reason)
             if record.receives:  # the last bytes, or the end of the link, are on their way
                 await asyncio.wait(set(record.receives))
+        elif not request.resend:
+            await self._reservations.aborted(handoff_id, token, request.reason)
+        if request.resend:
+            self._reservations.find(handoff_id, token)
         return pb.AbortResponse()
 
     def writing(self, handoff_id: str) -> bool:
@@ -141,7 +128,7 @@ class HandoffReceiver:
         Gives up the handoffs that it leaves unfinished, and returns their ids.
         """
         left = [record for record in self._incoming.values() if record.peer == incarnation]
-        self._drop(incarnation)
+        self._peers.drop(incarnation)
         receives = {task for record in left for task in record.receives}
         for record in left:
             record.granted, record.ended = False, f"prefill {incarnation} is gone"
@@ -155,47 +142,18 @@ class HandoffReceiver:
 
     async def close(self) -> None:
         """Drops every link and waits for what still runs on their threads."""
-        for watch in self._watches.values():
-            watch.close()
-        for incarnation in list(self._peers):
-            self._drop(incarnation)
+        await self._peers.close()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
-        for listener in self._listeners.values():
-            listener.close()
 
-    async def _listen(self, incarnation: str, transport: Transport) -> tuple[bytes, _Peer]:
-        """The endpoint of a new link, and the link, whose thread waits for the peer."""
-        run = asyncio.get_running_loop().run_in_executor
-        epoch, listener = next(self._epochs), self._listeners[transport.kind]
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{incarnation}")
-        try:
-            endpoint = await run(thread, listener.offer, incarnation, epoch)
-        except BaseException as error:
-            thread.submit(listener.drop, incarnation, epoch)
-            thread.shutdown(wait=False)
-            if isinstance(error, (OSError, RuntimeError)):
-                raise TransferFailed(f"{transport.name}: cannot listen: {error}") from error
-            raise
-        accepted = run(thread, listener.accept, incarnation, epoch, self._timeout_s)
-        return endpoint, _Peer(incarnation, epoch, transport, listener, thread, accepted)
+    def _on_exit(self, incarnation: str) -> None:
+        async def give_up() -> None:
+            await self.peer_gone(incarnation)
 
-    def _watch(self, incarnation: str, pid: int) -> None:
-        """A process that has ended writes no more; nothing less proves that."""
-
-        def ended() -> None:
-            log.warning("prefill process %d (%s) has ended", pid, incarnation)
-            self._watches.pop(incarnation, None)
-            self._start(self._ended(incarnation))
-
-        if incarnation not in self._watches:
-            self._watches[incarnation] = ProcessWatch(pid, ended)
-
-    async def _ended(self, incarnation: str) -> None:
-        await self.peer_gone(incarnation)
+        self._start(give_up())
 
     async def _commit(self, request: pb.CommitRequest) -> None:
-        peer = self._peer(request.incarnation, request.epoch)
+        peer = self._peers.find(request.incarnation, request.epoch)
         record = self._record(request)
         if record.receives:
             await asyncio.wait(set(record.receives))
@@ -205,23 +163,26 @@ class HandoffReceiver:
             arrived = await self._arrived(peer, record)
             self._check_reserved(record)
             record.verify(request, arrived)
-            if self._incoming.pop(record.handoff_id, None) is not record:
+            if self._incoming.get(record.handoff_id) is not record:
                 raise Stale(f"handoff {record.handoff_id} was committed already")
+            del self._incoming[record.handoff_id]
         except BatonError as error:
             log.warning("handoff %s from %s: %s", record.handoff_id, record.peer, error)
             record.granted = False  # Commit says that all has been written
+            # Its sender still has the KV; if it does not come back, the lease ends the reservation.
+            record.resend = isinstance(error, TransferFailed)
             await self._end(record, str(error))
             raise
         await self._reservations.committed(record.handoff_id, record.token, request.first_token_id)
 
-    async def _arrived(self, peer: _Peer, record: Incoming) -> Digest:
+    async def _arrived(self, peer: Peer, record: Incoming) -> Digest:
         """The digest of what came in; of one-sided writes only the blocks themselves can tell."""
         if not peer.transport.one_sided:
             return record.digest
         run = asyncio.get_running_loop().run_in_executor
         return await run(peer.thread, self._pool.digest, record.slots)
 
-    async def _post(self, peer: _Peer, record: Incoming, slots: Slots) -> None:
+    async def _post(self, peer: Peer, record: Incoming, slots: Slots) -> None:
         """Starts the receive and returns when it is posted. Raises TransferFailed."""
         loop = asyncio.get_running_loop()
         posted = loop.create_future()
@@ -246,7 +207,7 @@ class HandoffReceiver:
         if not posted.done():
             receive.result()
 
-    async def _received(self, peer: _Peer, record: Incoming, receive: asyncio.Future[None]) -> None:
+    async def _received(self, peer: Peer, record: Incoming, receive: asyncio.Future[None]) -> None:
         try:
             await receive
             self._check_reserved(record)
@@ -256,18 +217,24 @@ class HandoffReceiver:
             record.failure = record.failure or (
                 TransferFailed(str(error)) if failed else Stale(str(error))
             )
-            if failed and self._peers.get(peer.incarnation) is peer:
-                self._drop(peer.incarnation)
+            if failed:
+                self._peers.condemn(peer)
         record.receives.discard(asyncio.current_task())
         if record.ended is not None and not record.writing:
             await self._end(record, record.ended)
 
     async def _end(self, record: Incoming, reason: str) -> None:
-        """Gives the handoff up, and its blocks back as soon as nothing is written into them."""
+        """Ends the record, and as soon as nothing is written into them gives its blocks back.
+
+        A reservation that waits for all to be sent again keeps them.
+        """
         record.ended = record.ended or reason
         if record.writing or self._incoming.get(record.handoff_id) is not record:
             return
         del self._incoming[record.handoff_id]
+        if record.resend and self._still_reserved(record):
+            log.info("handoff %s is to be sent again: %s", record.handoff_id, record.ended)
+            return
         await self._reservations.aborted(record.handoff_id, record.token, record.ended)
 
     def _record(self, request: pb.ReadyRequest | pb.CommitRequest) -> Incoming:
@@ -302,38 +269,11 @@ class HandoffReceiver:
             raise Stale(f"the reservation of handoff {record.handoff_id} is gone")
         return reserved
 
-    def _peer(self, incarnation: str, epoch: int) -> _Peer:
-        peer = self._peers.get(incarnation)
-        if peer is None or peer.epoch != epoch:
-            raise Unavailable(f"link epoch {epoch} of prefill {incarnation} is gone")
-        return peer
-
-    def _accepted(self, peer: _Peer, done: asyncio.Future[None]) -> None:
-        if done.cancelled() or (error := done.exception()) is None:
-            return
-        log.warning("link of prefill %s did not open: %s", peer.incarnation, error)
-        if self._peers.get(peer.incarnation) is peer:
-            self._drop(peer.incarnation)
-
-    def _make_room(self) -> None:
-        if len(self._peers) < self._max_links:
-            return
-        busy = {record.peer for record in self._incoming.values()}
-        idle = next((name for name in self._peers if name not in busy), None)
-        if idle is None:
-            raise Overloaded(f"all {self._max_links} links are in use")
-        self._drop(idle)
-
-    def _drop(self, incarnation: str) -> None:
-        """Takes the peer's link out of service; it is freed when its thread has ended its work."""
-        peer = self._peers.pop(incarnation, None)
-        if peer is not None:
-            self._start(self._free(peer))
-
-    async def _free(self, peer: _Peer) -> None:
-        run = asyncio.get_running_loop().run_in_executor
-        await run(peer.thread, peer.listener.drop, peer.incarnation, peer.epoch)
-        peer.thread.shutdown()
+    def _still_reserved(self, record: Incoming) -> bool:
+        try:
+            return self._reservations.find(record.handoff_id, record.token) == record.reserved
+        except Stale:
+            return False
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

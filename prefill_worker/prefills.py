@@ -155,8 +155,8 @@ class Prefills:
                 prompt.trace,
             )
             async with handoff:
-                await asyncio.wrap_future(self._node.engine.add(sequence))
-                async with contextlib.aclosing(self._compute(prompt, handoff)) as responses:
+                computing = self._compute(prompt, handoff)
+                async with self._queued(sequence), contextlib.aclosing(computing) as responses:
                     async for response in responses:
                         yield response
                         if response.first_token.finish_reason:
@@ -222,6 +222,20 @@ class Prefills:
             step.ended_ns,
             attributes,
         )
+
+    @contextlib.asynccontextmanager
+    async def _queued(self, sequence: Sequence) -> AsyncGenerator[None, None]:
+        """Has the engine compute it; once it is given up, not one chunk more.
+
+        Its blocks have to stay until the handoff is aborted, which may take longer.
+        """
+        engine = self._node.engine
+        try:
+            await asyncio.wrap_future(engine.add(sequence))
+            yield
+        except BaseException:  # also a caller that hung up
+            engine.halt(sequence.seq_id)
+            raise
 
     @contextlib.contextmanager
     def _listed(self, prompt: Prompt) -> Iterator[None]:

@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from baton.sampling import SamplingParams
 from baton.text import AnyTokenizer, check_stop_strings
-from baton.v1 import inference_pb2
+from baton.v1 import common_pb2, inference_pb2
 from router.story import Ask
+from router.tenants import Tenant, Tenants, Visit
 
 _LONG_TEXT_CHARS = 4096  # longer texts are tokenized on a thread, off the event loop
+_PRIORITIES = common_pb2.Priority.values()
+# Tokens a second before any worker has measured: what counts is that the order of dues is right,
+# and that follows from the prompts' sizes whatever the rate.
+_ASSUMED_RATE = 1000.0
 
 
 @dataclass(frozen=True)
 class Admission:
-    """What a router knows of its model."""
+    """What a router knows of its model, and what it takes of a prompt."""
 
     model: str
     tokenizer: AnyTokenizer
     default_timeout_s: float
+    ttft_target_s: float = 0.0  # 0: none; a request's own goes first
+    max_prompt_tokens: int = 0  # 0: what the context holds
+    prefill_rate: Callable[[], float] = lambda: 0.0  # the fleet's, tokens a second; 0: not known
+    tenants: Tenants = field(default_factory=lambda: Tenants(None))
 
     async def admit(
         self,
@@ -31,16 +40,22 @@ class Admission:
         time_left_s: float | None,
         max_context: int,
         request_id: str,
+        tenant: Tenant | None = None,
     ) -> Ask:
         """The request in tokens. Raises InvalidRequest, ModelNotFound or DeadlineExceeded.
 
-        `max_context` is what workers take, 0 where none is known yet.
+        `max_context` is what workers take, 0 where none is known yet. The tenant is the one of
+        callers without a key where none is given; nothing is charged to it before `enter`,
+        but Overloaded is raised while none of its requests may enter.
         """
+        tenant = tenant or self.tenants.of(None)
+        tenant.check_requests()
         timeout_s = self.default_timeout_s if time_left_s is None else time_left_s
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
         self.check_model(request.model)
+        _check_priority(request.priority)
         params = SamplingParams.from_proto(request.sampling)
         if not request.sampling.HasField("seed"):
             params = replace(params, seed=secrets.randbits(64))
@@ -51,16 +66,39 @@ class Admission:
                 prompt = await self.tokenize(request)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed during tokenizing") from None
-        self._check_prompt(prompt, max_context)
+        resumed = tuple(request.resumed_token_ids)
+        self._check_resumed(resumed, request, params)
+        self._check_prompt([*prompt, *resumed], max_context)
+        self._check_size(prompt, tenant)
         return Ask(
             request_id=request_id,
             prompt=tuple(prompt),
             params=params,
             stop=tuple(request.stop),
             include_stop=request.include_stop,
-            cache_salt=request.cache_salt,
+            cache_salt=tenant.salt(request.cache_salt),
             deadline=deadline,
+            tenant=tenant.name,
+            ttft_target_s=request.ttft_target_ms / 1000 or self.ttft_target_s,
+            resumed=resumed,
         )
+
+    def enter(self, ask: Ask, tenant: Tenant, priority: common_pb2.Priority) -> tuple[Ask, Visit]:
+        """Charges the request to its tenant and says when it is due; `with visit:` ends that.
+
+        Raises Overloaded at one of the tenant's limits, InvalidRequest where it could never fit.
+        """
+        most = ask.params.max_tokens - len(ask.resumed)
+        visit = tenant.enter(len(ask.prompt), most, self._work_s(ask), priority)
+        return replace(ask, due=visit.due), visit
+
+    def as_if_entered(self, ask: Ask, tenant: Tenant, priority: common_pb2.Priority) -> Ask:
+        """The request as `enter` would give it, without charging anybody."""
+        return replace(ask, due=tenant.due_now(self._work_s(ask), priority))
+
+    def _work_s(self, ask: Ask) -> float:
+        tokens = len(ask.prompt) + len(ask.resumed)
+        return tokens / (self.prefill_rate() or _ASSUMED_RATE)
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound unless the request means the model that is served."""
@@ -89,6 +127,26 @@ class Admission:
         if stop and self.tokenizer.pieces is None:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
 
+    def _check_resumed(
+        self,
+        resumed: tuple[int, ...],
+        request: inference_pb2.GenerateRequest,
+        params: SamplingParams,
+    ) -> None:
+        if not resumed:
+            return
+        if len(resumed) >= params.max_tokens:
+            raise InvalidRequest(
+                f"{len(resumed)} tokens have come and {params.max_tokens} were asked for: "
+                "nothing is left to generate",
+                "resumed_token_ids",
+            )
+        if params.temperature > 0 and not request.sampling.HasField("seed"):
+            raise InvalidRequest(
+                "to go on with a stream that was drawn at random, its seed is needed",
+                "sampling.seed",
+            )
+
     def _check_prompt(self, prompt: list[int], max_context: int) -> None:
         limit = min((n for n in (self.tokenizer.max_context, max_context) if n), default=0)
         if not prompt:
@@ -104,3 +162,16 @@ class Admission:
                 f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
                 "token_ids",
             )
+
+    def _check_size(self, prompt: list[int], tenant: Tenant) -> None:
+        allowed = (self.max_prompt_tokens, tenant.limits.max_prompt_tokens)
+        limit = min((n for n in allowed if n), default=0)
+        if limit and len(prompt) > limit:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens and at most {limit} are taken here", "input"
+            )
+
+
+def _check_priority(priority: int) -> None:
+    if priority not in _PRIORITIES:
+        raise InvalidRequest(f"there is no priority {priority}", "priority")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from baton.errors import BatonError, InternalError
 from baton.v1 import common_pb2, prefill_pb2
@@ -12,6 +13,7 @@ from router.member import Event, Member
 from router.snapshot import Assigned
 
 _COMMIT_ACK_S = 1.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,17 @@ class Attempt:
 
     def __init__(self, handoff_id: str) -> None:
         self.handoff_id = handoff_id
+        self.on_decoding: Callable[[], None] = lambda: None  # decode has brought its first token
         # Workers to blame if the attempt fails now; none stands for the decode worker.
         self.suspects: set[str] = set()
         self.finished_on_decode = False
+        self._decoding = False
         self._handed_over = False  # decode has all it needs, or needs nothing
         self._queue: asyncio.Queue[Output | BatonError] = asyncio.Queue()
         self._early: list[Event] | None = []  # decode may be heard before prefill's first token
         self._prefill: asyncio.Task[None] | None = None
         self._assigned: Member | None = None
+        self._lost: asyncio.Future[None] | None = None  # while `unless_lost` waits
 
     def assign(self, prefill: Member, prompt: Assigned) -> None:
         """Counts the prompt against a prefill worker, so that a burst sees its own beginning."""
@@ -83,16 +88,38 @@ class Attempt:
         if isinstance(event, BatonError):
             self.suspects.clear()
             self._queue.put_nowait(event)
+            if self._lost is not None and not self._lost.done():
+                self._lost.set_exception(event)
         elif event.abort_reason:
             self._queue.put_nowait(InternalError(event.abort_reason))
         elif self._early is not None:
             self._early.append(event)
         else:
+            if not self._decoding:
+                self._decoding = True
+                self.on_decoding()
             self._handed_over = True
             self.suspects.clear()
             self.finished_on_decode = bool(event.finish_reason)
             output = Output(list(event.token_ids), list(event.logprobs), event.finish_reason)
             self._queue.put_nowait(output)
+
+    async def unless_lost(self, call: Awaitable[T]) -> T:
+        """The call's result; raises as soon as the decode worker is lost, and cancels the call."""
+        task = asyncio.ensure_future(_result(call))
+        self._lost = asyncio.get_running_loop().create_future()
+        both: set[asyncio.Future[Any]] = {task, self._lost}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._lost.result()
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            if not self._lost.cancel():
+                self._lost.exception()  # seen
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         """Everything both workers say, up to the last token; raises what ended it early."""
@@ -130,3 +157,7 @@ class Attempt:
         """Fails the attempt, unless the prefill worker is no longer needed."""
         if not self._handed_over:
             self._queue.put_nowait(error)
+
+
+async def _result(call: Awaitable[T]) -> T:
+    return await call

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Tracer
@@ -33,11 +34,13 @@ from baton.errors import (
     Unavailable,
 )
 from baton.v1 import decode_pb2, prefill_pb2
-from router import placement
+from router import blame, placement
 from router.attempt import Attempt, Output
 from router.fleet import Fleet
+from router.line import Line
 from router.member import Member, cancel_on
-from router.placement import Pair
+from router.placement import Choice, Wants
+from router.recovery import Recovery
 from router.snapshot import Assigned
 from router.story import Story
 
@@ -55,37 +58,53 @@ class Settings:
     """What dispatch is told by configuration."""
 
     router_id: str
-    max_attempts: int
+    max_attempts: int  # in a row without a token
+    recovery_s: float  # that a request waits for a role that nobody fills
     local_prefill_max_tokens: int
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A pair of workers, the decode one of which holds blocks for us."""
+
+    choice: Choice
+    decode: Member
+    reserved: decode_pb2.ReserveResponse
 
 
 class Dispatch:
     """Runs requests over the fleet. Keeps nothing between them."""
 
-    def __init__(self, fleet: Fleet, settings: Settings, tracer: Tracer) -> None:
+    def __init__(self, fleet: Fleet, line: Line, settings: Settings, tracer: Tracer) -> None:
         self._fleet = fleet
+        self._line = line
         self._settings = settings
         self._tracer = tracer
         self._cancels: set[asyncio.Task[None]] = set()
-        self._line = asyncio.Lock()  # held by the first of those who wait for room
-        self.queued = 0
 
     async def run(self, story: Story, parent: Context) -> AsyncGenerator[Output, None]:
         """The request's tokens, each once, in order. Raises what ended the last attempt."""
+        failures = 0
         while True:
             story.attempts += 1
             try:
                 async with contextlib.aclosing(self._attempt(story, parent)) as outputs:
                     async for output in outputs:
+                        failures = 0
                         story.deliver(output.token_ids)
                         yield output
                 return
             except BatonError as error:
-                if story.attempts >= self._settings.max_attempts or not _retryable(error, story):
+                failures += 1
+                if failures >= self._settings.max_attempts or not _retryable(error, story):
                     raise
                 log.warning("request %s: attempt %d failed, placing it elsewhere: %s",
                             story.ask.request_id, story.attempts, error)  # fmt: skip
-            await asyncio.sleep(_backoff_s(story.attempts))
+            await asyncio.sleep(_backoff_s(failures))
+
+    def wants(self, story: Story) -> Wants:
+        """What placement is asked for."""
+        return story.wants(self._settings.local_prefill_max_tokens)
 
     async def close(self) -> None:
         """Waits for the cancellations that are still under way."""
@@ -97,21 +116,23 @@ class Dispatch:
         with telemetry.span(self._tracer, "router.attempt", parent) as span:
             trace = telemetry.context_of(span)
             attempt = Attempt(handoff_id)
-            pair, reserved = await self._reserve(story, attempt, trace)
-            decode = self._fleet.member(pair.decode.incarnation)
-            _describe(span, pair, reserved, story)
+            placed = await self._reserve(story, attempt, trace)
+            choice, decode, reserved = placed.choice, placed.decode, placed.reserved
+            attempt.on_decoding = partial(self._fleet.health.succeeded, choice.decode.incarnation)
+            _describe(span, choice, reserved, story)
             try:
                 if reserved.started:
                     attempt.unassign()
                     attempt.first_token_seen()
                     story.cached_tokens = _first(story.cached_tokens, reserved.cached_tokens)
                 else:
-                    attempt.follow(self._prefill(story, pair, reserved, attempt, trace))
+                    self._assign(choice, self.wants(story), attempt)
+                    attempt.follow(self._prefill(story, choice, reserved, attempt, trace))
                 async with contextlib.aclosing(attempt.outputs()) as outputs:
                     async for output in outputs:
                         yield output
-            except BatonError:
-                story.failed_workers |= attempt.suspects or {pair.decode.incarnation}
+            except BatonError as error:
+                self._blame(choice, attempt, story, error)
                 raise
             finally:
                 attempt.unassign()
@@ -122,68 +143,71 @@ class Dispatch:
                     if not attempt.finished_on_decode:
                         self._cancel(decode, handoff_id)
 
-    async def _reserve(
-        self, story: Story, attempt: Attempt, trace: Context
-    ) -> tuple[Pair, decode_pb2.ReserveResponse]:
+    async def _reserve(self, story: Story, attempt: Attempt, trace: Context) -> _Placed:
         """Blocks on the best decode worker; waits for room as long as the deadline allows.
 
         Those who wait stand in line: if all of them asked at each news, they would drown workers.
         """
-        self.queued += 1
-        try:
-            with telemetry.span(self._tracer, "router.place", trace):
-                if not self._line.locked():
-                    with contextlib.suppress(Overloaded):
-                        return await self._place_once(story, attempt, trace)
-                async with self._line:
-                    while True:
-                        news = self._fleet.news
-                        with contextlib.suppress(Overloaded):
-                            return await self._place_once(story, attempt, trace)
-                        await news.wait()
-        finally:
-            self.queued -= 1
+        wants = self.wants(story)
+        ticket = story.ticket()
+        with telemetry.span(self._tracer, "router.place", trace):
+            async with Recovery(self._settings.recovery_s) as recovery:
+                return await self._line.place(
+                    ticket,
+                    lambda: self._place_once(story, wants, attempt, recovery, trace),
+                    lambda: self._fleet.news,
+                    accepted=story.placed_at is not None,
+                )
 
     async def _place_once(
-        self, story: Story, attempt: Attempt, trace: Context
-    ) -> tuple[Pair, decode_pb2.ReserveResponse]:
+        self, story: Story, wants: Wants, attempt: Attempt, recovery: Recovery, trace: Context
+    ) -> _Placed:
         """One pass over the decode workers that seem to have room; Overloaded when none has."""
-        num_tokens = len(story.ask.prompt) + len(story.delivered)
         full: set[str] = set()
         while True:
-            pair = placement.pick(self._fleet.snapshot(), num_tokens, story.failed_workers, full)
-            decode = self._fleet.member(pair.decode.incarnation)
-            prompt = Assigned(num_tokens, time.monotonic())
-            attempt.assign(self._fleet.member(pair.prefill.incarnation), prompt)
+            with recovery.waits_for_workers():
+                choice = placement.pick(self._fleet.snapshot(), wants, story.failed_workers, full)
+            decode = self._fleet.member(choice.decode.incarnation)
+            if not choice.decode_prefills:
+                self._assign(choice, wants, attempt)
             decode.subscribe(attempt.handoff_id, attempt.on_decode)
             try:
-                reserved = await self._call_reserve(story, attempt, decode, trace)
+                reserved = await self._call_reserve(story, attempt, choice, decode, trace)
             except BaseException as error:
                 attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
-                if not isinstance(error, Overloaded):
+                if isinstance(error, Overloaded):
+                    self._fleet.health.succeeded(choice.decode.incarnation)  # it answered
+                else:
                     self._cancel(decode, attempt.handoff_id)  # it may hold blocks for us
-                    story.failed_workers.add(pair.decode.incarnation)
+                    if isinstance(error, BatonError):
+                        self._blame(choice, attempt, story, error)
                     raise
-                full.add(pair.decode.incarnation)
+                full.add(choice.decode.incarnation)
                 continue
             story.placed_at = story.placed_at or time.monotonic()
-            return pair, reserved
+            return _Placed(choice, decode, reserved)
+
+    def _assign(self, choice: Choice, wants: Wants, attempt: Attempt) -> None:
+        prompt = Assigned(wants.num_tokens - choice.prefill_cached, wants.due)
+        attempt.assign(self._fleet.member(choice.prefill.incarnation), prompt)
 
     async def _call_reserve(
-        self, story: Story, attempt: Attempt, decode: Member, trace: Context
+        self, story: Story, attempt: Attempt, choice: Choice, decode: Member, trace: Context
     ) -> decode_pb2.ReserveResponse:
         request = decode_pb2.ReserveRequest(
             router_id=self._settings.router_id,
             sequence=story.spec(attempt.handoff_id),
-            local_prefill_max_tokens=self._settings.local_prefill_max_tokens,
+            local_prefill_max_tokens=choice.local_prefill_max_tokens,
         )
         name, timeout_s = decode.record.incarnation, min(RESERVE_TIMEOUT_S, story.ask.time_left_s)
+        self._fleet.health.sent(name)
         try:
             with decode.calling():
-                reserved: decode_pb2.ReserveResponse = await decode.decode.Reserve(
+                call = decode.decode.Reserve(
                     request, timeout=timeout_s, metadata=telemetry.inject(trace)
                 )
+                reserved: decode_pb2.ReserveResponse = await attempt.unless_lost(call)
         except DeadlineExceeded as error:
             if timeout_s < RESERVE_TIMEOUT_S:
                 raise  # the caller's own deadline
@@ -195,26 +219,28 @@ class Dispatch:
     async def _prefill(
         self,
         story: Story,
-        pair: Pair,
+        choice: Choice,
         reserved: decode_pb2.ReserveResponse,
         attempt: Attempt,
         trace: Context,
     ) -> None:
         """Runs the prompt on the prefill worker and feeds what it says into the attempt."""
-        attempt.suspects = {pair.prefill.incarnation}
-        member = self._fleet.member(pair.prefill.incarnation)
-        spec = story.spec(attempt.handoff_id)
+        name = choice.prefill.incarnation
+        attempt.suspects = {name}
+        member = self._fleet.member(name)  # Unavailable if it has left by now
         request = prefill_pb2.PrefillRequest(
-            sequence=spec,
+            sequence=story.spec(attempt.handoff_id),
             target=prefill_pb2.HandoffTarget(
-                address=pair.decode.record.address,
+                address=choice.decode.record.address,
                 incarnation=reserved.incarnation,
                 reservation_token=reserved.reservation_token,
                 cached_tokens=reserved.cached_tokens,
-                host_id=pair.decode.record.host_id,
+                host_id=choice.decode.record.host_id,
             ),
         )
         member.subscribe(attempt.handoff_id, attempt.on_prefill_lost)
+        self._fleet.health.sent(name)
+        self._fleet.health.sent(choice.names)
         try:
             with member.calling():
                 call = member.prefill.Prefill(
@@ -223,11 +249,20 @@ class Dispatch:
                 async for message in call:
                     if message.HasField("first_token"):
                         attempt.unassign()
-                        attempt.suspects.add(pair.decode.incarnation)  # of a failed handoff
+                        attempt.suspects.add(reserved.incarnation)  # of a failed handoff
+                        self._fleet.health.succeeded(name)
+                    elif message.HasField("committed"):
+                        self._fleet.health.succeeded(choice.names)
                     _note(story, message)
                     attempt.on_prefill(message)
         finally:
             member.unsubscribe(attempt.handoff_id)
+
+    def _blame(self, choice: Choice, attempt: Attempt, story: Story, error: BatonError) -> None:
+        """The request avoids whom it failed on; so does everybody, if it happens often."""
+        blamed = blame.suspects(choice, attempt.suspects, error)
+        story.failed_workers |= blamed
+        blame.tell(self._fleet.health, choice, blamed, error)
 
     def _cancel(self, decode: Member, handoff_id: str) -> None:
         """Frees the sequence's blocks without making anybody wait for it."""
@@ -248,14 +283,18 @@ def _note(story: Story, message: prefill_pb2.PrefillResponse) -> None:
         story.route.transport = message.committed.transport
 
 
-def _describe(span: Span, pair: Pair, reserved: decode_pb2.ReserveResponse, story: Story) -> None:
-    prefill = "" if reserved.started else pair.prefill.incarnation
+def _describe(
+    span: Span, choice: Choice, reserved: decode_pb2.ReserveResponse, story: Story
+) -> None:
+    prefill = "" if reserved.started else choice.prefill.incarnation
     story.route.prefill = prefill
-    story.route.decode = pair.decode.incarnation
+    story.route.decode = choice.decode.incarnation
     span.set_attribute("baton.attempt", story.attempts)
     span.set_attribute("baton.prefill", prefill or "(decode prefills)")
-    span.set_attribute("baton.decode", pair.decode.incarnation)
+    span.set_attribute("baton.decode", choice.decode.incarnation)
     span.set_attribute("baton.decode_cached_tokens", reserved.cached_tokens)
+    for name, value in placement.why(choice).items():
+        span.set_attribute(f"baton.placement.{name}", value)
 
 
 def _retryable(error: BatonError, story: Story) -> bool:
@@ -270,6 +309,6 @@ def _first(known: int | None, value: int) -> int:
     return value if known is None else known
 
 
-def _backoff_s(attempt: int) -> float:
-    longest: float = min(_BACKOFF_S[1], _BACKOFF_S[0] * 4 ** (attempt - 1))
+def _backoff_s(failures: int) -> float:
+    longest: float = min(_BACKOFF_S[1], _BACKOFF_S[0] * 4 ** (failures - 1))
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter

@@ -7,22 +7,38 @@ its own connection, not in the registry.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Set
 
 from baton.errors import Unavailable
 from baton.registry import Membership
 from baton.v1 import common_pb2, worker_pb2
+from router.ejection import without_failing
+from router.health import HealthBook, Key
+from router.lifeline import Patience
 from router.member import Member
-from router.snapshot import Snapshot
+from router.snapshot import EJECTED, Snapshot
 
+log = logging.getLogger(__name__)
+
+_QUARANTINED = "QUARANTINED"
 _PREFILL = common_pb2.WORKER_ROLE_PREFILL
 
 
 class Fleet:
-    """Members by incarnation. Event-loop thread only."""
+    """Members by incarnation, and how calls to them end. Event-loop thread only."""
 
-    def __init__(self, membership: Membership, router_id: str, text_fingerprint: str) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        router_id: str,
+        text_fingerprint: str,
+        patience: Patience | None = None,
+    ) -> None:
+        self.health = HealthBook()
         self._membership = membership
+        self._patience = patience or Patience()
+        self._shut: Set[Key] = frozenset()
         self._router_id = router_id
         self._text_fingerprint = text_fingerprint
         self._members: dict[str, Member] = {}
@@ -35,25 +51,46 @@ class Fleet:
 
     @property
     def pairs(self) -> list[worker_pb2.PairStatus]:
-        """Links between workers, as their prefill ends tell."""
-        return [pair for member in self._members.values() for pair in member.pairs]
+        """Links between workers, as their prefill ends tell and as this router judges them."""
+        told = {
+            (pair.prefill, pair.decode): pair
+            for member in self._members.values()
+            for pair in member.pairs
+        }
+        seen = self._seen()
+        ejected = without_failing(seen, self.health).shut_pairs.keys() - seen.shut_pairs.keys()
+        for key in sorted(ejected):
+            told[key] = _ejected(key, told.get(key))
+        return list(told.values())
 
     async def follow(self) -> None:
         """Runs until cancelled, or until the watch ends."""
+        ticking = asyncio.create_task(self._tick_for_ever(), name="fleet ticks")
         try:
             async for records in self._membership.changes():
                 await self._apply(records)
         finally:
+            ticking.cancel()
             closing = [member.close("the router is stopping") for member in self._members.values()]
-            await asyncio.gather(*closing)
+            await asyncio.gather(ticking, *closing, return_exceptions=True)
 
     def snapshot(self) -> Snapshot:
         """All workers now."""
+        return without_failing(self._seen(), self.health)
+
+    def _seen(self) -> Snapshot:
+        """All workers as they and their connections tell."""
         views = [member.view for member in self._members.values()]
         views.sort(key=lambda view: view.incarnation)
         return Snapshot(
             prefill=tuple(view for view in views if view.record.role == _PREFILL),
             decode=tuple(view for view in views if view.record.role != _PREFILL),
+            shut_pairs={
+                (pair.prefill, pair.decode): "the prefill worker leaves it alone after a failure"
+                for member in self._members.values()
+                for pair in member.pairs
+                if pair.state == _QUARANTINED
+            },
         )
 
     def member(self, incarnation: str) -> Member:
@@ -64,7 +101,7 @@ class Fleet:
 
     @property
     def news(self) -> asyncio.Event:
-        """Set at the next change of members or of their load.
+        """Set at the next change of members, of their load, or of whom breakers shut.
 
         Whoever takes it before a look at the snapshot misses no change that comes after the look.
         """
@@ -80,6 +117,7 @@ class Fleet:
                 member.update(record)
             else:
                 self._members[incarnation] = self._join(record)
+        self.health.retain(self._members)
         self._announce()
         closing = [member.close("the worker has left the cluster") for member in leaving]
         await asyncio.gather(*closing)
@@ -91,8 +129,38 @@ class Fleet:
                 f"its tokenizer ({record.text_fingerprint[:12]}) is not the router's "
                 f"({self._text_fingerprint[:12]}): start both with the same model"
             )
-        return Member(record, self._router_id, mismatch, self._announce)
+        return Member(record, self._router_id, mismatch, self._patience, self._announce)
+
+    async def _tick_for_ever(self) -> None:
+        """Lets members count silence, all of them by the same clock; see `Patience`."""
+        while True:
+            await asyncio.sleep(self._patience.tick_s)
+            try:
+                self._tick()
+            except Exception:  # a bug in one tick must not end the watch over silent workers
+                log.exception("a tick of the fleet failed")
+
+    def _tick(self) -> None:
+        for member in list(self._members.values()):
+            member.tick()
+        shut = self.health.shut()
+        for key in shut.keys() - self._shut:
+            log.warning(
+                "ejected %s: %s", key if isinstance(key, str) else " to ".join(key), shut[key]
+            )
+        if shut.keys() != self._shut:
+            self._shut = shut.keys()
+            self._announce()
 
     def _announce(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+def _ejected(key: tuple[str, str], told: worker_pb2.PairStatus | None) -> worker_pb2.PairStatus:
+    """A pair that breakers shut, whatever is known of its link."""
+    pair = worker_pb2.PairStatus(prefill=key[0], decode=key[1])
+    if told is not None:
+        pair.CopyFrom(told)
+    pair.state = EJECTED
+    return pair

@@ -18,10 +18,16 @@ from baton.server import Health, bind
 from baton.telemetry import Telemetry
 from baton.text import AnyTokenizer, Tokenizer, load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
+from router import feasibility
 from router.admission import Admission
 from router.dispatch import Dispatch, Settings
 from router.fleet import Fleet
-from router.service import FleetServicer, InferenceServicer
+from router.fleet_service import FleetServicer
+from router.lifeline import Patience
+from router.line import Line
+from router.readiness import follow_readiness
+from router.service import InferenceServicer
+from router.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +45,7 @@ async def _run(config: RouterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tokenizer = _tokenizer(config)
-    admission = Admission(config.served_name, tokenizer, config.default_timeout_s)
+    tenants = Tenants.load(config.tenants_file)
     server, address = bind(config.host, config.port)
     trace = telemetry.setup(
         "baton-router", config.otlp, {"service.instance.id": config.incarnation}
@@ -47,7 +53,17 @@ async def _run(config: RouterConfig) -> int:
     registry = EtcdRegistry(config.registry)
     try:
         async with registry.watch() as membership:
-            fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint)
+            patience = Patience(config.silence_s, config.stall_s)
+            fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, patience)
+            admission = Admission(
+                config.served_name,
+                tokenizer,
+                config.default_timeout_s,
+                ttft_target_s=config.ttft_target_ms / 1000,
+                max_prompt_tokens=config.max_prompt_tokens,
+                prefill_rate=lambda: feasibility.prefill_rate(fleet.snapshot()),
+                tenants=tenants,
+            )
             following = asyncio.create_task(fleet.follow(), name="fleet")
             following.add_done_callback(lambda _: stop.set())  # a router is nothing without it
             try:
@@ -77,9 +93,15 @@ async def _serve(
     trace: Telemetry,
     stop: asyncio.Event,
 ) -> None:
-    settings = Settings(config.incarnation, config.max_attempts, config.local_prefill_max_tokens)
-    dispatch = Dispatch(fleet, settings, trace.tracer)
-    inference = InferenceServicer(admission, dispatch, fleet, trace.tracer, config.max_queue)
+    settings = Settings(
+        router_id=config.incarnation,
+        max_attempts=config.max_attempts,
+        recovery_s=config.recovery_s,
+        local_prefill_max_tokens=config.local_prefill_max_tokens,
+    )
+    line = Line(config.max_queue)
+    dispatch = Dispatch(fleet, line, settings, trace.tracer)
+    inference = InferenceServicer(admission, line, dispatch, fleet, trace.tracer)
     status = fleet_pb2.RouterStatus(
         incarnation=config.incarnation,
         address=address,
@@ -89,11 +111,12 @@ async def _serve(
     )
     health = Health()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(
-        FleetServicer(fleet, inference, dispatch, status), server
+    operators = FleetServicer(
+        fleet, line, admission, inference, status, config.local_prefill_max_tokens
     )
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
     health.add_to(server, _SERVICES)
-    readiness = asyncio.create_task(_follow_readiness(fleet, health), name="readiness")
+    readiness = asyncio.create_task(follow_readiness(fleet, health), name="readiness")
     try:
         await server.start()
         log.info("router %s at %s serves model %s", config.incarnation, address, admission.model)
@@ -108,17 +131,6 @@ async def _serve(
         await dispatch.close()
 
 
-async def _follow_readiness(fleet: Fleet, health: Health) -> None:
-    """The router is SERVING exactly while a worker of each role is ready."""
-    while True:
-        news = fleet.news
-        ready = fleet.snapshot().ready
-        if ready is not health.serving:
-            log.info("readiness: %s", "SERVING" if ready else "NOT_SERVING")
-        await health.set(ready)
-        await news.wait()
-
-
 async def _drain(drain_s: float, inference: InferenceServicer) -> None:
     """Takes nothing new; what runs may finish."""
     log.info("draining %d requests for at most %.0f s", inference.running, drain_s)
@@ -127,4 +139,8 @@ async def _drain(drain_s: float, inference: InferenceServicer) -> None:
         async with asyncio.timeout(drain_s):
             await inference.idle()
     except TimeoutError:
-        log.warning("%d requests did not finish in time", inference.running)
+        log.warning("%d requests did not finish in time: their callers are told", inference.running)
+        inference.give_up()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await inference.idle()

@@ -1,18 +1,16 @@
-"""One worker as the router follows it: its channel, its load, and for decode its event stream."""
+"""One worker as the router follows it: its load, its signs of life, and decode's event stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import random
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
 from baton import rpc
-from baton.errors import BatonError, Unavailable
+from baton.errors import BatonError, Stale, Unavailable
 from baton.v1 import (
     common_pb2,
     decode_pb2,
@@ -22,12 +20,22 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from router.cached import CachedPrefixes
-from router.snapshot import READY, Assigned, WorkerView
+from router.lifeline import Lifeline, Patience
+from router.snapshot import (
+    MISMATCH,
+    READY,
+    SILENT,
+    STALLED,
+    Assigned,
+    WorkerView,
+)
+from router.strays import Strays
 
 log = logging.getLogger(__name__)
 
 Event = decode_pb2.SequenceEvent | BatonError
-_RECONNECT_S = (0.1, 2.0)
+_STRAYS_TURN_S = 1.0  # a Cancel under way has arrived by then
+_CANCEL_TIMEOUT_S = 2.0
 _STATES = {
     common_pb2.WORKER_STATE_READY: READY,
     common_pb2.WORKER_STATE_DRAINING: "DRAINING",
@@ -36,13 +44,18 @@ _STATES = {
 
 
 class Member:
-    """Follows one incarnation of a worker until `close`."""
+    """Follows one incarnation of a worker until `close`.
+
+    Whoever has subscribed is told at once when the worker breaks off, falls silent, stalls, leaves
+    or finds another process in its place.
+    """
 
     def __init__(
         self,
         record: common_pb2.WorkerRecord,
         router_id: str,
         mismatch: str,
+        patience: Patience,
         on_change: Callable[[], None],
     ) -> None:
         self.record = record
@@ -52,19 +65,21 @@ class Member:
         self.cached = CachedPrefixes()
         self._router_id = router_id
         self._mismatch = mismatch
+        self._patience = patience
         self._on_change = on_change
         self._draining = False
         self._closed = False
-        self._watching = False
-        self._streaming = record.role != common_pb2.WORKER_ROLE_DECODE
-        self._why_down = "not connected yet"
+        self._replaced = ""  # by whom
         self._subscribers: dict[str, Callable[[Event], None]] = {}
+        self._strays = Strays()
+        self._ticks = 0
+        self._cancelling: asyncio.Task[None] | None = None
         self._channel = rpc.channel(record.address)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self.update(record)
-        self._tasks = self._follow() if not mismatch else []
+        self._lines = self._follow() if not mismatch else []
 
     @property
     def view(self) -> WorkerView:
@@ -88,7 +103,7 @@ class Member:
     def subscribe(self, handoff_id: str, deliver: Callable[[Event], None]) -> None:
         """Sends events of a sequence to `deliver`, in order; an error is the last one.
 
-        A prefill worker has no events but the error that says that it has left.
+        A prefill worker has no events but the error that says that it is lost.
         """
         self._subscribers[handoff_id] = deliver
 
@@ -99,6 +114,8 @@ class Member:
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Around calls to the worker: they raise BatonError, also when `close` ends them."""
+        if self._replaced:
+            raise Stale(self._replaced)
         try:
             with rpc.translated():
                 yield
@@ -111,84 +128,146 @@ class Member:
         except grpc.aio.UsageError as error:  # a call on a closed channel
             raise Unavailable(f"worker {self.record.incarnation} has left") from error
 
+    def tick(self) -> None:
+        """A tick of the router's loop has passed; see `Patience`."""
+        for line in self._lines:
+            line.tick()
+        if self._silent_ticks >= self._patience.lost_ticks:
+            self._give_up()
+        elif self._silent_ticks == self._patience.suspect_ticks:
+            self._on_change()
+        for line in self._lines:
+            if not line.alive and line.state == SILENT:
+                # Also those who came a moment too late.
+                self._fail_all(f"worker {self.record.incarnation} is lost: {line.why}")
+        self._ticks += 1
+        if self._ticks % self._patience.ticks_in(_STRAYS_TURN_S) == 0:
+            self._cancel_strays()
+
     async def close(self, reason: str) -> None:
         """The worker is gone: whoever waits for it is told."""
         self._closed = True
         self._fail_all(reason)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(line.close() for line in self._lines))
+        if self._cancelling is not None:
+            self._cancelling.cancel()
+            await asyncio.gather(self._cancelling, return_exceptions=True)
         await self._channel.close(None)
 
+    def _give_up(self) -> None:
+        """It is silent for too long: when it wakes, it must find its streams broken."""
+        why = f"it gave no sign of life for {self._silent_s:.1f} s"
+        if any(line.alive for line in self._lines):  # it is news
+            log.warning("worker %s is lost for now: %s", self.record.incarnation, why)
+        for line in self._lines:
+            line.cut(why)
+        self._on_change()
+
+    @property
+    def _silent_ticks(self) -> int:
+        return max((line.silent_ticks for line in self._lines), default=0)
+
+    @property
+    def _silent_s(self) -> float:
+        return self._silent_ticks * self._patience.tick_s
+
     def _state(self) -> tuple[str, str]:
+        """Its state, and the reason when that is not READY."""
         if self._mismatch:
-            return "MISMATCH", self._mismatch
+            return MISMATCH, self._mismatch
         state = "DRAINING" if self._draining else _STATES.get(self.record.state, "STARTING")
-        if state == READY and not (self._watching and self._streaming):
-            return "UNREACHABLE", self._why_down
-        return state, "" if state == READY else f"the worker is {state.lower()}"
+        if state != READY:
+            return state, f"the worker is {state.lower()}"
+        for line in self._lines:
+            if not line.alive:
+                return line.state, line.why
+        if self._silent_ticks >= self._patience.suspect_ticks:
+            return SILENT, f"it gave no sign of life for {self._silent_s:.1f} s"
+        if stalled := self._patience.why_stalled(self.load, self.record.chunk_tokens):
+            return STALLED, stalled
+        return READY, ""
 
-    def _follow(self) -> list[asyncio.Task[None]]:
-        tasks = [self._keep(self._watch_load, self._load_lost)]
+    def _follow(self) -> list[Lifeline]:
+        name = self.record.incarnation
+        lines = [Lifeline(f"watch {name}", self._watch_load, self._on_change)]
         if self.record.role == common_pb2.WORKER_ROLE_DECODE:
-            tasks.append(self._keep(self._stream_events, self._events_lost))
-        return tasks
+            lines.append(Lifeline(f"events {name}", self._stream_events, self._events_lost))
+        return lines
 
-    def _keep(
-        self, follow: Callable[[], Awaitable[None]], lost: Callable[[str], None]
-    ) -> asyncio.Task[None]:
-        """A task that runs `follow` again, after a pause with jitter, whenever its call ends."""
+    async def _watch_load(self, line: Lifeline) -> None:
+        await self._check_identity(line)
+        self.cached.take(worker_pb2.CacheEvent(cleared=True))
+        request = worker_pb2.WatchRequest(heartbeat_ms=self._patience.heartbeat_ms)
+        async for news in self.worker.Watch(request):
+            with self._telling_change():
+                line.opened()
+                self._take(news)
 
-        async def loop() -> None:
-            shortest_s, longest_s = _RECONNECT_S
-            pause_s = shortest_s
-            while True:
-                began = time.monotonic()
-                try:
-                    await follow()
-                    lost("the worker closed the stream")
-                except grpc.RpcError as error:
-                    lost(str(rpc.error_of(error)))
-                self._on_change()
-                if time.monotonic() - began > longest_s:  # it had worked
-                    pause_s = shortest_s
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-                pause_s = min(pause_s * 2, longest_s)
+    async def _stream_events(self, line: Lifeline) -> None:
+        await self._check_identity(line)
+        request = decode_pb2.StreamEventsRequest(
+            router_id=self._router_id, heartbeat_ms=self._patience.heartbeat_ms
+        )
+        call = self.decode.StreamEvents(request)
+        try:
+            await call.wait_for_connection()  # the worker knows this router now
+            # It has freed what came over an earlier stream.
+            self._fail_all("the event stream was opened anew")
+            with self._telling_change():
+                line.opened()
+            async for step in call:
+                with self._telling_change():
+                    line.heard()
+                for event in step.events:
+                    self._deliver(event)
+        finally:
+            call.cancel()
 
-        return asyncio.create_task(loop(), name=f"follow {self.record.incarnation}")
+    async def _check_identity(self, line: Lifeline) -> None:
+        """Raises Stale when another process has taken the worker's address."""
+        described = await self.worker.Describe(worker_pb2.DescribeRequest())
+        line.heard()
+        found, name = described.record.incarnation, self.record.incarnation
+        if found != name:
+            self._replaced = f"another process, {found}, has taken the place of {name}"
+            self._fail_all(self._replaced)
+            raise Stale(self._replaced)
 
-    async def _watch_load(self) -> None:
-        async for news in self.worker.Watch(worker_pb2.WatchRequest()):
-            self.load = news.load
-            self.pairs = list(news.pairs)
-            self.cached.take(news.cache)
-            self._note_state(news.state)
-            self._watching = True
+    @contextlib.contextmanager
+    def _telling_change(self) -> Iterator[None]:
+        """Around what may change the state: others need not hear of every sign of life."""
+        before = self._state(), self.load, self.pairs
+        yield
+        if (self._state(), self.load, self.pairs) != before:
             self._on_change()
 
-    async def _stream_events(self) -> None:
-        request = decode_pb2.StreamEventsRequest(router_id=self._router_id)
-        call = self.decode.StreamEvents(request)
-        await call.wait_for_connection()  # the worker knows this router now
-        self._streaming = True
-        self._on_change()
-        async for step in call:
-            for event in step.events:
-                if deliver := self._subscribers.get(event.handoff_id):
-                    deliver(event)
+    def _take(self, news: worker_pb2.WatchResponse) -> None:
+        self.load = news.load
+        self.pairs = list(news.pairs)
+        self.cached.take(news.cache)
+        self._note_state(news.state)
+        if stalled := self._patience.why_stalled(self.load, self.record.chunk_tokens):
+            self._fail_all(f"worker {self.record.incarnation} is stalled: {stalled}")
+
+    def _deliver(self, event: decode_pb2.SequenceEvent) -> None:
+        if deliver := self._subscribers.get(event.handoff_id):
+            deliver(event)
+        elif not (event.finish_reason or event.abort_reason):
+            self._strays.saw(event.handoff_id)
+
+    def _cancel_strays(self) -> None:
+        """One Cancel at a time; those it does not reach are seen again."""
+        strays = self._strays.turn()
+        if strays and (self._cancelling is None or self._cancelling.done()):
+            self._cancelling = asyncio.create_task(_cancel(strays, self, _CANCEL_TIMEOUT_S))
 
     def _note_state(self, state: common_pb2.WorkerState) -> None:
         """Registry and worker both tell; no worker comes back from DRAINING."""
         self._draining |= state == common_pb2.WORKER_STATE_DRAINING
 
-    def _load_lost(self, reason: str) -> None:
-        self._watching = False
-        self._why_down = reason
-
-    def _events_lost(self, reason: str) -> None:
-        self._streaming = False
-        self._why_down = reason
+    def _events_lost(self) -> None:
         self._fail_all(f"the event stream of decode worker {self.record.incarnation} broke")
+        self._on_change()
 
     def _fail_all(self, reason: str) -> None:
         for deliver in list(self._subscribers.values()):
@@ -198,7 +277,11 @@ class Member:
 
 async def cancel_on(member: Member, handoff_id: str, timeout_s: float) -> None:
     """Frees a sequence's blocks on a decode worker, or leaves that to its lease."""
-    request = decode_pb2.CancelRequest(handoff_ids=[handoff_id])
-    # The reservation's lease is the backstop.
+    await _cancel([handoff_id], member, timeout_s)
+
+
+async def _cancel(handoff_ids: Sequence[str], member: Member, timeout_s: float) -> None:
+    request = decode_pb2.CancelRequest(handoff_ids=handoff_ids)
+    # The reservations' leases are the backstop.
     with contextlib.suppress(BatonError), member.calling():
         await member.decode.Cancel(request, timeout=timeout_s)

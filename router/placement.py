@@ -1,98 +1,98 @@
 """Which pair runs a request: filter, score, pick, as plain functions over a snapshot.
 
-A prefill worker is chosen by the tokens it has to compute first, a decode worker by the blocks it
-has left: prefill is bound by compute, decode by memory.
+A filter leaves out what cannot be used (`Pair.unusable`) and what has no room now
+(`Pair.no_room`: the queue stands in the router); the rest is ranked by the predicted time to the
+request's last token (`Pair.score_ms`), and the first of the ranking is picked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Set
 
 from baton.errors import Overloaded, Unavailable
-from router.snapshot import Snapshot, WorkerView
+from router.pairs import Choice, Pair, kv_difference, pairs_of, told
+from router.snapshot import Snapshot
+from router.wants import Wants
+
+__all__ = ["RETRY_AFTER_S", "Choice", "Wants", "judge", "pick", "predicted_ttft_s", "why"]
 
 RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A choice of workers."""
-
-    prefill: WorkerView
-    decode: WorkerView
-
-    @property
-    def names(self) -> Set[str]:
-        """Both incarnations."""
-        return {self.prefill.incarnation, self.decode.incarnation}
+_REASONS_TOLD = 8  # in one message
 
 
 def pick(
     snapshot: Snapshot,
-    num_tokens: int,
+    wants: Wants,
     failed: Set[str] = frozenset(),
     full: Set[str] = frozenset(),
-) -> Pair:
-    """The best pair for a sequence of `num_tokens`.
+) -> Choice:
+    """The best pair for a request.
 
     Workers in `failed` are taken only if there are no others, decode workers in `full` not at all.
-    Raises Unavailable when a role has no usable worker, Overloaded when no decode worker has room.
+    Raises Unavailable when no two workers can be used, Overloaded when none of them has room now.
     """
-    prefill, decode = _ready("prefill", snapshot.prefill), _ready("decode", snapshot.decode)
-    pairs = [Pair(p, d) for p in prefill for d in decode if p.record.kv == d.record.kv]
-    if not pairs:
-        raise Unavailable(
-            "no prefill and decode worker have compatible KV caches: "
-            f"{_difference(prefill[0], decode[0])}",
-            RETRY_AFTER_S,
-        )
-    asked = [pair for pair in pairs if pair.decode.incarnation not in full]
-    roomy = [pair for pair in asked if has_room(pair.decode, num_tokens)]
+    pairs = pairs_of(snapshot, wants, full)
+    usable = [pair for pair in pairs if not pair.unusable]
+    if not usable:
+        raise Unavailable(_why_unusable(snapshot, pairs), RETRY_AFTER_S)
+    roomy = [pair for pair in usable if not pair.no_room]
     if not roomy:
-        raise Overloaded(
-            f"no decode worker has KV blocks for {num_tokens} tokens now", RETRY_AFTER_S
-        )
-    return min(roomy, key=lambda pair: (len(pair.names & failed), score(pair)))
+        raise Overloaded(_why_no_room(usable, wants), RETRY_AFTER_S)
+    return min(roomy, key=lambda pair: pair.rank(failed)).choice(len(roomy))
 
 
-def has_room(worker: WorkerView, num_tokens: int) -> bool:
-    """Whether a decode worker has blocks for the sequence and its next token."""
-    needed = num_tokens // worker.record.kv.block_size + 1
-    return worker.blocks_available >= needed
+def judge(snapshot: Snapshot, wants: Wants) -> list[Choice]:
+    """Every pair with its numbers: best first, those that are left out last."""
+    ranked = sorted(pairs_of(snapshot, wants), key=Pair.rank)
+    choices = [pair.choice(len(ranked)) for pair in ranked]
+    return sorted(choices, key=lambda choice: bool(choice.refused))
 
 
-def score(pair: Pair) -> tuple[int, int, float, str, str]:
-    """Lower is better: prompt tokens in front, then decode's load by sequences and by blocks."""
-    load = pair.decode.load
-    busy = max(load.running + load.waiting, pair.decode.assigned_sequences)
-    blocks_share = load.blocks_held / max(1, load.blocks_total)
-    names = (pair.prefill.incarnation, pair.decode.incarnation)  # a stable choice among equals
-    return (pair.prefill.queue_tokens, busy, blocks_share, *names)
+def predicted_ttft_s(snapshot: Snapshot, wants: Wants) -> float:
+    """The least time to a first token, without the router's own line; 0 when nothing is known.
+
+    Pairs without room now count too: waiting for it is the line's part of the prediction.
+    """
+    if not any(worker.ready and worker.load.prefill_tokens_per_s for worker in snapshot.prefill):
+        return 0.0
+    usable = (pair for pair in pairs_of(snapshot, wants) if not pair.unusable)
+    return min((pair.ttft_s for pair in usable), default=0.0)
 
 
-def _ready(role: str, workers: tuple[WorkerView, ...]) -> list[WorkerView]:
-    """READY workers, at least one."""
-    ready = [worker for worker in workers if worker.ready]
-    if not ready:
-        states = "; ".join(map(_told, workers)) or "none registered"
-        raise Unavailable(f"no {role} worker is ready ({states})", RETRY_AFTER_S)
-    return ready
+def why(choice: Choice) -> dict[str, str | int | float | bool]:
+    """What a span tells of a choice."""
+    return {
+        "predicted_ttft_ms": round(choice.ttft_s * 1e3, 3),
+        "predicted_tpot_ms": round(choice.tpot_s * 1e3, 3),
+        "score_ms": round(choice.score_ms, 3),
+        "queue_tokens": choice.queue_tokens,
+        "prefill_cached_tokens": choice.prefill_cached,
+        "decode_cached_tokens": choice.decode_cached,
+        "decode_prefills": choice.decode_prefills,
+        "same_host": choice.same_host,
+        "candidates": choice.candidates,
+    }
 
 
-def _told(worker: WorkerView) -> str:
-    reason = f": {worker.reason}" if worker.reason else ""
-    return f"{worker.incarnation} is {worker.state}{reason}"
+def _why_unusable(snapshot: Snapshot, pairs: Iterable[Pair]) -> str:
+    for role, workers in (("prefill", snapshot.prefill), ("decode", snapshot.decode)):
+        if not any(worker.ready for worker in workers):
+            return f"no {role} worker is ready ({_joined(map(told, workers)) or 'none registered'})"
+    ready = [pair for pair in pairs if pair.prefill.worker.ready and pair.decode.worker.ready]
+    alike = [pair for pair in ready if pair.same_kv]
+    if not alike:
+        difference = kv_difference(ready[0].prefill.worker, ready[0].decode.worker)
+        return f"no prefill and decode worker have compatible KV caches: {difference}"
+    return f"no pair of workers is usable ({_joined(pair.unusable for pair in alike)})"
 
 
-def _difference(prefill: WorkerView, decode: WorkerView) -> str:
-    """Both sides and what differs between their KV caches."""
-    mine, theirs = prefill.record.kv, decode.record.kv
-    names = [field.name for field in mine.DESCRIPTOR.fields]
-    differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+def _why_no_room(usable: Iterable[Pair], wants: Wants) -> str:
+    reasons = (reason for pair in usable for reason in pair.no_room)
+    return f"no room for {wants.num_tokens} tokens now ({_joined(reasons)})"
 
-    def side(worker: WorkerView) -> str:
-        values = (f"{name}={str(getattr(worker.record.kv, name))[:16]}" for name in differing)
-        return f"{worker.incarnation} has {' '.join(values)}"
 
-    return f"prefill worker {side(prefill)}, decode worker {side(decode)}"
+def _joined(reasons: Iterable[str]) -> str:
+    """Each reason once, and not more of them than can be read."""
+    distinct = list(dict.fromkeys(reasons))
+    more = len(distinct) - _REASONS_TOLD
+    return "; ".join(distinct[:_REASONS_TOLD]) + (f"; and {more} more" if more > 0 else "")

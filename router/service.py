@@ -1,9 +1,10 @@
-"""The router's RPCs, thin: validate, run, translate."""
+"""The router's RPCs for callers, thin: validate, run, translate."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -11,20 +12,17 @@ from typing import Any
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from baton import rpc, telemetry
-from baton.errors import DeadlineExceeded, Overloaded, Unavailable
-from baton.v1 import (
-    common_pb2,
-    fleet_pb2,
-    fleet_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-)
+from baton.errors import DeadlineExceeded, Unavailable
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from router import feasibility
 from router.admission import Admission
 from router.attempt import Output
 from router.dispatch import Dispatch
 from router.fleet import Fleet
+from router.line import Line
 from router.placement import RETRY_AFTER_S
-from router.story import Story
+from router.story import Ask, Story
+from router.tenants import Visit
 from router.text_stream import TextStream
 
 _STOP = common_pb2.FINISH_REASON_STOP
@@ -41,18 +39,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
         admission: Admission,
+        line: Line,
         dispatch: Dispatch,
         fleet: Fleet,
         tracer: Tracer,
-        max_queue: int,
     ) -> None:
         self._admission = admission
+        self._line = line
         self._dispatch = dispatch
         self._fleet = fleet
         self._tracer = tracer
-        self._max_queue = max_queue
         self._idle = asyncio.Event()
         self._idle.set()
+        self._limits: set[asyncio.Timeout] = set()  # of requests that run
+        self._giving_up = False
         self.running = 0
         self.draining = False
 
@@ -75,6 +75,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text or a conversation."""
+        self._admission.tenants.of(context.invocation_metadata())
         self._admission.check_model(request.model)
         return inference_pb2.TokenizeResponse(
             token_ids=await self._admission.tokenize(request),
@@ -86,6 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         """The one model this router serves."""
+        self._admission.tenants.of(context.invocation_metadata())
         tokenizer = self._admission.tokenizer
         model = inference_pb2.Model(
             name=self._admission.model,
@@ -99,10 +101,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Returns when no request runs."""
         await self._idle.wait()
 
+    def give_up(self) -> None:
+        """Ends what still runs with UNAVAILABLE, so that callers go on at another router."""
+        self._giving_up = True
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            limit.reschedule(now)
+
     async def _generate(
         self, request: inference_pb2.GenerateRequest, context: Any, span: Span
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        self._check_open()
+        self._check_open(bool(request.resumed_token_ids))
+        tenant = self._admission.tenants.of(context.invocation_metadata())
         request_id = uuid.uuid4().hex[:16]
         with telemetry.span(self._tracer, "router.admit", telemetry.context_of(span)):
             ask = await self._admission.admit(
@@ -110,43 +120,63 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 context.time_remaining(),
                 self._fleet.snapshot().max_context,
                 request_id,
+                tenant,
             )
-        span.set_attribute("gen_ai.request.model", self._admission.model)
-        span.set_attribute("baton.request_id", request_id)
-        span.set_attribute("gen_ai.usage.input_tokens", len(ask.prompt))
-        yield inference_pb2.GenerateResponse(
-            started=inference_pb2.Started(
-                request_id=request_id,
-                trace_id=telemetry.trace_id_of(span),
-                prompt_tokens=len(ask.prompt),
+            self._check_ready()
+            ask, visit = self._admission.enter(ask, tenant, request.priority)
+        _describe(span, ask, self._admission.model)
+        with visit:
+            story = Story(ask)
+            feasibility.check(
+                ask,
+                self._fleet.snapshot(),
+                self._line,
+                time.monotonic(),
+                self._dispatch.wants(story),
             )
-        )
-        story = Story(ask)
+            yield inference_pb2.GenerateResponse(
+                started=inference_pb2.Started(
+                    request_id=request_id,
+                    trace_id=telemetry.trace_id_of(span),
+                    prompt_tokens=len(ask.prompt),
+                    resumed_tokens=len(ask.resumed),
+                )
+            )
+            async with contextlib.aclosing(self._in_time(story, visit, span)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def _in_time(
+        self, story: Story, visit: Visit, span: Span
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Deltas, then the finish, unless the deadline passes or this router leaves before."""
+        limit = asyncio.timeout(story.ask.time_left_s)
+        self._limits.add(limit)
         try:
-            async with (
-                asyncio.timeout(ask.time_left_s),
-                contextlib.aclosing(self._stream(story, span)) as responses,
-            ):
+            async with limit, contextlib.aclosing(self._stream(story, visit, span)) as responses:
                 async for response in responses:
                     yield response
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"the deadline passed after {len(story.delivered)} tokens"
-            ) from None
+            after = f"after {len(story.delivered)} tokens"
+            if self._giving_up:
+                raise Unavailable(f"the router left {after}: go on at another one") from None
+            raise DeadlineExceeded(f"the deadline passed {after}") from None
+        finally:
+            self._limits.discard(limit)
 
     async def _stream(
-        self, story: Story, span: Span
+        self, story: Story, visit: Visit, span: Span
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Deltas, then the finish."""
         text = TextStream(self._admission.tokenizer, story.ask)
         run = self._dispatch.run(story, telemetry.context_of(span))
         reason = common_pb2.FINISH_REASON_UNSPECIFIED
         async with contextlib.aclosing(run) as outputs:
             async for output in outputs:
-                delta = self._delta(text, output)
+                visit.delivered(len(output.token_ids))
+                said = text.advance(output.token_ids, _ENDS[output.finish_reason])
                 reason = _STOP if text.stop is not None else output.finish_reason
                 first = len(story.delivered) == len(output.token_ids)
-                yield inference_pb2.GenerateResponse(delta=delta)
+                yield inference_pb2.GenerateResponse(delta=_delta(said, output, reason))
                 if first:
                     self._record_first_token(story, span)
                 if text.stop is not None:
@@ -162,20 +192,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
         )
 
-    def _delta(self, text: TextStream, output: Output) -> inference_pb2.Delta:
-        said = text.advance(output.token_ids, _ENDS[output.finish_reason])
-        return inference_pb2.Delta(text=said, token_ids=output.token_ids, logprobs=output.logprobs)
-
     def _record_first_token(self, story: Story, span: Span) -> None:
         """A span as long as the time to first token, ending when that token was on its way."""
         parent = telemetry.context_of(span)
         telemetry.record(self._tracer, "router.first_token", parent, story.started_ns)
 
-    def _check_open(self) -> None:
+    def _check_open(self, resumed: bool) -> None:
         if self.draining:
             raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
-        if self._dispatch.queued >= self._max_queue:
-            raise Overloaded(f"{self._max_queue} requests are waiting already", RETRY_AFTER_S)
+        if not resumed:  # that one was let in before
+            self._line.check_room()
+
+    def _check_ready(self) -> None:
+        """Lets nobody in while nobody could serve; who is in waits for workers to come back."""
+        if why_not := self._fleet.snapshot().why_not_ready:
+            raise Unavailable(why_not, RETRY_AFTER_S)
 
     def _max_context(self) -> int:
         own, workers = self._admission.tokenizer.max_context, self._fleet.snapshot().max_context
@@ -193,36 +224,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 self._idle.set()
 
 
-class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """The cluster for operators."""
+def _describe(span: Span, ask: Ask, model: str) -> None:
+    span.set_attribute("gen_ai.request.model", model)
+    span.set_attribute("baton.request_id", ask.request_id)
+    span.set_attribute("baton.tenant", ask.tenant)
+    span.set_attribute("gen_ai.usage.input_tokens", len(ask.prompt))
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        inference: InferenceServicer,
-        dispatch: Dispatch,
-        router: fleet_pb2.RouterStatus,
-    ) -> None:
-        self._fleet = fleet
-        self._inference = inference
-        self._dispatch = dispatch
-        self._router = router
 
-    @rpc.unary
-    async def GetStatus(
-        self, request: fleet_pb2.GetStatusRequest, context: Any
-    ) -> fleet_pb2.GetStatusResponse:
-        """Workers, load and pairs as seen now."""
-        snapshot = self._fleet.snapshot()
-        router = fleet_pb2.RouterStatus()
-        router.CopyFrom(self._router)
-        serving = snapshot.ready and not self._inference.draining
-        router.state = "SERVING" if serving else "NOT_SERVING"
-        router.queued = self._dispatch.queued
-        router.running = self._inference.running
-        router.registry_connected = self._fleet.registry_connected
-        workers = [
-            fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
-            for w in (*snapshot.prefill, *snapshot.decode)
-        ]
-        return fleet_pb2.GetStatusResponse(router=router, workers=workers, pairs=self._fleet.pairs)
+def _delta(text: str, output: Output, reason: common_pb2.FinishReason) -> inference_pb2.Delta:
+    return inference_pb2.Delta(
+        text=text, token_ids=output.token_ids, logprobs=output.logprobs, finish_reason=reason
+    )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from baton.v1 import common_pb2, worker_pb2
 from router.cached import CachedPrefixes
 
+# A worker's own words are READY, STARTING and DRAINING; the others are what the router sees of it.
 READY = "READY"
+MISMATCH = "MISMATCH"  # with the router's model
+UNREACHABLE = "UNREACHABLE"
+SILENT = "SILENT"  # connected, but without a sign of life
+STALLED = "STALLED"  # it answers, but its engine does not get on
+EJECTED = "EJECTED"  # calls to it fail
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class WorkerView:
 
     record: common_pb2.WorkerRecord
     load: worker_pb2.Load
-    state: str  # READY, STARTING, DRAINING, UNREACHABLE, MISMATCH
+    state: str
     reason: str = ""  # why it is not READY
     assigned: tuple[Assigned, ...] = ()
     assigned_sequences: int = 0  # requests this router runs there; its load tells of them later
@@ -40,6 +46,12 @@ class WorkerView:
     def ready(self) -> bool:
         """Whether it takes work."""
         return self.state == READY
+
+    @property
+    def told(self) -> str:
+        """Its state for people."""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.incarnation} is {self.state}{reason}"
 
     @property
     def assigned_tokens(self) -> int:
@@ -72,8 +84,34 @@ class Snapshot:
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be served: a READY worker of each role."""
-        return any(w.ready for w in self.prefill) and any(w.ready for w in self.decode)
+        """Whether requests can be served: there is a usable pair."""
+        return any(True for _ in self.usable_pairs())
+
+    @property
+    def why_not_ready(self) -> str:
+        """What is missing, as a sentence; empty when `ready`."""
+        if self.ready:
+            return ""
+        for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
+            if not any(worker.ready for worker in workers):
+                told = "; ".join(worker.told for worker in workers) or "none is registered"
+                return f"no {role} worker is ready ({told})"
+        if not self.shut_pairs:
+            return "no prefill and decode worker that are ready have compatible KV caches"
+        told = "; ".join(f"{p} to {d}: {why}" for (p, d), why in sorted(self.shut_pairs.items()))
+        return f"no prefill worker that is ready can hand over to a decode worker ({told})"
+
+    def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
+        """READY workers whose KV caches mean the same and who are not shut to each other."""
+        for prefill in self.prefill:
+            for decode in self.decode:
+                if (
+                    prefill.ready
+                    and decode.ready
+                    and prefill.record.kv == decode.record.kv
+                    and (prefill.incarnation, decode.incarnation) not in self.shut_pairs
+                ):
+                    yield prefill, decode
 
     @property
     def max_context(self) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
+from router.line import Ticket
+from router.wants import Wants
 
 _MOST_TIME_MS = (1 << 32) - 1  # what SequenceSpec holds: 49 days
+_DUE_S = 60.0  # added by every router: workers need the order, also of turns that have passed
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,10 @@ class Ask:
     include_stop: bool
     cache_salt: str
     deadline: float  # time.monotonic()
+    tenant: str = ""
+    due: float = 0.0  # time.monotonic(): the end of its fair turn; the earliest goes first
+    ttft_target_s: float = 0.0  # 0: none
+    resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
 
     @property
     def time_left_s(self) -> float:
@@ -37,7 +45,7 @@ class Story:
     ask: Ask
     started: float = field(default_factory=time.monotonic)
     started_ns: int = field(default_factory=time.time_ns)  # wall clock, for traces
-    delivered: list[int] = field(default_factory=list)
+    delivered: list[int] = field(init=False)
     attempts: int = 0
     failed_workers: set[str] = field(default_factory=set)
     cached_tokens: int | None = None
@@ -48,6 +56,10 @@ class Story:
     transfer_bytes: int = 0
     transfer_ms: float = 0.0
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
+    _wants: Wants | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.delivered = list(self.ask.resumed)
 
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
@@ -59,6 +71,32 @@ class Story:
             sampling=ask.params.to_proto(),
             cache_salt=ask.cache_salt,
             time_left_ms=min(_MOST_TIME_MS, max(1, int(ask.time_left_s * 1000))),
+            due_ms=min(_MOST_TIME_MS, max(0, int((ask.due - time.monotonic() + _DUE_S) * 1000))),
+        )
+
+    def wants(self, local_prefill_max_tokens: int) -> Wants:
+        """What placement has to find room for; the same one until more is delivered."""
+        ask, num_tokens = self.ask, len(self.ask.prompt) + len(self.delivered)
+        if self._wants is None or self._wants.num_tokens != num_tokens:
+            self._wants = Wants(
+                token_ids=(*ask.prompt, *self.delivered),
+                due=ask.due,
+                cache_salt=ask.cache_salt,
+                new_tokens=ask.params.max_tokens - len(self.delivered),
+                local_prefill_max_tokens=local_prefill_max_tokens,
+            )
+        return self._wants
+
+    def ticket(self) -> Ticket:
+        """Its place in the line. Who has begun to stream was let in long ago."""
+        ask = self.ask
+        promised = ask.ttft_target_s > 0 and not self.delivered
+        return Ticket(
+            due=ask.due,
+            num_tokens=len(ask.prompt) + len(self.delivered),
+            request_id=ask.request_id,
+            tenant=ask.tenant,
+            promised=self.started + ask.ttft_target_s if promised else math.inf,
         )
 
     def deliver(self, token_ids: Sequence[int]) -> None:
@@ -79,7 +117,7 @@ class Story:
     def timing(self) -> common_pb2.Timing:
         """Where the time went."""
         first, last = self.first_at or self.started, self.last_at or self.started
-        steps = max(1, len(self.delivered) - 1)
+        steps = max(1, len(self.delivered) - len(self.ask.resumed) - 1)
         placed = self.placed_at or self.started
         return common_pb2.Timing(
             queue_ms=(placed - self.started) * 1e3 + self.prefill_queue_ms,

@@ -18,6 +18,8 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer, ask.prompt)
         self._stops = StopStrings(ask.stop, ask.include_stop)
         self.stop: str | None = None
+        if ask.resumed:
+            self.advance(ask.resumed, None)  # its text was said by the stream that broke
 
     def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
         """Text that new tokens make certain; all of it when `finish_reason` says they are the last.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
+from baton.cli.prompt import add_prompt_options, prompt_of
 from baton.cli.services import limit_cpu
-from baton.cli.values import numbers, seconds
+from baton.cli.values import seconds
 from baton.config import EngineConfig
-from baton.errors import InvalidRequest
+from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,21 +34,18 @@ _SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
     *("min_tokens", "ignore_eos", "logprobs"),
 )
+# Asked for by an option, by these names in the SDK's options; they mean something to a cluster.
+_OF_A_CLUSTER = ("timeout", "priority", "ttft_target")
 
 
 def add_commands(commands: options.Commands) -> None:
     """Adds `generate`."""
     parser = options.add_command(commands, "generate", "complete a prompt", _TEXT, _EXAMPLES)
-    _add_prompt_options(parser)
+    add_prompt_options(parser)
     _add_sampling_options(parser)
     where = parser.add_argument_group("where")
     options.add_target_option(where)
-    where.add_argument(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        help="for the whole request (default: none)",
-    )
+    _add_cluster_options(where)
     options.add_model_options(
         where, None, "NAME", "model's name; with --local its directory (default: demo)"
     )
@@ -54,18 +54,7 @@ def add_commands(commands: options.Commands) -> None:
     engine = parser.add_argument_group("with --local")
     options.add_compute_options(engine)
     options.add_cpus_option(engine)
-    parser.set_defaults(run=_run, usage_error=parser.error)
-
-
-def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT|-", help="text; - reads it from stdin")
-    group = parser.add_argument_group("prompt")
-    group.add_argument(
-        "--token-ids", type=numbers, metavar="1,2,3", help="token ids instead of text"
-    )
-    group.add_argument(
-        "--chat", action="store_true", help="send PROMPT as a user's message to a chat model"
-    )
+    parser.set_defaults(run=_run)
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +76,29 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_cluster_options(where: options.Options) -> None:
+    for option, unit, text in (
+        ("--timeout", "SECONDS", "for the whole request (default: none)"),
+        ("--ttft-target", "SECONDS", "until the first token, else it is refused at once "
+         "(default: the router's)"),
+    ):  # fmt: skip
+        where.add_argument(option, type=seconds, metavar=unit, help=text)
+    where.add_argument(
+        "--priority",
+        choices=("low", "normal", "high"),
+        help="next to other requests that wait (default: the tenant's)",
+    )
+    where.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the key to show the router (default: the variable BATON_API_KEY, if set)",
+    )
+
+
 def _run(args: argparse.Namespace) -> int:
-    prompt = _prompt(args)
+    _check_usage(args)
+    prompt = prompt_of(args)
     output = _Output(is_shown=not args.json)
     try:
         completion = (_run_local if args.local else _run_remote)(args, prompt, output)
@@ -102,29 +112,14 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if completion.finish_reason else 1
 
 
-def _prompt(args: argparse.Namespace) -> Any:
-    """What to complete: text, token ids or chat messages; ends the program on bad usage."""
-    if (args.prompt is None) == (args.token_ids is None):
-        args.usage_error("give either PROMPT (or - for stdin) or --token-ids")
-    if args.chat and args.token_ids is not None:
-        args.usage_error("--chat takes PROMPT, not --token-ids")
-    if args.local and args.timeout is not None:
-        args.usage_error("--timeout is for a cluster; it does not go with --local")
+def _check_usage(args: argparse.Namespace) -> None:
+    """Ends the program when options contradict each other."""
+    for name in (*_OF_A_CLUSTER, "api_key_file"):
+        if args.local and getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            args.usage_error(f"{option} is for a cluster; it does not go with --local")
     if args.random_weights and not args.local:
         args.usage_error("--random-weights goes with --local: a cluster has its own model")
-    if args.token_ids is not None:
-        return args.token_ids
-    text = _from_stdin() if args.prompt == "-" else args.prompt
-    return [{"role": "user", "content": text}] if args.chat else text
-
-
-def _from_stdin() -> str:
-    if sys.stdin.isatty():
-        print("baton: the prompt is read from here; ctrl-D ends it", file=sys.stderr)
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"stdin is not text: {error}") from error
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -136,15 +131,29 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
     from baton import Client
 
-    asked = {"model": args.model, "stop": args.stop, "timeout": args.timeout, **_sampling(args)}
+    asked = {"model": args.model, "stop": args.stop, **_sampling(args)}
+    asked |= {name: getattr(args, name) for name in _OF_A_CLUSTER}
     with (
         options.calling(args.target, args.timeout),
-        Client(args.target) as client,
+        Client(args.target, api_key=_api_key(args.api_key_file)) as client,
         client.stream(prompt, **asked) as stream,
     ):
         for delta in stream:
             output.show(delta.text)
         return stream.completion
+
+
+def _api_key(path: Path | None) -> str | None:
+    """The key in the file, else the environment's; never told in messages."""
+    if path is None:
+        return os.environ.get("BATON_API_KEY") or None
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read") from error
+    if not key.isascii() or not key.isprintable() or not key:
+        raise ConfigError(f"--api-key-file {path} must hold one key, in ASCII")
+    return key
 
 
 def _run_local(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:

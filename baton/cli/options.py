@@ -157,8 +157,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add_model_options(group)
     add_compute_options(group)
+    add_simulate_option(group)
     memory = parser.add_argument_group("KV cache and batch")
     _add_memory_options(memory)
+
+
+def add_simulate_option(group: Options) -> None:
+    """How fast an engine is that only pretends to compute."""
+    group.add_argument(
+        "--simulate",
+        default=_ENGINE.simulate,
+        metavar="TOKENS_PER_S,STEP_MS",
+        help="try routing and failures with many workers and no GPU: compute nothing, take as long "
+        "as a model of this prefill rate and decode step (a third number: ms more per sequence "
+        "in it); blocks, caches and transfers are real, the tokens mean nothing",
+    )
 
 
 def _add_memory_options(group: Options) -> None:

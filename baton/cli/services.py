@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.cli import options
-from baton.config import EngineConfig, RouterConfig, WorkerConfig
+from baton.config import EngineConfig, RouterConfig, RouterLimits, WorkerConfig
 from baton.errors import ConfigError, Unavailable
 
 _ROUTER_TEXT = """\
@@ -109,10 +109,19 @@ def _add_router(commands: options.Commands) -> None:
     _add_service_options(service, RouterConfig.port, RouterConfig.drain_s)
     options.add_model_options(service)
     options.add_model_name_option(service)
+    add_limit_options(parser)
+    options.add_registry_options(parser)
+    options.add_telemetry_options(parser)
+    _add_die_with_parent(parser)
+    parser.set_defaults(run=_run_router)
+
+
+def add_limit_options(parser: argparse.ArgumentParser) -> None:
+    """What a router accepts and how long it waits: the fields of RouterLimits."""
     limits = parser.add_argument_group("limits")
     for option, field, unit, text in (
         ("--max-queue", "max_queue", "REQUESTS", "waiting; one more is refused at once"),
-        ("--max-attempts", "max_attempts", "N", "at one request before it fails"),
+        ("--max-attempts", "max_attempts", "N", "in a row without a token before a request fails"),
         ("--default-timeout", "default_timeout_s", "SECONDS", "for requests without a deadline"),
         ("--ttft-target", "ttft_target_ms", "MS", "refuse what cannot start in time (default: no)"),
         ("--max-prompt-tokens", "max_prompt_tokens", "N", "of a prompt (default: the context)"),
@@ -120,7 +129,7 @@ def _add_router(commands: options.Commands) -> None:
         ("--stall", "stall_s", "SECONDS", "that a worker's engine may take for a step"),
         ("--recovery-timeout", "recovery_s", "SECONDS", "that requests wait for a lost worker"),
     ):
-        default = getattr(RouterConfig, field)
+        default = getattr(RouterLimits, field)
         kind = type(default)
         limits.add_argument(option, dest=field, type=kind, default=default, metavar=unit, help=text)
     limits.add_argument(
@@ -130,20 +139,11 @@ def _add_router(commands: options.Commands) -> None:
         metavar="FILE",
         help="TOML file with tenants, their keys, shares and limits (default: one, unlimited)",
     )
-    add_local_prefill_option(limits)
-    options.add_registry_options(parser)
-    options.add_telemetry_options(parser)
-    _add_die_with_parent(parser)
-    parser.set_defaults(run=_run_router)
-
-
-def add_local_prefill_option(group: options.Options) -> None:
-    """When a handoff does not pay."""
-    group.add_argument(
+    limits.add_argument(
         "--local-prefill-max",
         dest="local_prefill_max_tokens",
         type=int,
-        default=RouterConfig.local_prefill_max_tokens,
+        default=RouterLimits.local_prefill_max_tokens,
         metavar="TOKENS",
         help="decode computes a prompt itself when no more than this is left of it",
     )

@@ -69,20 +69,26 @@ def render(status: Mapping[str, Any]) -> str:
         f"{router['state']}, model {router['model']}, cluster {router['cluster']}{registry}",
         f"requests: {router['running']} running, {router['queued']} queued",
         "",
-        *(_table(_WORKER_COLUMNS, status["workers"]) or ["no workers"]),
+        *(table(_worker_columns(status["workers"]), status["workers"]) or ["no workers"]),
     ]
     if status["pairs"]:
-        lines += ["", *_table(_PAIR_COLUMNS, status["pairs"])]
+        lines += ["", *table(_PAIR_COLUMNS, status["pairs"])]
     return "\n".join(lines)
 
 
-def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _worker_columns(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
+    """The columns of the workers' table: why one is not used, only when there is such a one."""
+    reason = {"reason": "reason"} if any(worker["reason"] for worker in workers) else {}
+    return {**_WORKER_COLUMNS, **reason}
+
+
+def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines with aligned columns, numbers to the right; empty without rows."""
     if not rows:
         return []
     cells = [[str(row[key] if row[key] is not None else "-") for key in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns.values(), *cells, strict=True)]
-    right = [isinstance(rows[0][key], int) for key in columns]
+    right = [isinstance(rows[0][key], int | float) for key in columns]
 
     def line(texts: Sequence[str]) -> str:
         aligned = (

@@ -7,15 +7,17 @@ import asyncio
 
 from baton.cli import options
 from baton.cli.extras import require
-from baton.cli.services import add_local_prefill_option
-from baton.config import ClusterConfig, EngineConfig
+from baton.cli.services import add_limit_options
+from baton.config import ClusterConfig, EngineConfig, RouterLimits
 
 _UP_TEXT = """\
-Starts etcd, a router and workers as processes of this machine, shares its cores out to the workers,
-restarts what crashes, and stops everything in order on ctrl-C."""
+Starts etcd, routers and workers as processes of this machine, shares its cores out to the workers,
+restarts what crashes, and stops everything in order on ctrl-C. SIGHUP restarts all routers and
+workers, one after the other, each when the one before serves again."""
 _UP_EXAMPLES = """\
   baton up                                       the built-in demo model, one worker of each role
   baton up --prefill 2 --decode 2 --trace        with the trace of every request
+  baton up --routers 2                           routers at 7700 and 7701
   baton up --model /models/llama --device cuda --transport nccl"""
 _DEMO_TEXT = """\
 Starts a cluster of the built-in demo model, streams one completion, shows where it ran, how its KV
@@ -31,15 +33,18 @@ def add_commands(commands: options.Commands) -> None:
     for option, field, what in (
         ("--prefill", "prefill", "prefill workers"),
         ("--decode", "decode", "decode workers"),
+        ("--routers", "routers", "routers"),
     ):
         default = getattr(ClusterConfig, field)
         group.add_argument(option, type=int, default=default, metavar="N", help=what)
-    group.add_argument("--host", default=ClusterConfig.host, help="address the router listens on")
+    group.add_argument("--host", default=ClusterConfig.host, help="address the routers listen on")
     group.add_argument(
-        "--port", type=int, default=ClusterConfig.port, help="the router's port; 0 takes a free one"
+        "--port",
+        type=int,
+        default=ClusterConfig.port,
+        help="the first router's port, others follow; 0 takes free ones",
     )
     options.add_transport_option(group)
-    add_local_prefill_option(group)
     group.add_argument(
         "--no-restart",
         dest="restart",
@@ -56,6 +61,7 @@ def add_commands(commands: options.Commands) -> None:
     )
     options.add_model_name_option(group)
     options.add_engine_options(parser)
+    add_limit_options(parser)
     options.add_telemetry_options(parser, ClusterConfig.log_level)
     parser.add_argument("--trace", action="store_true", help="draw the trace of each request here")
     parser.set_defaults(run=_run_up, extra="local")
@@ -67,7 +73,10 @@ def add_commands(commands: options.Commands) -> None:
 
 def cluster_config(args: argparse.Namespace) -> ClusterConfig:
     """The cluster's settings."""
-    return options.filled(ClusterConfig, args, engine=options.filled(EngineConfig, args))
+    engine = options.filled(EngineConfig, args)
+    return options.filled(
+        ClusterConfig, args, engine=engine, limits=options.filled(RouterLimits, args)
+    )
 
 
 def _run_up(args: argparse.Namespace) -> int:

@@ -111,6 +111,7 @@ class GenerateCall:
         timeout_s: float | None,
     ) -> None:
         self.request = request
+        _make_repeatable(request)
         self.over = False
         self.attempts = Attempts(target, timeout_s)
         self._collector = Collector()
@@ -130,22 +131,27 @@ class GenerateCall:
         return self._completion()
 
     def received(self, response: inference_pb2.GenerateResponse) -> Delta | None:
-        """Takes a message; the new output, if it carries some."""
-        return self._collector.add(response)
+        """Takes a message; the new output, if it carries some. Raises what makes it useless."""
+        try:
+            return self._collector.add(response)
+        except BatonError as error:
+            self._fail(error)
+            raise
 
     def failed(self, error: BatonError) -> float | None:
         """Seconds to wait before the next attempt; None when there is nothing more to do.
 
-        Raises the error when it is final. Once output has been delivered it always is, because a
-        second attempt could repeat that output; the error's `partial` is what has come.
+        The next attempt goes on behind what has come. Raises the error when it is final; its
+        `partial` is what has come.
         """
+        self._collector.broken()
         if self.over or self._collector.finished:
             self._end()
             return None
         try:
-            if self._collector.has_output:
-                raise error
-            return self.attempts.failed(error)
+            wait_s = self.attempts.failed(error)
+            self.request.resumed_token_ids[:] = self._collector.token_ids
+            return wait_s
         except BatonError:
             self._fail(error)
             raise
@@ -175,3 +181,10 @@ class GenerateCall:
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(Status(StatusCode.ERROR, str(error)))
         self.close()
+
+
+def _make_repeatable(request: inference_pb2.GenerateRequest) -> None:
+    """Gives a request that draws at random its seed here, so that another router can go on."""
+    sampling = request.sampling
+    if sampling.temperature > 0 and not sampling.HasField("seed"):
+        sampling.seed = random.getrandbits(64)

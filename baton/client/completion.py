@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from baton.errors import Unavailable
 from baton.v1 import common_pb2, inference_pb2
 
 FinishReason = Literal["stop", "length"]
@@ -103,7 +104,12 @@ class Collector:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self.has_output = False
+        self._last_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All that has come."""
+        return self._token_ids
 
     @property
     def finished(self) -> bool:
@@ -111,10 +117,18 @@ class Collector:
         return self._finish is not None
 
     def add(self, response: inference_pb2.GenerateResponse) -> Delta | None:
-        """Takes the next message; the new output, if it carries some."""
+        """Takes the next message; the new output, if it carries some.
+
+        Raises Unavailable for a router that begins anew what it should go on with.
+        """
         event = response.WhichOneof("event")
         if event == "started":
             self._started = response.started
+            if (resumed := self._started.resumed_tokens) != len(self._token_ids):
+                raise Unavailable(
+                    f"the router would begin after {resumed} tokens and {len(self._token_ids)} "
+                    "have come: it cannot go on with another router's stream"
+                )
         elif event == "finish":
             self._finish = response.finish
         elif event == "delta":
@@ -124,19 +138,20 @@ class Collector:
     def _add_delta(self, message: inference_pb2.Delta) -> Delta:
         logprobs = tuple(_logprobs(position) for position in message.logprobs)
         delta = Delta(message.text, tuple(message.token_ids), logprobs)
-        self.has_output = True
+        self._last_reason = message.finish_reason
         self._text.append(delta.text)
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(logprobs)
         return delta
 
+    def broken(self) -> None:
+        """The stream has ended without its last message, which the last tokens may make up for."""
+        if self._last_reason and not self._finish:
+            self._finish = self._counted(self._last_reason)
+
     def completion(self, trace_id: str = "") -> Completion:
         """All that has come; `trace_id` is used if the router names none."""
-        finish = self._finish or inference_pb2.Finish(
-            usage=common_pb2.Usage(
-                prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
-            )
-        )
+        finish = self._finish or self._counted(common_pb2.FINISH_REASON_UNSPECIFIED)
         return Completion(
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
@@ -153,6 +168,13 @@ class Collector:
             trace_id=self._started.trace_id or trace_id,
             request_id=self._started.request_id,
         )
+
+    def _counted(self, reason: common_pb2.FinishReason) -> inference_pb2.Finish:
+        """The last message as far as it can be told from here."""
+        usage = common_pb2.Usage(
+            prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
+        )
+        return inference_pb2.Finish(reason=reason, usage=usage)
 
 
 def transport_name(transport: int) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import Message
+
 from baton.client.completion import transport_name
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2, worker_pb2
 
@@ -33,6 +35,12 @@ def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
     }
 
 
+def explanation_of(response: fleet_pb2.ExplainResponse) -> dict[str, Any]:
+    """The object that `baton explain --json` prints."""
+    whole = _fields(response)
+    return {**whole, "candidates": [_fields(candidate) for candidate in response.candidates]}
+
+
 def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
     record, load = worker.record, worker.load
     return {
@@ -41,6 +49,7 @@ def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
         "address": record.address,
         "pid": record.pid,
         "state": worker.state,
+        "reason": worker.reason,
         "queue_tokens": load.queue_tokens,
         "running": load.running,
         # A worker that has not reported its load yet has registered its pool's size.
@@ -61,5 +70,5 @@ def _pair(pair: worker_pb2.PairStatus) -> dict[str, Any]:
     }
 
 
-def _fields(message: fleet_pb2.RouterStatus) -> dict[str, Any]:
+def _fields(message: Message) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -34,11 +35,18 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None  # False
     logprobs: int | None  # off; 0 reports the chosen tokens alone
     cache_salt: str | None  # shares the prefix cache
+    priority: str | None  # "low", "normal", "high" next to others that wait; the tenant's own
+    ttft_target: float | None  # refused at once unless it can begin in so many seconds; no target
     timeout: float | None  # seconds for everything, retries included; the server's
 
 
 _SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _PLAIN = ("model", "include_stop", "cache_salt")
+_PRIORITIES = {
+    "low": common_pb2.PRIORITY_LOW,
+    "normal": common_pb2.PRIORITY_NORMAL,
+    "high": common_pb2.PRIORITY_HIGH,
+}
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
@@ -57,6 +65,10 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
             _set(request, name, [value] if isinstance(value, str) else value, name)
         elif name in _PLAIN:
             _set(request, name, value, name)
+        elif name == "priority":
+            request.priority = _priority(value)
+        elif name == "ttft_target":
+            _set(request, "ttft_target_ms", _checked(name, _milliseconds, value), name)
         else:
             raise InvalidRequest(f"there is no option {name!r}", name)
     return request
@@ -90,6 +102,18 @@ def _is_chat(prompt: Prompt) -> bool:
 
 def _message(message: Mapping[str, str]) -> inference_pb2.ChatMessage:
     return inference_pb2.ChatMessage(**message)
+
+
+def _priority(name: Any) -> common_pb2.Priority:
+    if not isinstance(name, str) or name not in _PRIORITIES:
+        raise InvalidRequest(f"priority must be one of {', '.join(_PRIORITIES)}", "priority")
+    return _PRIORITIES[name]
+
+
+def _milliseconds(seconds: float) -> int:
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{seconds} is no time: give seconds above 0")
+    return max(1, round(seconds * 1000))
 
 
 def _set(message: Any, name: str, value: Any, field: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.errors import BatonError, RetryableError
+from baton.errors import BatonError, RetryableError, Unavailable
+
+_ADVICE_JITTER = 0.25
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,9 @@ class Retry:
 class RetryPolicy:
     """Exponential backoff with jitter, at the next router address each time.
 
+    A server's advice is the shortest wait, and is stretched by chance, so that those who were
+    refused together do not come back together. What one router has no room for another has not
+    either, as they share the workers; but one that is not available says nothing of the others.
     `max_attempts` counts the first one; every address gets at least one.
     """
 
@@ -45,7 +50,10 @@ class RetryPolicy:
             return None
         if attempts >= max(self.max_attempts, addresses):
             return None
-        after_s = max(error.retry_after_s, self._backoff_s(attempts, addresses, jitter))
+        advice_s = error.retry_after_s * (1 + _ADVICE_JITTER * jitter)
+        if isinstance(error, Unavailable) and attempts < addresses:
+            advice_s = 0.0
+        after_s = max(advice_s, self._backoff_s(attempts, addresses, jitter))
         if time_left_s is not None and after_s >= time_left_s:
             return None
         return Retry(after_s, (address + 1) % addresses)

@@ -13,7 +13,7 @@ import grpc
 from baton import rpc, telemetry
 from baton.client.call import Attempts, GenerateCall, Target
 from baton.client.completion import Completion, Delta
-from baton.client.fleet import Model, models_of, status_of
+from baton.client.fleet import Model, explanation_of, models_of, status_of
 from baton.client.request import Options, Prompt, generate_request, tokenize_request
 from baton.client.retry import RetryPolicy
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -159,6 +159,16 @@ class Client:
             timeout,
         )
         return status_of(response)
+
+    def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
+        """Where `generate` would run this request now, and why; nothing is run."""
+        request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
+        response = self._unary(
+            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).Explain,
+            request,
+            options.get("timeout"),
+        )
+        return explanation_of(response)
 
     def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""

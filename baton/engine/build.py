@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from baton.config import EngineConfig, model_path
+from baton.config import EngineConfig, Pace, model_path
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
 from baton.engine.loop import Engine
@@ -18,9 +18,10 @@ from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig, fingerprint
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.reports import StepReport
-from baton.engine.runner import Runner
+from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
+from baton.engine.simulated import SimulatedRunner
 from baton.engine.weights import load_weights, random_weights
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
@@ -28,6 +29,7 @@ from baton.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 RANDOM_WEIGHTS_SEED = 0
+_SIMULATED_SEED = -1  # so that no simulated worker is paired with a real one
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Loaded:
 
     path: Path
     model_config: ModelConfig
-    runner: Runner
+    runner: StepRunner
     layout: KvLayout
     descriptor: common_pb2.KvDescriptor
     settings: EngineConfig
@@ -66,32 +68,56 @@ def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
         torch.set_num_threads(settings.threads)
     path = model_path(settings.model)
     config = ModelConfig.load(path)
-    device = choose_device(settings.device)
+    device = device_of(settings)
     dtype = choose_dtype(settings.dtype, config.dtype, device)
     layout = plan_layout(
         config, dtype, settings.block_size, settings.kv_blocks, settings.kv_cache_bytes
     )
+    sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
+    pool = allocate_pool(layout, allocate, device)
+    runner: StepRunner
+    if settings.simulate:
+        runner = SimulatedRunner(Pace.parse(settings.simulate), pool, sampler, config.vocab_size)
+    else:
+        runner = Runner(_model(settings, path, config, dtype, device), pool, sampler)
+    log.info(
+        "%d KV blocks of %d tokens (%.0f MiB, %s)",
+        layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype,
+    )  # fmt: skip
+    descriptor = layout.descriptor(fingerprint(path, _seed(settings)))
+    loaded = Loaded(path, config, runner, layout, descriptor, settings)
+    if loaded.max_context < 2:
+        raise ConfigError(
+            "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
+        )
+    return loaded
+
+
+def _model(
+    settings: EngineConfig,
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Model:
     started = time.monotonic()
     if settings.random_weights:
         weights = random_weights(config, dtype, device, RANDOM_WEIGHTS_SEED)
     else:
         weights = load_weights(path, config, dtype, device, _Progress())
     model = Model(config, weights, dtype, device)
-    pool = allocate_pool(layout, allocate, device)
     log.info(
-        "loaded %s: %.1f M parameters, %s on %s, %d KV blocks of %d tokens (%.0f MiB), %.1f s",
-        path.name, config.num_parameters / 1e6, layout.dtype, device, layout.num_blocks,
-        layout.block_size, layout.num_bytes / 2**20, time.monotonic() - started,
+        "loaded %s: %.1f M parameters, %s on %s, %.1f s",
+        path.name, config.num_parameters / 1e6, dtype, device, time.monotonic() - started,
     )  # fmt: skip
-    sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
-    seed = RANDOM_WEIGHTS_SEED if settings.random_weights else None
-    descriptor = layout.descriptor(fingerprint(path, seed))
-    loaded = Loaded(path, config, Runner(model, pool, sampler), layout, descriptor, settings)
-    if loaded.max_context < 2:
-        raise ConfigError(
-            "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
-        )
-    return loaded
+    return model
+
+
+def _seed(settings: EngineConfig) -> int | None:
+    """What stands for weights that no checkpoint tells of."""
+    if settings.simulate:
+        return _SIMULATED_SEED
+    return RANDOM_WEIGHTS_SEED if settings.random_weights else None
 
 
 def warm_up(loaded: Loaded) -> None:
@@ -104,6 +130,11 @@ def warm_up(loaded: Loaded) -> None:
     sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
     loaded.runner.run(Plan([Work(sequence, 0, chunk)]))
     loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))
+
+
+def device_of(settings: EngineConfig) -> torch.device:
+    """Where an engine keeps its KV; a simulated one has no use for a GPU."""
+    return choose_device("cpu" if settings.simulate else settings.device)
 
 
 def choose_device(name: str) -> torch.device:

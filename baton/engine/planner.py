@@ -2,17 +2,19 @@
 
 One idea carries all of it: computed tokens catch up with known tokens. A long prompt catches up in
 chunks, a cached prefix has caught up before it starts, a preempted sequence starts over, and a
-decoding one is always exactly one token behind. (After vLLM v1's scheduler.) Torch-free; moves
-block numbers, never bytes.
+decoding one is always exactly one token behind. (After vLLM v1's scheduler.) Those that are one
+token behind go first; the others share what is left of the budget, earliest due first, so that a
+short prompt overtakes a long one between two chunks and, because no due ever changes, nobody is
+overtaken for ever. Torch-free; moves block numbers, never bytes.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, field
 
 from baton.engine.blocks import BlockPool
+from baton.engine.due import DueQueue
 from baton.engine.sequence import Sequence
 
 
@@ -47,35 +49,42 @@ class Planner:
 
     def __init__(self, blocks: BlockPool, chunk_tokens: int, max_batch: int) -> None:
         self.blocks = blocks
-        self.waiting: deque[Sequence] = deque()
-        self.holding: deque[Sequence] = deque()  # like waiting, but with all their blocks already
-        self.running: list[Sequence] = []
+        self.max_batch = max_batch
+        self.running = DueQueue()
+        self.ready = DueQueue()  # have all their blocks, and one token to compute
+        self.holding = DueQueue()  # have all their blocks, and several tokens to compute
+        self.waiting = DueQueue()  # need blocks
         self.preemptions = 0
         self._chunk_tokens = chunk_tokens
-        self._max_batch = max_batch
+        self._arrivals = itertools.count(1)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that are not in the batch yet."""
-        return len(self.waiting) + len(self.holding)
+        return len(self.waiting) + len(self.holding) + len(self.ready)
 
     @property
     def queue_tokens(self) -> int:
         """Tokens known and not yet computed, over all sequences."""
-        return sum(s.num_pending for s in (*self.waiting, *self.holding, *self.running))
+        queued = self.waiting.tokens + self.holding.tokens + self.ready.tokens
+        return queued + sum(sequence.num_pending for sequence in self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; one that holds blocks already keeps them.
 
-        Those go first: waiting behind one that needs blocks, they could keep it waiting for ever.
+        Those do not queue behind one that needs blocks: it might wait for theirs, for ever.
         """
-        (self.holding if sequence.block_ids else self.waiting).append(sequence)
+        sequence.arrival = next(self._arrivals)
+        if not sequence.block_ids:
+            self.waiting.add(sequence)
+        else:
+            (self.ready if sequence.num_pending == 1 else self.holding).add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of queue and batch; its blocks stay with it."""
-        for group in (self.running, self.holding, self.waiting):
-            if sequence in group:
-                group.remove(sequence)
+        for group in (self.running, self.ready, self.holding, self.waiting):
+            if group.discard(sequence):
+                return
 
     def reserve(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Gives a sequence blocks for its known tokens and some more, cached ones first.
@@ -102,20 +111,8 @@ class Planner:
     def plan(self) -> Plan:
         """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
         plan = Plan()
-        budget = self._chunk_tokens
-        for sequence in self._by_pending():
-            if budget == 0 or sequence not in self.running:  # preempted while planning
-                continue
-            if not self._make_room(sequence):
-                continue
-            budget -= self._append(plan, sequence, budget)
-        while budget and len(self.running) < self._max_batch:
-            queue = self.holding or self.waiting
-            if not queue or not self.reserve(queue[0]):
-                break
-            sequence = queue.popleft()
-            self.running.append(sequence)
-            budget -= self._append(plan, sequence, budget)
+        budget = self._decode(plan, self._chunk_tokens)
+        self._catch_up(plan, budget)
         plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first
         return plan
 
@@ -135,14 +132,50 @@ class Planner:
             parent = sequence.parent_hash(index)
             self.blocks.publish(sequence.block_ids[index], block_hash, parent, tokens)
 
-    def _by_pending(self) -> Iterator[Sequence]:
-        yield from [s for s in self.running if s.num_pending == 1]
-        yield from [s for s in self.running if s.num_pending > 1]
+    def _decode(self, plan: Plan, budget: int) -> int:
+        """Plans the running sequences that are one token behind; what is left of the budget.
 
-    def _append(self, plan: Plan, sequence: Sequence, budget: int) -> int:
-        count = min(sequence.num_pending, budget)
-        plan.work.append(Work(sequence, sequence.num_computed, count))
-        return count
+        Who is preempted meanwhile is due later than all that are planned already.
+        """
+        for sequence in [s for s in self.running if s.num_pending == 1]:
+            if budget == 0:
+                break
+            # One without blocks was preempted a moment ago.
+            if sequence.block_ids and self._make_room(sequence):
+                budget -= _append(plan, sequence, budget)
+        return budget
+
+    def _catch_up(self, plan: Plan, budget: int) -> None:
+        """Plans all others, earliest due first, and takes new ones into the batch on the way.
+
+        Those who are one token behind keep a token of the budget each. The first of the waiting
+        that finds no blocks is not passed by others that need some: they could keep it out for
+        ever.
+        """
+        behind = self._behind()
+        kept = min(budget, len(self.ready), self.max_batch - len(self.running))
+        groups = [behind, self.ready, self.holding, self.waiting]
+        while groups := [group for group in groups if group]:
+            group = min(groups, key=lambda group: group.first.turn)
+            sequence = group.first
+            room = budget if group is self.ready else budget - kept
+            full = group is not behind and len(self.running) >= self.max_batch
+            if room <= 0 or full or (group is self.waiting and not self.reserve(sequence)):
+                groups.remove(group)
+                continue
+            group.discard(sequence)
+            if group is not behind:
+                self.running.add(sequence)
+            kept -= group is self.ready
+            budget -= _append(plan, sequence, room)
+
+    def _behind(self) -> DueQueue:
+        """Running sequences with several tokens to compute; they have blocks for all of them."""
+        behind = DueQueue()
+        for sequence in self.running:
+            if sequence.num_pending > 1:
+                behind.add(sequence)
+        return behind
 
     def _grow(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Adds blocks until all known tokens, and `extra_tokens` more, have a slot."""
@@ -157,17 +190,23 @@ class Planner:
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Grows a running sequence, preempting the youngest ones; False if it was one of them."""
+        """Grows a running sequence, preempting those due last; False if it was one of them."""
         while not self._grow(sequence):
-            victim = self.running[-1]
+            victim = self.running.last
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        self.running.discard(sequence)
         self.free(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.add(sequence)
+
+
+def _append(plan: Plan, sequence: Sequence, budget: int) -> int:
+    count = min(sequence.num_pending, budget)
+    plan.work.append(Work(sequence, sequence.num_computed, count))
+    return count

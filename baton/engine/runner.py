@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -18,6 +19,18 @@ class Drawn:
 
     token_id: int
     logprobs: TokenLogprobs | None
+
+
+class StepRunner(Protocol):
+    """What an engine needs of whatever computes its steps."""
+
+    pool: torch.Tensor
+
+    def run(self, plan: Plan) -> dict[str, Drawn]:
+        """A token for each sequence that has caught up, by its id."""
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Makes blocks that unverified bytes came into harmless."""
 
 
 class Runner:

@@ -21,6 +21,8 @@ class Sequence:
     prompt_tokens: int  # how many of `tokens` the caller sent; the rest is output
     params: SamplingParams
     cache_salt: str = ""
+    due: float = 0.0  # time.monotonic() here: the end of its fair turn; the earliest goes first
+    arrival: int = 0  # set by the planner; of those due together the first to come goes first
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
     num_computed: int = 0
@@ -39,6 +41,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens known and not yet computed."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def turn(self) -> tuple[float, int]:
+        """Smaller goes first; it never changes, so that everybody is the smallest one day."""
+        return self.due, self.arrival
 
     def parent_hash(self, index: int) -> int:
         """Hash of the block before block `index`."""

@@ -1,4 +1,4 @@
-"""The command lines of a local cluster's processes: settings in, arguments out."""
+"""The command lines of a local cluster's processes: settings in, arguments for `PROGRAM` out."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton.config import ClusterConfig, EngineConfig
+from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local.cpus import Share
+
+PROGRAM = (sys.executable, "-m", "baton")
 
 
 def router(config: ClusterConfig, port: int, etcd: str, otlp: str | None) -> list[str]:
-    """The router's command line."""
+    """A router's arguments."""
     return [
-        *_command("router"),
+        "router",
         *_model(config.engine),
         *("--host", config.host, "--port", str(port)),
-        *("--local-prefill-max", str(config.local_prefill_max_tokens)),
+        *_limits(config.limits),
         *_common(config, etcd, otlp),
     ]
 
@@ -24,9 +26,9 @@ def router(config: ClusterConfig, port: int, etcd: str, otlp: str | None) -> lis
 def worker(
     config: ClusterConfig, role: str, share: Share, etcd: str, otlp: str | None
 ) -> list[str]:
-    """The command line of a "prefill" or "decode" worker; it takes a free port by itself."""
+    """The arguments of a "prefill" or "decode" worker; it takes a free port by itself."""
     return [
-        *_command(f"{role}-worker"),
+        f"{role}-worker",
         *engine(config.engine),
         *("--threads", str(share.threads)),
         *(("--cpus", ",".join(map(str, share.cpus))) if share.cpus else ()),
@@ -49,6 +51,7 @@ def engine(config: EngineConfig) -> list[str]:
         *("--max-batch", str(config.max_batch)),
         *("--chunk-tokens", str(config.chunk_tokens)),
         *(() if config.prefix_cache else ("--no-prefix-cache",)),
+        *(("--simulate", config.simulate) if config.simulate else ()),
     ]
 
 
@@ -56,8 +59,19 @@ def _model(config: EngineConfig) -> Sequence[str]:
     return ("--random-weights" if config.random_weights else "--model", config.model)
 
 
-def _command(name: str) -> Sequence[str]:
-    return (sys.executable, "-m", "baton", name)
+def _limits(limits: RouterLimits) -> Sequence[str]:
+    return (
+        *("--max-queue", str(limits.max_queue)),
+        *("--max-attempts", str(limits.max_attempts)),
+        *("--default-timeout", str(limits.default_timeout_s)),
+        *("--ttft-target", str(limits.ttft_target_ms)),
+        *("--max-prompt-tokens", str(limits.max_prompt_tokens)),
+        *("--silence", str(limits.silence_s)),
+        *("--stall", str(limits.stall_s)),
+        *("--recovery-timeout", str(limits.recovery_s)),
+        *("--local-prefill-max", str(limits.local_prefill_max_tokens)),
+        *(("--tenants", str(limits.tenants_file)) if limits.tenants_file else ()),
+    )
 
 
 def _common(config: ClusterConfig, etcd: str, otlp: str | None) -> Sequence[str]:

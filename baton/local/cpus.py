@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -35,6 +35,15 @@ def divide(cpus: Sequence[int], workers: int, threads: int = 0) -> list[Share]:
         size = len(cpus) // workers + (worker < len(cpus) % workers)
         shares.append(Share(tuple(cpus[begin : begin + size]), size))
         begin += size
+    return shares
+
+
+def share_out(workers: int, threads: int, warn: Callable[[str], None]) -> list[Share]:
+    """`divide` of all cores that we may use; too many threads for them are told."""
+    cores = available()
+    shares = divide(cores, workers, threads)
+    if warning := oversubscription(cores, shares):
+        warn(f"warning: {warning}")
     return shares
 
 

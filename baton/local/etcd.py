@@ -11,7 +11,6 @@ import importlib.util
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,7 @@ from types import TracebackType
 from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local.child import tied
+from baton.local.scratch import ScratchFolder
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
 
@@ -48,7 +48,8 @@ class EmbeddedEtcd:
     """One etcd process: `async with EmbeddedEtcd() as etcd: ... etcd.address`.
 
     After `stop` or `kill`, `start` brings it back on the same port with the same data. Data that
-    were given no directory live in a temporary one and go with `close` (or the `async with`).
+    were given no directory live in a temporary one and go with `close` (or the `async with`), those
+    of a killed owner when the next one starts.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class EmbeddedEtcd:
         """
         self._binary = etcd_binary()
         self._home = data_dir
-        self._temporary = data_dir is None
+        self._scratch: ScratchFolder | None = None
         self._port = client_port
         self._args = args
         self._process: asyncio.subprocess.Process | None = None
@@ -101,7 +102,8 @@ class EmbeddedEtcd:
         """Returns when etcd answers; raises Unavailable, with its last words, if it fails."""
         assert self._process is None, "etcd runs already"
         if self._home is None:
-            self._home = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="baton-etcd-"))
+            self._scratch = await asyncio.to_thread(ScratchFolder, "baton-etcd-")
+            self._home = self._scratch.path
         self._home.mkdir(parents=True, exist_ok=True)
         if self._port:
             await self._start_once()
@@ -127,9 +129,9 @@ class EmbeddedEtcd:
     async def close(self) -> None:
         """Stops etcd and removes its data, if they were in a temporary directory."""
         await self.stop()
-        if self._temporary and self._home is not None:
-            home, self._home = self._home, None
-            await asyncio.to_thread(shutil.rmtree, home)
+        if self._scratch is not None:
+            scratch, self._scratch, self._home = self._scratch, None, None
+            await asyncio.to_thread(scratch.remove)
 
     async def wipe(self) -> None:
         """Throws a stopped etcd's data away."""

@@ -25,6 +25,18 @@ def free(host: str = "127.0.0.1") -> int:
     return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
 
 
+def consecutive(host: str, first: int, count: int) -> list[int]:
+    """`count` ports from `first` on; ConfigError when one is in use. `first` 0 takes free ones."""
+    if not first:
+        found: dict[int, None] = {}
+        while len(found) < count:
+            found[free(host)] = None
+        return list(found)
+    for port in range(first, first + count):
+        check_free(host, port)
+    return list(range(first, first + count))
+
+
 def _listen(family: int, address: Any) -> int:
     """Listens for a moment; the port."""
     with socket.socket(family, socket.SOCK_STREAM) as listener:

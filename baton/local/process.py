@@ -61,6 +61,11 @@ class ChildProcess:
         alive = self._process is not None and self._process.returncode is None
         return alive and not self._killed
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the latest run was started."""
+        return time.monotonic() - self.started_at
+
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of its output."""
         return "\n".join(list(self.log)[-lines:])

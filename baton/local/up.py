@@ -1,8 +1,12 @@
-"""`baton up`: runs a local cluster until ctrl-C, says what happens, draws each request's trace."""
+"""`baton up`: runs a local cluster until ctrl-C, says what happens, draws each request's trace.
+
+SIGHUP restarts its processes one after the other.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -11,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from baton.config import ClusterConfig
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
@@ -31,6 +35,8 @@ async def run(config: ClusterConfig) -> int:
     if config.trace and config.otlp:
         raise ConfigError("--trace shows the traces here and --otlp sends them away: choose one")
     cancel_on_signals()
+    hangup = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
     was_ready = False
     try:
         async with AsyncExitStack() as stack:
@@ -39,9 +45,10 @@ async def run(config: ClusterConfig) -> int:
             await stack.enter_async_context(cluster)
             was_ready = True
             say(_ready_text(cluster))
-            await asyncio.Event().wait()
+            await _restart_on(hangup, cluster)
     except asyncio.CancelledError:
-        say("stopped")
+        pass
+    say("stopped")
     return 0 if was_ready else INTERRUPTED
 
 
@@ -61,12 +68,34 @@ def cancel_on_signals() -> None:
 
 def say(text: str) -> None:
     """A line for the person at the terminal."""
-    print(text, flush=True)
+    with contextlib.suppress(OSError):  # the cluster goes on when its reader has left
+        print(text, flush=True)
 
 
 def echo(name: str, line: str) -> None:
     """A process's log line, on stderr."""
-    print(f"[{name}] {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"[{name}] {line}", file=sys.stderr, flush=True)
+
+
+async def _restart_on(hangup: asyncio.Event, cluster: LocalCluster) -> None:
+    """Restarts all processes in turn at each SIGHUP, until the terminal is gone."""
+    had_terminal = _has_terminal()
+    while True:
+        await hangup.wait()
+        if had_terminal and not _has_terminal():
+            return  # the window was closed: nobody is left to press ctrl-C
+        say(f"SIGHUP: restarting {', '.join(cluster.processes)}, one after the other")
+        try:
+            await cluster.rolling_restart()
+            say("all processes have been restarted")
+        except BatonError as error:
+            say(f"the restart has stopped: {error}")
+        hangup.clear()  # one that came meanwhile has had its restart
+
+
+def _has_terminal() -> bool:
+    return any(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
 async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> ClusterConfig:
@@ -89,9 +118,9 @@ def _show_finished(spans: Sequence[Span]) -> bool:
 
 
 def _ready_text(cluster: LocalCluster) -> str:
-    target = "" if cluster.address == "127.0.0.1:7700" else f" --target {cluster.address}"
+    target = "" if cluster.targets == "127.0.0.1:7700" else f" --target {cluster.targets}"
     return (
-        f"ready: {cluster.address}, etcd {cluster.etcd_address}. In another terminal:\n"
+        f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:\n"
         f"  baton generate 'class Stack:'{target}\n"
         f"  baton status{target}\n"
         "ctrl-C stops it"

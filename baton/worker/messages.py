@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from baton.engine.build import Loaded
@@ -63,6 +64,7 @@ def sequence_of(
         prompt_tokens=spec.prompt_tokens,
         params=params,
         cache_salt=spec.cache_salt,
+        due=time.monotonic() + spec.due_ms / 1000,
         park_after=park_after,
     )
 

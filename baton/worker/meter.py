@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Iterable
 
 from baton.engine.blocks import CacheChanges
@@ -18,6 +19,7 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self.load = worker_pb2.Load()
+        self.mean_step_s = 0.0  # over steps of every kind; 0 before the first
         self._cached: set[int] = set()  # every prefix hash that can be hit
         self._watchers: set[_Watcher] = set()
         self._closed = False
@@ -28,6 +30,8 @@ class LoadMeter:
         load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         load.step_ms = self.load.step_ms
         step_s = (report.ended_ns - report.started_ns) / 1e9
+        if report.num_tokens:
+            self.mean_step_s = _smooth(self.mean_step_s, step_s)
         if report.num_tokens >= _PREFILL_ROWS and step_s > 0:
             rate = report.num_tokens / step_s
             load.prefill_tokens_per_s = _smooth(load.prefill_tokens_per_s, rate)
@@ -51,11 +55,15 @@ class LoadMeter:
         self._closed = True
         self.wake()
 
-    async def watch(self, interval_s: float) -> AsyncGenerator[worker_pb2.CacheEvent, None]:
+    async def watch(
+        self, interval_s: float, heartbeat_s: float = 0.0
+    ) -> AsyncGenerator[worker_pb2.CacheEvent, None]:
         """Cache changes, now and after each change of load, at most once in `interval_s`.
 
-        The first event carries all that is cached.
+        The first event carries all that is cached. Without news an empty one comes after
+        `heartbeat_s` (0: never), or after `interval_s` if that is longer.
         """
+        silence_s = max(0.0, heartbeat_s - interval_s) if heartbeat_s else None
         watcher = _Watcher(self._cached)
         self._watchers.add(watcher)
         try:
@@ -65,7 +73,9 @@ class LoadMeter:
                 if last:
                     return
                 await asyncio.sleep(interval_s)  # bounds the rate; the next wait is for an event
-                await watcher.news.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(silence_s):
+                        await watcher.news.wait()
                 watcher.news.clear()
         finally:
             self._watchers.discard(watcher)

@@ -8,6 +8,7 @@ not finished in time is given back to its router, which places it elsewhere.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer
 from baton.worker.meter import LoadMeter, load_proto
+from baton.worker.stall import StallWatch
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ _ROLES = {
     "decode": common_pb2.WORKER_ROLE_DECODE,
 }
 STOP_GRACE_S = 2.0
+CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
 REGISTRY_TIMEOUT_S = 5.0
 
 
@@ -81,6 +84,7 @@ class Node:
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
         self._health = Health()
+        self._stall = StallWatch(lambda: self.engine.step_age_s, lambda: self.meter.mean_step_s)
 
     @property
     def draining(self) -> bool:
@@ -111,18 +115,25 @@ class Node:
             self.engine = loaded.engine(self._publisher(loop))
             self.engine.ended.add_done_callback(lambda _: self._tell(loop, self._stop.set))
             self.role = make_role(self, loaded)
-            self._describe(loaded)
             self.engine.start()
-            try:
+            async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse
+                ending.push_async_callback(asyncio.to_thread, self.engine.stop)
+                ending.push_async_callback(server.stop, STOP_GRACE_S)
+                ending.push_async_callback(self._leave)
+                self._describe(loaded)
                 await self._serve(server, make_servicer(self), registration)
-            finally:
-                await server.stop(STOP_GRACE_S)
-                await asyncio.to_thread(self.engine.stop)
 
     async def drain(self) -> None:
         """Starts draining and waits for its end."""
         self._stop.set()
         await self._drained.wait()
+
+    def load(self) -> worker_pb2.Load:
+        """The load now, also while a step hangs and nothing is reported."""
+        load = worker_pb2.Load()
+        load.CopyFrom(self.meter.load)
+        load.step_age_ms = self.engine.step_age_s * 1e3
+        return load
 
     def refuse_if_draining(self) -> None:
         """Raises Unavailable when new work is not taken any more."""
@@ -137,6 +148,7 @@ class Node:
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context
         record.max_batch = loaded.settings.max_batch
+        record.chunk_tokens = loaded.settings.chunk_tokens
 
     def _publisher(self, loop: asyncio.AbstractEventLoop) -> Callable[[StepReport], None]:
         """The engine's callback: hands each report to the event loop."""
@@ -155,6 +167,7 @@ class Node:
 
     def _on_step(self, report: StepReport) -> None:
         self.meter.update(report)
+        self._stall.stepped()
         self.role.on_step(report)
 
     async def _serve(
@@ -170,14 +183,16 @@ class Node:
         await self._enter(common_pb2.WORKER_STATE_READY, registration)
         record = self.record
         log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)
-        await self._stop.wait()
+        watching = asyncio.create_task(self._stall.follow(self._stalled))
+        try:
+            await self._stop.wait()
+        finally:
+            watching.cancel()
         failed = self.engine.ended.done()  # then nothing that runs can finish
         drain_s = 0.0 if failed else self.config.drain_s
         log.info("draining for at most %.0f s", drain_s)
         await self._enter(common_pb2.WORKER_STATE_DRAINING, registration)
         await self._finish_work(drain_s)
-        self.meter.close()
-        self._drained.set()
         if failed:
             self.engine.ended.result()
 
@@ -197,4 +212,18 @@ class Node:
                 await self.role.idle()
         except TimeoutError:
             log.warning("not idle after %.0f s: giving the rest back", drain_s)
-        await self.role.close()
+
+    async def _leave(self) -> None:
+        """Frees everything, and tells those who watch and those who asked to drain."""
+        try:
+            async with asyncio.timeout(self.config.transfer_timeout_s + CLOSE_GRACE_S):
+                await self.role.close()
+        except TimeoutError:
+            log.error("a step or a transfer does not end: leaving without it")
+        finally:
+            self.meter.close()
+            self._drained.set()
+
+    async def _stalled(self, stalled: bool) -> None:
+        """A worker that makes no progress is not healthy, however quick its answers are."""
+        await self._health.set(not stalled and self.record.state == common_pb2.WORKER_STATE_READY)

@@ -35,7 +35,7 @@ async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
         return area.tensor
 
     def load() -> build.Loaded:
-        on_cpu = build.choose_device(config.engine.device).type == "cpu"
+        on_cpu = build.device_of(config.engine).type == "cpu"
         loaded = build.load(config.engine, allocate if on_cpu else None)
         build.warm_up(loaded)
         return loaded

@@ -24,17 +24,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Who it is."""
         node = self._node
         return worker_pb2.DescribeResponse(
-            record=node.record, load=node.meter.load, pairs=node.role.pairs()
+            record=node.record, load=node.load(), pairs=node.role.pairs()
         )
 
     @rpc.streaming
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
-        """Load and cache changes."""
-        node = self._node
-        async with contextlib.aclosing(node.meter.watch(WATCH_INTERVAL_S)) as events:
+        """Load and cache changes, and signs of life."""
+        node, heartbeat_s = self._node, request.heartbeat_ms / 1000
+        watch = node.meter.watch(WATCH_INTERVAL_S, heartbeat_s)
+        async with contextlib.aclosing(watch) as events:
             async for cache in events:
                 yield worker_pb2.WatchResponse(
-                    load=node.meter.load,
+                    load=node.load(),
                     state=node.record.state,
                     cache=cache,
                     pairs=node.role.pairs(),

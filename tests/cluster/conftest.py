@@ -5,8 +5,9 @@
     async def test_kill(own_cluster):
         cluster = await own_cluster(decode=2, restart=False)           # this test's alone
 
-Both take the fields of ClusterConfig, and `extra_args` and `env` of LocalCluster. The tests of this
-folder run on one event loop, which the shared clusters need, and after all others.
+Both take the fields of ClusterConfig, and `programs`, `extra_args`, `env` and `say` of
+LocalCluster. The tests of this folder run on one event loop, which the shared clusters need, and
+after all others.
 """
 
 from __future__ import annotations
@@ -57,14 +58,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 async def start(
     *,
+    programs: dict[str, list[str]] | None = None,
     extra_args: dict[str, list[str]] | None = None,
     env: dict[str, str] | None = None,
+    say: Callable[[str], None] = lambda text: None,
     **config: Any,
 ) -> LocalCluster:
     """A started cluster; it must be given to `stop`."""
     settings = ClusterConfig(**{"engine": ENGINE, "port": 0, "log_level": "info", **config})
     cluster = LocalCluster(
-        settings, extra_args=extra_args or {}, env=env or {}, start_timeout_s=START_TIMEOUT_S
+        settings,
+        programs=programs or {},
+        extra_args=extra_args or {},
+        env=env or {},
+        say=say,
+        start_timeout_s=START_TIMEOUT_S,
     )
     RUNNING.append(cluster)
     try:
@@ -72,7 +80,7 @@ async def start(
     except BaseException:
         RUNNING.remove(cluster)
         raise
-    for address in (cluster.address, cluster.etcd_address):
+    for address in (*cluster.addresses, cluster.etcd_address):
         USED_PORTS.add(int(address.rpartition(":")[2]))
     for record in cluster.membership.records.values():
         USED_PORTS.add(int(record.address.rpartition(":")[2]))

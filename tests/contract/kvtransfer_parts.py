@@ -155,13 +155,17 @@ class Decode:
 
     def before_commit(self, change):
         """Calls `change(request)` before each commit."""
-        commit = self.receiver.commit
+        self.before_call("commit", change)
+
+    def before_call(self, method, change):
+        """Calls `change(request)` before each call of the receiver's `method`."""
+        original = getattr(self.receiver, method)
 
         async def changed(request):
             change(request)
-            return await commit(request)
+            return await original(request)
 
-        self.receiver.commit = changed
+        setattr(self.receiver, method, changed)
 
     def reserve(self, handoff_id, num_tokens, *ids, cached=0):
         self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, BLOCK_SIZE)
@@ -181,10 +185,21 @@ def target(incarnation, port, handoff_id, cached=0):
 class Prefill:
     """A prefill worker's side: a pool and its links."""
 
-    def __init__(self, transport, incarnation="p", descriptor=DESCRIPTOR, step_s=5.0, **options):
+    def __init__(
+        self,
+        transport,
+        incarnation="p",
+        descriptor=DESCRIPTOR,
+        step_s=5.0,
+        abort_wait_s=5.0,
+        tracer=None,
+        **options,
+    ):
         self.pool = make_pool(1)
         self.links = LinkPool(self.pool, [transport], descriptor, incarnation, host_id(), **options)
-        self.sender = HandoffSender(self.links, NoOpTracer(), step_timeout_s=step_s)
+        self.sender = HandoffSender(
+            self.links, tracer or NoOpTracer(), step_timeout_s=step_s, abort_wait_s=abort_wait_s
+        )
 
     async def __aenter__(self):
         return self

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from baton import rpc
 from baton.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -193,15 +194,20 @@ async def test_another_incarnation_is_stale():
 
 @every_transport
 async def test_old_epoch_is_refused_and_a_new_one_works(name):
-    async with joined(name, prefill={"backoff_s": 0.0}) as (prefill, decode):
-        to = decode.reserve("h1", 4, 1)
-        await prefill.hand_over(to, "h1", slots(4, 1))
-        decode.receiver._drop("p")
-        to = decode.reserve("h2", 4, 1)
-        with pytest.raises(TransferFailed):
-            await prefill.hand_over(to, "h2", slots(4, 1))
-        to = decode.reserve("h3", 4, 1)
-        await prefill.hand_over(to, "h3", slots(4, 1))
+    async with joined(name) as (prefill, decode):
+        to = decode.reserve("h", 4, 1)
+        link = await prefill.links.acquire(to, Deadline(5.0))
+        decode.receiver._peers.drop("p")
+        ready = pb.ReadyRequest(
+            handoff_id="h", reservation_token="token-h", incarnation="p", epoch=link.epoch
+        )
+        ready.num_tokens = 4
+        with pytest.raises(Unavailable, match="epoch 1"), rpc.translated():
+            await link.stub.Ready(ready)
+        assert not decode.receiver.writing("h")
+        prefill.links.condemn(link, quarantine=False)
+        prefill.links.release(link)
+        await prefill.hand_over(to, "h", slots(4, 1))
         assert [pair.epoch for pair in prefill.links.status()] == [2]
 
 
@@ -227,7 +233,7 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined():
         to = decode.reserve("h1", 4, 1)
         await prefill.hand_over(to, "h1", slots(4, 1))
         stuck = threading.Event()
-        decode.receiver._peers["p"].thread.submit(stuck.wait, 10)
+        decode.receiver._peers._peers["p"].thread.submit(stuck.wait, 10)
         to = decode.reserve("h2", 4, 1)
         try:
             with pytest.raises(TransferFailed, match="did not answer"):

@@ -17,7 +17,14 @@ import baton
 from baton import cli
 from baton.cli import services, status, up
 from baton.client import Completion, Delta, Route, Timing, Usage
-from baton.config import ClusterConfig, EngineConfig, RegistryConfig, RouterConfig, WorkerConfig
+from baton.config import (
+    ClusterConfig,
+    EngineConfig,
+    RegistryConfig,
+    RouterConfig,
+    RouterLimits,
+    WorkerConfig,
+)
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
 from baton.local.cpus import Share
@@ -94,17 +101,39 @@ def test_the_local_cluster_starts_what_it_means() -> None:
         dtype="float32", kv_blocks=40, kv_cache_bytes=12345, max_context=256, prefix_cache=False
     )
     cluster = ClusterConfig(engine, transport="gloo", cluster="c", drain_s=2.5, host="0.0.0.0")
-    argv = commands.worker(cluster, "decode", Share((0, 2), 2), "h:1", "http://o:1")
-    args = parse(*argv[3:])
+    args = parse(*commands.worker(cluster, "decode", Share((0, 2), 2), "h:1", "http://o:1"))
     worker = services.worker_config(args)
-    assert argv[:3] == [sys.executable, "-m", "baton"]
+    assert list(commands.PROGRAM) == [sys.executable, "-m", "baton"]
     assert (worker.role, worker.transport, worker.drain_s) == ("decode", "gloo", 2.5)
     assert worker.engine == EngineConfig(**{**vars(engine), "threads": 2})
     assert worker.registry == RegistryConfig(etcd="h:1", cluster="c")
     assert (args.cpus, args.die_with_parent, worker.otlp) == ([0, 2], os.getpid(), "http://o:1")
     assert (worker.host, worker.port) == ("127.0.0.1", 0)
-    router = services.router_config(parse(*commands.router(cluster, 7701, "h:1", None)[3:]))
+    router = services.router_config(parse(*commands.router(cluster, 7701, "h:1", None)))
     assert (router.host, router.port, router.otlp) == ("0.0.0.0", 7701, None)
+    assert router.drain_s == 2.5
+
+
+def test_limits_and_simulation_reach_every_process() -> None:
+    """`baton up` takes the options of a router that say what it accepts, and hands them on."""
+    argv = (
+        "--routers 2 --max-queue 3 --max-attempts 5 --default-timeout 7.5 --ttft-target 900 "
+        "--max-prompt-tokens 99 --tenants /t.toml --silence 0.75 --stall 4.5 "
+        "--recovery-timeout 6.5 --local-prefill-max 8 --simulate 5000,2"
+    )
+    config = up.cluster_config(parse("up", *argv.split()))
+    expected = RouterLimits(
+        max_queue=3, max_attempts=5, default_timeout_s=7.5, ttft_target_ms=900,
+        max_prompt_tokens=99, tenants_file=Path("/t.toml"), silence_s=0.75, stall_s=4.5,
+        recovery_s=6.5, local_prefill_max_tokens=8,
+    )  # fmt: skip
+    assert (config.routers, config.limits) == (2, expected)
+    router = services.router_config(parse(*commands.router(config, 7701, "h:1", None)))
+    assert {name: getattr(router, name) for name in vars(expected)} == vars(expected)
+    for name, default in vars(RouterLimits()).items():
+        assert getattr(expected, name) != default, f"{name} is not tried"
+    worker = parse(*commands.worker(config, "prefill", Share((), 1), "h:1", None))
+    assert services.worker_config(worker).engine.simulate == "5000,2"
 
 
 def test_etcd_access_reaches_every_process() -> None:
@@ -122,9 +151,9 @@ def test_etcd_access_reaches_every_process() -> None:
     )  # fmt: skip
     assert config.registry("https://h:1") == expected
     argv = commands.worker(config, "prefill", Share((), 1), "https://h:1", None)
-    worker = services.worker_config(parse(*argv[3:]))
+    worker = services.worker_config(parse(*argv))
     argv = commands.router(config, 7701, "https://h:1", None)
-    router = services.router_config(parse(*argv[3:]))
+    router = services.router_config(parse(*argv))
     assert worker.registry == router.registry == expected
     assert (worker.engine.model, worker.engine.random_weights) == ("/tiny.json", True)
     assert (router.model, router.random_weights) == ("/tiny.json", True)
@@ -270,8 +299,9 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ca
     stream: StreamOf = getattr(request, "param", StreamOf([" d", "", "ef"]))
 
     class Client:
-        def __init__(self, target: str) -> None:
+        def __init__(self, target: str, *, api_key: str | None = None) -> None:
             self.target = target
+            self.api_key = api_key
 
         def __enter__(self) -> "Client":
             return self
@@ -280,7 +310,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ca
             assert stream.closed or not seen
 
         def stream(self, prompt: Any, **options: Any) -> StreamOf:
-            seen.append((prompt, {"target": self.target, **options}))
+            seen.append((prompt, {"target": self.target, "api_key": self.api_key, **options}))
             return stream
 
         def status(self, *, timeout: float) -> dict[str, Any]:
@@ -309,6 +339,40 @@ def test_generate_json_is_one_object(calls: Calls, capsys: pytest.CaptureFixture
     assert calls[0][1]["target"] == "h:1"
 
 
+def test_generate_asks_a_cluster_for_priority_target_and_time(calls: Calls) -> None:
+    argv = ["x", "--priority", "high", "--ttft-target", "1.5", "--timeout", "9"]
+    assert cli.main(["generate", *argv]) == 0
+    asked = {name: calls[0][1][name] for name in ("priority", "ttft_target", "timeout")}
+    assert asked == {"priority": "high", "ttft_target": 1.5, "timeout": 9.0}
+
+
+def test_generate_shows_a_key_from_the_file_or_the_environment(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    (tmp_path / "key").write_text("from the file\n")
+    assert cli.main(["generate", "x"]) == 0
+    monkeypatch.setenv("BATON_API_KEY", "from the environment")
+    assert cli.main(["generate", "x"]) == 0
+    assert cli.main(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 0
+    keys = [options["api_key"] for _, options in calls]
+    assert keys == [None, "from the environment", "from the file"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, "cannot be read"), ("", "one key"), ("two\nlines", "one key"), ("\u00fc", "ASCII")],
+)
+def test_generate_tells_of_a_key_file_that_is_none(
+    calls: Calls, tmp_path: Path, capsys: Any, content: str | None, told: str
+) -> None:
+    if content is not None:
+        (tmp_path / "key").write_text(content)
+    assert cli.main(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 1
+    error = capsys.readouterr().err
+    assert told in error and not (content and content in error)
+
+
 def test_generate_reads_stdin_and_makes_chats(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +387,9 @@ def test_generate_reads_stdin_and_makes_chats(
 
 @pytest.mark.parametrize(
     "argv", [["x", "--token-ids", "1"], ["--chat", "--token-ids", "1"], ["--token-ids", "1,b"],
-             ["x", "--local", "--timeout", "1"], ["x", "--random-weights", "c.json"]],
+             ["x", "--local", "--timeout", "1"], ["x", "--local", "--priority", "low"],
+             ["x", "--local", "--api-key-file", "k"], ["x", "--priority", "top"],
+             ["x", "--ttft-target", "0"], ["x", "--random-weights", "c.json"]],
 )  # fmt: skip
 def test_generate_bad_usage(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -402,7 +468,7 @@ def worker_status(role: str, **changes: Any) -> dict[str, Any]:
     zeros = dict.fromkeys(list(status._WORKER_COLUMNS)[5:], 0)
     return {
         "role": role, "incarnation": f"{role}1", "address": "h:1", "pid": 7, "state": "READY",
-        **zeros, **changes,
+        "reason": "", **zeros, **changes,
     }  # fmt: skip
 
 
@@ -439,3 +505,7 @@ def test_status_as_table_and_json(calls: Calls, capsys: pytest.CaptureFixture[st
     empty["router"] = {**STATUS["router"], "registry_connected": False}  # type: ignore[dict-item]
     assert "no workers" in status.render(empty)
     assert "REGISTRY UNREACHABLE" in status.render(empty)
+    silent = worker_status("decode", state="SILENT", reason="no sign of life for 1.6 s")
+    lines = status.render({**STATUS, "workers": [worker_status("prefill"), silent]}).splitlines()
+    assert lines[3].endswith("all  reason")
+    assert lines[5].endswith("  0  no sign of life for 1.6 s")

@@ -59,6 +59,8 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (RouterConfig, {"local_prefill_max_tokens": -1}, "--local-prefill-max must be at least 0"),
     (ClusterConfig, {"prefill": 0}, "--prefill must be at least 1, not 0: a cluster serves with"),
     (ClusterConfig, {"decode": 0}, "--decode must be at least 1, not 0: a cluster serves with"),
+    (ClusterConfig, {"routers": 0}, "--routers must be at least 1, not 0"),
+    (ClusterConfig, {"routers": 3, "port": 65534}, "--port 65534 leaves no ports for 3 routers"),
     (ClusterConfig, {"port": 70000}, "--port must be between 0 and 65535, not 70000"),
     (ClusterConfig, {"transport": "x"}, "--transport must be one of auto"),
     (ClusterConfig, {"drain_s": -0.5}, "--drain-timeout must be at least 0, not -0.5"),

@@ -9,17 +9,22 @@ from baton import rpc
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
-def started(prompt_tokens=3, trace_id="ab" * 16):
+def started(prompt_tokens=3, trace_id="ab" * 16, resumed_tokens=0):
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
-            request_id="r1", trace_id=trace_id, prompt_tokens=prompt_tokens
+            request_id="r1",
+            trace_id=trace_id,
+            prompt_tokens=prompt_tokens,
+            resumed_tokens=resumed_tokens,
         )
     )
 
 
-def delta(text, *token_ids, logprobs=()):
+def delta(text, *token_ids, logprobs=(), reason=common_pb2.FINISH_REASON_UNSPECIFIED):
     return inference_pb2.GenerateResponse(
-        delta=inference_pb2.Delta(text=text, token_ids=token_ids, logprobs=logprobs)
+        delta=inference_pb2.Delta(
+            text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason
+        )
     )
 
 
@@ -46,9 +51,10 @@ class ScriptedRouter(
         self.cancelled = asyncio.Event()
         self.unary_errors = []
         self.status = fleet_pb2.GetStatusResponse()
+        self.explanation = fleet_pb2.ExplainResponse()
 
     def _note(self, request, context):
-        self.requests.append(request)
+        self.requests.append(request)  # gRPC makes a new message for each call
         self.metadata.append(dict(context.invocation_metadata()))
         self.time_left_s.append(context.time_remaining())
 
@@ -83,6 +89,11 @@ class ScriptedRouter(
     @rpc.unary
     async def GetStatus(self, request, context):
         return self.status
+
+    @rpc.unary
+    async def Explain(self, request, context):
+        self._note(request, context)
+        return self.explanation
 
 
 @contextlib.asynccontextmanager

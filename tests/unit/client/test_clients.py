@@ -60,7 +60,7 @@ async def test_status(connect, serve):
     router = ScriptedRouter(HELLO)
     router.status = fleet_pb2.GetStatusResponse(
         router=fleet_pb2.RouterStatus(incarnation="r", pid=1, state="SERVING"),
-        workers=[worker, fleet_pb2.WorkerStatus(record=record, state="STARTING")],
+        workers=[worker, fleet_pb2.WorkerStatus(record=record, state="SILENT", reason="asleep")],
         pairs=[pair],
     )
     async with connect(await serve(router)) as client:
@@ -73,6 +73,7 @@ async def test_status(connect, serve):
         "address": "h:1",
         "pid": 42,
         "state": "READY",
+        "reason": "",
         "queue_tokens": 9,
         "running": 2,
         "blocks_total": 64,
@@ -82,6 +83,7 @@ async def test_status(connect, serve):
         "blocks_quarantined": 0,
     }
     assert status["workers"][1]["blocks_total"] == 50
+    assert status["workers"][1]["reason"] == "asleep"
     assert status["pairs"] == [{"prefill": "p", "decode": "d", "transport": "shm", "state": "OPEN"}]
 
 

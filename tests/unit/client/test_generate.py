@@ -100,15 +100,48 @@ async def test_retries_before_the_first_output(connect, serve, accepted, error):
     assert len(router.requests) == 3
 
 
-async def test_never_retries_after_output(connect, serve):
+async def test_goes_on_behind_what_has_come(connect, serve):
+    router = ScriptedRouter(
+        [started(), delta("Hel", 1, 2), errors.Unavailable("gone")],
+        [started(resumed_tokens=2), delta("lo", 3), finish()],
+    )
+    async with connect(await serve(router), retry=FAST) as client:
+        done = await client.generate("x", temperature=0.5)
+    assert (done.text, done.token_ids) == ("Hello", (1, 2, 3))
+    first, second = router.requests
+    assert (list(first.resumed_token_ids), list(second.resumed_token_ids)) == ([], [1, 2])
+    assert first.sampling.HasField("seed")
+    assert first.sampling.seed == second.sampling.seed
+
+
+async def test_a_router_that_would_begin_anew_is_not_believed(connect, serve):
     router = ScriptedRouter([started(), delta("Hel", 1), errors.Unavailable("gone")], HELLO)
     async with connect(await serve(router), retry=FAST) as client:
-        with pytest.raises(errors.Unavailable) as raised:
+        with pytest.raises(errors.Unavailable, match="cannot go on") as raised:
             await client.generate("x")
-    assert len(router.requests) == 1
     assert raised.value.partial.text == "Hel"
     assert raised.value.partial.finish_reason is None
     assert raised.value.partial.usage.prompt_tokens == 3
+
+
+async def test_errors_that_cannot_pass_are_final_after_output_too(connect, serve):
+    router = ScriptedRouter([started(), delta("Hel", 1), errors.InternalError("a bug")])
+    async with connect(await serve(router), retry=FAST) as client:
+        with pytest.raises(errors.InternalError) as raised:
+            await client.generate("x")
+    assert len(router.requests) == 1
+    assert raised.value.partial.text == "Hel"
+
+
+@pytest.mark.parametrize("broken", [[errors.Unavailable("gone")], []], ids=["error", "end"])
+async def test_nobody_goes_on_behind_the_last_tokens(connect, serve, broken):
+    last = delta("Hello", 1, reason=common_pb2.FINISH_REASON_STOP)
+    router = ScriptedRouter([started(), last, *broken])
+    async with connect(await serve(router), retry=FAST) as client:
+        done = await client.generate("x")
+    assert len(router.requests) == 1
+    assert (done.text, done.finish_reason) == ("Hello", "stop")
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 1)
 
 
 async def test_attempts_are_bounded(connect, serve):
@@ -121,7 +154,7 @@ async def test_attempts_are_bounded(connect, serve):
 
 async def test_a_stream_without_its_last_message_is_not_a_completion(connect, serve):
     router = ScriptedRouter([started(), delta("Hel", 1)])
-    async with connect(await serve(router)) as client:
+    async with connect(await serve(router), retry=RetryPolicy(max_attempts=1)) as client:
         with pytest.raises(errors.Unavailable, match="last message") as raised:
             await client.generate("x")
     assert raised.value.partial.text == "Hel"

@@ -4,6 +4,7 @@ import pytest
 
 from baton.client.request import generate_request, tokenize_request
 from baton.errors import InvalidRequest
+from baton.v1 import common_pb2
 
 
 def test_text():
@@ -49,6 +50,17 @@ def test_every_option():
     assert request.sampling.HasField("logprobs")  # 0 is not "off"
 
 
+@pytest.mark.parametrize("name", ["low", "normal", "high"])
+def test_priorities(name):
+    request = generate_request("x", {"priority": name})
+    assert common_pb2.Priority.Name(request.priority) == f"PRIORITY_{name.upper()}"
+
+
+@pytest.mark.parametrize(("seconds", "ms"), [(2, 2000), (0.25, 250), (0.0001, 1)])
+def test_ttft_target_is_given_in_seconds(seconds, ms):
+    assert generate_request("x", {"ttft_target": seconds}).ttft_target_ms == ms
+
+
 def test_unset_options_stay_unset():
     request = generate_request("x", {"seed": None, "max_tokens": None, "stop": None, "model": None})
     assert not request.HasField("sampling")
@@ -78,6 +90,13 @@ def test_one_stop_string():
         ("x", {"stop": 3}, "stop"),
         ("x", {"model": 3}, "model"),
         ("x", {"max_token": 3}, "max_token"),
+        ("x", {"priority": "urgent"}, "priority"),
+        ("x", {"priority": 3}, "priority"),
+        ("x", {"ttft_target": 0}, "ttft_target"),
+        ("x", {"ttft_target": -1}, "ttft_target"),
+        ("x", {"ttft_target": float("nan")}, "ttft_target"),
+        ("x", {"ttft_target": "soon"}, "ttft_target"),
+        ("x", {"ttft_target": 1e9}, "ttft_target"),
     ],
 )
 def test_what_no_message_can_hold(prompt, options, field):

@@ -53,6 +53,18 @@ def test_advice_is_a_minimum():
     assert decide(Overloaded("full", 0.01)).after_s == pytest.approx(0.05)
 
 
+def test_those_who_were_refused_together_do_not_come_back_together():
+    waits = {decide(Overloaded("full", 4.0), jitter=n / 10).after_s for n in range(10)}
+    assert len(waits) == 10
+    assert 4.0 <= min(waits) <= max(waits) < 5.0
+
+
+def test_a_full_router_means_a_full_cluster_but_a_missing_one_only_itself():
+    assert decide(Overloaded("full", 3.0), addresses=2) == Retry(3.0, 1)
+    assert decide(Unavailable("draining", 3.0), addresses=2) == Retry(0.0, 1)
+    assert decide(Unavailable("draining", 3.0), addresses=2, attempts=2) == Retry(3.0, 1)
+
+
 def test_an_untried_address_is_tried_at_once():
     assert decide(addresses=3) == Retry(0.0, 1)
     assert decide(addresses=3, attempts=2, address=1) == Retry(0.0, 2)
@@ -89,6 +101,6 @@ def test_bounds(attempts, addresses, time_left_s, jitter, retry_after_s):
     )
     if retry is not None:
         assert attempts < max(4, addresses)
-        assert retry_after_s <= retry.after_s <= max(retry_after_s, 1.0)
+        assert retry_after_s <= retry.after_s <= max(retry_after_s * 1.25, 1.0)
         assert retry.address == 0
         assert time_left_s is None or retry.after_s < time_left_s

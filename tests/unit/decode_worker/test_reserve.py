@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.admissions import SEQUENCES_PER_PLACE
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, decode_pb2
@@ -30,6 +31,24 @@ async def test_a_full_pool_refuses_at_once_with_advice(decode: Worker) -> None:
         await router.cancel("a")
         await router.reserve(spec("b", prompt(150, start=1)))
         await router.cancel("b")
+        assert await decode.clean()
+
+
+async def test_sequences_do_not_pile_up_before_the_batch(
+    directory: Path, store: MemoryStore
+) -> None:
+    most = 2 * SEQUENCES_PER_PLACE
+    async with Worker("decode", directory, store, max_batch=2) as decode, Router(decode) as router:
+        for i in range(most):
+            await router.reserve(spec(f"s{i}", prompt(3)))
+        with pytest.raises(Overloaded) as refused:
+            await router.reserve(spec("late", prompt(3)))
+        assert 0 < refused.value.retry_after_s <= 1
+        assert (await decode.blocks()).blocks_held == most
+        await router.cancel("s0")
+        await router.reserve(spec("late", prompt(3)), local=3)
+        assert len(await router.tokens("late")) == 4
+        await router.cancel(*(f"s{i}" for i in range(most)))
         assert await decode.clean()
 
 

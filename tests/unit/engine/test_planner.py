@@ -15,9 +15,9 @@ def make_planner(num_blocks: int = 16, chunk_tokens: int = 8, max_batch: int = 4
     return Planner(BlockPool(num_blocks, SIZE), chunk_tokens, max_batch)
 
 
-def make_sequence(name: str, length: int, first: int = 0) -> Sequence:
+def make_sequence(name: str, length: int, first: int = 0, due: float = 0.0) -> Sequence:
     tokens = list(range(first, first + length))
-    return Sequence(name, tokens, length, SamplingParams())
+    return Sequence(name, tokens, length, SamplingParams(), due=due)
 
 
 def run(planner: Planner, plan: Plan) -> None:
@@ -57,10 +57,13 @@ def test_an_older_prompt_does_not_starve_a_decoding_sequence() -> None:
     planner = make_planner(chunk_tokens=8)
     planner.add(make_sequence("long", 40))
     run(planner, planner.plan())
-    late = make_sequence("late", 1, first=100)
+    late = make_sequence("late", 1, first=100, due=9.0)
     assert planner.reserve(late)
-    planner.running.append(late)
-    assert shape(planner.plan()) == [("late", 0, 1), ("long", 8, 7)]
+    planner.add(late)
+    for start in (0, 1):  # not in the batch yet, then in it
+        plan = planner.plan()
+        assert shape(plan) == [("late", start, 1), ("long", 8 + 7 * start, 7)]
+        run(planner, plan)
 
 
 def test_a_second_prompt_skips_what_the_first_left_in_the_cache() -> None:

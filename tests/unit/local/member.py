@@ -1,9 +1,10 @@
-"""A member of a local cluster without a model: `member.py ROLE ETCD CLUSTER PORT [OPTION]`.
+"""A member of a local cluster without a model, started with the arguments of the real one.
 
-A worker registers READY; a router serves grpc.health.v1. Options: "--fail" exits at once,
-"--deaf" ignores SIGTERM.
+A worker registers READY; a router serves grpc.health.v1 and tells who has registered. Further
+options: "--fail" exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on SIGTERM.
 """
 
+import argparse
 import asyncio
 import os
 import signal
@@ -16,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from baton.config import RegistryConfig
 from baton.local.child import die_with_parent
 from baton.registry.etcd import EtcdRegistry
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc
 
 
 async def work(role: str, config: RegistryConfig, stop: asyncio.Event) -> None:
@@ -32,30 +33,56 @@ async def work(role: str, config: RegistryConfig, stop: asyncio.Event) -> None:
     await registry.close()
 
 
-async def route(port: int, stop: asyncio.Event) -> None:
+class Fleet(fleet_pb2_grpc.FleetServiceServicer):
+    def __init__(self, membership):
+        self.membership = membership
+
+    async def GetStatus(self, request, context):
+        return fleet_pb2.GetStatusResponse(
+            workers=[
+                fleet_pb2.WorkerStatus(record=record, state="READY")
+                for record in self.membership.records.values()
+            ]
+        )
+
+
+async def route(port: int, config: RegistryConfig, stop: asyncio.Event) -> None:
     server, servicer = grpc.aio.server(), health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    await stop.wait()
-    await server.stop(0)
+    registry = EtcdRegistry(config)
+    async with registry.watch() as membership:
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(membership), server)
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        await stop.wait()
+        await server.stop(0)
+    await registry.close()
 
 
 async def main() -> None:
     die_with_parent()
-    role, etcd, cluster, port, *options = sys.argv[1:]
-    if "--fail" in options:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("role")
+    for option in ("--etcd", "--cluster", "--port"):
+        parser.add_argument(option)
+    for option in ("--fail", "--deaf", "--hasty"):
+        parser.add_argument(option, action="store_true")
+    args, _ = parser.parse_known_args()
+    role = args.role.removesuffix("-worker")
+    if args.fail:
         sys.exit("the checkpoint is broken")
     stop = asyncio.Event()
-    on_term = (lambda: None) if "--deaf" in options else stop.set
+    on_term = (lambda: None) if args.deaf else stop.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_term)
     print(f"{role} begins", flush=True)
+    config = RegistryConfig(etcd=args.etcd, cluster=args.cluster)
     if role == "router":
-        await route(int(port), stop)
+        await route(int(args.port), config, stop)
     else:
-        await work(role, RegistryConfig(etcd=etcd, cluster=cluster), stop)
+        await work(role, config, stop)
     print(f"{role} ended by itself", flush=True)
+    sys.exit(3 if args.hasty else 0)
 
 
 asyncio.run(main())

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,31 @@ import pytest
 
 from baton.config import ClusterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
-from baton.local import commands, ports
-from baton.local.cluster import LocalCluster, restart_delay_s
-from baton.local.cpus import Share
+from baton.local import cluster as local_cluster
+from baton.local import keeper, ports, readiness
+from baton.local.cluster import LocalCluster
+from baton.local.keeper import restart_delay_s
+from tests.waiting import eventually
 
-MEMBER = str(Path(__file__).with_name("member.py"))
-
-
-@pytest.fixture(autouse=True)
-def members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets clusters of this file start `member.py` instead of the services."""
-
-    def router(config: ClusterConfig, port: int, etcd: str, otlp: str | None) -> list[str]:
-        return [sys.executable, MEMBER, "router", etcd, config.cluster, str(port)]
-
-    def worker(
-        config: ClusterConfig, role: str, share: Share, etcd: str, otlp: str | None
-    ) -> list[str]:
-        return [sys.executable, MEMBER, role, etcd, config.cluster, "0"]
-
-    monkeypatch.setattr(commands, "router", router)
-    monkeypatch.setattr(commands, "worker", worker)
+MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
+MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
 
 
-def cluster(*, extra: dict[str, Sequence[str]] | None = None, **config: Any) -> LocalCluster:
-    config = {"port": 0, "drain_s": 5.0, **config}
-    return LocalCluster(ClusterConfig(**config), extra_args=extra or {}, start_timeout_s=30)
+def cluster(
+    *,
+    extra: Mapping[str, Sequence[str]] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    on_line: Callable[[str, str], None] | None = None,
+    **config: Any,
+) -> LocalCluster:
+    return LocalCluster(
+        ClusterConfig(**{"port": 0, "drain_s": 5.0, **config}),
+        programs=MEMBERS,
+        extra_args=extra or {},
+        say=say,
+        on_line=on_line,
+        start_timeout_s=30,
+    )
 
 
 def exists(pid: int | None) -> bool:
@@ -47,14 +47,14 @@ def exists(pid: int | None) -> bool:
 async def test_starts_and_leaves_nothing() -> None:
     said: list[str] = []
     lines: list[tuple[str, str]] = []
-    async with LocalCluster(
-        ClusterConfig(port=0, prefill=1, decode=2),
-        say=said.append,
-        on_line=lambda name, line: lines.append((name, line)),
-    ) as started:
+    started = cluster(
+        decode=2, say=said.append, on_line=lambda name, line: lines.append((name, line))
+    )
+    async with started:
         assert set(started.processes) == {"router", "prefill-0", "decode-0", "decode-1"}
         assert {p.role for p in started.processes.values()} == {"router", "prefill", "decode"}
-        pids = [p.pid for p in started.processes.values()] + [started.etcd.pid]  # type: ignore[union-attr]
+        assert started.etcd is not None
+        pids = [started.etcd.pid, *(p.pid for p in started.processes.values())]
         assert all(exists(pid) for pid in pids)
         assert all(os.getpgid(p.pid) == p.pid for p in started.processes.values())
         assert len(started.membership.records) == 3
@@ -112,7 +112,7 @@ async def test_a_deaf_process_is_killed_in_bounded_time() -> None:
 
 async def test_cancelled_while_starting_and_while_stopping() -> None:
     begun = asyncio.Event()
-    starting = LocalCluster(ClusterConfig(port=0), on_line=lambda name, line: begun.set())
+    starting = cluster(on_line=lambda name, line: begun.set())
     task = asyncio.create_task(starting.__aenter__())
     await begun.wait()
     task.cancel()
@@ -139,6 +139,169 @@ async def test_a_port_in_use_is_told_before_anything_starts() -> None:
     assert not refused.processes
     server.close()
     await server.wait_closed()
+
+
+async def said_of(said: list[str], text: str, count: int = 1) -> list[str]:
+    """The lines with `text`, once there are so many."""
+
+    async def lines() -> list[str]:
+        return [line for line in said if text in line]
+
+    return await eventually(lines, lambda seen: len(seen) >= count, f"no {text!r}", 30.0)
+
+
+async def test_several_routers() -> None:
+    async with cluster(routers=3) as started:
+        names = [name for name, p in started.processes.items() if p.role == "router"]
+        assert names == ["router-0", "router-1", "router-2"]
+        assert len(set(started.addresses)) == 3
+        assert started.address == started.addresses[0]
+        assert started.targets == ",".join(started.addresses)
+        for name, address in zip(names, started.addresses, strict=True):
+            port = address.rpartition(":")[2]
+            argv = started.processes[name].argv
+            assert argv[argv.index("--port") + 1] == port
+        with pytest.raises(DeadlineExceeded, match="missing: router-1"):
+            started.kill("router-1")  # the others still serve
+            await started.wait_ready(timeout_s=0.2)
+        await started.wait_ready(timeout_s=30)
+        assert started.processes["router-1"].starts == 2
+        await readiness.router_sees(started.addresses[2], started.processes["decode-0"].pid)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await readiness.router_sees(started.addresses[2], os.getpid())
+    for address in started.addresses:
+        ports.check_free("127.0.0.1", int(address.rpartition(":")[2]))
+
+
+def test_ports_follow_the_first_and_are_checked() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use"):
+            ports.consecutive("127.0.0.1", port - 1, 2)
+    assert ports.consecutive("127.0.0.1", port, 1) == [port]
+    assert len(set(ports.consecutive("127.0.0.1", 0, 50))) == 50
+
+
+async def test_a_rolling_restart_takes_one_process_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each leaves by itself and is found again before the next has to go."""
+    said: list[str] = []
+    found: list[tuple[str, int]] = []
+
+    async def router_sees(address: str, pid: int) -> None:
+        await readiness.router_sees(address, pid)
+        found.append((address, pid))
+
+    monkeypatch.setattr(local_cluster, "router_sees", router_sees)
+    async with cluster(routers=2, prefill=2, say=said.append) as started:
+        before = {name: process.pid for name, process in started.processes.items()}
+        said.clear()
+        assert await started.rolling_restart() == dict.fromkeys(before, 0)
+        assert [p.starts for p in started.processes.values()] == [2] * 5
+        assert all(p.pid != before[name] for name, p in started.processes.items())
+        assert {r.pid for r in started.membership.records.values()} == {
+            p.pid for p in started.processes.values() if p.role != "router"
+        }
+        workers = [p.pid for p in started.processes.values() if p.role != "router"]
+        assert found == [(address, pid) for pid in workers for address in started.addresses]
+        steps = [line.split()[:2] for line in said]
+        verbs = {"router": ("restarting…", "serving"), "worker": ("restarting…", "ready")}
+        assert steps == [
+            [name, verb]
+            for name in before
+            for verb in verbs["router" if name.startswith("router") else "worker"]
+        ]
+        assert not any("starting it again" in line for line in said), "the keeper meddled"
+
+
+async def test_a_restart_that_is_no_drain_is_told() -> None:
+    said: list[str] = []
+    extra = {"decode-0": ["--hasty"], "prefill-0": ["--deaf"]}
+    async with cluster(extra=extra, drain_s=0, say=said.append, restart=False) as started:
+        assert await started.restart("decode-0") == 3
+        assert "warning: decode-0 did not drain: it ended with status 3" in said
+        started.kill("decode-0")
+        await said_of(said, "decode-0 was killed by SIGKILL")
+        assert await started.restart("decode-0") == -signal.SIGKILL
+        assert len([line for line in said if line.startswith("warning: decode-0")]) == 1
+        started.processes["decode-0"].argv.append("--fail")
+        with pytest.raises(Unavailable, match="exited with status 1: the checkpoint is broken"):
+            await started.restart("decode-0")
+        started.kill("prefill-0")  # or stopping it would take the whole grace
+
+
+async def test_a_crash_loop_disturbs_nobody_and_says_why() -> None:
+    said: list[str] = []
+    async with cluster(decode=2, say=said.append) as started:
+        crashing = started.processes["decode-1"]
+        crashing.argv.append("--fail")
+        started.kill("decode-1")
+        await said_of(said, "decode-1 was killed by SIGKILL; starting it again in 0.5 s")
+        why = "decode-1 exited with status 1: the checkpoint is broken; starting it again in "
+        looped = await said_of(said, why, 2)
+        assert [line.removeprefix(why) for line in looped] == ["1 s", "2 s"]
+        others = [p for name, p in started.processes.items() if name != "decode-1"]
+        assert [p.starts for p in others] == [1] * 3 and all(p.running for p in others)
+        with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
+            await started.wait_ready(timeout_s=0.1)
+        crashing.argv.remove("--fail")
+        await started.wait_ready(timeout_s=30)
+
+
+async def test_the_delay_is_forgotten_once_it_was_ready_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    async with cluster(say=said.append) as started:
+        for number, delay_s in enumerate(("0.5", "1"), 1):
+            started.kill("decode-0")
+            await said_of(said, f"SIGKILL; starting it again in {delay_s} s")
+            await said_of(said, "decode-0 ready in", number + 1)
+        monkeypatch.setattr(keeper, "_HEALTHY_S", 0.0)
+        started.kill("decode-0")
+        await said_of(said, "SIGKILL; starting it again in 0.5 s", 2)
+        started.processes["decode-0"].argv.append("--fail")  # long life without READY is no health
+        await said_of(said, "exited with status 1: the checkpoint is broken; starting it again in")
+        assert said[-1].endswith("in 1 s")
+
+
+async def test_etcd_restarts_with_its_data() -> None:
+    said: list[str] = []
+    async with cluster(say=said.append) as started:
+        assert started.etcd is not None
+        pid, address = started.etcd.pid, started.etcd_address
+        members = set(started.membership.records)
+        await started.restart_etcd()
+        assert started.etcd.pid != pid and started.etcd_address == address
+        assert set(started.membership.records) == members
+        assert not any("etcd ended" in line for line in said), "its keeper meddled"
+        os.kill(started.etcd.pid or 0, signal.SIGKILL)
+        await said_of(said, "etcd ended with status -9; starting it again")
+        await started.restart("decode-0")  # needs the watch to be back
+
+        config = ClusterConfig(port=0, etcd=address)
+        async with LocalCluster(config, programs=MEMBERS) as guest:
+            with pytest.raises(ConfigError, match="was not started here"):
+                await guest.restart_etcd()
+
+
+async def test_programs_and_options_go_by_name_before_role() -> None:
+    named = [*MEMBER[:1], "-X", "utf8", *MEMBER[1:]]
+    started = LocalCluster(
+        ClusterConfig(port=0, decode=2),
+        programs={**MEMBERS, "decode-1": named},
+        extra_args={"decode": ["--advertise", "h:1"], "decode-0": ["--advertise", "h:2"]},
+        start_timeout_s=30,
+    )
+    async with started:
+        first, second = (started.processes[f"decode-{n}"].argv for n in (0, 1))
+        assert first[:3] == [*MEMBER, "decode-worker"] and second[:5] == [*named, "decode-worker"]
+        assert first[3:-4] == second[5:-2]
+        assert first[-4:] == ["--advertise", "h:1", "--advertise", "h:2"]
 
 
 def test_restarts_back_off_to_a_bound() -> None:

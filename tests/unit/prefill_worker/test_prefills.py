@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 
 from baton import rpc
-from baton.engine.planner import Plan
-from baton.engine.runner import Drawn, Runner
 from baton.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
 from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, prefill_pb2
-from tests.unit.worker.running import PATIENCE_S, Router, Worker, asked, prompt, spec, target
+from tests.unit.worker.running import (
+    PATIENCE_S,
+    Paced,
+    Router,
+    Worker,
+    asked,
+    prompt,
+    spec,
+    target,
+)
 
 SALT = "another's"
 
@@ -46,20 +53,6 @@ class Pair:
 
     async def clean(self) -> bool:
         return await self.prefill.clean() and await self.decode.clean()
-
-
-class Paced:
-    """Runs one engine step for each `allow.release()`; `begun` is set when one waits."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.allow, self.begun = threading.Semaphore(0), threading.Event()
-        self._runner: Runner = worker.node.engine._runner
-        worker.node.engine._runner = self  # type: ignore[assignment]
-
-    def run(self, plan: Plan) -> dict[str, Drawn]:
-        self.begun.set()
-        assert self.allow.acquire(timeout=PATIENCE_S)
-        return self._runner.run(plan)
 
 
 @pytest.fixture
@@ -124,7 +117,7 @@ async def test_a_last_token_is_told_though_its_blocks_are_gone_already(pair: Pai
     call = await pair.start(spec("a", prompt(40), 1))
     await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
     paced.allow.release(2)
-    while "a" in engine._sequences:  # the event loop is held: it hears of both chunks at once
+    while "a" in engine._here:  # the event loop is held: it hears of both chunks at once
         engine.load().result(PATIENCE_S)
     told = await messages(call)
     assert told[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
@@ -172,6 +165,24 @@ async def test_cancel_between_chunks_frees_both_ends(pair: Pair) -> None:
     assert (await pair.prefill.blocks()).steps <= 3  # of five, with the one that opened the link
 
 
+async def test_cancel_stops_the_chunks_before_decode_has_heard_of_it(pair: Pair) -> None:
+    await pair.open_link()
+    paced, gate = Paced(pair.prefill), threading.Event()
+    call = await pair.start(spec("a", prompt(100)))
+    paced.allow.release()
+    assert (await call.read()).HasField("started")
+    pair.decode.node.engine.submit(gate.wait)  # Abort needs decode's engine
+    halted = asked(pair.prefill, "halt")
+    call.cancel()
+    await asyncio.wait_for(halted.wait(), PATIENCE_S)
+    paced.allow.release(9)
+    load = await pair.prefill.blocks()
+    assert (load.running, load.waiting) == (0, 0)
+    gate.set()
+    assert await pair.clean()
+    assert (await pair.prefill.blocks()).steps <= 3
+
+
 async def test_cancel_in_the_queue_frees_both_ends(pair: Pair) -> None:
     gate = threading.Event()
     pair.prefill.node.engine.submit(gate.wait)
@@ -184,6 +195,23 @@ async def test_cancel_in_the_queue_frees_both_ends(pair: Pair) -> None:
     await pair.router.cancel("a")
     assert await pair.clean()
     assert (await pair.prefill.blocks()).steps == 0
+
+
+async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair: Pair) -> None:
+    paced, queued = Paced(pair.prefill), asked(pair.prefill, "add", 2)
+    late = await pair.start(spec("late", prompt(100), due_ms=600_000))
+    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    early = await pair.start(spec("early", prompt(40, start=50), due_ms=1_000))
+    telling = asyncio.create_task(messages(early))
+    await asyncio.wait_for(queued.wait(), PATIENCE_S)
+    paced.allow.release(3)  # a chunk of the late one, and the two that the early one needs
+    assert len(await telling) == 3
+    assert pair.prefill.node.load().queue_tokens == 100 - 32 - 24
+    paced.allow.release(9)
+    assert len(await messages(late)) == 3
+    for name in ("early", "late"):
+        await pair.router.tokens(name)
+    assert await pair.clean()
 
 
 async def test_many_cancels_at_once(pair: Pair) -> None:
@@ -238,6 +266,21 @@ async def test_a_deadline_stops_the_chunks(pair: Pair) -> None:
         await messages(call)
     await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
     paced.allow.release(4)
+    assert await pair.clean()
+
+
+async def test_a_deadline_ends_the_wait_for_commit(pair: Pair) -> None:
+    await pair.open_link()
+    wanted, gate = spec("a", prompt(40)), threading.Event()
+    to = target(pair.decode, await pair.router.reserve(wanted))
+    pair.decode.node.engine.submit(gate.wait)  # Commit needs decode's engine
+    wanted.time_left_ms = 2000
+    with pytest.raises(DeadlineExceeded):
+        await messages(pair.call(wanted, to))
+    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    assert (await pair.prefill.blocks()).blocks_held == 0
+    gate.set()
+    await pair.router.cancel("a")
     assert await pair.clean()
 
 

@@ -27,6 +27,8 @@ from baton.v1 import (
 )
 from router.dispatch import Dispatch, Settings
 from router.fleet import Fleet
+from router.lifeline import Patience
+from router.line import Line
 from router.story import Ask, Story
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
@@ -34,7 +36,8 @@ READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAININ
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 FINGERPRINT = "f" * 64
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
+CALLS = ("Describe", "Watch", "StreamEvents")  # on which a worker gives signs of life
 
 
 def token(sequence, ahead=0):
@@ -81,8 +84,14 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         )
         self.load = worker_pb2.Load(blocks_total=100, blocks_free=100)
         self.state = READY
+        self.pairs = ()
+        self.cached = []  # hashes, told by the first message of a watch
         self.watches = set()
+        self.broken = asyncio.Queue()  # names of streams that the router has given up
         self.server = None
+        self.described = asyncio.Queue()  # one entry for each time somebody asked who it is
+        self._awake = {name: asyncio.Event() for name in CALLS}
+        self.wake()
 
     async def start(self):
         """Serves, at the same port as before if there was one."""
@@ -97,32 +106,65 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         """Breaks every call at once, as a killed process does."""
         await self.server.stop(None)
 
+    def stop_still(self, *calls):
+        """From now on says nothing, as a stopped process: its connections stay open."""
+        for name in calls or CALLS:
+            self._awake[name].clear()
+
+    def wake(self):
+        """Goes on with what it was at."""
+        for awake in self._awake.values():
+            awake.set()
+
     def tell(self, state=READY, pairs=(), **load):
         """Sends news to everyone who watches."""
-        self.state = state
+        self.state, self.pairs = state, pairs
         self.load = worker_pb2.Load(**{"blocks_total": 100, "blocks_free": 100, **load})
         for watch in self.watches:
-            watch.put_nowait(self._news(pairs))
+            watch.put_nowait(self._news())
 
     def break_watches(self):
         """Ends the watches with an error; those who come back are served."""
         for watch in self.watches:
             watch.put_nowait(None)
 
+    @rpc.unary
+    async def Describe(self, request, context):
+        self.described.put_nowait(None)
+        await self._awake["Describe"].wait()
+        return worker_pb2.DescribeResponse(record=self.record, load=self.load)
+
     @rpc.streaming
     async def Watch(self, request, context):
-        watch = asyncio.Queue()
-        watch.put_nowait(self._news())
+        watch, first = asyncio.Queue(), self._news()
+        first.cache.stored.extend(self.cached)
+        watch.put_nowait(first)
         self.watches.add(watch)
         try:
-            while (news := await watch.get()) is not None:
+            async for news in self._beating("Watch", watch, request.heartbeat_ms, self._news):
                 yield news
             raise Unavailable("the watch broke")
+        except (asyncio.CancelledError, GeneratorExit):
+            self.broken.put_nowait("Watch")
+            raise
         finally:
             self.watches.discard(watch)
 
-    def _news(self, pairs=()):
-        return worker_pb2.WatchResponse(load=self.load, state=self.state, pairs=pairs)
+    async def _beating(self, name, messages, heartbeat_ms, beat):
+        """Messages until None, and a sign of life whenever there was none for a while."""
+        while True:
+            try:
+                async with asyncio.timeout(heartbeat_ms / 1e3 if heartbeat_ms else None):
+                    message = await messages.get()
+            except TimeoutError:
+                message = beat()
+            await self._awake[name].wait()
+            if message is None:
+                return
+            yield message
+
+    def _news(self):
+        return worker_pb2.WatchResponse(load=self.load, state=self.state, pairs=self.pairs)
 
 
 class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServiceServicer):
@@ -224,12 +266,19 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
     async def StreamEvents(self, request, context):
         if self.refuses_streams:
             raise Unavailable("no event streams here")
+        await self._awake["StreamEvents"].wait()
         stream = self.streams[request.router_id] = asyncio.Queue()
         await context.send_initial_metadata(())
         self.stream_opened.set()
-        while (message := await stream.get()) is not None:
-            yield message
-        raise Unavailable("the event stream broke")
+        try:
+            beat = decode_pb2.StreamEventsResponse
+            beats = self._beating("StreamEvents", stream, request.heartbeat_ms, beat)
+            async for message in beats:
+                yield message
+            raise Unavailable("the event stream broke")
+        except (asyncio.CancelledError, GeneratorExit):
+            self.broken.put_nowait("StreamEvents")
+            raise
 
     def break_streams(self):
         """Ends the event streams; those who come back are served."""
@@ -268,12 +317,24 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
 class Cluster:
     """A fleet and a dispatch over scripted workers, all in this process."""
 
-    def __init__(self, prefill=1, decode=1, *, tracer=None, max_attempts=4):
+    def __init__(
+        self,
+        prefill=1,
+        decode=1,
+        *,
+        tracer=None,
+        max_attempts=4,
+        recovery_s=5.0,
+        patience=None,
+        max_queue=1024,
+    ):
         self.decodes = [DecodeWorker(f"d{i}") for i in range(decode)]
         self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
         self.store = MemoryStore()
         self.tracer = tracer or trace.NoOpTracer()
-        self.settings = Settings("router", max_attempts, 4)
+        self.settings = Settings("router", max_attempts, recovery_s, 4)
+        self.patience = patience or Patience(silence_s=PATIENCE_S)  # a slow machine is not silent
+        self.max_queue = max_queue
         self.registrations = {}
         self._stays = {}
         self.problems = []
@@ -288,8 +349,9 @@ class Cluster:
         self._tasks_before = asyncio.all_tasks()
         registry = MemoryRegistry(self.store)
         membership = await self._stack.enter_async_context(registry.watch())
-        self.fleet = Fleet(membership, "router", FINGERPRINT)
-        self.dispatch = Dispatch(self.fleet, self.settings, self.tracer)
+        self.fleet = Fleet(membership, "router", FINGERPRINT, self.patience)
+        self.line = Line(self.max_queue)
+        self.dispatch = Dispatch(self.fleet, self.line, self.settings, self.tracer)
         self._following = asyncio.create_task(self.fleet.follow())
         for worker in self.workers:
             await worker.start()
@@ -350,6 +412,10 @@ class Cluster:
         tokens = [token_id for output in outputs for token_id in output.token_ids]
         return tokens, outputs[-1].finish_reason
 
+    async def until_waiting(self, count):
+        """Waits until so many stand in line."""
+        await seen(lambda: self.line.depth >= count)
+
     async def all_freed(self):
         """Waits until no decode worker holds blocks for anybody."""
         async with asyncio.timeout(PATIENCE_S):
@@ -368,6 +434,13 @@ class Cluster:
     @staticmethod
     def _views(snapshot):
         return (*snapshot.prefill, *snapshot.decode)
+
+
+async def seen(good):
+    """Waits for something that sends no event."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not good():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def ask(prompt=(1, 2, 3), timeout_s=10.0, **fields):

@@ -7,9 +7,16 @@ import time
 
 import pytest
 
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
+from baton.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    Unauthenticated,
+)
 from baton.v1 import common_pb2, inference_pb2
 from router.admission import Admission
+from router.tenants import Tenants
 
 from .texts import byte_tokenizer, ids_only_tokenizer
 
@@ -175,3 +182,87 @@ async def test_a_model_without_a_tokenizer_takes_token_ids_alone(ids_door, asked
     with pytest.raises(InvalidRequest) as caught:
         await admit(ids_door, asked)
     assert caught.value.field == field
+
+
+def limited_tenants(tmp_path, fields):
+    path = tmp_path / "tenants.toml"
+    path.write_text(f"[default]\n{fields}")
+    return Tenants.load(path)
+
+
+@pytest.mark.parametrize(
+    ("routers", "tenants", "limit"), [(5, 0, 5), (0, 5, 5), (9, 5, 5), (5, 9, 5), (0, 0, 31)]
+)
+async def test_the_smallest_limit_of_a_prompt_counts(tmp_path, routers, tenants, limit):
+    fields = f"max_prompt_tokens = {tenants}" if tenants else ""
+    door = Admission(
+        "tiny", byte_tokenizer(tmp_path), 60.0, max_prompt_tokens=routers,
+        tenants=limited_tenants(tmp_path, fields),
+    )  # fmt: skip
+    assert len((await admit(door, request("x" * limit))).prompt) == limit
+    with pytest.raises(InvalidRequest) as caught:
+        await admit(door, request("x" * (limit + 1)))
+    assert caught.value.field == "input"
+
+
+@pytest.mark.parametrize(("own_ms", "target_s"), [(0, 2.0), (500, 0.5), (4000, 4.0)])
+async def test_a_requests_own_target_goes_before_the_routers(tmp_path, own_ms, target_s):
+    door = Admission("tiny", byte_tokenizer(tmp_path), 60.0, ttft_target_s=2.0)
+    assert (await admit(door, request(ttft_target_ms=own_ms))).ttft_target_s == target_s
+
+
+async def test_a_priority_that_nobody_knows_is_refused(door):
+    for priority in common_pb2.Priority.values():
+        assert await admit(door, request(priority=priority))
+    with pytest.raises(InvalidRequest, match="no priority 9") as caught:
+        await admit(door, request(priority=9))
+    assert caught.value.field == "priority"
+
+
+async def test_the_tenant_is_noted_and_salts_the_cache(door, tmp_path):
+    plain = await admit(door, request(cache_salt="s"))
+    assert (plain.tenant, plain.cache_salt) == ("default", "s")
+    door = Admission("tiny", door.tokenizer, 60.0, tenants=limited_tenants(tmp_path, ""))
+    assert (await admit(door, request(cache_salt="s"))).cache_salt == "default/s"
+
+
+async def test_with_keys_and_no_tenant_given_nobody_is_let_in(door, tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text(f'[tenants.a]\nkeys = ["sha256:{"0" * 64}"]')
+    door = Admission("tiny", door.tokenizer, 60.0, tenants=Tenants.load(path))
+    with pytest.raises(Unauthenticated):
+        await admit(door, request())
+
+
+async def test_who_is_over_a_limit_is_refused_before_any_work(door, tmp_path, monkeypatch):
+    tenants = limited_tenants(tmp_path, "max_running = 1")
+    door = Admission("tiny", door.tokenizer, 60.0, tenants=tenants)
+    _, visit = door.enter(await admit(door, request()), tenants.of(None), 0)
+    monkeypatch.setattr(Admission, "tokenize", lambda *_: pytest.fail("it was tokenized"))
+    with visit, pytest.raises(Overloaded):
+        await admit(door, request())
+
+
+@pytest.mark.parametrize(("rate", "work_s"), [(0.0, 0.02), (40.0, 0.5)])
+async def test_the_due_follows_from_size_rate_and_priority(tmp_path, rate, work_s):
+    door = Admission("tiny", byte_tokenizer(tmp_path), 60.0, prefill_rate=lambda: rate)
+    tenant = door.tenants.of(None)
+    first, _ = door.enter(await admit(door, request("x" * 20)), tenant, 0)
+    second, _ = door.enter(await admit(door, request("x" * 20)), tenant, 0)
+    urgent, _ = door.enter(await admit(door, request("x" * 20)), tenant, common_pb2.PRIORITY_HIGH)
+    assert first.due < second.due
+    assert urgent.due - time.monotonic() == pytest.approx(1.5 * work_s, abs=1.0)
+    assert second.due - urgent.due == pytest.approx(0.5 * work_s, abs=0.01 + work_s / 4)
+
+
+async def test_entering_is_charged_and_leaving_gives_back(tmp_path):
+    tenants = limited_tenants(tmp_path, "tokens_per_minute = 100")
+    door = Admission("tiny", byte_tokenizer(tmp_path), 60.0, tenants=tenants)
+    asked = await admit(door, request("x" * 20, sampling=sampling(max_tokens=60)))
+    for _ in range(3):
+        _, visit = door.enter(asked, tenants.of(None), 0)
+        with pytest.raises(Overloaded) as caught:
+            door.enter(asked, tenants.of(None), 0)
+        assert caught.value.retry_after_s == pytest.approx(36, abs=10)
+        with pytest.raises(Overloaded, match="refused"), visit:
+            raise Overloaded("refused")

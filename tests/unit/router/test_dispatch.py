@@ -156,7 +156,7 @@ async def test_a_reserve_cancelled_in_flight_strands_no_blocks(cluster_of):
         await cancelled(running)
         assert await decode.cancelled.get() == "r-1"
     assert decode.held == set()
-    assert cluster.dispatch.queued == 0
+    assert cluster.line.depth == 0
 
 
 async def test_a_refused_reservation_goes_to_the_next_decode_worker_at_once(cluster_of):
@@ -182,17 +182,15 @@ async def test_a_full_fleet_is_waited_for(cluster_of):
         refused.set()
         raise Overloaded("no blocks")
 
-    cluster.decodes[0].reserves = [refuse, refuse]
+    cluster.decodes[0].reserves = [refuse]
     asked = story()
     running = asyncio.create_task(cluster.run(asked))
     async with asyncio.timeout(PATIENCE_S):
-        while len(cluster.decodes[0].reserves):  # once outside the line, once at its head
-            refused.clear()
-            await refused.wait()
-    assert cluster.dispatch.queued == 1
+        await refused.wait()
+    await cluster.until_waiting(1)
     cluster.decodes[0].tell(blocks_free=10)
     assert await running == (counting(5), LENGTH)
-    assert (asked.attempts, cluster.dispatch.queued) == (1, 0)
+    assert (asked.attempts, cluster.line.depth) == (1, 0)
 
 
 async def test_news_that_arrives_during_a_refusal_is_not_lost(cluster_of):
@@ -204,34 +202,25 @@ async def test_news_that_arrives_during_a_refusal_is_not_lost(cluster_of):
         await cluster.until(lambda s: s.decode[0].load.blocks_free == 10)
         raise Overloaded("no blocks")
 
-    async def refuse(request):
-        raise Overloaded("no blocks")
-
-    decode.reserves = [refuse, refuse_after_telling]  # no news comes after this one
+    decode.reserves = [refuse_after_telling]  # no news comes after this one
     assert await cluster.run(story()) == (counting(5), LENGTH)
 
 
-async def test_those_who_wait_for_room_ask_one_at_a_time_in_their_order(cluster_of):
+async def test_those_who_wait_for_room_get_it_in_order_of_due(cluster_of):
     cluster = await cluster_of()
-    decode, refused = cluster.decodes[0], asyncio.Queue()
-
-    async def refuse(request):
-        refused.put_nowait(request.sequence.handoff_id)
-        raise Overloaded("no blocks")
-
+    decode = cluster.decodes[0]
     decode.tell(blocks_free=0)
     await cluster.until(lambda s: s.decode[0].load.blocks_free == 0)
-    names = [f"r{number}" for number in range(20)]
-    waiting = [asyncio.create_task(cluster.run(story(request_id=name))) for name in names]
-    decode.reserves = [refuse] * 5
+    dues = [3.0, 1.0, 2.0, 5.0, 4.0]
+    asks = [story(request_id=f"due {due:g}", due=due) for due in dues]
+    waiting = [asyncio.create_task(cluster.run(asked)) for asked in asks]
     async with asyncio.timeout(PATIENCE_S):
-        for blocks_free in range(10, 15):
-            decode.tell(blocks_free=blocks_free)
-            assert await refused.get() == "r0-1"
+        await cluster.until_waiting(len(dues))
+        assert decode.requests == []
         decode.tell(blocks_free=20)
-        assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 20
+        assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
     asked = [request.sequence.handoff_id for request in decode.requests]
-    assert asked == ["r0-1"] * 5 + [f"{name}-1" for name in names]
+    assert asked == [f"due {due:g}-1" for due in sorted(dues)]
 
 
 async def test_no_worker_is_unavailable_with_advice(cluster_of):
@@ -306,7 +295,8 @@ async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster_of):
 
 async def test_a_burst_is_spread_before_any_load_is_reported(cluster_of):
     cluster = await cluster_of(prefill=2, decode=2)
-    stories = [story(request_id=f"r{number}") for number in range(6)]
+    prompt = tuple(range(1, 9))  # longer than what decode computes by itself
+    stories = [story(request_id=f"r{number}", prompt=prompt) for number in range(6)]
     await asyncio.gather(*(cluster.run(one) for one in stories))
     assert [len(prefill.requests) for prefill in cluster.prefills] == [3, 3]
     view = cluster.fleet.snapshot()

@@ -11,13 +11,22 @@ from baton.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
-    KvMismatch,
+    KvCorrupted,
     Stale,
     TransferFailed,
     Unavailable,
 )
 
-from .scripted_workers import LENGTH, PATIENCE_S, counting, first_token, started, story
+from .scripted_workers import (
+    LENGTH,
+    PATIENCE_S,
+    DecodeWorker,
+    counting,
+    first_token,
+    seen,
+    started,
+    story,
+)
 
 
 def failing(error):
@@ -73,8 +82,8 @@ def assert_continued(request, delivered):
 
 @pytest.mark.parametrize(
     "error",
-    [Unavailable("u"), InternalError("i"), Stale("s"), KvMismatch("k"), Cancelled("c"),
-     TransferFailed("t"), DeadlineExceeded("of a step"), ValueError("v")],
+    [Unavailable("u"), InternalError("i"), Stale("s"), Cancelled("c"),
+     DeadlineExceeded("of a step"), ValueError("v")],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
 async def test_a_failed_prefill_runs_on_another_worker(cluster_of, error):
@@ -326,3 +335,79 @@ async def test_events_of_an_abandoned_attempt_reach_nobody(cluster_of):
     decode.runs = [pauses(decode, 1)]
     after = {101: gives_up(decode, "r-1"), **dict.fromkeys((102, 103), speaks_of_it_again)}
     await assert_goes_on(cluster, story(), after=after)
+
+
+async def test_failed_handoffs_shut_the_pair_and_neither_worker(cluster_of):
+    cluster = await cluster_of()
+
+    async def corrupted(request):
+        yield started()
+        raise KvCorrupted("checksum")
+
+    cluster.prefills[0].scripts = [corrupted] * 4
+    with pytest.raises(KvCorrupted):
+        await cluster.run(story())
+    health = cluster.fleet.health
+    assert "checksum" in health.verdict(("p0", "d0"))
+    assert health.verdict("p0") == health.verdict("d0") == ""
+
+
+async def test_the_only_decode_worker_of_a_stream_is_waited_for(cluster_of):
+    cluster = await cluster_of()
+    decode, asked = cluster.decodes[0], story()
+    decode.runs = [pauses(decode, 2)]
+
+    async def restarts():
+        await cluster.leave(decode)
+        await cluster.until(lambda s: not s.decode)
+
+        async def comes_back():
+            await seen(lambda: asked.attempts > 1)
+            again = DecodeWorker("d1")
+            await again.start()
+            cluster.decodes.append(again)
+            await cluster.join(again)
+
+        cluster.background = asyncio.create_task(comes_back())
+
+    await assert_goes_on(cluster, asked, after={102: restarts})
+    assert asked.final_route().decode == "d1"
+
+
+async def test_nobody_is_waited_for_without_end(cluster_of):
+    cluster = await cluster_of(recovery_s=0.05)
+    decode = cluster.decodes[0]
+    decode.runs = [pauses(decode, 2)]
+    tokens = []
+    with pytest.raises(Unavailable, match="no decode worker is ready"):
+        async for output in cluster.dispatch.run(story(), Context()):
+            tokens += output.token_ids
+            if tokens[-1] == 102:
+                await cluster.leave(decode)
+    assert tokens == counting(3)
+
+
+async def test_attempts_that_bring_tokens_do_not_use_up_the_bound(cluster_of):
+    cluster = await cluster_of(max_attempts=2)
+    decode = cluster.decodes[0]
+    decode.runs = [pauses(decode, 1) for _ in range(3)]
+    after = {101: gives_up(decode, "r-1"), 103: gives_up(decode, "r-2")}
+    await assert_goes_on(cluster, story(max_tokens=8), attempts=4, after={
+        **after, 105: gives_up(decode, "r-3"),
+    })  # fmt: skip
+
+
+async def test_a_reserve_on_a_lost_worker_is_not_waited_for(cluster_of):
+    cluster = await cluster_of(decode=2)
+    decode = cluster.decodes[0]
+
+    async def loses_its_stream(request):
+        decode.break_streams()
+        await asyncio.Event().wait()
+
+    decode.reserves = [loses_its_stream]
+    asked = story()
+    began = time.monotonic()
+    await assert_goes_on(cluster, asked)
+    assert time.monotonic() - began < router.dispatch.RESERVE_TIMEOUT_S
+    assert asked.final_route().decode == "d1"

@@ -249,8 +249,7 @@ async def test_a_call_to_a_worker_that_left_is_unavailable(cluster):
     await cluster.leave(cluster.decodes[0])
     await cluster.until(lambda s: s.prefill and not s.decode)
     async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*left._tasks, return_exceptions=True)
-        await left._channel.close()
+        await left.close("once more: now it is over")
     with pytest.raises(Unavailable, match="d0 has left"), left.calling():
         await left.worker.Describe(worker_pb2.DescribeRequest())
 

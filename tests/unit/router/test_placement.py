@@ -1,33 +1,33 @@
-"""Filter, score and pick, over snapshots made by hand."""
+"""Who is left out, why, and who is picked, over snapshots made by hand."""
+
+from dataclasses import replace
 
 import pytest
 
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from router.placement import has_room, pick, score
-from router.snapshot import Assigned, Snapshot, WorkerView
+from router.placement import judge, pick, predicted_ttft_s, why
+from router.snapshot import Assigned, WorkerView
 
-BLOCK = 4
-
-
-def worker(name, state="READY", reason="", tokens=0, sequences=0, dtype="f32", **load):
-    kv = common_pb2.KvDescriptor(block_size=BLOCK, dtype=dtype)
-    record = common_pb2.WorkerRecord(incarnation=name, kv=kv, max_context=load.pop("context", 64))
-    load = {"blocks_total": 10, "blocks_free": 10, **load}
-    assigned = (Assigned(tokens, 0.0),) if tokens else ()
-    return WorkerView(record, worker_pb2.Load(**load), state, reason, assigned, sequences)
+from .fleets import BLOCK, PROMPT, fleet, wants, worker
 
 
-def fleet(prefill, decode):
-    return Snapshot(tuple(prefill), tuple(decode))
+def picked(prefill, decode, request=None, shut=None, **avoid):
+    return pick(fleet(prefill, decode, shut), request or wants(), **avoid).names
 
 
-def picked(prefill, decode, num_tokens=8, **avoid):
-    pair = pick(fleet(prefill, decode), num_tokens, **avoid)
-    return pair.prefill.incarnation, pair.decode.incarnation
+def refusal(prefill, decode, request=None, **more):
+    """What is said of the only pair there is."""
+    (choice,) = judge(fleet([prefill], [decode], **more), request or wants())
+    return choice.refused
 
 
-@pytest.mark.parametrize("state", ["STARTING", "DRAINING", "UNREACHABLE", "MISMATCH"])
+# Workers that cannot be used.
+
+
+@pytest.mark.parametrize(
+    "state", ["STARTING", "DRAINING", "UNREACHABLE", "MISMATCH", "SILENT", "STALLED", "EJECTED"]
+)
 def test_only_ready_workers_are_picked(state):
     prefill = [worker("p0", state), worker("p1", queue_tokens=1000)]
     decode = [worker("d0", state), worker("d1", running=50)]
@@ -49,6 +49,46 @@ def test_an_empty_role_says_so():
         picked([], [worker("d0")])
 
 
+def test_a_worker_that_is_not_ready_is_left_out_with_its_reason():
+    down = worker("p0", "EJECTED", "3 failures in a row")
+    assert refusal(down, worker("d0")) == "p0 is EJECTED: 3 failures in a row"
+    assert refusal(down, worker("d0", "SILENT")).endswith("; d0 is SILENT")
+
+
+def test_pairs_have_the_same_kv():
+    prefill = [worker("p0", dtype="bf16", queue_tokens=1000), worker("p1")]
+    assert picked(prefill, [worker("d0", dtype="bf16")]) == ("p0", "d0")
+
+
+def test_a_kv_mismatch_names_both_sides_even_when_decode_is_full():
+    with pytest.raises(Unavailable, match="no prefill and decode worker have comp") as caught:
+        picked([worker("p0", dtype="bf16")], [worker("d0", blocks_free=0)])
+    assert all(said in str(caught.value) for said in ("p0", "d0", "bf16", "float32"))
+    told = refusal(worker("p0", dtype="bf16"), worker("d0"))
+    assert all(said in told for said in ("incompatible", "p0", "d0", "bf16", "float32"))
+
+
+def test_a_record_without_kv_harms_nobody_else():
+    bare = WorkerView(common_pb2.WorkerRecord(incarnation="d0"), worker_pb2.Load(), "READY")
+    assert picked([worker("p0")], [bare, worker("d1")]) == ("p0", "d1")
+
+
+def test_a_shut_pair_is_passed_over_whatever_it_costs():
+    prefill, decode = [worker("p0")], [worker("d0"), worker("d1", running=9)]
+    assert picked(prefill, decode, shut={("p0", "d0"): "transfers fail"}) == ("p0", "d1")
+    assert picked(prefill, decode, shut={("d0", "p0"): "other way round"}) == ("p0", "d0")
+
+
+def test_only_shut_pairs_are_unavailable_with_what_shut_them():
+    shut = {("p0", "d0"): "transfers fail"}
+    with pytest.raises(Unavailable, match=r"no pair .*p0 .*d0: transfers fail"):
+        picked([worker("p0")], [worker("d0")], shut=shut)
+    assert "transfers fail" in refusal(worker("p0"), worker("d0"), shut=shut)
+
+
+# Workers without room.
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "free", "cached", "fits"),
     [
@@ -60,7 +100,22 @@ def test_an_empty_role_says_so():
     ],
 )
 def test_room_is_for_the_sequence_and_its_next_token(num_tokens, free, cached, fits):
-    assert has_room(worker("d", blocks_free=free, blocks_cached=cached), num_tokens) is fits
+    full = worker("d0", blocks_free=free, blocks_cached=cached)
+    assert (refusal(worker("p0"), full, wants(num_tokens)) == "") is fits
+
+
+def test_missing_blocks_are_counted_out():
+    told = refusal(worker("p0"), worker("d0", blocks_free=1, blocks_cached=1))
+    assert told == "d0 has 2 KV blocks available and 3 are needed"
+
+
+def test_blocks_shared_with_a_running_sequence_are_not_needed_again():
+    """Two of four blocks match; those that the pool keeps unheld are counted as available."""
+    prompt = tuple(range(12))
+    shared = prompt[:8]
+    for unheld, free, fits in ((0, 2, True), (0, 1, False), (1, 2, True), (2, 1, False)):
+        decode = worker("d0", caches=shared, blocks_free=free, blocks_cached=unheld, blocks_held=8)
+        assert (refusal(worker("p0"), decode, wants(prompt)) == "") is fits, (unheld, free)
 
 
 def test_a_decode_worker_without_room_is_passed_over():
@@ -68,10 +123,88 @@ def test_a_decode_worker_without_room_is_passed_over():
     assert picked([worker("p0")], decode) == ("p0", "d1")
 
 
-def test_no_room_anywhere_is_overloaded_with_advice():
-    with pytest.raises(Overloaded, match="8 tokens") as caught:
-        picked([worker("p0")], [worker("d0", blocks_free=1), worker("d1", blocks_free=2)])
-    assert caught.value.retry_after_s > 0
+@pytest.mark.parametrize(
+    "load", [{"running": 9}, {"running": 4, "waiting": 5}, {"sequences": 9, "running": 2}]
+)
+def test_a_full_batch_takes_no_more(load):
+    told = refusal(worker("p0"), worker("d0", max_batch=8, **load))
+    assert told == "d0 has 9 sequences for a batch of 8"
+
+
+def test_a_batch_is_given_a_little_more_than_it_holds_so_that_places_are_taken_at_once():
+    assert refusal(worker("p0"), worker("d0", max_batch=8, running=8)) == ""
+    assert refusal(worker("p0"), worker("d0", max_batch=64, running=71)) == ""
+    assert refusal(worker("p0"), worker("d0", max_batch=64, running=72)) != ""
+    assert refusal(worker("p0"), worker("d0", running=1000)) == "", "it told no limit"
+
+
+def test_a_worker_that_refused_is_never_taken():
+    decode = [worker("d0"), worker("d1", running=9)]
+    assert picked([worker("p0")], decode, full={"d0"}) == ("p0", "d1")
+    with pytest.raises(Overloaded, match=r"d0 refused just now; d1 refused just now"):
+        picked([worker("p0")], decode, full={"d0", "d1"})
+
+
+def test_a_prefill_worker_with_enough_to_do_is_given_no_more():
+    busy = worker("p0", tokens=512, queue_tokens=512, chunk_tokens=256)
+    told = refusal(busy, worker("d0"))
+    assert told == "p0 has 512 tokens to compute first and is given no more than 512 ahead"
+    assert refusal(worker("p0", tokens=511, chunk_tokens=256), worker("d0")) == ""
+    assert refusal(worker("p0", tokens=1023), worker("d0")) == "", "chunks of 512, not told"
+
+
+def test_a_fast_prefill_worker_with_short_chunks_is_given_a_moment_of_work():
+    fast = {"chunk_tokens": 64, "prefill_tokens_per_s": 50_000}
+    assert refusal(worker("p0", tokens=4999, **fast), worker("d0")) == ""
+    assert refusal(worker("p0", tokens=5000, **fast), worker("d0")) != ""
+
+
+def test_what_is_due_later_does_not_fill_the_window():
+    """A long prompt that may wait does not keep a short one in the router's line."""
+    late = replace(worker("p0", queue_tokens=9000), assigned=(Assigned(9000, 7.0),))
+    assert refusal(late, worker("d0"), wants(due=6.0)) == ""
+    assert "9000 tokens to compute first" in refusal(late, worker("d0"), wants(due=8.0))
+
+
+def test_prompts_of_other_routers_are_all_ahead():
+    others = replace(worker("p0", queue_tokens=3000), assigned=(Assigned(1000, 7.0),))
+    assert "2000 tokens to compute first" in refusal(others, worker("d0"), wants(due=6.0))
+
+
+def test_a_prefill_worker_whose_pool_is_held_takes_no_more():
+    """Blocks of prompts whose handoff hangs: another worker has some."""
+    stuck = worker("p0", blocks_free=1, blocks_held=9)
+    assert refusal(stuck, worker("d0")) == "p0 has 1 KV blocks available and 3 are needed"
+    assert picked([stuck, worker("p1", queue_tokens=500)], [worker("d0")]) == ("p1", "d0")
+    assert refusal(worker("p0", blocks_free=0), worker("d0")) == "", "nothing is held there"
+
+
+def test_no_room_anywhere_is_overloaded_with_what_is_missing():
+    prefill = [worker("p0", tokens=5000)]
+    with pytest.raises(Overloaded) as caught:
+        picked(prefill, [worker("d0", blocks_free=1), worker("d1", running=9, max_batch=8)])
+    told = str(caught.value)
+    assert "no room for 8 tokens" in told and caught.value.retry_after_s > 0
+    assert "d0 has 1 KV blocks" in told and "d1 has 9 sequences" in told
+    assert told.count("p0 has 5000 tokens") == 1, "each reason once"
+
+
+def test_a_large_fleet_is_not_told_in_full():
+    decode = [worker(f"d{i}", blocks_free=0) for i in range(40)]
+    with pytest.raises(Overloaded) as caught:
+        picked([worker("p0")], decode)
+    assert "and 32 more" in str(caught.value) and str(caught.value).count("KV blocks") == 8
+
+
+def test_where_decode_prefills_nobody_waits_for_a_prefill_worker():
+    """A prompt that decode caches does not stand in line behind long ones."""
+    full, decode = worker("p0", tokens=5000), worker("d0", caches=PROMPT)
+    assert pick(fleet([full], [decode]), wants(local_prefill_max_tokens=4)).decode_prefills
+    with pytest.raises(Overloaded):
+        pick(fleet([full], [worker("d0")]), wants(local_prefill_max_tokens=4))
+
+
+# Workers that failed this request.
 
 
 def test_workers_that_failed_are_avoided_while_there_are_others():
@@ -92,63 +225,71 @@ def test_a_failed_worker_with_room_is_better_than_none():
     assert picked([worker("p0")], decode, failed={"d1"}, full={"d0"}) == ("p0", "d1")
 
 
-def test_a_worker_that_refused_is_never_taken():
-    decode = [worker("d0"), worker("d1", running=9)]
-    assert picked([worker("p0")], decode, full={"d0"}) == ("p0", "d1")
-    with pytest.raises(Overloaded):
-        picked([worker("p0")], decode, full={"d0", "d1"})
-
-
-def test_pairs_have_the_same_kv():
-    prefill = [worker("p0", dtype="bf16", queue_tokens=1000), worker("p1")]
-    assert picked(prefill, [worker("d0", dtype="bf16")]) == ("p0", "d0")
-
-
 def test_failed_workers_are_the_last_resort_of_their_kind_of_kv():
     prefill = [worker("p0", dtype="bf16"), worker("p1")]
     decode = [worker("d0", dtype="bf16"), worker("d1")]
     assert picked(prefill, decode, failed={"p0", "d1"}) in {("p0", "d0"), ("p1", "d1")}
 
 
-def test_a_kv_mismatch_names_both_sides_even_when_decode_is_full():
-    with pytest.raises(Unavailable, match="compatible") as caught:
-        picked([worker("p0", dtype="bf16")], [worker("d0", blocks_free=0)])
-    assert all(said in str(caught.value) for said in ("p0", "d0", "bf16", "f32"))
+# What is told of a choice.
 
 
-def test_a_record_without_kv_harms_nobody_else():
-    bare = WorkerView(common_pb2.WorkerRecord(incarnation="d0"), worker_pb2.Load(), "READY")
-    assert picked([worker("p0")], [bare, worker("d1")]) == ("p0", "d1")
+def test_all_pairs_are_judged_best_first_and_refused_ones_last():
+    prefill = [worker("p0", "DRAINING"), worker("p1", queue_tokens=400), worker("p2")]
+    choices = judge(fleet(prefill, [worker("d0", running=3), worker("d1")]), wants())
+    assert len(choices) == 6
+    assert [choice.names for choice in choices[:2]] == [("p2", "d1"), ("p2", "d0")]
+    assert [bool(choice.refused) for choice in choices] == [False] * 4 + [True] * 2
+    scores = [choice.score_ms for choice in choices[:4]]
+    assert scores == sorted(scores)
 
 
-def test_prefill_is_chosen_by_the_tokens_in_front():
-    prefill = [
-        worker("p0", queue_tokens=100),
-        worker("p1", queue_tokens=20),
-        worker("p2", tokens=50),
-    ]
-    assert picked(prefill, [worker("d0")]) == ("p1", "d0")
+def test_the_best_of_all_is_what_is_picked():
+    prefill = [worker("p0", queue_tokens=700), worker("p1", caches=PROMPT)]
+    snapshot = fleet(prefill, [worker("d0", running=3), worker("d1", "STALLED")])
+    first = judge(snapshot, wants())[0]
+    chosen = pick(snapshot, wants())
+    assert replace(first, candidates=0) == replace(chosen, candidates=0)
+    assert chosen.candidates == 2, "pairs that it was chosen from"
 
 
-def test_what_was_just_assigned_counts_before_it_is_reported():
-    assert (
-        picked([worker("p0", tokens=30), worker("p1", queue_tokens=20)], [worker("d0")])[0] == "p1"
+def test_a_choice_is_told_to_spans_in_plain_values():
+    chosen = pick(fleet([worker("p0", caches=PROMPT)], [worker("d0", host_id="far")]), wants())
+    told = why(chosen)
+    assert told["prefill_cached_tokens"] == 4 and told["same_host"] is False
+    assert told["candidates"] == 1 and told["decode_prefills"] is False
+    assert told["predicted_ttft_ms"] == pytest.approx(chosen.ttft_s * 1e3, abs=0.001)
+    assert all(isinstance(value, str | int | float) for value in told.values())
+
+
+# Feasibility.
+
+
+def test_the_prediction_is_of_the_pair_that_is_fastest_to_a_first_token():
+    rate = {"prefill_tokens_per_s": 1000}
+    prefill = [worker("p0", queue_tokens=500, **rate), worker("p1", queue_tokens=200, **rate)]
+    told = predicted_ttft_s(fleet(prefill, [worker("d0")]), wants(100))
+    assert told == pytest.approx(0.3, abs=0.01)
+
+
+def test_pairs_that_are_full_now_count_and_unusable_ones_do_not():
+    rate = {"prefill_tokens_per_s": 1000}
+    full = worker("p0", queue_tokens=5000, **rate)
+    assert predicted_ttft_s(fleet([full], [worker("d0")]), wants(100)) == pytest.approx(
+        5.1, abs=0.1
     )
-    assert picked([worker("p0")], [worker("d0", sequences=3), worker("d1", running=2)])[1] == "d1"
+    down = [worker("p1", "SILENT", **rate), full]
+    assert predicted_ttft_s(fleet(down, [worker("d0")]), wants(100)) > 5
 
 
-def test_decode_is_chosen_by_sequences_then_by_blocks():
-    decode = [worker("d0", running=1, waiting=2), worker("d1", running=2)]
-    assert picked([worker("p0")], decode)[1] == "d1"
-    decode = [worker("d0", running=2, blocks_held=5), worker("d1", running=2, blocks_held=2)]
-    assert picked([worker("p0")], decode)[1] == "d1"
+def test_nothing_is_predicted_before_anything_is_measured():
+    assert predicted_ttft_s(fleet([worker("p0", queue_tokens=999)], [worker("d0")]), wants()) == 0
+    measured = worker("p1", "DRAINING", prefill_tokens_per_s=100)
+    assert predicted_ttft_s(fleet([worker("p0"), measured], [worker("d0")]), wants()) == 0
+    assert predicted_ttft_s(fleet([measured], [worker("d0")]), wants()) == 0
 
 
-def test_equals_are_chosen_by_name_and_score_survives_an_empty_load():
-    decode = [worker("d1", blocks_total=0), worker("d0", blocks_total=0)]
-    assert picked([worker("p1"), worker("p0")], decode) == ("p0", "d0")
-    pair = pick(fleet([worker("p0")], decode), 1)
-    assert score(pair) == (0, 0, 0.0, "p0", "d0")
+# Snapshots.
 
 
 def test_a_snapshot_is_ready_with_a_worker_of_each_role():
@@ -161,9 +302,21 @@ def test_a_snapshot_is_ready_with_a_worker_of_each_role():
 
 def test_the_context_is_what_every_ready_decode_worker_takes():
     decode = [
-        worker("d0", context=64),
-        worker("d1", context=32),
-        worker("d2", "DRAINING", context=8),
+        worker("d0", max_context=64),
+        worker("d1", max_context=32),
+        worker("d2", "DRAINING", max_context=8),
     ]
     assert fleet([], decode).max_context == 32
     assert fleet([worker("p0")], [decode[2]]).max_context == 0
+
+
+def test_a_prompt_is_hashed_once_and_only_where_somebody_caches(monkeypatch):
+    hashed = []
+    monkeypatch.setattr("router.wants.hash_chain", lambda *asked: hashed.append(asked) or [])
+    request = wants()
+    pick(fleet([worker("p0")], [worker("d0")]), request)
+    assert not hashed
+    caching = fleet([worker("p0", caches=PROMPT)], [worker("d0", caches=PROMPT)])
+    pick(caching, request)
+    pick(caching, request)
+    assert hashed == [(PROMPT, BLOCK, "")]

@@ -20,7 +20,8 @@ from baton.v1 import (
     inference_pb2_grpc,
 )
 from router.admission import Admission
-from router.service import FleetServicer, InferenceServicer
+from router.fleet_service import FleetServicer
+from router.service import InferenceServicer
 
 from .scripted_workers import PATIENCE_S, Cluster, counting, first_token, started
 from .texts import byte_tokenizer
@@ -31,14 +32,16 @@ PROMPT = (1, 2, 3)
 class Router:
     """A router's servicers on a real server, and a client's stubs."""
 
-    def __init__(self, cluster, tokenizer, default_timeout_s=10.0, max_queue=8):
-        admission = Admission("tiny", tokenizer, default_timeout_s)
+    def __init__(self, cluster, tokenizer, default_timeout_s=10.0, **limits):
+        admission = Admission("tiny", tokenizer, default_timeout_s, **limits)
         self.cluster = cluster
         self.inference = InferenceServicer(
-            admission, cluster.dispatch, cluster.fleet, cluster.tracer, max_queue
+            admission, cluster.line, cluster.dispatch, cluster.fleet, cluster.tracer
         )
         status = fleet_pb2.RouterStatus(incarnation="router", model="tiny")
-        self.fleet = FleetServicer(cluster.fleet, self.inference, cluster.dispatch, status)
+        self.fleet = FleetServicer(
+            cluster.fleet, cluster.line, admission, self.inference, status, 4
+        )
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
 
     async def __aenter__(self):
@@ -87,8 +90,8 @@ async def router_of(tmp_path):
     """Starts routers over clusters of scripted workers."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(prefill=1, decode=1, *, tracer=None, max_attempts=4, **router):
-            cluster = Cluster(prefill, decode, tracer=tracer, max_attempts=max_attempts)
+        async def start(prefill=1, decode=1, *, cluster=None, **router):
+            cluster = Cluster(prefill, decode, **(cluster or {}))
             await stack.enter_async_context(cluster)
             tokenizer = byte_tokenizer(tmp_path)
             return await stack.enter_async_context(Router(cluster, tokenizer, **router))
@@ -162,7 +165,7 @@ async def test_the_deadline_ends_the_wait_for_room(router_of):
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     async with asyncio.timeout(PATIENCE_S):
         await router.inference.idle()
-    assert router.cluster.dispatch.queued == 0
+    assert router.cluster.line.depth == 0
 
 
 @pytest.mark.parametrize("where", ["room", "reserve", "prefill", "decode"])
@@ -227,7 +230,7 @@ async def test_a_caller_that_hangs_up_frees_everything(router_of):
 
 
 async def test_no_worker_is_unavailable_with_retry_info(router_of):
-    router = await router_of(prefill=0, max_attempts=1)
+    router = await router_of(prefill=0)
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "no prefill worker" in error.details()
@@ -235,15 +238,15 @@ async def test_no_worker_is_unavailable_with_retry_info(router_of):
 
 
 async def test_a_full_queue_refuses_at_once_with_retry_info(router_of):
-    router = await router_of(max_queue=1)
+    router = await router_of(cluster={"max_queue": 1})
     decode = router.cluster.decodes[0]
     decode.tell(blocks_free=0)
     await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
     waiting = router.generate()
-    assert (await waiting.read()).HasField("started")
+    await router.cluster.until_waiting(1)
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert retry_after_s(error) == 1.0
+    assert retry_after_s(error) > 0
     decode.tell()
     assert (await finish_of(waiting)).usage.completion_tokens == 5
 
@@ -301,7 +304,7 @@ async def test_models_and_tokens_are_told(router_of):
 
 async def test_every_span_of_a_failed_over_request_ends_once_under_one_trace(router_of, spans):
     tracer, exporter = spans
-    router = await router_of(prefill=2, tracer=tracer)
+    router = await router_of(prefill=2, cluster={"tracer": tracer})
 
     async def lost(request):
         yield first_token(100)
@@ -326,7 +329,7 @@ async def test_every_span_of_a_failed_over_request_ends_once_under_one_trace(rou
 
 async def test_spans_of_a_cancelled_request_end_once(router_of, spans):
     tracer, exporter = spans
-    router = await router_of(tracer=tracer)
+    router = await router_of(cluster={"tracer": tracer})
     router.cluster.decodes[0].runs = [lambda sequence, ahead: None]
     call = router.generate()
     async with asyncio.timeout(PATIENCE_S):
@@ -338,3 +341,58 @@ async def test_spans_of_a_cancelled_request_end_once(router_of, spans):
     assert len(ended) == len(exporter.get_finished_spans())
     assert ended["router.attempt"].attributes["baton.cancelled"] is True
     assert ended["router.generate"].attributes["baton.cancelled"] is True
+
+
+async def test_a_broken_stream_goes_on_behind_its_tokens(router_of):
+    router = await router_of()
+    *_, finish = await router.complete(resumed_token_ids=[100, 101])
+    assert finish.usage.completion_tokens == 5
+    sequence = router.cluster.prefills[0].requests[0].sequence
+    assert list(sequence.token_ids) == [*PROMPT, 100, 101]
+    assert sequence.prompt_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "sampling", "field"),
+    [
+        ([100] * 5, {}, "resumed_token_ids"),
+        ([100], {"temperature": 0.5}, "sampling.seed"),
+        ([1 << 30], {}, "token_ids"),
+    ],
+)
+async def test_what_cannot_be_gone_on_with_is_refused(router_of, resumed, sampling, field):
+    router = await router_of()
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=PROMPT),
+        sampling=common_pb2.SamplingParams(max_tokens=5, **sampling),
+        resumed_token_ids=resumed,
+    )
+    error = await failure_of(router.stub.Generate(request))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert rpc.error_of(error).field == field
+
+
+async def test_a_router_that_leaves_tells_its_callers_to_go_elsewhere(router_of):
+    router = await router_of()
+    router.cluster.decodes[0].runs = [lambda sequence, ahead: None]  # nothing ever comes
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        async for message in router.generate():
+            if message.HasField("delta"):
+                router.inference.draining = True
+                router.inference.give_up()
+    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "after 1 tokens" in failure.value.details()
+    await router.cluster.all_freed()
+
+
+async def test_a_request_says_where_it_would_run(router_of):
+    router = await router_of(decode=2)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT))
+    answer = await router.fleet_stub.Explain(fleet_pb2.ExplainRequest(request=request))
+    assert (answer.refused, answer.prompt_tokens, answer.tenant) == ("", len(PROMPT), "default")
+    assert [(c.prefill, c.decode) for c in answer.candidates] == [("p0", "d0"), ("p0", "d1")]
+    assert not any(decode.requests for decode in router.cluster.decodes)
+    router.cluster.decodes[0].tell(blocks_free=0)
+    await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
+    answer = await router.fleet_stub.Explain(fleet_pb2.ExplainRequest(request=request))
+    assert [(c.decode, bool(c.refused)) for c in answer.candidates] == [("d1", False), ("d0", True)]

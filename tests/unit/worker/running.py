@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,9 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerPro
 from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig
 from baton.engine import build
+from baton.engine.planner import Plan
 from baton.engine.reports import Load
+from baton.engine.runner import Drawn
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.telemetry import Telemetry
 from baton.v1 import (
@@ -61,6 +64,7 @@ class Worker:
             model=str(directory), dtype="float32", device="cpu", block_size=BLOCK_SIZE,
             kv_blocks=settings.pop("kv_blocks", BLOCKS), chunk_tokens=32, threads=1,
             prefix_cache=settings.pop("prefix_cache", True),
+            max_batch=settings.pop("max_batch", 64),
         )  # fmt: skip
         defaults = {"drain_s": 10.0, "transport": "shm", "incarnation": f"{role}-0"}
         self.config = WorkerConfig(role, engine, RegistryConfig(), **{**defaults, **settings})
@@ -130,17 +134,56 @@ class Worker:
         return load.blocks_held == load.blocks_quarantined == 0
 
 
+class Paced:
+    """Runs one engine step for each `allow.release()`; `begun` is set when one waits."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.allow, self.begun = threading.Semaphore(0), threading.Event()
+        self._runner = worker.node.engine._runner
+        worker.node.engine._runner = self
+
+    @property
+    def pool(self) -> torch.Tensor:
+        return self._runner.pool
+
+    def run(self, plan: Plan) -> dict[str, Drawn]:
+        self.begun.set()
+        assert self.allow.acquire(timeout=6 * PATIENCE_S)
+        return self._runner.run(plan)
+
+    def scrub(self, blocks: list[int]) -> None:
+        self._runner.scrub(blocks)
+
+
+class Failing:
+    """Steps that raise."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.pool = worker.node.engine._runner.pool
+        worker.node.engine._runner = self
+
+    def run(self, plan: Plan) -> dict[str, Drawn]:
+        raise RuntimeError("out of memory")
+
+    def scrub(self, blocks: list[int]) -> None:
+        pass
+
+
 class Router:
     """Listens to a decode worker's events; `events` has them by sequence, `messages` by step."""
 
-    def __init__(self, decode: Worker, router_id: str = "router") -> None:
+    def __init__(self, decode: Worker, router_id: str = "router", heartbeat_ms: int = 0) -> None:
         self.router_id = router_id
+        self.heartbeat_ms = heartbeat_ms
         self.messages: list[decode_pb2.StreamEventsResponse] = []
         self._decode = decode
         self._queues: dict[str, asyncio.Queue[decode_pb2.SequenceEvent]] = {}
+        self._signs: asyncio.Queue[decode_pb2.StreamEventsResponse] = asyncio.Queue()
 
     async def __aenter__(self) -> Router:
-        request = decode_pb2.StreamEventsRequest(router_id=self.router_id)
+        request = decode_pb2.StreamEventsRequest(
+            router_id=self.router_id, heartbeat_ms=self.heartbeat_ms
+        )
         self.call = self._decode.decode.StreamEvents(request)
         await asyncio.wait_for(self.call.initial_metadata(), PATIENCE_S)
         self.ended = asyncio.create_task(self._listen())
@@ -178,10 +221,16 @@ class Router:
             if event.finish_reason:
                 return tokens
 
+    async def sign_of_life(self) -> None:
+        """Waits for the next message without events."""
+        await asyncio.wait_for(self._signs.get(), PATIENCE_S)
+
     async def _listen(self) -> None:
         with rpc.translated():
             async for message in self.call:
                 self.messages.append(message)
+                if not message.events:
+                    self._signs.put_nowait(message)
                 for event in message.events:
                     self._queue(event.handoff_id).put_nowait(event)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
@@ -83,11 +84,33 @@ async def test_close_ends_a_watch_after_its_news() -> None:
     assert await anext(follower._events, None) is None
 
 
+async def test_without_news_an_empty_event_is_a_sign_of_life() -> None:
+    meter = LoadMeter()
+    meter.update(step((1,)))
+    async with contextlib.aclosing(meter.watch(0.01, heartbeat_s=0.03)) as events:
+        first = await anext(events)
+        assert (first.cleared, list(first.stored)) == (True, [1])
+        for _ in range(3):
+            event = await asyncio.wait_for(anext(events), 10)
+            assert event == worker_pb2.CacheEvent()
+        meter.update(step((2,)))
+        assert list((await asyncio.wait_for(anext(events), 10)).stored) == [2]
+
+
+async def test_news_does_not_wait_for_the_next_sign_of_life() -> None:
+    meter = LoadMeter()
+    async with contextlib.aclosing(meter.watch(0.0, heartbeat_s=3600)) as events:
+        await anext(events)
+        asyncio.get_running_loop().call_later(0.01, meter.update, step((2,)))
+        assert list((await asyncio.wait_for(anext(events), 10)).stored) == [2]
+
+
 def test_chunks_tell_of_prefill_speed_and_small_steps_of_decode() -> None:
     meter = LoadMeter()
     meter.update(step(tokens=100, ms=50))
     assert (meter.load.prefill_tokens_per_s, meter.load.step_ms) == (2000, 0)
     meter.update(step(tokens=4, ms=10))
     assert (meter.load.prefill_tokens_per_s, meter.load.step_ms) == (2000, 10)
+    assert 0.01 < meter.mean_step_s < 0.05
     meter.update(step())
     assert meter.load.step_ms == 10

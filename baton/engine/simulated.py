@@ -1,0 +1,232 @@
+"""An engine's forward pass, simulated: takes its time, computes nothing, and proves what it reads.
+
+It stands where `runner.Runner` does; planner, blocks, prefix cache, handoff and all that is above
+are the real ones, so that routing, overload and failures can be tried with many workers on a few
+cores and without a GPU. What a model would make true is kept true:
+
+* The KV of a token depends on every token up to it: a hash of them is written into its slot, and a
+  step that finds anything else in a block it has to read fails.
+* The next token depends on all tokens, the sampling settings, seed and position, and on nothing
+  else. Logits are made up from the hash and go through the real sampler, so that one process's
+  output is the oracle of a cluster's here too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.config import Pace
+from baton.engine.planner import Plan, Work
+from baton.engine.randomness import splitmix64
+from baton.engine.runner import Drawn
+from baton.engine.sampler import Sampler, SampleRow
+from baton.engine.sequence import Sequence
+from baton.errors import InternalError
+from baton.prefix import root_hash
+
+Words = npt.NDArray[np.uint64]
+
+_FACTOR = 0xD6E8FEB86659FD93  # odd, so that it has an inverse
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
+_MASK = (1 << 64) - 1
+_STRIDE = 2048  # tokens hashed at once
+_FAVOURITES = 8  # tokens that stand out of a row of logits
+_BEST_LOGIT = 12.0
+
+
+class SimulatedRunner:
+    """Runs plans over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
+
+    def __init__(self, pace: Pace, pool: torch.Tensor, sampler: Sampler, vocab_size: int) -> None:
+        self.pool = pool
+        self._pace = pace
+        self._slots = _Slots(pool)
+        self._sampler = sampler
+        self._vocab_size = vocab_size
+        self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
+        self._steps = 0
+
+    def run(self, plan: Plan) -> dict[str, Drawn]:
+        """A token for each sequence that has caught up, by its id, after the time it would take.
+
+        Raises InternalError when a block does not hold what its sequence wrote there.
+        """
+        ends = time.monotonic() + self._takes_s(plan)
+        self._steps += 1
+        for work in plan.work:
+            self._compute(work)
+        drawn = self._draw([work for work in plan.work if work.samples])
+        time.sleep(max(0.0, ends - time.monotonic()))
+        return drawn
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zeroes blocks that unverified bytes came into, as the real runner does."""
+        self._slots.clear(blocks)
+
+    def _takes_s(self, plan: Plan) -> float:
+        sequences = sum(work.count == 1 for work in plan.work)
+        return self._pace.step_s(plan.num_tokens - sequences, sequences)
+
+    def _compute(self, work: Work) -> None:
+        """Reads what comes before these tokens, then writes them."""
+        sequence = work.sequence
+        history = self._histories.setdefault(sequence, _History(sequence.cache_salt))
+        if work.start == history.computed_here:
+            self._check(sequence, history, *self._block_in_turn(work.start))
+        else:  # somebody else computed it: it came over the wire, or from the prefix cache
+            self._check(sequence, history, 0, work.start)
+        end = history.computed_here = work.start + work.count
+        kv = history.kv(sequence.tokens, work.start, end)
+        self._slots.write(sequence.block_ids, work.start, kv)
+
+    def _block_in_turn(self, num_tokens: int) -> tuple[int, int]:
+        """One block's positions: reading a long context again each step would take too long."""
+        size = self._slots.block_size
+        first = self._steps % max(1, -(-num_tokens // size)) * size
+        return first, min(first + size, num_tokens)
+
+    def _check(self, sequence: Sequence, history: _History, start: int, end: int) -> None:
+        """Compares the slots of positions [start, end)."""
+        kv = history.kv(sequence.tokens, start, end)
+        wrong = self._slots.first_wrong(sequence.block_ids, start, kv)
+        if wrong is not None:
+            block = sequence.block_ids[wrong // self._slots.block_size]
+            raise InternalError(
+                f"sequence {sequence.seq_id}: block {block} does not hold the KV of token {wrong}"
+            )
+
+    def _draw(self, sampling: list[Work]) -> dict[str, Drawn]:
+        plain = [work for work in sampling if _is_plain(_row_of(work.sequence))]
+        drawn = {work.sequence.seq_id: self._likeliest(work.sequence) for work in plain}
+        rest = [work.sequence for work in sampling if work.sequence.seq_id not in drawn]
+        logits = torch.from_numpy(self._logits(rest))
+        sampled = self._sampler.sample(logits, [_row_of(sequence) for sequence in rest])
+        for sequence, token, logprobs in zip(
+            rest, sampled.token_ids, sampled.logprobs, strict=True
+        ):
+            drawn[sequence.seq_id] = Drawn(token, logprobs)
+        return drawn
+
+    def _likeliest(self, sequence: Sequence) -> Drawn:
+        """What the sampler would take from this row of logits, without making it."""
+        return Drawn(int(self._favourites(sequence)[0]), None)
+
+    def _logits(self, sequences: list[Sequence]) -> npt.NDArray[np.float32]:
+        """`[sequences, vocab]`: a few favourites over an even ground."""
+        logits = np.zeros((len(sequences), self._vocab_size), np.float32)
+        heights = _BEST_LOGIT - np.arange(_FAVOURITES, dtype=np.float32)
+        for row, sequence in zip(logits, sequences, strict=True):
+            np.maximum.at(row, self._favourites(sequence), heights)
+        return logits
+
+    def _favourites(self, sequence: Sequence) -> npt.NDArray[np.int64]:
+        hashes = self._histories[sequence].hashes(sequence.tokens)
+        words = splitmix64(hashes[-1] + np.arange(1, _FAVOURITES + 1, dtype=np.uint64))
+        return (words % np.uint64(self._vocab_size)).astype(np.int64)
+
+
+@dataclass
+class _History:
+    """For each position of one sequence a hash of all tokens up to it, made as tokens come."""
+
+    salt: str
+    computed_here: int = 0  # where the last step ended
+    _hashes: Words = field(default_factory=lambda: np.zeros(_STRIDE, np.uint64))
+    _known: int = 0
+
+    def hashes(self, tokens: list[int]) -> Words:
+        """`[tokens]`, independent of the salt."""
+        if len(tokens) > len(self._hashes):
+            grown = np.zeros(2 * len(tokens), np.uint64)
+            grown[: self._known] = self._hashes[: self._known]
+            self._hashes = grown
+        while self._known < len(tokens):
+            self._extend(tokens[self._known : self._known + _STRIDE])
+        return self._hashes[: len(tokens)]
+
+    def kv(self, tokens: list[int], start: int, end: int) -> Words:
+        """What the KV of positions [start, end) is made of: another salt's is never the same."""
+        return splitmix64(self.hashes(tokens)[start:end] ^ np.uint64(root_hash(self.salt)))
+
+    def _extend(self, tokens: list[int]) -> None:
+        """hash[i] = hash[i - 1] * FACTOR + token[i] + 1, for all tokens at once.
+
+        Divided by FACTOR ** i it is a running sum.
+        """
+        count = len(tokens)
+        before = self._hashes[self._known - 1] if self._known else np.uint64(0)
+        terms = (np.array(tokens, np.uint64) + np.uint64(1)) * _INVERSES[:count]
+        self._hashes[self._known : self._known + count] = (
+            np.cumsum(terms, dtype=np.uint64) + before
+        ) * _FACTORS[:count]
+        self._known += count
+
+
+class _Slots:
+    """The pool as 16-bit words, whatever its element type."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self._words = pool.view(torch.int16).numpy().view(np.uint16)
+        _, layers, sides, heads, size, width = pool.view(torch.int16).shape
+        self.block_size = size
+        self._quarter = np.arange(width) % 4  # a hash has four words
+        # K and V, heads and layers differ, so that one in another's place is noticed.
+        places = np.arange(1, layers * sides * heads + 1, dtype=np.uint16)
+        self._places = places.reshape(layers, sides, heads, 1)
+
+    def write(self, blocks: list[int], start: int, kv: Words) -> None:
+        """Fills the slots from position `start` of a sequence on."""
+        rows, slots = self._where(blocks, start, len(kv))
+        self._words[rows, :, :, :, slots] = self._content(kv)
+
+    def first_wrong(self, blocks: list[int], start: int, kv: Words) -> int | None:
+        """The first position from `start` on whose slot holds something else."""
+        rows, slots = self._where(blocks, start, len(kv))
+        differs = self._words[rows, :, :, :, slots] != self._content(kv)
+        wrong = differs.any((1, 2, 3, 4)).nonzero()[0]
+        return start + int(wrong[0]) if wrong.size else None
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zeroes whole blocks."""
+        self._words[blocks] = 0
+
+    def _where(
+        self, blocks: list[int], start: int, count: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Block and slot of each position."""
+        at = np.arange(start, start + count)
+        first = start // self.block_size
+        needed = np.array(blocks[first : -(-(start + count) // self.block_size)], np.int64)
+        return needed[at // self.block_size - first], at % self.block_size
+
+    def _content(self, kv: Words) -> npt.NDArray[np.uint16]:
+        """`[tokens, layers, 2, kv_heads, words]`."""
+        words = kv.view(np.uint16).reshape(len(kv), 4)[:, self._quarter]
+        return words[:, None, None, None, :] ^ self._places
+
+
+def _row_of(sequence: Sequence) -> SampleRow:
+    return SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens)
+
+
+def _is_plain(row: SampleRow) -> bool:
+    """Whether the row's likeliest token is its token, and nothing else is asked."""
+    return row.greedy and not row.adjusted and row.params.logprobs is None
+
+
+def _powers(base: int) -> Words:
+    """base ** 1 to base ** _STRIDE, modulo 2 ** 64."""
+    powers, power = [], 1
+    for _ in range(_STRIDE):
+        power = power * base & _MASK
+        powers.append(power)
+    return np.array(powers, np.uint64)
+
+
+_FACTORS, _INVERSES = _powers(_FACTOR), _powers(_INVERSE)

@@ -1,0 +1,158 @@
+"""The decode side's links: one for each prefill process, offered, watched and dropped.
+
+It knows processes, epochs and threads; which handoff uses a link is the receiver's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from baton.errors import Overloaded, TransferFailed, Unavailable
+from kvtransfer.liveness import ProcessWatch
+from kvtransfer.pool import KvPool
+from kvtransfer.seam import Kind, Listener, Transport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Peer:
+    """One prefill process's current link, and the one thread that works for it."""
+
+    incarnation: str
+    epoch: int
+    transport: Transport
+    listener: Listener
+    thread: ThreadPoolExecutor
+    accepted: asyncio.Future[None]
+
+
+class Peers:
+    """Links by prefill incarnation, at most `max_links`; event-loop thread only.
+
+    `busy` tells which incarnations have handoffs under way: their links make room for nobody.
+    `on_exit` is called with the incarnation of a process of this host that has ended.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        *,
+        timeout_s: float,
+        max_links: int,
+        busy: Callable[[], Collection[str]],
+        on_exit: Callable[[str], None],
+    ) -> None:
+        self._pool, self._timeout_s, self._max_links = pool, timeout_s, max_links
+        self._busy, self._on_exit = busy, on_exit
+        self._listeners: dict[Kind, Listener] = {}
+        self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
+        self._peers: dict[str, Peer] = {}  # the one offered first comes first
+        self._watches: dict[str, ProcessWatch] = {}  # of peers on this host
+        self._freeing: set[asyncio.Task[None]] = set()
+
+    async def open(self, incarnation: str, transport: Transport, pid: int) -> tuple[bytes, Peer]:
+        """The endpoint of a new link, and the link, which ends the peer's earlier one.
+
+        `pid` is that of a process of this host, else 0. Raises Overloaded, TransferFailed.
+        """
+        self._make_room()
+        endpoint, peer = await self._listen(incarnation, transport)
+        self.drop(incarnation)
+        self._peers[incarnation] = peer
+        if pid:
+            self._watch(incarnation, pid)
+        peer.accepted.add_done_callback(lambda done: self._accepted(peer, done))
+        return endpoint, peer
+
+    async def connected(self, incarnation: str, epoch: int) -> Peer:
+        """That link, once the peer has connected. Raises Unavailable, Stale, TransferFailed."""
+        peer = self.find(incarnation, epoch)
+        await asyncio.wait({peer.accepted})
+        peer.accepted.result()
+        return self.find(incarnation, epoch)
+
+    def find(self, incarnation: str, epoch: int) -> Peer:
+        """That link. Raises Unavailable when it is not in service any more."""
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.epoch != epoch:
+            raise Unavailable(f"link epoch {epoch} of prefill {incarnation} is gone")
+        return peer
+
+    def drop(self, incarnation: str) -> None:
+        """Takes the peer's link out of service; it is freed when its thread has ended its work."""
+        peer = self._peers.pop(incarnation, None)
+        if peer is not None:
+            task = asyncio.ensure_future(self._free(peer))
+            self._freeing.add(task)
+            task.add_done_callback(self._freeing.discard)
+
+    def condemn(self, peer: Peer) -> None:
+        """Drops this link, not one that has followed it."""
+        if self._peers.get(peer.incarnation) is peer:
+            self.drop(peer.incarnation)
+
+    async def close(self) -> None:
+        """Drops every link and waits for what still runs on their threads."""
+        for watch in self._watches.values():
+            watch.close()
+        for incarnation in list(self._peers):
+            self.drop(incarnation)
+        while self._freeing:
+            await asyncio.wait(set(self._freeing))
+        for listener in self._listeners.values():
+            listener.close()
+
+    async def _listen(self, incarnation: str, transport: Transport) -> tuple[bytes, Peer]:
+        """The endpoint of a new link, and the link, whose thread waits for the peer."""
+        if transport.kind not in self._listeners:
+            self._listeners[transport.kind] = transport.listen(self._pool)
+        run = asyncio.get_running_loop().run_in_executor
+        epoch, listener = next(self._epochs), self._listeners[transport.kind]
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{incarnation}")
+        try:
+            endpoint = await run(thread, listener.offer, incarnation, epoch)
+        except BaseException as error:
+            thread.submit(listener.drop, incarnation, epoch)
+            thread.shutdown(wait=False)
+            if isinstance(error, (OSError, RuntimeError)):
+                raise TransferFailed(f"{transport.name}: cannot listen: {error}") from error
+            raise
+        accepted = run(thread, listener.accept, incarnation, epoch, self._timeout_s)
+        return endpoint, Peer(incarnation, epoch, transport, listener, thread, accepted)
+
+    def _watch(self, incarnation: str, pid: int) -> None:
+        """A process that has ended writes no more; nothing less proves that."""
+
+        def ended() -> None:
+            log.warning("prefill process %d (%s) has ended", pid, incarnation)
+            self._watches.pop(incarnation, None)
+            self._on_exit(incarnation)
+
+        if incarnation not in self._watches:
+            self._watches[incarnation] = ProcessWatch(pid, ended)
+
+    def _accepted(self, peer: Peer, done: asyncio.Future[None]) -> None:
+        if done.cancelled() or (error := done.exception()) is None:
+            return
+        log.warning("link of prefill %s did not open: %s", peer.incarnation, error)
+        self.condemn(peer)
+
+    def _make_room(self) -> None:
+        if len(self._peers) < self._max_links:
+            return
+        busy = self._busy()
+        idle = next((name for name in self._peers if name not in busy), None)
+        if idle is None:
+            raise Overloaded(f"all {self._max_links} links are in use")
+        self.drop(idle)
+
+    async def _free(self, peer: Peer) -> None:
+        run = asyncio.get_running_loop().run_in_executor
+        await run(peer.thread, peer.listener.drop, peer.incarnation, peer.epoch)
+        peer.thread.shutdown()

@@ -1,0 +1,44 @@
+"""Token buckets: so many a minute, some at once, and the exact time until the next fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_ROUNDING = 1e-6  # who comes back at the told time must not find a millionth missing
+
+
+class Bucket:
+    """Fills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing."""
+
+    def __init__(
+        self, per_minute: float, burst_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_s = per_minute / 60
+        self.size = self._per_s * burst_s
+        self._clock = clock
+        self._level = self.size
+        self._at = clock()
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until `amount` fits, 0 if it does now; it must not exceed the bucket's size."""
+        assert amount <= self.size, "it would never fit"
+        self._fill()
+        missing = amount - self._level
+        return missing / self._per_s if missing > _ROUNDING else 0.0
+
+    def take(self, amount: float) -> None:
+        """Takes what fits."""
+        self._fill()
+        self._level -= amount
+
+    def give(self, amount: float) -> None:
+        """Gives back what was not used."""
+        self._fill()
+        self._level = min(self.size, self._level + amount)
+
+    def _fill(self) -> None:
+        now = self._clock()
+        if now > self._at and self._level < self.size:
+            self._level = min(self.size, self._level + (now - self._at) * self._per_s)
+        self._at = now

@@ -1,0 +1,267 @@
+"""The line of requests that wait for room: in order of due, bounded, asked one at a time.
+
+Who is first tries again at each news of the fleet. Those behind may pass it where it finds no room
+(a large request must not keep small ones from room it cannot use), but only for so long: after that
+nobody passes, so that room gathers until it fits. So short are not starved by long, nor long by
+short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from baton.errors import Overloaded
+
+PATIENCE_S = 1.0  # how long the first lets others pass, from when it first found no room
+MOST_REFUSED = 4  # tries without success for one news: bounds what a full fleet is asked
+SLOW_TRY_S = 0.25  # a try that hangs on a silent worker holds up the others no longer than this
+RETRY_AFTER_S = (0.1, 30.0)
+# Of the drain rate, in seconds of standing in line: what counts, and what is too little to tell.
+_MEMORY_S, _LEAST_S = 5.0, 0.5
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Who stands in line, and for what."""
+
+    due: float  # time.monotonic(): the earliest goes first
+    num_tokens: int
+    request_id: str
+    tenant: str = ""
+    promised: float = math.inf  # time.monotonic(): by then it was to have its first token
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A ticket in the line, and the handshake between its owner and the one who calls it up."""
+
+    ticket: Ticket
+    news: Callable[[], asyncio.Event]
+    asked: asyncio.Event | None  # the news it was last asked at
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
+    trying: bool = False
+    slow: bool = False  # the caller has gone on without the outcome of this try
+    left: bool = False
+    refused_first: float = math.inf  # when it first found no room with nobody in front
+
+
+class DrainRate:
+    """Tokens placed a second while somebody waits: a mean that forgets, over waiting time only."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since = 0.0  # up to here waiting time is counted; only means something while busy
+        self._busy = False
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def waiting(self, busy: bool) -> None:
+        """Whether somebody waits from now on."""
+        self._advance()
+        self._busy = busy
+
+    def placed(self, num_tokens: int) -> None:
+        """Somebody who waited has left with room."""
+        self._advance()
+        self._tokens += num_tokens
+
+    def value(self) -> float:
+        """Tokens a second; 0 before anything is measured."""
+        self._advance()
+        return self._tokens / self._seconds if self._seconds >= _LEAST_S else 0.0
+
+    def _advance(self) -> None:
+        now = self._clock()
+        if self._busy and now > self._since:
+            kept = math.exp((self._since - now) / _MEMORY_S)
+            self._tokens *= kept
+            self._seconds = self._seconds * kept + (1 - kept) * _MEMORY_S
+        self._since = now
+
+
+class Line:
+    """Those who wait for room. Event-loop thread only."""
+
+    def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._waiting: list[_Waiter] = []  # in order of due, then of arrival
+        self._stirred = asyncio.Event()  # somebody came or went
+        self._caller: asyncio.Task[None] | None = None  # calls waiters up while there are any
+        self._rate = DrainRate(clock)
+
+    @property
+    def depth(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def tokens_before(self, due: float) -> int:
+        """Tokens of those who go before one that is due then."""
+        end = bisect.bisect_right(self._waiting, due, key=_due)
+        return sum(waiter.ticket.num_tokens for waiter in self._waiting[:end])
+
+    def wait_s(self, due: float, assumed_rate: float = 0.0) -> float:
+        """Expected wait in the line of one that is due then, by the measured drain rate.
+
+        `assumed_rate` (tokens a second) counts until something is measured; 0 where nothing is
+        known: then nothing is expected either.
+        """
+        rate = self._rate.value() or assumed_rate
+        return self.tokens_before(due) / rate if rate > 0 else 0.0
+
+    def slack_s(
+        self, due: float, tenant: str, assumed_rate: float = 0.0, safety: float = 1.0
+    ) -> float:
+        """Seconds by which later tickets can be put back and still keep their promises.
+
+        Infinite where none of them depends on it. Those that are too late already do not count,
+        and a tenant with nothing waiting is free to go first: that is its share. `safety` is the
+        factor by which things may take longer than expected.
+        """
+        rate = self._rate.value() or assumed_rate
+        waiting = [waiter.ticket for waiter in self._waiting]
+        if rate <= 0 or all(ticket.tenant != tenant for ticket in waiting):
+            return math.inf
+        now, needed_s, slack = self._clock(), 0.0, math.inf
+        for ticket in waiting:
+            needed_s += ticket.num_tokens / rate
+            left_s = ticket.promised - now
+            if ticket.due > due and needed_s <= left_s:
+                slack = min(slack, left_s - needed_s * safety)
+        return slack
+
+    def check_room(self) -> None:
+        """Raises Overloaded when so many wait that nobody else may."""
+        if self.depth >= self._most:
+            raise Overloaded(f"{self._most} requests are waiting already", self.retry_after_s)
+
+    async def place(
+        self,
+        ticket: Ticket,
+        attempt: Callable[[], Awaitable[T]],
+        news: Callable[[], asyncio.Event],
+        *,
+        accepted: bool = False,
+    ) -> T:
+        """What `attempt` returns, once it finds room: called at once if nobody waits, else in turn.
+
+        `news` gives the event that the next change sets. `attempt` raises Overloaded where there
+        is no room; what else it raises ends the wait. Raises Overloaded itself when the line is
+        full, unless the request was `accepted` before. The caller sets the time limit, by
+        cancelling.
+        """
+        asked = None
+        if not self._waiting:
+            asked = news()
+            with contextlib.suppress(Overloaded):
+                return await attempt()
+        if not accepted:
+            self.check_room()
+        waiter = self._join(ticket, news, asked)
+        try:
+            while True:
+                await waiter.turn.wait()
+                waiter.turn.clear()
+                try:
+                    result = await attempt()
+                except Overloaded:
+                    self._refused(waiter)
+                else:
+                    self._rate.placed(ticket.num_tokens)
+                    return result
+        finally:
+            self._leave(waiter)
+
+    def _join(
+        self, ticket: Ticket, news: Callable[[], asyncio.Event], asked: asyncio.Event | None
+    ) -> _Waiter:
+        waiter = _Waiter(ticket, news, asked)
+        bisect.insort(self._waiting, waiter, key=_due)
+        self._rate.waiting(True)
+        self._stirred.set()
+        if self._caller is None or self._caller.done():
+            self._caller = asyncio.create_task(self._call_up(), name="line")
+        return waiter
+
+    def _refused(self, waiter: _Waiter) -> None:
+        if self._waiting[0] is waiter:
+            waiter.refused_first = min(waiter.refused_first, self._clock())
+        waiter.trying = False
+        waiter.tried.set()
+        if waiter.slow:
+            self._stirred.set()  # there may have been news meanwhile
+
+    def _leave(self, waiter: _Waiter) -> None:
+        self._waiting.remove(waiter)
+        waiter.left = True
+        waiter.tried.set()
+        self._stirred.set()
+        self._rate.waiting(bool(self._waiting))
+
+    async def _call_up(self) -> None:
+        """Runs while somebody waits: at each news, and when somebody comes or goes, a round."""
+        while self._waiting:
+            self._stirred.clear()
+            news = self._waiting[0].news()  # before the tries, so that none is missed
+            await self._round(news)
+            if self._waiting:
+                await _either(news, self._stirred)
+
+    async def _round(self, news: asyncio.Event) -> None:
+        """Asks who waits, in order, each once for one news, until enough have found no room."""
+        refused = 0
+        for waiter in tuple(self._waiting):
+            if waiter.left:
+                continue
+            if waiter.asked is not news and not waiter.trying:
+                waiter.asked = news
+                await _let_try(waiter)
+            if waiter.left:
+                continue
+            refused += 1
+            impatient = self._clock() - waiter.refused_first > PATIENCE_S
+            if impatient or refused >= MOST_REFUSED:
+                return
+
+    @property
+    def retry_after_s(self) -> float:
+        """By then half of the line is expected to have gone."""
+        shortest, longest = RETRY_AFTER_S
+        return min(longest, max(shortest, self.wait_s(math.inf) / 2))
+
+
+async def _let_try(waiter: _Waiter) -> None:
+    """Gives a waiter its turn and waits for the outcome, unless that takes too long."""
+    waiter.trying, waiter.slow = True, False
+    waiter.tried.clear()
+    waiter.turn.set()
+    try:
+        async with asyncio.timeout(SLOW_TRY_S):
+            await waiter.tried.wait()
+    except TimeoutError:
+        waiter.slow = waiter.trying
+
+
+async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
+    """Returns when one of the two is set."""
+    tasks = [asyncio.ensure_future(event.wait()) for event in (one, other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _due(waiter: _Waiter) -> float:
+    return waiter.ticket.due

@@ -1,0 +1,157 @@
+"""What must hold of a cluster when chaos is over: no block held, nothing leaked, everybody back.
+
+Looks at the processes from outside, and asks the workers themselves, not the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from baton import rpc
+from baton.client import AsyncClient
+from baton.errors import BatonError
+from baton.local import ports
+from baton.local.cluster import LocalCluster
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.waiting import eventually
+
+IDLE_S = 45.0  # a reservation's lease is 30 s, and nothing may be held after it
+ANSWER_S = 10.0
+# What a process may hold more than after its warm-up: connections to processes that came later.
+SLACK = {"tasks": 12, "threads": 6, "files": 16}
+
+Held = dict[str, dict[str, int]]  # kind of thing -> name -> count
+
+
+async def wait_idle(cluster: LocalCluster) -> dict[str, str]:
+    """Waits until no worker holds anything; what is still held then, by worker."""
+    try:
+        await eventually(lambda: busy_workers(cluster), lambda busy: not busy, "", IDLE_S)
+    except AssertionError:
+        return await busy_workers(cluster)
+    return {}
+
+
+async def busy_workers(cluster: LocalCluster) -> dict[str, str]:
+    """What each worker that is not idle holds, as it says itself."""
+    records = list(cluster.membership.records.values())
+    said = await asyncio.gather(*(_describe(record.address) for record in records))
+    return {
+        f"{record.role}/{record.incarnation} (pid {record.pid})": what
+        for record, what in zip(records, said, strict=True)
+        if what
+    }
+
+
+async def _describe(address: str) -> str:
+    try:
+        async with rpc.channel(address) as channel:
+            with rpc.translated():
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
+    except BatonError as error:
+        return f"does not answer: {error}"
+    load = answer.load
+    counts = {
+        "held": load.blocks_held,
+        "quarantined": load.blocks_quarantined,
+        "running": load.running,
+        "waiting": load.waiting,
+        "queued tokens": load.queue_tokens,
+        "lost": load.blocks_total
+        - sum((load.blocks_free, load.blocks_cached, load.blocks_held, load.blocks_quarantined)),
+    }
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+async def busy_routers(addresses: Iterable[str]) -> dict[str, str]:
+    """Routers that still count requests after the last one has ended."""
+
+    async def busy() -> dict[str, str]:
+        found = {}
+        for address in addresses:
+            async with AsyncClient(address) as client:
+                router = (await client.status())["router"]
+            if router["queued"] or router["running"]:
+                found[address] = f"{router['queued']} queued, {router['running']} running"
+        return found
+
+    try:
+        return await eventually(busy, lambda seen: not seen, "", IDLE_S)
+    except AssertionError:
+        return await busy()
+
+
+async def holdings(cluster: LocalCluster, directory: Path) -> dict[int, Held]:
+    """What each process of `tests.chaos.process` holds now, by pid."""
+    pids = [process.pid for process in cluster.processes.values() if process.running]
+    return dict(zip(pids, [await _holding(pid, directory) for pid in pids], strict=True))
+
+
+async def _holding(pid: int, directory: Path) -> Held:
+    path = directory / f"{pid}.json"
+    path.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGUSR1)
+
+    async def written() -> bool:
+        return path.exists()
+
+    await eventually(written, bool, f"process {pid} does not answer SIGUSR1")
+    held: Held = json.loads(path.read_text())
+    return held
+
+
+def leaks(before: Mapping[int, Held], after: Mapping[int, Held]) -> list[str]:
+    """What processes that lived through it hold more than before, beyond the slack."""
+    found = []
+    for pid in before.keys() & after.keys():
+        for kind, slack in SLACK.items():
+            old, new = before[pid][kind], after[pid][kind]
+            if sum(new.values()) > sum(old.values()) + slack:
+                grown = {name: n - old.get(name, 0) for name, n in new.items()}
+                more = {name: n for name, n in grown.items() if n > 0}
+                found.append(f"pid {pid} holds more {kind}: {more}")
+    return found
+
+
+def memory_of_the_dead(cluster: LocalCluster) -> list[str]:
+    """Pools that are mapped although the workers they belonged to are gone: one each is right."""
+    workers = [p.pid for p in cluster.processes.values() if p.running and p.role != "router"]
+    mapped = {pid: _mapped(pid) for pid in workers}
+    pools = set().union(*mapped.values())
+    if len(pools) <= len(workers):
+        return []
+    counts = {pid: len(names) for pid, names in mapped.items()}
+    return [f"{len(pools)} pools of {len(workers)} workers are mapped, by pid {counts}"]
+
+
+def _mapped(pid: int) -> set[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line[line.index("/memfd:") :] for line in lines if "/memfd:" in line}
+
+
+def left_behind(pids: Iterable[int], used_ports: Iterable[int]) -> list[str]:
+    """Processes and ports of a stopped cluster that are still there."""
+    found = [f"process {pid} still runs" for pid in pids if _runs(pid)]
+    for port in used_ports:
+        try:
+            ports.check_free("127.0.0.1", port)
+        except BatonError as error:
+            found.append(str(error))
+    return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        process: Any = psutil.Process(pid)
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,148 @@
+"""KV bytes that suffer on their way: a wrapper around the real transports of a worker.
+
+The prefill worker's end of a link is wrapped. What happens to a put is decided by a file, read
+before each put, whose path is in the environment variable BATON_CHAOS_KV: a JSON object
+`{"fault": "corrupt", "share": 0.5, "delay_s": 0.3}`; no file is no fault. Each fault that was done
+is a line in the file beside it that ends in `.done`.
+
+corrupt  one byte arrives changed             lose   the last block does not arrive
+fail     half arrives, then the link breaks   delay  the put waits first
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.errors import TransferFailed
+from kvtransfer import negotiation
+from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.seam import Link, Listener, PutStats, Transport
+
+VARIABLE = "BATON_CHAOS_KV"
+
+
+class Control:
+    """Which fault the next put suffers, and the record of those that were done."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._dice = random.Random(os.getpid())
+
+    def draw(self) -> dict[str, Any]:
+        """The fault of one put; without a "fault" there is none."""
+        try:
+            wanted: dict[str, Any] = json.loads(self._path.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):  # none, or it is being written
+            return {}
+        return wanted if self._dice.random() < float(wanted.get("share", 1.0)) else {}
+
+    def done(self, fault: str) -> None:
+        """Notes a fault that was done."""
+        with self._path.with_suffix(".done").open("a") as file:
+            file.write(f"{fault}\n")
+
+
+class SufferingTransport(Transport):
+    """Another transport whose puts suffer."""
+
+    def __init__(self, inner: Transport, control: Control) -> None:
+        self.name, self.kind, self.one_sided = inner.name, inner.kind, inner.one_sided
+        self._inner, self._control = inner, control
+
+    def listen(self, pool: KvPool) -> Listener:
+        return self._inner.listen(pool)
+
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+        link = self._inner.connect(pool, endpoint, timeout_s)
+        return _SufferingLink(link, pool, self.one_sided, self._control)
+
+
+class _SufferingLink(Link):
+    def __init__(self, inner: Link, pool: KvPool, one_sided: bool, control: Control) -> None:
+        self._inner, self._pool = inner, pool
+        self._one_sided, self._control = one_sided, control
+
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+        wanted = self._control.draw()
+        fault = str(wanted.get("fault", ""))
+        if fault == "delay":
+            time.sleep(min(float(wanted.get("delay_s", 0.3)), timeout_s))
+        if fault not in ("corrupt", "lose", "fail"):
+            stats = self._inner.put(local, remote, digest, timeout_s)
+        elif fault == "fail":
+            self._control.done(fault)
+            self._break(local, remote, timeout_s)
+        elif self._one_sided:
+            stats = self._spoil_written(fault, local, remote, digest, timeout_s)
+        else:
+            stats = self._inner.put(local, remote, _SpoilingDigest(digest, fault), timeout_s)
+        if fault:
+            self._control.done(fault)
+        return stats
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _break(self, local: Slots, remote: Slots, timeout_s: float) -> None:
+        """Sends the first half of the blocks and breaks the link."""
+        half = len(local.block_ids) // 2
+        if half:
+            tokens = half * self._pool.block_size
+            self._inner.put(
+                Slots(local.block_ids[:half], tokens),
+                Slots(remote.block_ids[:half], tokens),
+                Digest(),
+                timeout_s,
+            )
+        self._inner.abort()
+        raise TransferFailed("the link was broken by a test")
+
+    def _spoil_written(
+        self, fault: str, local: Slots, remote: Slots, digest: Digest, timeout_s: float
+    ) -> PutStats:
+        """Writes, then changes what has been written in the receiver's pool."""
+        target: KvPool = self._inner._remote  # type: ignore[attr-defined]
+        last = remote.block_ids[-1]
+        before = target.blocks[last].clone()
+        stats = self._inner.put(local, remote, digest, timeout_s)
+        if fault == "lose":
+            target.blocks[last].copy_(before)
+        else:
+            target.blocks[last][0] ^= 0xFF
+        return stats
+
+
+class _SpoilingDigest(Digest):
+    """Counts what should travel, and then changes it where it waits to be sent."""
+
+    def __init__(self, real: Digest, fault: str) -> None:
+        self._real, self._fault = real, fault
+
+    def update(self, data: torch.Tensor) -> None:
+        self._real.update(data)
+        if self._fault == "lose":
+            data[data.numel() // 2 :] = 0
+        else:
+            data[0] ^= 0xFF
+
+
+def install(path: Path) -> None:
+    """From now on the transports that a worker of this process finds suffer as `path` tells."""
+    usable: Callable[..., list[Transport]] = negotiation.usable
+    control = Control(path)
+
+    def suffering(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
+        return [SufferingTransport(one, control) for one in usable(pool, host, choice)]
+
+    negotiation.usable = suffering

@@ -1,0 +1,81 @@
+"""`python -m tests.chaos.process router|prefill-worker|decode-worker …`: baton to be looked at.
+
+The real command with two additions. KV bytes may suffer on their way (`tests.chaos.kv`). On SIGUSR1
+it writes what it holds (tasks, threads, file descriptors) to the file BATON_CHAOS_HELD/<pid>.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+_NUMBER = re.compile(r"[-_][0-9a-f_]+$")
+HELD_VARIABLE = "BATON_CHAOS_HELD"
+
+
+def held() -> dict[str, Any]:
+    """What this process holds now, counted by kind."""
+    files: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except FileNotFoundError:  # the one that lists them
+            continue
+        files[target.partition(":")[0].rstrip("0123456789")] += 1
+    tasks = Counter(_kind(task.get_coro()) for task in asyncio.all_tasks())
+    threads = Counter(_NUMBER.sub("", thread.name) for thread in threading.enumerate())
+    return {"tasks": tasks, "threads": threads, "files": files}
+
+
+def _kind(work: Any) -> str:
+    return getattr(work, "__qualname__", type(work).__name__)
+
+
+def _write_held(directory: Path) -> None:
+    path = directory / f"{os.getpid()}.json"
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(held()))
+    draft.rename(path)  # whoever waits for the file finds all of it
+
+
+def _answer_signals(directory: Path) -> None:
+    """Every loop that uvloop runs here answers SIGUSR1."""
+    run = uvloop.run
+
+    def answering(main: Coroutine[Any, Any, Any], **options: Any) -> Any:
+        async def start() -> Any:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGUSR1, _write_held, directory)
+            return await main
+
+        return run(start(), **options)
+
+    uvloop.run = answering
+
+
+def _main() -> int:
+    if directory := os.environ.get(HELD_VARIABLE):
+        _answer_signals(Path(directory))
+    if (path := os.environ.get("BATON_CHAOS_KV")) and sys.argv[1].endswith("-worker"):
+        # Imports torch, which a router does without.
+        from tests.chaos import kv  # noqa: PLC0415
+
+        kv.install(Path(path))
+    from baton.cli import main  # noqa: PLC0415 - after what it runs has been changed
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,282 @@
+"""A decode worker's blocks, reservations and receiver, with time and threads in the test's hands.
+
+What is real: BlockPool, Planner and Engine, Reservations and their event streams, HandoffReceiver
+over the memory transport, links and their bytes. What is not: the clock, which the test moves; the
+engine's thread and the links' threads, whose work runs when the test says so; and the model, of
+which a stand-in remains that checks what it reads. So every order of events can be tried, and comes
+out the same when it is tried again.
+"""
+
+import asyncio
+import itertools
+from concurrent.futures import Executor, Future
+from unittest import mock
+
+import torch
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracer
+
+from baton.engine.blocks import BlockPool
+from baton.engine.loop import Engine
+from baton.engine.planner import Planner
+from baton.engine.runner import Drawn
+from baton.v1 import common_pb2, decode_pb2
+from baton.v1 import handoff_pb2 as pb
+from baton.worker.messages import Limits
+from decode_worker.events import EventStreams
+from decode_worker.reservations import Reservations
+from decode_worker.spans import DecodeSpans
+from kvtransfer import peers
+from kvtransfer.memory import MemoryTransport
+from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.receiver import HandoffReceiver
+
+BLOCKS, BLOCK_SIZE = 10, 4
+LEASE_S = 10.0
+OUTPUT = 900  # tokens from here on are drawn, those below are prompts'
+DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", block_size=BLOCK_SIZE)
+NOTHING = float("nan")  # in a slot that unverified bytes may have come into
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still until `now` is changed."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+    def tick(self):
+        """Runs what is ready, once."""
+        self.call_soon(self.stop)
+        self.run_forever()
+
+
+class Inline(Executor):
+    """A link's thread whose work is done at once."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def submit(self, work, *arguments):
+        future = Future()
+        try:
+            future.set_result(work(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class CheckingRunner:
+    """Stands for the model: the KV of a token is the token, and what is read must be that."""
+
+    def __init__(self, pool, may_run):
+        self.pool, self._may_run = pool, may_run
+        self.wrong = []
+
+    def run(self, plan):
+        return {work.sequence.seq_id: drawn for work in plan.work if (drawn := self._run(work))}
+
+    def scrub(self, blocks):
+        self.pool[blocks] = 0
+
+    def _run(self, work):
+        sequence = work.sequence
+        if sequence.awaits_kv or not self._may_run(sequence.seq_id):
+            self.wrong.append(f"{sequence.seq_id} was scheduled before its KV was verified")
+        slots = [(sequence.block_ids[n // BLOCK_SIZE], n % BLOCK_SIZE) for n in range(work.start)]
+        found = [content_of(self.pool, block)[slot] for block, slot in slots]
+        if found != sequence.tokens[: work.start]:
+            self.wrong.append(f"{sequence.seq_id} read {found}, not {sequence.tokens}")
+        for n in range(work.start, work.start + work.count):
+            self.pool[sequence.block_ids[n // BLOCK_SIZE], ..., n % BLOCK_SIZE, :] = float(
+                sequence.tokens[n]
+            )
+        return Drawn(OUTPUT + sequence.num_tokens, None) if work.samples else None
+
+
+def content_of(pool, block):
+    """The block's slots, as the tokens they stand for."""
+    return pool[block, 0, 0, 0, :, 0].tolist()
+
+
+def new_pool(num_blocks=BLOCKS):
+    return torch.zeros(num_blocks, 1, 2, 1, BLOCK_SIZE, 1)
+
+
+class World:
+    """The decode worker. Nothing of it moves unless `tick`, `engine_turn` or `settle` is called."""
+
+    def __init__(self, may_run):
+        self.loop, self.transport, self.pool = Loop(), MemoryTransport(), new_pool()
+        self.runner = CheckingRunner(self.pool, may_run)
+        self.blocks = BlockPool(BLOCKS, BLOCK_SIZE)
+        planner = Planner(self.blocks, chunk_tokens=8, max_batch=4)
+        self.engine = Engine(self.runner, planner, frozenset(), 64, self._publish)
+        self.streams, self.queues = EventStreams(), {}
+        self.reservations = Reservations(
+            self.engine, self.streams, Limits(1000, 64), BLOCK_SIZE, LEASE_S
+        )
+        self.receiver = HandoffReceiver(
+            KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations
+        )
+        self.reservations.receiver = self.receiver
+        self.calls, self.errors = set(), []
+        self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
+        self._patch = mock.patch.object(peers, "ThreadPoolExecutor", Inline)
+        self._patch.start()
+
+    def start(self, call):
+        """Begins a call; `settle` ends it."""
+        task = self.loop.create_task(call)
+        self.calls.add(task)
+        return task
+
+    def tick(self, times):
+        for _ in range(times):
+            self.loop.tick()
+
+    def engine_turn(self):
+        """The engine does what it was asked for."""
+        self.engine._inbox.run_all()
+
+    def step(self):
+        """The engine's thread goes around once."""
+        self.engine.submit(self.engine._mark_stopping)
+        self.engine._run()
+        self.engine._stopping = False
+
+    def settle(self):
+        """Everything that can end without time passing ends."""
+        for _ in range(100):
+            self.tick(2)
+            if self._quiet():
+                break
+            self.engine_turn()
+        assert self._quiet(), f"stuck: {self.calls}"
+        for call in self.calls:
+            call.result()
+        self.calls.clear()
+
+    def pass_time(self, seconds):
+        self.loop.now += seconds
+        self.settle()
+
+    def listen(self, router_id):
+        """As the servicer does when a router opens its stream, for the first time or again."""
+        self.reservations.cancel_router(router_id)
+        self.queues[router_id] = self.streams.register(router_id)
+
+    def hang_up(self, router_id):
+        """As the servicer does when the router's stream breaks."""
+        if self.streams.leave(router_id, self.queues.pop(router_id)):
+            self.reservations.cancel_router(router_id)
+
+    async def reserve(self, router_id, spec, local):
+        request = decode_pb2.ReserveRequest(
+            router_id=router_id, sequence=spec, local_prefill_max_tokens=local
+        )
+        spans = DecodeSpans(NoOpTracer(), Context())
+        return await self.reservations.reserve(request, "d", spans)
+
+    def close(self):
+        self.start(self.receiver.close())
+        self.settle()
+        self._patch.stop()
+        self.loop.close()
+
+    def _quiet(self):
+        busy = (self.reservations._endings, self.receiver._tasks, self.receiver._peers._freeing)
+        return (
+            all(call.done() for call in self.calls)
+            and not any(busy)
+            and self.engine._inbox._jobs.empty()
+            and not self.loop._ready
+        )
+
+    def _publish(self, report):
+        self.loop.call_soon(self.reservations.on_step, report)
+
+
+class Handoff:
+    """One request's handoff as its router and its prefill process know it."""
+
+    def __init__(self, name, tokens, cached, token, sequence):
+        self.name, self.tokens, self.cached, self.token = name, tokens, cached, token
+        self.sequence = sequence  # the engine's: it knows the blocks
+        self.writer = None
+        self.epoch = None  # of the attempt that runs
+        self.granted = ()  # blocks that its writer may still write into
+        self.content = None  # what lies there: None, "part", "right" or "wrong"
+        self.corrupted = False  # so said its last Commit's answer
+        self.owes_abort = False  # unless committed, it ends with an abort that is heard
+        self.withdrawn = False  # decode has agreed to a resend that has not begun
+        self.attempt = 0  # what is answered to an earlier one is not listened to
+
+    def stop_writing(self):
+        self.granted = ()
+        self.attempt += 1
+
+
+class Writer:
+    """A prefill process: its pool holds the right KV of one handoff at a time in its blocks."""
+
+    def __init__(self, world, number):
+        self.world, self.incarnation = world, f"p{number}"
+        self.alive, self.noticed = True, False
+        self.pool = KvPool(new_pool())
+        self.epochs = []  # all it ever had; the last one is current
+        self.link = None
+
+    async def offer(self):
+        response = await self.world.receiver.offer(
+            pb.OfferRequest(
+                incarnation=self.incarnation,
+                target_incarnation="d",
+                host_id="host",
+                kv=DESCRIPTOR,
+                transports=[common_pb2.TRANSPORT_MEMORY],
+            )
+        )
+        self.link = self.world.transport.connect(self.pool, response.endpoint, 1.0)
+        self.epochs.append(response.epoch)
+
+    def put(self, handoff, kind):
+        """Writes into the granted blocks: all of it, the first block only, or rubbish."""
+        rest = handoff.tokens[handoff.cached :]
+        if kind == "part":
+            rest = rest[:BLOCK_SIZE]
+        local = self._hold(rest, NOTHING if kind == "wrong" else None)
+        remote = Slots(handoff.granted[: len(local.block_ids)], len(rest))
+        self.link.put(local, remote, Digest(), 1.0)
+
+    def digest(self, handoff):
+        """What the right KV comes to."""
+        return self.pool.digest(self._hold(handoff.tokens[handoff.cached :]))
+
+    def _hold(self, tokens, value=None):
+        """The slots of the own pool that now hold the KV of `tokens`, or `value` for each."""
+        for n, token in enumerate(tokens):
+            content = float(token) if value is None else value
+            self.pool.tensor[n // BLOCK_SIZE, ..., n % BLOCK_SIZE, :] = content
+        return Slots(tuple(range(-(-len(tokens) // BLOCK_SIZE))), len(tokens))
+
+
+def names(prefix):
+    return (f"{prefix}{n}" for n in itertools.count())
+
+
+def prompt(family, num_tokens):
+    """Token ids; prompts of one family share their beginning, and no two positions are alike."""
+    return [100 * family + n + 1 for n in range(num_tokens)]
+
+
+def spec(name, tokens, max_tokens, time_left_s):
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return common_pb2.SequenceSpec(
+        handoff_id=name,
+        token_ids=tokens,
+        prompt_tokens=len(tokens),
+        sampling=sampling,
+        time_left_ms=int(time_left_s * 1000),
+    )

@@ -1,0 +1,82 @@
+"""The other process of `test_kvtransfer_fencing`: a sender that stops itself in the middle.
+
+Reads one line of JSON: the target and the KV descriptor (protobuf, hexadecimal), the number of
+tokens and where to stop: "before" the put, after the grant, or "amid" it. Fills its pool with ones,
+hands over, and prints how that ended.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+import threading
+
+import torch
+from opentelemetry.trace import NoOpTracer
+
+from baton.config import host_id
+from baton.errors import BatonError
+from baton.v1 import common_pb2, prefill_pb2
+from kvtransfer import pool as pools
+from kvtransfer import shm
+from kvtransfer.links import LinkPool
+from kvtransfer.sender import HandoffSender
+
+
+def stop_once():
+    """A function that stops this process when it is called for the first time."""
+    calls = []
+
+    def stop(*_):
+        calls.append(1)
+        if len(calls) == 1:
+            # To this thread: it goes no further. One for the process might stop another one first.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+    return stop
+
+
+def stopping_before(stop):
+    class Link(shm._ShmLink):
+        def put(self, *arguments):
+            stop()
+            return super().put(*arguments)
+
+    shm._ShmLink = Link
+
+
+def stopping_amid(stop):
+    class Digest(pools.Digest):
+        def update(self, data):
+            super().update(data)
+            stop()
+
+    from kvtransfer import delivery  # noqa: PLC0415
+
+    delivery.Digest = Digest
+
+
+async def main():
+    order = json.loads(sys.stdin.readline())
+    to = prefill_pb2.HandoffTarget.FromString(bytes.fromhex(order["target"]))
+    kv = common_pb2.KvDescriptor.FromString(bytes.fromhex(order["kv"]))
+    {"before": stopping_before, "amid": stopping_amid}[order["where"]](stop_once())
+    blocks = -(-order["num_tokens"] // kv.block_size)
+    shape = (2 * blocks, kv.num_layers, 2, kv.num_kv_heads, kv.block_size, kv.head_size)
+    links = LinkPool(
+        pools.KvPool(torch.ones(shape)), [shm.ShmTransport()], kv, "stopped", host_id()
+    )
+    sender = HandoffSender(links, NoOpTracer())
+    try:
+        async with sender.open(to, "h", order["num_tokens"], 120.0) as handoff:
+            # Every other block, so that the put is made of several pieces.
+            handoff.send(0, pools.Slots(tuple(range(0, 2 * blocks, 2)), order["num_tokens"]))
+            await handoff.commit(order["num_tokens"], 7)
+        print("committed", flush=True)
+    except BatonError as error:
+        print(type(error).__name__, flush=True)
+    await links.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

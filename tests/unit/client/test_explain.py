@@ -1,0 +1,98 @@
+"""Asking where a request would run: the SDK's method and the command, against a real server."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from baton import cli
+from baton.v1 import fleet_pb2
+from tests.unit.client.scripted_router import HELLO, ScriptedRouter
+
+BEST = fleet_pb2.Candidate(
+    prefill="p0", decode="d0", ttft_ms=12.34, tpot_ms=5.5, queue_tokens=70,
+    prefill_cached_tokens=32, decode_cached_tokens=16, same_host=True, score=364.36,
+)  # fmt: skip
+LEFT_OUT = fleet_pb2.Candidate(prefill="p0", decode="d1", refused="d1 is SILENT", score=400)
+
+
+def router_that_says(*candidates, **fields):
+    router = ScriptedRouter(HELLO)
+    router.explanation = fleet_pb2.ExplainResponse(
+        candidates=candidates, prompt_tokens=41, queued=3, **fields
+    )
+    return router
+
+
+@pytest.fixture
+def asked(serve, capsys):
+    """asked(router, *argv) runs the command against a router: exit status and output."""
+
+    async def run(router, *argv):
+        target = await serve(router)
+        argv = ["explain", *argv, "--target", target, "--timeout", "30"]
+        status = await asyncio.to_thread(cli.main, argv)
+        return status, capsys.readouterr().out
+
+    return run
+
+
+async def test_the_clients_explain(connect, serve):
+    router = router_that_says(BEST, LEFT_OUT, tenant="us")
+    async with connect(await serve(router)) as client:
+        told = await client.explain([1, 2, 3], max_tokens=9, cache_salt="s", timeout=7)
+    (request,) = router.requests
+    assert list(request.request.token_ids.ids) == [1, 2, 3]
+    assert (request.request.sampling.max_tokens, request.request.cache_salt) == (9, "s")
+    assert 0 < router.time_left_s[0] < 7.5
+    assert {name: told[name] for name in told if name != "candidates"} == {
+        "refused": "", "decode_prefills": False, "prompt_tokens": 41, "tenant": "us", "queued": 3,
+    }  # fmt: skip
+    best, left_out = told["candidates"]
+    assert best == {
+        "prefill": "p0", "decode": "d0", "refused": "", "ttft_ms": 12.34, "tpot_ms": 5.5,
+        "queue_tokens": 70, "prefill_cached_tokens": 32, "decode_cached_tokens": 16,
+        "same_host": True, "score": 364.36,
+    }  # fmt: skip
+    assert left_out["refused"] == "d1 is SILENT"
+
+
+async def test_the_command_prints_a_table(asked):
+    router = router_that_says(BEST, LEFT_OUT)
+    status, out = await asked(router, "x =", "--max-tokens", "5", "--cache-salt", "s")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[:2] == [
+        "a prompt of 41 tokens; 3 requests wait at the router", "would run on p0 and d0",
+    ]  # fmt: skip
+    titles = "prefill|decode|score ms|TTFT ms|TPOT ms|tokens first|cached: prefill|decode|host"
+    assert re.split("  +", lines[3]) == [*titles.split("|"), "left out"]
+    assert lines[4].split() == ["p0", "d0", "364.4", "12.3", "5.5", "70", "32", "16", "same"]
+    assert lines[5].endswith("other  d1 is SILENT")
+    request = router.requests[0].request
+    assert (request.text, request.sampling.max_tokens, request.cache_salt) == ("x =", 5, "s")
+
+
+async def test_the_command_says_why_not_and_where_decode_prefills(asked):
+    _, out = await asked(router_that_says(LEFT_OUT, refused="no room", tenant="us"), "x")
+    assert "of tenant us" in out and "would be refused or wait: no room" in out
+    _, out = await asked(router_that_says(BEST, decode_prefills=True), "--token-ids", "1,2")
+    assert "would run on d0, which would compute the prompt itself" in out
+    assert "left out" not in out
+    _, out = await asked(router_that_says(refused="nobody"), "x", "--chat")
+    assert "nobody" in out and "no workers" in out
+
+
+async def test_the_command_prints_json(asked):
+    status, out = await asked(router_that_says(BEST), "x", "--json")
+    assert status == 0 and json.loads(out)["candidates"][0]["prefill"] == "p0"
+
+
+def test_the_command_has_help_and_refuses_what_makes_no_sense(capsys):
+    for argv, status in ((["--help"], 0), ([], 2), (["x", "--token-ids", "1"], 2)):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["explain", *argv])
+        assert end.value.code == status
+    text = capsys.readouterr().out
+    assert "baton explain" in text and "examples:" in text and "(default: None)" not in text

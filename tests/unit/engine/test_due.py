@@ -1,0 +1,217 @@
+"""Who goes first: the earliest due, between chunks too, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.due import DueQueue
+from baton.engine.planner import Plan, Planner
+from baton.engine.sequence import Sequence
+from tests.unit.engine.test_planner import make_planner, make_sequence, run, shape
+
+
+def finish(planner: Planner, sequence: Sequence) -> None:
+    planner.remove(sequence)
+    planner.free(sequence)
+    planner.blocks.check()
+
+
+def rounds(planner: Planner, count: int) -> list[tuple[str, int, int]]:
+    seen = []
+    for _ in range(count):
+        plan = planner.plan()
+        seen += shape(plan)
+        run(planner, plan)
+    return seen
+
+
+def test_a_short_prompt_that_is_due_earlier_overtakes_a_long_one_between_chunks() -> None:
+    planner = make_planner(num_blocks=32)
+    planner.add(make_sequence("long", 30, due=9.0))
+    assert rounds(planner, 1) == [("long", 0, 8)]
+    planner.add(make_sequence("short", 10, first=100, due=5.0))
+    assert rounds(planner, 1) == [("short", 0, 8)]
+    assert rounds(planner, 1) == [("short", 8, 2), ("long", 8, 6)]
+
+
+def test_one_that_is_due_later_gets_what_is_left_over() -> None:
+    planner = make_planner(num_blocks=32)
+    planner.add(make_sequence("long", 30, due=5.0))
+    assert rounds(planner, 1) == [("long", 0, 8)]
+    planner.add(make_sequence("short", 3, first=100, due=9.0))
+    assert rounds(planner, 3) == [("long", 8, 8), ("long", 16, 8), ("long", 24, 6), ("short", 0, 2)]
+
+
+def test_equals_go_in_the_order_they_came() -> None:
+    planner = make_planner(num_blocks=32, chunk_tokens=6)
+    for name in "cab":
+        planner.add(make_sequence(name, 4, first=ord(name) * 10, due=1.0))
+    assert [name for name, _, _ in rounds(planner, 1)] == ["c", "a"]
+
+
+def test_who_is_due_last_is_preempted_and_keeps_its_turn() -> None:
+    planner = make_planner(num_blocks=4, chunk_tokens=64)
+    late, early = make_sequence("late", 8, due=9.0), make_sequence("early", 8, 100, due=5.0)
+    planner.add(late)
+    planner.add(early)  # younger, and yet it stays
+    turn = late.turn
+    rounds(planner, 1)
+    assert rounds(planner, 1) == [("early", 8, 1)]
+    assert (late.preemptions, early.preemptions, late.turn) == (1, 0, turn)
+    newcomer = make_sequence("newcomer", 2, 200, due=20.0)
+    planner.add(newcomer)
+    assert list(planner.waiting) == [late, newcomer]
+
+
+def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones() -> None:
+    planner = make_planner(num_blocks=8, chunk_tokens=16)
+    small = make_sequence("small-0", 8, 1000, due=0.0)
+    planner.add(small)
+    rounds(planner, 1)
+    large = make_sequence("large", 28, due=1.0)
+    planner.add(large)
+    for i in range(1, 4):  # each would fit beside the one before
+        planner.add(make_sequence(f"small-{i}", 4, 1000 + 50 * i, due=1.0 + i))
+    assert [name for name, _, _ in rounds(planner, 1)] == ["small-0"]
+    finish(planner, small)
+    assert rounds(planner, 1) == [("large", 0, 16)]
+
+
+def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_is_due_first() -> None:
+    planner = make_planner(num_blocks=32)
+    planner.add(make_sequence("prompt", 30, due=1.0))
+    arrived = make_sequence("arrived", 6, first=100, due=9.0)
+    assert planner.reserve(arrived, extra_tokens=1)
+    arrived.num_computed = 5  # as if taken in
+    planner.add(arrived)
+    assert rounds(planner, 1) == [("arrived", 5, 1), ("prompt", 0, 7)]
+
+
+def test_places_in_the_batch_go_by_turn_too() -> None:
+    """Else sequences whose KV keeps coming would keep a prompt out of the batch."""
+    planner = make_planner(num_blocks=32, max_batch=1)
+    running = make_sequence("running", 2, due=0.0)
+    planner.add(running)
+    rounds(planner, 1)
+    for name, first, due in (("prompt", 100, 1.0), ("arrived", 200, 2.0)):
+        sequence = make_sequence(name, 6, first=first, due=due)
+        assert planner.reserve(sequence, extra_tokens=1)
+        sequence.num_computed = 5 if name == "arrived" else 0
+        planner.add(sequence)
+    finish(planner, running)
+    assert [name for name, _, _ in rounds(planner, 1)] == ["prompt"]
+
+
+def test_a_queue_counts_what_is_in_it() -> None:
+    queue, members = DueQueue(), [make_sequence(f"s{i}", 3 + i, due=float(i % 3)) for i in range(9)]
+    for number, sequence in enumerate(members):
+        sequence.arrival = number
+        queue.add(sequence)
+    assert list(queue) == sorted(members, key=lambda s: s.turn)
+    assert queue.tokens == sum(s.num_tokens for s in members)
+    for sequence in members[::2]:
+        assert sequence in queue
+        assert queue.discard(sequence)
+        assert not queue.discard(sequence)
+    assert list(queue) == sorted(members[1::2], key=lambda s: s.turn)
+    assert queue.tokens == sum(s.num_tokens for s in members[1::2])
+
+
+@dataclass(frozen=True)
+class Before:
+    """Who was where when a step was planned."""
+
+    running: list[Sequence]
+    behind: list[Sequence]  # of those that run
+    holding: list[Sequence]
+    waiting: list[Sequence]
+    pending: dict[str, int]
+
+    @classmethod
+    def of(cls, planner: Planner) -> Before:
+        running, holding = list(planner.running), [*planner.ready, *planner.holding]
+        waiting = list(planner.waiting)
+        pending = {s.seq_id: s.num_pending for s in (*running, *holding, *waiting)}
+        behind = [s for s in running if s.num_pending > 1]
+        return cls(running, behind, holding, waiting, pending)
+
+
+def check_order(planner: Planner, before: Before, plan: Plan) -> None:
+    """Whoever had room and got less than it needs was not passed by anybody due later."""
+    got = {work.sequence.seq_id: work.count for work in plan.work}
+    in_reach = [*before.behind, *before.holding, *before.waiting]
+    taken = [s for s in in_reach if got.get(s.seq_id, 0) > 0 and before.pending[s.seq_id] > 1]
+    joined = [s for s in taken if s not in before.running]
+    for sequence in in_reach:
+        if got.get(sequence.seq_id, 0) >= sequence.num_pending:
+            continue
+        if sequence in before.waiting and sequence in planner.waiting:
+            # It found no place or no blocks: then nobody due later found any after it.
+            assert all(s.turn < sequence.turn for s in joined if s in before.waiting)
+        elif sequence not in before.running and sequence not in planner.running:
+            assert all(s.turn < sequence.turn for s in joined)
+        else:
+            assert all(s.turn <= sequence.turn for s in taken)
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[list[tuple[int, int, bool]]]:
+    """For each step what comes: (length, how long until it is due, whether it is reserved)."""
+    one = st.tuples(st.integers(1, 30), st.integers(0, 12), st.booleans())
+    return draw(st.lists(st.lists(one, max_size=3), min_size=1, max_size=12))
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrivals(), st.integers(9, 24), st.integers(1, 40), st.integers(1, 4))
+def test_turns_are_kept_and_everybody_finishes(
+    coming: list[list[tuple[int, int, bool]]], num_blocks: int, chunk: int, max_batch: int
+) -> None:
+    planner = make_planner(num_blocks, chunk, max_batch)
+    alive: dict[str, tuple[Sequence, int]] = {}
+    for step in range(3000):
+        for length, delay, reserved in coming[step] if step < len(coming) else ():
+            first = 100 * (step % 3)
+            sequence = make_sequence(f"s{len(alive)}-{step}", length, first, float(step + delay))
+            if reserved and (planner.waiting or not planner.reserve(sequence, extra_tokens=1)):
+                continue
+            planner.add(sequence)
+            alive[sequence.seq_id] = sequence, length + 4
+        before = Before.of(planner)
+        plan = planner.plan()
+        assert plan.num_tokens <= chunk
+        assert len(planner.running) <= max_batch
+        check_order(planner, before, plan)
+        run(planner, plan)
+        for sequence, goal in list(alive.values()):
+            if sequence.num_tokens >= goal:
+                finish(planner, sequence)
+                del alive[sequence.seq_id]
+        if not alive and step >= len(coming):
+            break
+    assert not alive
+    assert (planner.blocks.num_held, planner.num_waiting, planner.queue_tokens) == (0, 0, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(20, 60), st.integers(1, 20), st.integers(1, 20))
+def test_a_stream_of_short_prompts_passes_a_long_one_until_it_is_due_and_no_longer(
+    length: int, patience: int, short: int
+) -> None:
+    """Work that is due before it is all that a prompt ever waits for."""
+    planner = make_planner(num_blocks=16, chunk_tokens=8, max_batch=3)
+    large = make_sequence("large", length, due=float(patience))
+    planner.add(large)
+    for step in range(400):
+        planner.add(make_sequence(f"s{step}", short, 1000 + 50 * (step % 20), due=float(step)))
+        plan = planner.plan()
+        run(planner, plan)
+        for work in plan.work:  # a prompt leaves with its first token
+            if work.sequence.num_tokens > work.sequence.prompt_tokens:
+                finish(planner, work.sequence)
+        if large.num_tokens > length:
+            break
+    due_before = (patience + 1) * short
+    assert step <= patience + (due_before + length) / 8 + 5

@@ -1,0 +1,89 @@
+"""What `baton up` does when it gets SIGHUP: a restart of everything, or the end of its terminal."""
+
+import asyncio
+import contextlib
+import os
+import pty
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from tests.waiting import eventually
+
+HERE = Path(__file__)
+UP = f"""
+import asyncio, fcntl, functools, sys, termios
+from baton.config import ClusterConfig
+from baton.local import up
+if sys.stdin.isatty():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # from now on closing it is our SIGHUP
+member = [sys.executable, {str(HERE.with_name("member.py"))!r}]
+members = dict.fromkeys(("router", "prefill", "decode"), member)
+up.LocalCluster = functools.partial(up.LocalCluster, programs=members)
+sys.exit(asyncio.run(up.run(ClusterConfig(port=0))))
+"""
+
+
+@contextlib.asynccontextmanager
+async def running_up(stdin: int, said: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`baton up` with members instead of a model, in a session of its own."""
+    with said.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", UP),
+            stdin=stdin,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            cwd=HERE.parents[3],
+            env={**os.environ, "TMPDIR": str(said.parent)},
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def lines_of(said: Path) -> list[str]:
+    return said.read_text().splitlines()
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+async def lines_until(said: Path, text: str) -> list[str]:
+    """All lines so far, once one has `text`."""
+
+    async def look() -> list[str]:
+        return lines_of(said)
+
+    return await eventually(look, lambda seen: any(text in s for s in seen), f"no {text!r}", 40.0)
+
+
+async def test_sighup_restarts_everything(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    async with running_up(asyncio.subprocess.DEVNULL, said) as process:
+        await lines_until(said, "ready: ")
+        process.send_signal(signal.SIGHUP)
+        lines = await lines_until(said, "all processes have been restarted")
+        assert "SIGHUP: restarting router, prefill-0, decode-0, one after the other" in lines
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    assert lines_of(said)[-1] == "stopped"
+    assert names_in(tmp_path) == ["said"]
+
+
+async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    master, slave = pty.openpty()
+    async with running_up(slave, said) as process:
+        os.close(slave)
+        await lines_until(said, "ready: ")
+        os.close(master)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    assert not any("SIGHUP" in line for line in lines_of(said))
+    assert lines_of(said)[-1] == "stopped"
+    assert names_in(tmp_path) == ["said"]

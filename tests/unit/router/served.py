@@ -1,0 +1,75 @@
+"""A server for fair-queueing tests: one rate, earliest due first, chunk by chunk. No real clock."""
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+from baton.v1 import common_pb2
+from router.turns import Claim, Turns
+
+NORMAL = common_pb2.PRIORITY_NORMAL
+CHUNK_S = 0.05
+
+
+@dataclass(eq=False)
+class Job:
+    at: float
+    seconds: float
+    claim: Claim
+    priority: int = NORMAL
+    due: float = 0.0
+    left: float = 0.0
+    done: float = 0.0
+    began: float = 0.0  # where the clock of turns stood when it came, at the latest
+    refused: bool = False
+
+    @property
+    def took(self):
+        return self.done - self.at
+
+
+class Server:
+    """Runs jobs by their dues; `admit(server, job)` may refuse them as they come."""
+
+    def __init__(self, admit=None):
+        self.now = 0.0
+        self.turns = Turns(lambda: self.now)
+        self.waiting = []
+        self._order = itertools.count()
+        self._admit = admit
+
+    @property
+    def claims(self):
+        return [job.claim for _, _, job, _ in self.waiting]
+
+    def run(self, jobs):
+        coming = sorted(jobs, key=lambda job: job.at)
+        coming.reverse()
+        while coming or self.waiting:
+            if not self.waiting:
+                self.now = max(self.now, coming[-1].at)
+            while coming and coming[-1].at <= self.now:
+                self._take(coming.pop())
+            if self.waiting:
+                self._step()
+        return jobs
+
+    def _take(self, job):
+        job.began = min([self.now, *(due for due, *_ in self.waiting)])
+        turn = self.turns.take(job.claim, job.seconds, job.priority)
+        job.due, job.left = turn.due, job.seconds
+        if self._admit and not self._admit(self, job):
+            job.refused = True
+            self.turns.end(turn)
+            return
+        heapq.heappush(self.waiting, (job.due, next(self._order), job, turn))
+
+    def _step(self):
+        _, _, job, turn = self.waiting[0]
+        chunk = min(job.left, CHUNK_S)
+        self.now += chunk
+        job.left -= chunk
+        if job.left <= 1e-9:
+            heapq.heappop(self.waiting)
+            job.done = self.now
+            self.turns.end(turn)

@@ -1,0 +1,258 @@
+"""Who is refused because it cannot make it; and that those who are not, do: overload, simulated."""
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+
+from baton.errors import Overloaded
+from baton.sampling import SamplingParams
+from baton.v1 import common_pb2, worker_pb2
+from router.feasibility import DOUBT, SAFETY, check, prefill_rate, promised
+from router.line import RETRY_AFTER_S, Line, Ticket
+from router.snapshot import Assigned, Snapshot, WorkerView
+from router.story import Ask
+from router.turns import Claim, Turns
+
+NOW = 500.0
+RATE = 1000.0
+
+
+def worker(name, rate=RATE, queue=0, state="READY"):
+    kv = common_pb2.KvDescriptor(block_size=16, dtype="float32")
+    record = common_pb2.WorkerRecord(
+        incarnation=name, kv=kv, max_context=1 << 20, host_id="h", chunk_tokens=256
+    )
+    load = worker_pb2.Load(
+        blocks_total=1 << 20, blocks_free=1 << 20, prefill_tokens_per_s=rate, step_ms=1.0
+    )
+    assigned = (Assigned(queue, 0.0),) if queue else ()
+    return WorkerView(record, load, state, "", assigned)
+
+
+def fleet(*prefill):
+    return Snapshot(prefill or (worker("p"),), (worker("d"),))
+
+
+def ask(tokens=100, target_s=0.0, timeout_s=600.0, due=NOW, tenant="t"):
+    return Ask(
+        request_id="r", prompt=tuple(itertools.repeat(1, tokens)), params=SamplingParams(),
+        stop=(), include_stop=False, cache_salt="", deadline=NOW + timeout_s,
+        tenant=tenant, due=due, ttft_target_s=target_s,
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def line():
+    """line(*tickets) is a line in which these stand."""
+    tasks = []
+
+    async def start(*tickets):
+        made = Line(1000, clock=lambda: NOW)
+        news = asyncio.Event()
+
+        async def full():
+            raise Overloaded("full")
+
+        for ticket in tickets:
+            tasks.append(asyncio.create_task(made.place(ticket, full, lambda: news)))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert made.depth == len(tickets)
+        return made
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_the_promise_is_the_earlier_of_deadline_and_target():
+    assert promised(ask(), NOW) == NOW + 600
+    assert promised(ask(target_s=2.0), NOW) == NOW + 2
+    assert promised(ask(target_s=9.0, timeout_s=3.0), NOW) == NOW + 3
+
+
+def test_the_rate_is_that_of_all_ready_workers_together():
+    assert prefill_rate(fleet()) == RATE
+    assert prefill_rate(fleet(worker("a"), worker("b", 3 * RATE))) == 4 * RATE
+    assert prefill_rate(fleet(worker("a"), worker("b", 0))) == 2 * RATE
+    assert prefill_rate(fleet(worker("a"), worker("b", state="SILENT"))) == RATE
+    assert prefill_rate(fleet(worker("a", 0))) == 0.0
+
+
+async def test_what_makes_it_may_enter(line):
+    check(ask(100, target_s=0.2), fleet(worker("p", queue=10)), await line(), NOW)
+
+
+async def test_without_a_target_only_the_deadline_counts(line):
+    standing = await line(Ticket(NOW - 1, 10_000, "x"))
+    check(ask(100), fleet(), standing, NOW)
+    with pytest.raises(Overloaded):
+        check(ask(100, timeout_s=5.0), fleet(), standing, NOW)
+
+
+async def test_the_line_in_front_counts_and_what_is_behind_does_not(line):
+    standing = await line(Ticket(NOW - 1, 2000, "x"), Ticket(NOW + 1, 50_000, "y"))
+    check(ask(100, target_s=3.0), fleet(), standing, NOW)
+    with pytest.raises(Overloaded, match="others go first") as caught:
+        check(ask(100, target_s=2.0), fleet(), standing, NOW)
+    assert caught.value.retry_after_s == pytest.approx(2.1 * SAFETY - 2.0, rel=0.1)
+
+
+async def test_the_advice_is_bounded(line):
+    shortest, longest = RETRY_AFTER_S
+    standing = await line(Ticket(NOW - 1, 10**9, "x"))
+    with pytest.raises(Overloaded) as caught:
+        check(ask(100, target_s=1.0), fleet(), standing, NOW)
+    assert caught.value.retry_after_s == longest
+    busy = fleet(worker("p", queue=900))
+    with pytest.raises(Overloaded) as caught:
+        check(ask(100, target_s=1.0 * SAFETY - 0.001), busy, await line(), NOW)
+    assert caught.value.retry_after_s == shortest
+
+
+async def test_an_idle_fleet_refuses_only_what_is_beyond_doubt(line):
+    """Its rate may be wrong, and it would never measure again."""
+    check(ask(1000, target_s=SAFETY / DOUBT + 0.05), fleet(), await line(), NOW)
+    with pytest.raises(Overloaded):
+        check(ask(1000, target_s=SAFETY / DOUBT - 0.05), fleet(), await line(), NOW)
+    with pytest.raises(Overloaded):
+        check(ask(1000, target_s=0.9), fleet(worker("p", queue=1)), await line(), NOW)
+
+
+async def test_nothing_is_refused_while_nothing_is_known(line):
+    standing = await line(Ticket(NOW - 1, 10**9, "x"))
+    check(ask(1000, target_s=0.1), fleet(worker("p", 0)), standing, NOW)
+
+
+async def test_a_newcomer_must_not_break_its_own_tenants_promise(line):
+    later = Ticket(NOW + 1, 1000, "x", tenant="t", promised=NOW + 1.05)
+    standing = await line(later)
+    busy = fleet(worker("p", queue=1))
+    with pytest.raises(Overloaded):
+        check(ask(100, target_s=5.0), busy, standing, NOW)
+    check(ask(100, target_s=5.0, tenant="other"), busy, standing, NOW)
+    check(ask(100, target_s=5.0, due=NOW + 2), busy, standing, NOW)
+
+
+async def test_who_goes_on_behind_another_stream_has_its_deadline_only(line):
+    later = Ticket(NOW + 1, 1000, "x", tenant="t", promised=NOW + 1.05)
+    standing = await line(Ticket(NOW - 1, 5000, "y"), later)
+    again = dataclasses.replace(ask(100, target_s=1.0), resumed=(1, 2))
+    check(again, fleet(), standing, NOW)
+    with pytest.raises(Overloaded):
+        check(dataclasses.replace(again, deadline=NOW + 3), fleet(), standing, NOW)
+
+
+async def test_it_is_cheap(line):
+    """Bounded work: with a full line and many workers it takes about a millisecond."""
+    standing = await line(*(Ticket(NOW + n, 10, str(n), "t") for n in range(200)))
+    workers = Snapshot(
+        tuple(worker(f"p{n}") for n in range(8)), tuple(worker(f"d{n}") for n in range(8))
+    )
+    wanted = ask(4000, target_s=100.0)
+    took = []
+    for _ in range(30):
+        begun = asyncio.get_running_loop().time()
+        check(wanted, workers, standing, NOW)
+        took.append(asyncio.get_running_loop().time() - begun)
+    assert min(took) < 0.02
+
+
+class Router:
+    """A fleet of one rate and the line before it, on a clock of their own: what `check` sees."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.turns = Turns(lambda: self.now)
+        self.waiting = []  # (due, number, job), served in this order, some tokens at a time
+        self.depth = 0
+
+    def tokens_before(self, due):
+        return sum(job.left for d, _, job in self.waiting if d <= due)
+
+    def wait_s(self, due, assumed_rate=0.0):
+        return self.tokens_before(due) / RATE
+
+    def slack_s(self, due, tenant, assumed_rate=0.0, safety=1.0):
+        if all(job.tenant != tenant for _, _, job in self.waiting):
+            return math.inf
+        needed, slack = 0.0, math.inf
+        for d, _, job in sorted(self.waiting, key=lambda entry: entry[:2]):
+            needed += job.left / RATE
+            left = job.promised - self.now
+            if d > due and needed <= left:
+                slack = min(slack, left - needed * safety)
+        return slack
+
+
+class Job:
+    def __init__(self, at, tokens, tenant):
+        self.at, self.tokens, self.tenant = at, tokens, tenant
+        self.left, self.promised, self.done = float(tokens), math.inf, 0.0
+        self.refused = None
+
+
+def run(jobs, target_s, noise):
+    router, coming, numbers = Router(), sorted(jobs, key=lambda job: -job.at), itertools.count()
+    dice = random.Random(7)
+    while coming or router.waiting:
+        if not router.waiting:
+            router.now = max(router.now, coming[-1].at)
+        while coming and coming[-1].at <= router.now:
+            enter(router, coming.pop(), target_s, numbers)
+        if router.waiting:
+            serve(router, dice.uniform(1 - noise, 1 + noise))
+    return router
+
+
+def enter(router, job, target_s, numbers):
+    turn = router.turns.take(Claim(job.tenant), job.tokens / RATE)
+    asked = ask(job.tokens, target_s, tenant=job.tenant, due=turn.due)
+    asked = Ask(**{**asked.__dict__, "deadline": router.now + 600})
+    router.depth = len(router.waiting)
+    try:
+        check(asked, fleet(worker("p", queue=1)), router, router.now)
+    except Overloaded as error:
+        job.refused = error.retry_after_s
+        router.turns.end(turn)
+        return
+    job.promised, job.turn = router.now + target_s, turn
+    router.waiting.append((turn.due, next(numbers), job))
+
+
+def serve(router, pace):
+    first = min(router.waiting, key=lambda entry: entry[:2])
+    job = first[2]
+    chunk = min(job.left, 100)
+    router.now += chunk / RATE / pace
+    job.left -= chunk
+    if not job.left:
+        router.waiting.remove(first)
+        router.turns.end(job.turn)
+        job.done = router.now
+
+
+@pytest.mark.parametrize("sizes", [[200], [50, 50, 50, 1000], [20, 400]])
+@pytest.mark.parametrize("tenants", [["a"], ["a", "b"]])
+def test_at_five_times_the_capacity_who_may_enter_makes_it(sizes, tenants):
+    target_s, until, dice, at, jobs = 3.0, 40.0, random.Random(5), 0.0, []
+    rate = 5 * RATE / (sum(sizes) / len(sizes))
+    while (at := at + dice.expovariate(rate)) < until:
+        jobs.append(Job(at, dice.choice(sizes), dice.choice(tenants)))
+    router = run(jobs, target_s, noise=0.15)
+    accepted = [job for job in jobs if job.refused is None]
+    ttft = sorted(job.done - job.at for job in accepted)
+    # Between two floods a tenant's first request goes before the other's promised ones.
+    assert ttft[int(0.99 * len(ttft))] <= target_s * (1.3 if len(tenants) > 1 else 1.0)
+    assert sum(job.tokens for job in accepted) > 0.8 * RATE * until  # capacity is not wasted
+    for size in sizes:
+        done = sum(job.tokens == size for job in accepted)
+        assert done > 0.02 * sum(job.tokens == size for job in jobs)  # nobody is shut out
+    shortest, longest = RETRY_AFTER_S
+    assert all(shortest <= job.refused <= longest for job in jobs if job.refused is not None)
+    assert not router.waiting

@@ -1,0 +1,394 @@
+"""The line: order, bounds, passing and its end, no lost wake-up, nothing left behind."""
+
+import asyncio
+import contextlib
+import math
+import random
+
+import pytest
+
+from baton.errors import Overloaded, Unavailable
+from router import line as line_module
+from router.line import MOST_REFUSED, PATIENCE_S, RETRY_AFTER_S, DrainRate, Line, Ticket
+
+
+class Fleet:
+    """Room for so many tokens; news whenever it changes. Knows who asked, and when."""
+
+    def __init__(self, room=0):
+        self.room = room
+        self.news = asyncio.Event()
+        self.asked = []
+        self.placed = []
+        self.now = 50.0
+
+    def attempt(self, ticket):
+        async def attempt():
+            self.asked.append(ticket.request_id)
+            await asyncio.sleep(0)
+            if ticket.num_tokens > self.room:
+                raise Overloaded("no room")
+            self.room -= ticket.num_tokens
+            self.placed.append(ticket.request_id)
+            return ticket.request_id
+
+        return attempt
+
+    def give(self, tokens):
+        self.room += tokens
+        self.tell()
+
+    def tell(self):
+        self.news.set()
+        self.news = asyncio.Event()
+
+    def place(self, line, due, tokens=1, name=None, **fields):
+        ticket = Ticket(due, tokens, name or f"at {due}", **fields)
+        return line.place(ticket, self.attempt(ticket), lambda: self.news)
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+@pytest.fixture
+def line(fleet):
+    return Line(100, clock=lambda: fleet.now)
+
+
+@pytest.fixture
+async def standing(line, fleet):
+    """standing(due, tokens) puts a task into the line; at the end none of them is left there."""
+    tasks = []
+
+    async def stand(due, tokens=1, name=None, **fields):
+        tasks.append(asyncio.create_task(fleet.place(line, due, tokens, name, **fields)))
+        await settled()
+        return tasks[-1]
+
+    yield stand
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await settled()
+    assert line.depth == 0 and (line._caller is None or line._caller.done())
+
+
+async def settled():
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_with_nobody_waiting_it_is_asked_at_once(line, fleet):
+    fleet.room = 1
+    assert await fleet.place(line, 1.0) == "at 1.0"
+    assert line.depth == 0
+
+
+async def test_the_earliest_due_goes_first(line, fleet, standing):
+    for due in (5.0, 1.0, 3.0, 2.0, 4.0):
+        await standing(due)
+    assert line.depth == 5
+    for _ in range(5):
+        fleet.give(1)
+        await settled()
+    assert fleet.placed == [f"at {due}.0" for due in (1, 2, 3, 4, 5)]
+
+
+async def test_equals_go_in_the_order_they_came(fleet, standing):
+    for name in "abc":
+        await standing(1.0, name=name)
+    fleet.give(3)
+    await settled()
+    assert fleet.placed == ["a", "b", "c"]
+
+
+async def test_a_newcomer_with_an_early_due_need_not_wait_for_news(fleet, standing):
+    await standing(5.0, tokens=10)
+    fleet.room = 5  # of which nobody tells
+    await standing(1.0, tokens=5)
+    assert fleet.placed == ["at 1.0"]
+
+
+async def test_one_more_than_fit_is_refused_with_a_time(fleet, standing):
+    line = Line(2, clock=lambda: fleet.now)
+    waiting = [asyncio.create_task(fleet.place(line, due)) for due in (1.0, 2.0)]
+    await settled()
+    shortest, longest = RETRY_AFTER_S
+    with pytest.raises(Overloaded, match="2 requests are waiting already") as caught:
+        await fleet.place(line, 0.0)
+    assert shortest <= caught.value.retry_after_s <= longest
+    accepted = Ticket(0.0, 1, "accepted")
+    again = line.place(accepted, fleet.attempt(accepted), lambda: fleet.news, accepted=True)
+    waiting.append(asyncio.create_task(again))
+    await settled()
+    fleet.give(3)
+    await asyncio.gather(*waiting)
+    assert fleet.placed == ["accepted", "at 1.0", "at 2.0"]
+
+
+async def test_other_errors_end_the_wait(line, fleet, standing):
+    first = await standing(1.0)
+
+    async def broken():
+        raise Unavailable("nobody there")
+
+    with pytest.raises(Unavailable):
+        await line.place(Ticket(0.0, 1, "broken"), broken, lambda: fleet.news)
+    fleet.give(1)
+    assert await first == "at 1.0"
+
+
+async def test_small_ones_pass_a_large_one_only_until_its_patience_ends(fleet, standing):
+    await standing(1.0, tokens=10, name="large")
+    await standing(2.0, tokens=1, name="small")
+    fleet.give(1)
+    await settled()
+    assert fleet.placed == ["small"]
+    fleet.now += PATIENCE_S + 0.1
+    await standing(3.0, tokens=1, name="late")
+    fleet.give(5)
+    await settled()
+    assert fleet.placed == ["small"]  # room gathers
+    fleet.give(5)
+    await settled()
+    assert fleet.placed == ["small", "large"]
+    fleet.give(1)
+    await settled()
+    assert fleet.placed == ["small", "large", "late"]
+
+
+async def test_one_news_costs_a_bounded_number_of_tries(fleet, standing):
+    for due in range(50):
+        await standing(float(due), tokens=10)
+    fleet.asked.clear()
+    fleet.tell()
+    await settled()
+    assert fleet.asked == [f"at {due}.0" for due in range(MOST_REFUSED)]
+
+
+async def test_nobody_is_asked_twice_for_one_news(line, fleet, standing):
+    await standing(1.0, tokens=10)
+    assert fleet.asked == ["at 1.0"]
+    for due in (2.0, 3.0):
+        await standing(due, tokens=10)
+    assert fleet.asked == ["at 1.0", "at 2.0", "at 3.0"]
+
+
+async def test_tries_run_one_at_a_time(line, fleet):
+    running, most = 0, 0
+
+    async def attempt():
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        if fleet.room < 1:
+            raise Overloaded("no room")
+
+    async def ask(due):
+        await line.place(Ticket(due, 1, "x"), attempt, lambda: fleet.news)
+
+    first = asyncio.create_task(ask(0.0))
+    await settled()
+    rest = [asyncio.create_task(ask(float(due))) for due in range(20)]
+    await settled()
+    fleet.give(100)
+    await asyncio.gather(first, *rest)
+    assert most == 1
+
+
+async def test_a_try_that_hangs_does_not_hold_up_the_others(line, fleet, monkeypatch):
+    monkeypatch.setattr(line_module, "SLOW_TRY_S", 0.02)
+    blocker = asyncio.create_task(fleet.place(line, 1.0, tokens=10))
+    await settled()
+    silent = asyncio.Event()
+
+    async def hang():
+        if not silent.is_set():
+            await silent.wait()
+            raise Overloaded("no room there after all")
+        return "placed"
+
+    hanging = asyncio.create_task(line.place(Ticket(0.5, 1, "h"), hang, lambda: fleet.news))
+    await settled()
+    other = asyncio.create_task(fleet.place(line, 0.7))
+    fleet.give(1)
+    assert await other == "at 0.7"
+    fleet.tell()
+    await settled()
+    silent.set()
+    async with asyncio.timeout(15):
+        assert await hanging == "placed"  # the news that came meanwhile is not lost on it
+    blocker.cancel()
+    await asyncio.gather(blocker, return_exceptions=True)
+
+
+@pytest.mark.parametrize("during_try", [False, True])
+async def test_who_is_cancelled_leaves_and_the_next_goes_on(line, fleet, during_try):
+    stuck = asyncio.Event()
+    blocked = False
+
+    async def attempt():
+        if blocked:
+            await stuck.wait()
+        raise Overloaded("no room")
+
+    first = asyncio.create_task(line.place(Ticket(0.0, 1, "c"), attempt, lambda: fleet.news))
+    second = asyncio.create_task(fleet.place(line, 1.0))
+    await settled()
+    blocked = during_try
+    fleet.give(1)
+    await settled()
+    first.cancel()
+    assert await second == "at 1.0"
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert line.depth == 0
+
+
+async def test_news_during_a_failing_try_is_not_lost(line, fleet):
+    async def attempt():
+        found = fleet.room > 0
+        fleet.give(1)  # room comes after the look, before the refusal
+        await asyncio.sleep(0)
+        if not found:
+            raise Overloaded("no room")
+        return "placed"
+
+    async with asyncio.timeout(30):
+        assert await line.place(Ticket(0.0, 1, "x"), attempt, lambda: fleet.news) == "placed"
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_with_random_cancels_everybody_else_is_placed(seed):
+    """Room goes round for ever; nobody may be forgotten, whoever gives up at whatever moment."""
+    dice, fleet = random.Random(seed), Fleet(room=8)
+    line = Line(1000)
+
+    async def one(number):
+        await asyncio.sleep(dice.random() * 0.02)
+        ticket = Ticket(dice.random(), dice.choice([1, 1, 1, 4, 8]), str(number))
+        await line.place(ticket, fleet.attempt(ticket), lambda: fleet.news)
+        try:
+            await asyncio.sleep(dice.random() * 0.002)
+        finally:
+            fleet.give(ticket.num_tokens)
+
+    tasks = [asyncio.create_task(one(number)) for number in range(200)]
+    doomed = dice.sample(tasks, 60)
+    for task in doomed:
+        await asyncio.sleep(dice.random() * 0.001)
+        task.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(task.cancelled() or task.exception() is None for task in tasks)
+    assert all(not task.cancelled() for task in set(tasks) - set(doomed))
+    assert line.depth == 0
+    await settled()
+    assert line._caller is None or line._caller.done()
+    assert fleet.room == 8
+
+
+async def test_a_large_one_gets_its_turn_among_small_ones_that_never_end(fleet, monkeypatch):
+    """Small ones with earlier dues come for ever, each holding its room a while."""
+    monkeypatch.setattr(line_module, "PATIENCE_S", 0.05)
+    fleet.room, line = 4, Line(1000)
+    begun = asyncio.get_running_loop().time()
+
+    async def small():
+        while True:
+            now = asyncio.get_running_loop().time() - begun
+            await fleet.place(line, now + 0.1)
+            await asyncio.sleep(0.002)
+            fleet.give(1)
+
+    others = [asyncio.create_task(small()) for _ in range(12)]
+    await asyncio.sleep(0.05)
+    try:
+        async with asyncio.timeout(30):
+            assert await fleet.place(line, 0.3, tokens=4, name="large") == "large"
+    finally:
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_tokens_and_time_before_a_due(line, fleet, standing):
+    for due, tokens in ((1.0, 100), (2.0, 10), (3.0, 1)):
+        await standing(due, tokens=tokens)
+    assert [line.tokens_before(due) for due in (0.5, 1.0, 2.5, 9.0)] == [0, 100, 110, 111]
+    assert line.wait_s(9.0) == 0.0  # nothing measured, nothing known
+    assert line.wait_s(9.0, assumed_rate=111.0) == pytest.approx(1.0)
+
+
+async def test_the_measured_rate_counts_before_an_assumed_one(line, fleet, standing):
+    for due in range(12):
+        await standing(float(due), tokens=10)
+    for _ in range(10):
+        fleet.now += 0.5
+        fleet.give(10)
+        await settled()
+    assert line.wait_s(math.inf, assumed_rate=1e9) == pytest.approx(20 / 20, rel=0.2)
+    fleet.give(20)
+    await settled()
+    assert line.depth == 0
+    fleet.now += 1000.0  # nobody waits: this tells nothing
+    await standing(1.0, tokens=20)
+    assert line.wait_s(math.inf) == pytest.approx(20 / 20, rel=0.4)
+    fleet.now += 1000.0
+    assert line.wait_s(math.inf) > 10.0  # nothing has moved since
+
+
+async def test_slack_is_the_least_of_later_promises_unless_the_tenant_is_new(line, fleet, standing):
+    await standing(1.0, tokens=100, tenant="a", promised=fleet.now + 9.0)
+    await standing(2.0, tokens=100, tenant="b", promised=fleet.now + 4.0)
+    await standing(3.0, tokens=100, tenant="a", promised=fleet.now + 7.0)
+    await standing(4.0, tokens=100, tenant="a", promised=fleet.now + 3.9)  # late already
+    slack = [line.slack_s(due, tenant, 100.0) for due, tenant in ((0, "a"), (0, "b"), (2.5, "a"))]
+    assert slack == pytest.approx([2.0, 2.0, 4.0])
+    assert line.slack_s(0, "a", 100.0, safety=1.5) == pytest.approx(1.0)
+    assert line.slack_s(0, "a") == math.inf  # no rate is known
+    assert line.slack_s(3.5, "a", 100.0) == line.slack_s(0, "c", 100.0) == math.inf
+
+
+def test_the_drain_rate_counts_waiting_time_only():
+    now = 0.0
+    rate = DrainRate(lambda: now)
+    assert rate.value() == 0.0
+    rate.waiting(True)
+    for _ in range(100):
+        now += 0.1
+        rate.placed(50)
+    assert rate.value() == pytest.approx(500, rel=0.05)
+    rate.waiting(False)
+    now += 1000.0
+    assert rate.value() == pytest.approx(500, rel=0.05)
+    rate.waiting(True)
+    for _ in range(400):
+        now += 0.1
+        rate.placed(10)
+    assert rate.value() == pytest.approx(100, rel=0.05)
+
+
+def test_a_first_moment_is_no_measurement():
+    now = 0.0
+    rate = DrainRate(lambda: now)
+    rate.waiting(True)
+    now += 0.001
+    rate.placed(10_000)
+    assert rate.value() == 0.0
+
+
+async def test_a_line_that_ends_leaves_no_task(fleet):
+    line = Line(10)
+    before = asyncio.all_tasks()
+    waiting = asyncio.create_task(fleet.place(line, 1.0))
+    await settled()
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting
+    await settled()
+    assert asyncio.all_tasks() == before

@@ -1,0 +1,1 @@
+"""What the load experiments share: arrivals, a generator in a process of its own, figures."""
