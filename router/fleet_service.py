@@ -8,10 +8,11 @@ from typing import Any
 from baton import rpc
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from router.admission import Admission
+from router.door import Door
 from router.explain import explain
 from router.fleet import Fleet
 from router.line import Line
-from router.service import InferenceServicer
+from router.service import caller_of
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
@@ -22,14 +23,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         fleet: Fleet,
         line: Line,
         admission: Admission,
-        inference: InferenceServicer,
+        door: Door,
         router: fleet_pb2.RouterStatus,
         local_prefill_max_tokens: int,
     ) -> None:
         self._fleet = fleet
         self._line = line
         self._admission = admission
-        self._inference = inference
+        self._door = door
         self._router = router
         self._local_prefill_max_tokens = local_prefill_max_tokens
 
@@ -41,10 +42,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         snapshot = self._fleet.snapshot()
         router = fleet_pb2.RouterStatus()
         router.CopyFrom(self._router)
-        serving = snapshot.ready and not self._inference.draining
-        router.state = "SERVING" if serving else "NOT_SERVING"
+        router.state = "NOT_SERVING" if self._door.why_not_ready else "SERVING"
         router.queued = self._line.depth
-        router.running = self._inference.running
+        router.running = self._door.running
         router.registry_connected = self._fleet.registry_connected
         workers = [
             fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
@@ -57,10 +57,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ExplainRequest, context: Any
     ) -> fleet_pb2.ExplainResponse:
         """Where a request would run now; nothing is charged and nothing is run."""
-        tenant = self._admission.tenants.of(context.invocation_metadata())
-        snapshot = self._fleet.snapshot()
+        caller, snapshot = caller_of(context), self._fleet.snapshot()
+        tenant = self._admission.tenants.of(caller.metadata)
         ask = await self._admission.admit(
-            request.request, context.time_remaining(), snapshot.max_context, "explained", tenant
+            request.request, caller.time_left_s, snapshot.max_context, "explained", tenant
         )
         ask = self._admission.as_if_entered(ask, tenant, request.request.priority)
         return explain(snapshot, ask, self._line, self._local_prefill_max_tokens, time.monotonic())

@@ -7,6 +7,8 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import grpc
 import uvloop
@@ -21,6 +23,7 @@ from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router import feasibility
 from router.admission import Admission
 from router.dispatch import Dispatch, Settings
+from router.door import Door
 from router.fleet import Fleet
 from router.fleet_service import FleetServicer
 from router.lifeline import Patience
@@ -35,12 +38,16 @@ STOP_GRACE_S = 2.0
 _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 
 
-def run(config: RouterConfig) -> int:
+# Serves the door over another protocol, from its start to the end of the drain.
+Frontend = Callable[[Door], AbstractAsyncContextManager[None]]
+
+
+def run(config: RouterConfig, frontends: Sequence[Frontend] = ()) -> int:
     """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin."""
-    return uvloop.run(_run(config))
+    return uvloop.run(_run(config, frontends))
 
 
-async def _run(config: RouterConfig) -> int:
+async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -67,7 +74,7 @@ async def _run(config: RouterConfig) -> int:
             following = asyncio.create_task(fleet.follow(), name="fleet")
             following.add_done_callback(lambda _: stop.set())  # a router is nothing without it
             try:
-                await _serve(config, server, address, admission, fleet, trace, stop)
+                await _serve(config, server, address, admission, fleet, trace, stop, frontends)
             finally:
                 following.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -92,6 +99,7 @@ async def _serve(
     fleet: Fleet,
     trace: Telemetry,
     stop: asyncio.Event,
+    frontends: Sequence[Frontend],
 ) -> None:
     settings = Settings(
         router_id=config.incarnation,
@@ -101,7 +109,7 @@ async def _serve(
     )
     line = Line(config.max_queue)
     dispatch = Dispatch(fleet, line, settings, trace.tracer)
-    inference = InferenceServicer(admission, line, dispatch, fleet, trace.tracer)
+    door = Door(admission, line, dispatch, fleet, trace.tracer)
     status = fleet_pb2.RouterStatus(
         incarnation=config.incarnation,
         address=address,
@@ -110,20 +118,21 @@ async def _serve(
         cluster=config.registry.cluster,
     )
     health = Health()
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
-    operators = FleetServicer(
-        fleet, line, admission, inference, status, config.local_prefill_max_tokens
-    )
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(door), server)
+    operators = FleetServicer(fleet, line, admission, door, status, config.local_prefill_max_tokens)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
     health.add_to(server, _SERVICES)
     readiness = asyncio.create_task(follow_readiness(fleet, health), name="readiness")
     try:
-        await server.start()
-        log.info("router %s at %s serves model %s", config.incarnation, address, admission.model)
-        await stop.wait()
-        readiness.cancel()
-        await health.set(False)
-        await _drain(config.drain_s, inference)
+        async with contextlib.AsyncExitStack() as stack:
+            await server.start()
+            for frontend in frontends:
+                await stack.enter_async_context(frontend(door))
+            log.info("router %s at %s serves %s", config.incarnation, address, admission.model)
+            await stop.wait()
+            readiness.cancel()
+            await health.set(False)
+            await _drain(config.drain_s, door)
     finally:
         readiness.cancel()
         await asyncio.gather(readiness, return_exceptions=True)
@@ -131,16 +140,16 @@ async def _serve(
         await dispatch.close()
 
 
-async def _drain(drain_s: float, inference: InferenceServicer) -> None:
+async def _drain(drain_s: float, door: Door) -> None:
     """Takes nothing new; what runs may finish."""
-    log.info("draining %d requests for at most %.0f s", inference.running, drain_s)
-    inference.draining = True
+    log.info("draining %d requests for at most %.0f s", door.running, drain_s)
+    door.draining = True
     try:
         async with asyncio.timeout(drain_s):
-            await inference.idle()
+            await door.idle()
     except TimeoutError:
-        log.warning("%d requests did not finish in time: their callers are told", inference.running)
-        inference.give_up()
+        log.warning("%d requests did not finish in time: their callers are told", door.running)
+        door.give_up()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):
-                await inference.idle()
+                await door.idle()

@@ -1,237 +1,47 @@
-"""The router's RPCs for callers, thin: validate, run, translate."""
+"""The router's RPCs for callers, thin: what they mean is told in `door`."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from opentelemetry.trace import Span, SpanKind, Tracer
-
-from baton import rpc, telemetry
-from baton.errors import DeadlineExceeded, Unavailable
-from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from router import feasibility
-from router.admission import Admission
-from router.attempt import Output
-from router.dispatch import Dispatch
-from router.fleet import Fleet
-from router.line import Line
-from router.placement import RETRY_AFTER_S
-from router.story import Ask, Story
-from router.tenants import Visit
-from router.text_stream import TextStream
-
-_STOP = common_pb2.FINISH_REASON_STOP
-_ENDS = {
-    common_pb2.FINISH_REASON_UNSPECIFIED: None,
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-}
+from baton import rpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.door import Caller, Door
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generation for callers."""
+    """Generation over gRPC."""
 
-    def __init__(
-        self,
-        admission: Admission,
-        line: Line,
-        dispatch: Dispatch,
-        fleet: Fleet,
-        tracer: Tracer,
-    ) -> None:
-        self._admission = admission
-        self._line = line
-        self._dispatch = dispatch
-        self._fleet = fleet
-        self._tracer = tracer
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._limits: set[asyncio.Timeout] = set()  # of requests that run
-        self._giving_up = False
-        self.running = 0
-        self.draining = False
+    def __init__(self, door: Door) -> None:
+        self._door = door
 
     @rpc.streaming
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Streams one completion."""
-        parent = telemetry.extract(context.invocation_metadata())
-        with (
-            self._counted(),
-            telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
-        ):
-            async with contextlib.aclosing(self._generate(request, context, span)) as responses:
-                async for response in responses:
-                    yield response
+        generating = self._door.generate(request, caller_of(context))
+        async with contextlib.aclosing(generating) as responses:
+            async for response in responses:
+                yield response
 
     @rpc.unary
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text or a conversation."""
-        self._admission.tenants.of(context.invocation_metadata())
-        self._admission.check_model(request.model)
-        return inference_pb2.TokenizeResponse(
-            token_ids=await self._admission.tokenize(request),
-            max_context=self._max_context(),
-        )
+        return await self._door.tokenize(request, caller_of(context))
 
     @rpc.unary
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         """The one model this router serves."""
-        self._admission.tenants.of(context.invocation_metadata())
-        tokenizer = self._admission.tokenizer
-        model = inference_pb2.Model(
-            name=self._admission.model,
-            max_context=self._max_context(),
-            vocab_size=tokenizer.vocab_size,
-            chat=tokenizer.has_chat_template,
-        )
-        return inference_pb2.ListModelsResponse(models=[model])
-
-    async def idle(self) -> None:
-        """Returns when no request runs."""
-        await self._idle.wait()
-
-    def give_up(self) -> None:
-        """Ends what still runs with UNAVAILABLE, so that callers go on at another router."""
-        self._giving_up = True
-        now = asyncio.get_running_loop().time()
-        for limit in self._limits:
-            limit.reschedule(now)
-
-    async def _generate(
-        self, request: inference_pb2.GenerateRequest, context: Any, span: Span
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        self._check_open(bool(request.resumed_token_ids))
-        tenant = self._admission.tenants.of(context.invocation_metadata())
-        request_id = uuid.uuid4().hex[:16]
-        with telemetry.span(self._tracer, "router.admit", telemetry.context_of(span)):
-            ask = await self._admission.admit(
-                request,
-                context.time_remaining(),
-                self._fleet.snapshot().max_context,
-                request_id,
-                tenant,
-            )
-            self._check_ready()
-            ask, visit = self._admission.enter(ask, tenant, request.priority)
-        _describe(span, ask, self._admission.model)
-        with visit:
-            story = Story(ask)
-            feasibility.check(
-                ask,
-                self._fleet.snapshot(),
-                self._line,
-                time.monotonic(),
-                self._dispatch.wants(story),
-            )
-            yield inference_pb2.GenerateResponse(
-                started=inference_pb2.Started(
-                    request_id=request_id,
-                    trace_id=telemetry.trace_id_of(span),
-                    prompt_tokens=len(ask.prompt),
-                    resumed_tokens=len(ask.resumed),
-                )
-            )
-            async with contextlib.aclosing(self._in_time(story, visit, span)) as responses:
-                async for response in responses:
-                    yield response
-
-    async def _in_time(
-        self, story: Story, visit: Visit, span: Span
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Deltas, then the finish, unless the deadline passes or this router leaves before."""
-        limit = asyncio.timeout(story.ask.time_left_s)
-        self._limits.add(limit)
-        try:
-            async with limit, contextlib.aclosing(self._stream(story, visit, span)) as responses:
-                async for response in responses:
-                    yield response
-        except TimeoutError:
-            after = f"after {len(story.delivered)} tokens"
-            if self._giving_up:
-                raise Unavailable(f"the router left {after}: go on at another one") from None
-            raise DeadlineExceeded(f"the deadline passed {after}") from None
-        finally:
-            self._limits.discard(limit)
-
-    async def _stream(
-        self, story: Story, visit: Visit, span: Span
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        text = TextStream(self._admission.tokenizer, story.ask)
-        run = self._dispatch.run(story, telemetry.context_of(span))
-        reason = common_pb2.FINISH_REASON_UNSPECIFIED
-        async with contextlib.aclosing(run) as outputs:
-            async for output in outputs:
-                visit.delivered(len(output.token_ids))
-                said = text.advance(output.token_ids, _ENDS[output.finish_reason])
-                reason = _STOP if text.stop is not None else output.finish_reason
-                first = len(story.delivered) == len(output.token_ids)
-                yield inference_pb2.GenerateResponse(delta=_delta(said, output, reason))
-                if first:
-                    self._record_first_token(story, span)
-                if text.stop is not None:
-                    break  # the workers do not know of stop strings
-        span.set_attribute("gen_ai.usage.output_tokens", len(story.delivered))
-        yield inference_pb2.GenerateResponse(
-            finish=inference_pb2.Finish(
-                reason=reason,
-                stop=text.stop or "",
-                usage=story.usage(),
-                timing=story.timing(),
-                route=story.final_route(),
-            )
-        )
-
-    def _record_first_token(self, story: Story, span: Span) -> None:
-        """A span as long as the time to first token, ending when that token was on its way."""
-        parent = telemetry.context_of(span)
-        telemetry.record(self._tracer, "router.first_token", parent, story.started_ns)
-
-    def _check_open(self, resumed: bool) -> None:
-        if self.draining:
-            raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
-        if not resumed:  # that one was let in before
-            self._line.check_room()
-
-    def _check_ready(self) -> None:
-        """Lets nobody in while nobody could serve; who is in waits for workers to come back."""
-        if why_not := self._fleet.snapshot().why_not_ready:
-            raise Unavailable(why_not, RETRY_AFTER_S)
-
-    def _max_context(self) -> int:
-        own, workers = self._admission.tokenizer.max_context, self._fleet.snapshot().max_context
-        return min(own, workers) if own and workers else own or workers
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if not self.running:
-                self._idle.set()
+        return inference_pb2.ListModelsResponse(models=self._door.models(caller_of(context)))
 
 
-def _describe(span: Span, ask: Ask, model: str) -> None:
-    span.set_attribute("gen_ai.request.model", model)
-    span.set_attribute("baton.request_id", ask.request_id)
-    span.set_attribute("baton.tenant", ask.tenant)
-    span.set_attribute("gen_ai.usage.input_tokens", len(ask.prompt))
-
-
-def _delta(text: str, output: Output, reason: common_pb2.FinishReason) -> inference_pb2.Delta:
-    return inference_pb2.Delta(
-        text=text, token_ids=output.token_ids, logprobs=output.logprobs, finish_reason=reason
-    )
+def caller_of(context: Any) -> Caller:
+    """Who calls, and how long the call may take."""
+    return Caller(tuple(context.invocation_metadata() or ()), context.time_remaining())

@@ -20,6 +20,7 @@ from baton.v1 import (
     inference_pb2_grpc,
 )
 from router.admission import Admission
+from router.door import Door
 from router.fleet_service import FleetServicer
 from router.service import InferenceServicer
 
@@ -35,17 +36,15 @@ class Router:
     def __init__(self, cluster, tokenizer, default_timeout_s=10.0, **limits):
         admission = Admission("tiny", tokenizer, default_timeout_s, **limits)
         self.cluster = cluster
-        self.inference = InferenceServicer(
-            admission, cluster.line, cluster.dispatch, cluster.fleet, cluster.tracer
-        )
+        self.door = Door(admission, cluster.line, cluster.dispatch, cluster.fleet, cluster.tracer)
         status = fleet_pb2.RouterStatus(incarnation="router", model="tiny")
-        self.fleet = FleetServicer(
-            cluster.fleet, cluster.line, admission, self.inference, status, 4
-        )
+        self.fleet = FleetServicer(cluster.fleet, cluster.line, admission, self.door, status, 4)
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
 
     async def __aenter__(self):
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, self._server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(self.door), self._server
+        )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self.fleet, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
@@ -56,7 +55,7 @@ class Router:
 
     async def __aexit__(self, *exc):
         async with asyncio.timeout(PATIENCE_S):
-            await self.inference.idle()
+            await self.door.idle()
         await self._channel.close()
         await self._server.stop(0)
 
@@ -164,7 +163,7 @@ async def test_the_deadline_ends_the_wait_for_room(router_of):
     error = await failure_of(router.generate(timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     async with asyncio.timeout(PATIENCE_S):
-        await router.inference.idle()
+        await router.door.idle()
     assert router.cluster.line.depth == 0
 
 
@@ -210,7 +209,7 @@ async def test_the_deadline_does_not_wait_for_a_stopped_worker_to_hear_of_it(rou
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     async with asyncio.timeout(PATIENCE_S):
         await heard.wait()
-        await router.inference.idle()  # though Cancel is still under way
+        await router.door.idle()  # though Cancel is still under way
     go_on.set()
 
 
@@ -225,8 +224,8 @@ async def test_a_caller_that_hangs_up_frees_everything(router_of):
         call.cancel()
         assert await decode.cancelled.get() == decode.requests[0].sequence.handoff_id
         await prefill.ended.get()
-        await router.inference.idle()
-    assert router.inference.running == 0
+        await router.door.idle()
+    assert router.door.running == 0
 
 
 async def test_no_worker_is_unavailable_with_retry_info(router_of):
@@ -269,7 +268,7 @@ async def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new(rout
     async with asyncio.timeout(PATIENCE_S):
         while not (await running.read()).delta.token_ids:
             pass
-    router.inference.draining = True
+    router.door.draining = True
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert retry_after_s(error) > 0
@@ -278,7 +277,7 @@ async def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new(rout
     decode.run_to_end(*paused.pop())
     assert (await finish_of(running)).usage.completion_tokens == 5
     async with asyncio.timeout(PATIENCE_S):
-        await router.inference.idle()
+        await router.door.idle()
 
 
 async def test_the_status_shows_workers_with_their_states(router_of):
@@ -313,7 +312,7 @@ async def test_every_span_of_a_failed_over_request_ends_once_under_one_trace(rou
     router.cluster.prefills[0].scripts = [lost]
     begun, _, finish = await router.complete()
     assert finish.route.attempts == 2
-    await router.inference.idle()
+    await router.door.idle()
     ended = exporter.get_finished_spans()
     assert sorted(span.name for span in ended) == [
         "router.admit", "router.attempt", "router.attempt", "router.first_token",
@@ -336,7 +335,7 @@ async def test_spans_of_a_cancelled_request_end_once(router_of, spans):
         while not (await call.read()).delta.token_ids:
             pass
         call.cancel()
-        await router.inference.idle()
+        await router.door.idle()
     ended = {span.name: span for span in exporter.get_finished_spans()}
     assert len(ended) == len(exporter.get_finished_spans())
     assert ended["router.attempt"].attributes["baton.cancelled"] is True
@@ -378,8 +377,8 @@ async def test_a_router_that_leaves_tells_its_callers_to_go_elsewhere(router_of)
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         async for message in router.generate():
             if message.HasField("delta"):
-                router.inference.draining = True
-                router.inference.give_up()
+                router.door.draining = True
+                router.door.give_up()
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "after 1 tokens" in failure.value.details()
     await router.cluster.all_freed()
