@@ -1,6 +1,8 @@
 """Moves KV blocks from a prefill worker's pool into blocks that a decode worker reserved.
 
 Bottom up: `pool` (the bytes), `seam` (what a transport is), `memory` / `shm` / `process_group` (the
-transports), `negotiation` (what two workers agree on), `links` and `sender` (prefill side),
-`receiver` and `service` (decode side). Nothing here knows an engine, a router or a request's text.
+transports), `negotiation` (what two workers agree on); on the prefill side `aborts`, `links`,
+`delivery` (one attempt) and `sender` (a handoff, with its resends); on the decode side `peers` (its
+links), `incoming`, `receiver` and `service`. Nothing here knows an engine, a router or a request's
+text.
 """

@@ -124,7 +124,7 @@ class Dispatch:
                 if reserved.started:
                     attempt.unassign()
                     attempt.first_token_seen()
-                    story.cached_tokens = _first(story.cached_tokens, reserved.cached_tokens)
+                    story.note_cached(reserved.cached_tokens)
                 else:
                     self._assign(choice, self.wants(story), attempt)
                     attempt.follow(self._prefill(story, choice, reserved, attempt, trace))
@@ -253,7 +253,7 @@ class Dispatch:
                         self._fleet.health.succeeded(name)
                     elif message.HasField("committed"):
                         self._fleet.health.succeeded(choice.names)
-                    _note(story, message)
+                    story.note(message)
                     attempt.on_prefill(message)
         finally:
             member.unsubscribe(attempt.handoff_id)
@@ -269,18 +269,6 @@ class Dispatch:
         task = asyncio.create_task(cancel_on(decode, handoff_id, CANCEL_TIMEOUT_S))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
-
-
-def _note(story: Story, message: prefill_pb2.PrefillResponse) -> None:
-    """Keeps what the caller will be told at the end."""
-    if message.HasField("started"):
-        if story.first_at is None:
-            story.prefill_queue_ms += message.started.queue_ms
-        story.cached_tokens = _first(story.cached_tokens, message.started.cached_tokens)
-    elif message.HasField("committed"):
-        story.transfer_bytes += message.committed.transfer_bytes
-        story.transfer_ms += message.committed.transfer_ms
-        story.route.transport = message.committed.transport
 
 
 def _describe(
@@ -302,11 +290,6 @@ def _retryable(error: BatonError, story: Story) -> bool:
     if isinstance(error, DeadlineExceeded):
         return story.ask.time_left_s > 0
     return isinstance(error, _PLACE_ELSEWHERE)
-
-
-def _first(known: int | None, value: int) -> int:
-    """The first attempt's figure stands."""
-    return value if known is None else known
 
 
 def _backoff_s(failures: int) -> float:

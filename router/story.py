@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.sampling import SamplingParams
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, prefill_pb2
 from router.line import Ticket
 from router.wants import Wants
 
@@ -105,6 +105,22 @@ class Story:
         self.first_at = self.first_at or now
         self.last_at = now
         self.delivered += token_ids
+
+    def note(self, message: prefill_pb2.PrefillResponse) -> None:
+        """Keeps what the caller will be told at the end of what a prefill worker says."""
+        if message.HasField("started"):
+            if self.first_at is None:
+                self.prefill_queue_ms += message.started.queue_ms
+            self.note_cached(message.started.cached_tokens)
+        elif message.HasField("committed"):
+            self.transfer_bytes += message.committed.transfer_bytes
+            self.transfer_ms += message.committed.transfer_ms
+            self.route.transport = message.committed.transport
+
+    def note_cached(self, num_tokens: int) -> None:
+        """Prompt tokens that came from a cache; the first attempt's figure stands."""
+        if self.cached_tokens is None:
+            self.cached_tokens = num_tokens
 
     def usage(self) -> common_pb2.Usage:
         """Tokens counted once, whatever was retried."""

@@ -2,6 +2,7 @@ from baton.v1 import common_pb2 as _common_pb2
 from baton.v1 import inference_pb2 as _inference_pb2
 from baton.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -9,12 +10,23 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVENT_KIND_UNSPECIFIED: _ClassVar[EventKind]
+    EVENT_KIND_FAILOVER: _ClassVar[EventKind]
+    EVENT_KIND_REFUSAL: _ClassVar[EventKind]
+    EVENT_KIND_FAILURE: _ClassVar[EventKind]
+EVENT_KIND_UNSPECIFIED: EventKind
+EVENT_KIND_FAILOVER: EventKind
+EVENT_KIND_REFUSAL: EventKind
+EVENT_KIND_FAILURE: EventKind
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("incarnation", "address", "pid", "state", "model", "queued", "running", "registry_connected", "cluster")
+    __slots__ = ("incarnation", "address", "pid", "state", "model", "queued", "running", "registry_connected", "cluster", "otlp", "counts", "latency", "events")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +36,10 @@ class RouterStatus(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    OTLP_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     address: str
     pid: int
@@ -33,7 +49,66 @@ class RouterStatus(_message.Message):
     running: int
     registry_connected: bool
     cluster: str
-    def __init__(self, incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., registry_connected: bool = ..., cluster: _Optional[str] = ...) -> None: ...
+    otlp: str
+    counts: RouterCounts
+    latency: Latency
+    events: _containers.RepeatedCompositeFieldContainer[RouterEvent]
+    def __init__(self, incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., registry_connected: bool = ..., cluster: _Optional[str] = ..., otlp: _Optional[str] = ..., counts: _Optional[_Union[RouterCounts, _Mapping]] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., events: _Optional[_Iterable[_Union[RouterEvent, _Mapping]]] = ...) -> None: ...
+
+class RouterCounts(_message.Message):
+    __slots__ = ("ended", "refused", "late", "failovers", "prompt_tokens", "cached_tokens", "output_tokens")
+    class EndedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    FAILOVERS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ended: _containers.ScalarMap[str, int]
+    refused: int
+    late: int
+    failovers: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    def __init__(self, ended: _Optional[_Mapping[str, int]] = ..., refused: _Optional[int] = ..., late: _Optional[int] = ..., failovers: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+
+class Latency(_message.Message):
+    __slots__ = ("requests", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P95_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P95_MS_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    tpot_p50_ms: float
+    tpot_p95_ms: float
+    def __init__(self, requests: _Optional[int] = ..., ttft_p50_ms: _Optional[float] = ..., ttft_p95_ms: _Optional[float] = ..., tpot_p50_ms: _Optional[float] = ..., tpot_p95_ms: _Optional[float] = ...) -> None: ...
+
+class RouterEvent(_message.Message):
+    __slots__ = ("time_ms", "kind", "text", "times", "request_id", "trace_id")
+    TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    time_ms: int
+    kind: EventKind
+    text: str
+    times: int
+    request_id: str
+    trace_id: str
+    def __init__(self, time_ms: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., text: _Optional[str] = ..., times: _Optional[int] = ..., request_id: _Optional[str] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("record", "load", "state", "reason")

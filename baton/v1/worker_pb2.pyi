@@ -28,7 +28,7 @@ class WatchRequest(_message.Message):
     def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queue_tokens", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "prefill_tokens_per_s", "step_ms", "steps", "preemptions", "step_age_ms")
+    __slots__ = ("queue_tokens", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "prefill_tokens_per_s", "step_ms", "steps", "preemptions", "step_age_ms", "tokens_computed", "tokens_generated")
     QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,8 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
     queue_tokens: int
     running: int
     waiting: int
@@ -55,7 +57,9 @@ class Load(_message.Message):
     steps: int
     preemptions: int
     step_age_ms: float
-    def __init__(self, queue_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., step_age_ms: _Optional[float] = ...) -> None: ...
+    tokens_computed: int
+    tokens_generated: int
+    def __init__(self, queue_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., step_age_ms: _Optional[float] = ..., tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
     __slots__ = ("stored", "evicted", "cleared")
@@ -68,18 +72,22 @@ class CacheEvent(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., cleared: bool = ...) -> None: ...
 
 class PairStatus(_message.Message):
-    __slots__ = ("prefill", "decode", "transport", "state", "epoch")
+    __slots__ = ("prefill", "decode", "transport", "state", "epoch", "sent_bytes", "sent_ms")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_MS_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     transport: _common_pb2.Transport
     state: str
     epoch: int
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    sent_bytes: int
+    sent_ms: float
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_ms: _Optional[float] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
     __slots__ = ("load", "state", "cache", "pairs")

@@ -207,7 +207,6 @@ class Handoff:
         self.writer = None
         self.epoch = None  # of the attempt that runs
         self.granted = ()  # blocks that its writer may still write into
-        self.content = None  # what lies there: None, "part", "right" or "wrong"
         self.corrupted = False  # so said its last Commit's answer
         self.owes_abort = False  # unless committed, it ends with an abort that is heard
         self.withdrawn = False  # decode has agreed to a resend that has not begun

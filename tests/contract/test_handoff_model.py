@@ -111,7 +111,6 @@ class DecodeWorker(Moves):
         """Perhaps much later than anybody thinks."""
         handoff = pick(self.writing(), which)
         handoff.writer.put(handoff, kind)
-        handoff.content = kind
 
     @precondition(lambda self: self.writing())
     @rule(
@@ -129,7 +128,6 @@ class DecodeWorker(Moves):
     def commit_over_a_link_that_it_did_not_begin_on(self, which):
         handoff = pick(self.writing(), which)
         handoff.writer.put(handoff, "right")
-        handoff.content = "right"
         self.go(handoff.writer.offer(), AT_REST, True)
         self.send_commit(handoff, "epoch", AT_REST, True)
         assert handoff.name not in self.verified
@@ -142,7 +140,6 @@ class DecodeWorker(Moves):
         self.move(AT_REST, True)
         reserved = self.is_reserved(handoff) and handoff.epoch == handoff.writer.epochs[-1]
         handoff.writer.put(handoff, kind)
-        handoff.content = kind
         self.send_commit(handoff, "checksum" if kind == "part" else "", AT_REST, True)
         assert handoff.corrupted == reserved
         if reserved:
@@ -157,7 +154,6 @@ class DecodeWorker(Moves):
         self.go(self.world.reservations.cancel(handoff.name), AT_REST, True)
         assert set(handoff.granted) <= self.world.blocks._quarantined
         handoff.writer.put(handoff, "wrong")
-        handoff.content = "wrong"
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, ticks=st.integers(0, 4))
@@ -179,7 +175,6 @@ class DecodeWorker(Moves):
             return
         reserved = self.is_reserved(handoff) and handoff.epoch == handoff.writer.epochs[-1]
         handoff.writer.put(handoff, "right")
-        handoff.content = "right"
         self.send_commit(handoff, "", AT_REST, turn)
         assert (handoff.name in self.verified) == reserved
 
@@ -274,7 +269,7 @@ class DecodeWorker(Moves):
 
 common = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 PROFILES = {
-    "suite": settings(max_examples=60, stateful_step_count=40, derandomize=True, **common),
+    "suite": settings(max_examples=120, stateful_step_count=40, derandomize=True, **common),
     "long": settings(max_examples=5000, stateful_step_count=80, **common),
 }
 TestDecodeWorker = DecodeWorker.TestCase
