@@ -56,6 +56,7 @@ class PairLink:
         # Held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's order.
         self.turn = asyncio.Lock()
         self.users = 0
+        self.sent_bytes, self.sent_s = 0, 0.0
         self._link, self._thread, self._channel = link, thread, channel
         self._closing = False
 
@@ -64,7 +65,10 @@ class PairLink:
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
         run = asyncio.get_running_loop().run_in_executor
-        return await run(self._thread, self._link.put, local, remote, digest, timeout_s)
+        stats = await run(self._thread, self._link.put, local, remote, digest, timeout_s)
+        self.sent_bytes += stats.num_bytes
+        self.sent_s += stats.wire_s
+        return stats
 
     async def close_data(self) -> None:
         """Ends a running put, then frees the data end; control still works."""
@@ -186,6 +190,8 @@ class LinkPool:
                 transport=link.transport.kind,
                 state="OPEN",
                 epoch=link.epoch,
+                sent_bytes=link.sent_bytes,
+                sent_ms=link.sent_s * 1e3,
             )
             for link in self._links.values()
         ]

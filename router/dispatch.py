@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Span, Tracer, get_current_span
 
 from baton import telemetry
 from baton.errors import (
@@ -43,6 +43,7 @@ from router.placement import Choice, Wants
 from router.recovery import Recovery
 from router.snapshot import Assigned
 from router.story import Story
+from router.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +74,14 @@ class _Placed:
 
 
 class Dispatch:
-    """Runs requests over the fleet. Keeps nothing between them."""
+    """Runs requests over the fleet. Keeps nothing between them but counts."""
 
     def __init__(self, fleet: Fleet, line: Line, settings: Settings, tracer: Tracer) -> None:
         self._fleet = fleet
         self._line = line
         self._settings = settings
         self._tracer = tracer
+        self.tally = Tally()
         self._cancels: set[asyncio.Task[None]] = set()
 
     async def run(self, story: Story, parent: Context) -> AsyncGenerator[Output, None]:
@@ -92,6 +94,7 @@ class Dispatch:
                     async for output in outputs:
                         failures = 0
                         story.deliver(output.token_ids)
+                        self.tally.output_tokens += len(output.token_ids)
                         yield output
                 return
             except BatonError as error:
@@ -100,6 +103,8 @@ class Dispatch:
                     raise
                 log.warning("request %s: attempt %d failed, placing it elsewhere: %s",
                             story.ask.request_id, story.attempts, error)  # fmt: skip
+                trace_id = telemetry.trace_id_of(get_current_span(parent))
+                self.tally.failed_over(story, trace_id, error)
             await asyncio.sleep(_backoff_s(failures))
 
     def wants(self, story: Story) -> Wants:

@@ -26,6 +26,7 @@ from router.fleet import Fleet
 from router.line import Line
 from router.placement import RETRY_AFTER_S
 from router.story import Ask, Story
+from router.tally import Seen, Tally
 from router.tenants import Visit
 from router.text_stream import TextStream
 
@@ -74,6 +75,11 @@ class Door:
         return self._admission.tokenizer
 
     @property
+    def tally(self) -> Tally:
+        """What has happened here so far."""
+        return self._dispatch.tally
+
+    @property
     def why_not_ready(self) -> str:
         """Why new requests are not taken; empty when they are."""
         return "the router is draining" if self.draining else self._fleet.snapshot().why_not_ready
@@ -85,10 +91,14 @@ class Door:
         parent = telemetry.extract(caller.metadata)
         with (
             self._counted(),
+            self._dispatch.tally.request() as seen,
             telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
         ):
-            async with contextlib.aclosing(self._generate(request, caller, span)) as responses:
+            seen.trace_id = telemetry.trace_id_of(span)
+            generating = self._generate(request, caller, span, seen)
+            async with contextlib.aclosing(generating) as responses:
                 async for response in responses:
+                    seen.finished = response.HasField("finish")
                     yield response
 
     async def tokenize(
@@ -125,7 +135,7 @@ class Door:
             limit.reschedule(now)
 
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, caller: Caller, span: Span
+        self, request: inference_pb2.GenerateRequest, caller: Caller, span: Span, seen: Seen
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         self._check_open(bool(request.resumed_token_ids))
         tenant = self._admission.tenants.of(caller.metadata)
@@ -143,6 +153,7 @@ class Door:
         _describe(span, ask, self._admission.model)
         with visit:
             story = Story(ask)
+            self._dispatch.tally.let_in(seen, story)
             feasibility.check(
                 ask,
                 self._fleet.snapshot(),

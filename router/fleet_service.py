@@ -46,6 +46,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         router.queued = self._line.depth
         router.running = self._door.running
         router.registry_connected = self._fleet.registry_connected
+        router.counts.CopyFrom(self._door.tally.counts())
+        router.latency.CopyFrom(self._door.tally.latency())
+        router.events.extend(self._door.tally.recent_events())
         workers = [
             fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
             for w in (*snapshot.prefill, *snapshot.decode)

@@ -116,6 +116,7 @@ async def _serve(
         pid=os.getpid(),
         model=admission.model,
         cluster=config.registry.cluster,
+        otlp=config.otlp or "",
     )
     health = Health()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(door), server)
