@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test lint format protos clean
+.PHONY: setup demo test chaos compose-test lint format protos dashboards clean
 
 setup: $(STAMP)
 
@@ -22,12 +22,20 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest
 
+chaos: $(STAMP)
+	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
+compose-test: $(STAMP)
+	@BATON_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/compose
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy router prefill_worker decode_worker kvtransfer baton tools
 	$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tools/protos.py --check
+	@$(BIN)/python tools/check_deployment.py
+	@$(BIN)/python tools/metrics_doc.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -35,6 +43,9 @@ format: $(STAMP)
 
 protos: $(STAMP) $(PROTOS)
 	@$(BIN)/python tools/protos.py
+
+dashboards: $(STAMP)
+	@$(BIN)/python tools/dashboards.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist build

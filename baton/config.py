@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from baton import slo
 from baton.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 MAX_PORT = 65535
+HTTP_PORT = 7780
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
@@ -70,6 +72,18 @@ def _at_least(option: str, value: float, least: float) -> None:
 def _port(port: int) -> None:
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--port must be between 0 and {MAX_PORT}, not {port}")
+
+
+def _http_port(port: int | None) -> None:
+    if port is not None and not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"--http-port must be between 0 and {MAX_PORT}, not {port}")
+
+
+def _metrics(port: int | None, trace_sample: float) -> None:
+    if port is not None and not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"--metrics-port must be between 0 and {MAX_PORT}, not {port}")
+    if not 0 <= trace_sample <= 1:
+        raise ConfigError(f"--trace-sample must be between 0 and 1, not {trace_sample}")
 
 
 @dataclass(frozen=True)
@@ -181,6 +195,9 @@ class WorkerConfig:
     drain_s: float = 30.0
     lease_s: float = 30.0
     transfer_timeout_s: float = 10.0
+    metrics_port: int | None = None  # None: not served; 0: a free one
+    trace_sample: float = 1.0  # of traces that begin here
+    price_per_hour: float = 0.0  # of this worker, in whatever currency
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def __post_init__(self) -> None:
@@ -190,6 +207,8 @@ class WorkerConfig:
         _at_least("--drain-timeout", self.drain_s, 0)
         _at_least("--reservation-lease", self.lease_s, 0.1)
         _at_least("--transfer-timeout", self.transfer_timeout_s, 0.001)
+        _metrics(self.metrics_port, self.trace_sample)
+        _at_least("--worker-price", self.price_per_hour, 0)
         if self.advertise:
             split_address(self.advertise, "--advertise")
 
@@ -212,6 +231,8 @@ class RouterLimits:
     silence_s: float = 1.5  # until a worker without a sign of life counts as lost
     stall_s: float = 10.0  # for one engine step, unless the worker's steps are long
     recovery_s: float = 30.0  # that accepted requests wait for a worker to come back
+    slos: tuple[str, ...] = ()  # what classes of callers were promised: "NAME:ttft=0.5,tpot=0.05"
+    trace_slow_s: float = 2.0  # to the first token: such a request's trace is kept in any case
     # Measured by tools/local_prefill.py on two CPU cores: up to 64 tokens decode is sooner and the
     # streams beside it do not notice; from 80 on they do. Half of that, because models whose
     # prompts take longer, next to their steps, disturb streams sooner.
@@ -227,6 +248,8 @@ class RouterLimits:
         _at_least("--silence", self.silence_s, 0.3)
         _at_least("--stall", self.stall_s, 0.1)
         _at_least("--recovery-timeout", self.recovery_s, 0)
+        _at_least("--trace-slow", self.trace_slow_s, 0)
+        slo.parse_all(self.slos)
 
 
 @dataclass(frozen=True)
@@ -239,6 +262,9 @@ class RouterConfig(RouterLimits):
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     host: str = "127.0.0.1"
     port: int = 7700
+    http_port: int = 0  # of the OpenAI API; 0: none
+    metrics_port: int | None = None  # None: not served; 0: a free one
+    trace_sample: float = 1.0  # of traces that begin here
     otlp: str | None = None
     drain_s: float = 30.0
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -246,6 +272,8 @@ class RouterConfig(RouterLimits):
     def __post_init__(self) -> None:
         super().__post_init__()
         _port(self.port)
+        _http_port(self.http_port)
+        _metrics(self.metrics_port, self.trace_sample)
         _at_least("--drain-timeout", self.drain_s, 0)
 
     @property
@@ -265,6 +293,9 @@ class ClusterConfig:
     routers: int = 1
     host: str = "127.0.0.1"  # the routers'; workers and etcd listen on loopback
     port: int = 7700  # the first router's, the others follow; 0: free ones
+    http_port: int | None = (
+        None  # the same for HTTP; 0: none; None: HTTP_PORT, or none if port is 0
+    )
     transport: str = "auto"
     etcd: str | None = None  # None: start an embedded one
     etcd_user: str = ""
@@ -274,18 +305,27 @@ class ClusterConfig:
     etcd_key: Path | None = None
     cluster: str = "default"
     model_name: str = ""  # empty: the model directory's name
+    metrics_port: int | None = None  # the first router's, all others follow; 0: free ones
+    trace_sample: float = 1.0
+    price_per_hour: float = 0.0  # of each worker
     otlp: str | None = None
     trace: bool = False
+    keep_traces: int = 1000  # of the last requests, for `baton trace`; 0: none
     restart: bool = True
     drain_s: float = 5.0
     log_level: str = "warning"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         _port(self.port)
         _at_least("--drain-timeout", self.drain_s, 0)
         _at_least("--routers", self.routers, 1)
+        _at_least("--keep-traces", self.keep_traces, 0)
         if self.port + self.routers - 1 > MAX_PORT:
             raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
+        _http_port(self.http_port)
+        if self.first_http_port + self.routers - 1 > MAX_PORT:
+            raise ConfigError(f"--http-port {self.http_port} leaves no ports for all routers")
         for option, workers in (("--prefill", self.prefill), ("--decode", self.decode)):
             if workers < 1:
                 raise ConfigError(
@@ -293,9 +333,17 @@ class ClusterConfig:
                     "a cluster serves with a worker of each role"
                 )
         _choice("--transport", self.transport, TRANSPORTS)
+        _metrics(self.metrics_port, self.trace_sample)
+        _at_least("--worker-price", self.price_per_hour, 0)
         if self.etcd is None and any(self._etcd_access.values()):
             raise ConfigError("--etcd-user, -ca, -cert and their like need --etcd HOST:PORT")
         self.registry(self.etcd or RegistryConfig.etcd)
+
+    @property
+    def first_http_port(self) -> int:
+        """Where the first router serves HTTP; 0: nowhere."""
+        default = HTTP_PORT if self.port else 0
+        return default if self.http_port is None else self.http_port
 
     def registry(self, etcd: str) -> RegistryConfig:
         """The registry's settings when etcd is at `etcd`; raises ConfigError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,16 @@ def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
             "(choose another with --port)"
         ) from error
     return server, f"{host}:{bound}"
+
+
+def settle() -> None:
+    """Keeps what was made at start, which stays, out of garbage collections from now on.
+
+    Looking at all modules and classes again takes a full collection 50 to 100 ms, and nobody is
+    answered meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class Health:

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
 
+_TRACE_ID = re.compile("[0-9a-f]{32}")
 _PROPAGATOR = TraceContextTextMapPropagator()
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -26,9 +36,20 @@ Attributes = Mapping[str, str | int | float | bool]
 class Telemetry:
     """A process's tracer and, when spans are exported, the provider to flush at the end."""
 
-    def __init__(self, tracer: Tracer, provider: Any = None) -> None:
+    def __init__(self, tracer: Tracer, provider: Any = None, held: Any = None) -> None:
         self.tracer = tracer
         self._provider = provider
+        self._held = held
+
+    def keep(self, trace_id: str) -> None:
+        """Exports a trace's spans of this process, also those to come, though not sampled.
+
+        Raises InvalidRequest unless it is 32 hexadecimal digits.
+        """
+        if not _TRACE_ID.fullmatch(trace_id):
+            raise InvalidRequest(f"{trace_id!r} is no trace id", "trace_ids")
+        if self._held is not None:
+            self._held.keep(int(trace_id, 16))
 
     def close(self) -> None:
         """Exports what is pending (bounded by the exporter's own timeout)."""
@@ -36,8 +57,13 @@ class Telemetry:
             self._provider.shutdown()
 
 
-def setup(service: str, otlp: str | None, attributes: Attributes | None = None) -> Telemetry:
+def setup(
+    service: str, otlp: str | None, attributes: Attributes | None = None, sample: float = 1.0
+) -> Telemetry:
     """A tracer named for `service` that exports to the OTLP gRPC address `otlp`, if given.
+
+    `sample` is the share of traces that begin here which is exported in any case; other traces go
+    as their callers decided. What is not exported is held for a while: see `Telemetry.keep`.
 
     Raises ConfigError when an address is given and the SDK is not installed.
     """
@@ -48,15 +74,18 @@ def setup(service: str, otlp: str | None, attributes: Attributes | None = None) 
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        from baton.held_spans import HeadRatio, HeldSpans
     except ImportError as error:
         raise ConfigError(
             f"--otlp {otlp} needs the OpenTelemetry SDK: pip install 'baton-serving[otel]'"
         ) from error
     resource = Resource.create({"service.name": service, **(attributes or {})})
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource, sampler=HeadRatio(sample))
     exporter = OTLPSpanExporter(endpoint=otlp, insecure=not otlp.startswith("https"))
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=200))
-    return Telemetry(provider.get_tracer("baton"), provider)
+    held = HeldSpans(BatchSpanProcessor(exporter, schedule_delay_millis=200))
+    provider.add_span_processor(held)
+    return Telemetry(provider.get_tracer("baton"), provider, held)
 
 
 def inject(context: Context | None = None) -> tuple[tuple[str, str], ...]:
@@ -77,10 +106,30 @@ def context_of(span: Span) -> Context:
     return trace.set_span_in_context(span)
 
 
+def is_held(span: Span) -> bool:
+    """Whether a span is recorded, and exported only if somebody keeps its trace."""
+    return span.is_recording() and not span.get_span_context().trace_flags.sampled
+
+
+def example(span: Span, kept: bool = False) -> Context:
+    """A context by which a measurement can lead to its trace, if that trace is exported."""
+    context = span.get_span_context()
+    if kept and context.is_valid and not context.trace_flags.sampled:
+        sampled = TraceFlags(TraceFlags.SAMPLED)
+        context = SpanContext(context.trace_id, context.span_id, False, sampled)
+    # The span itself would be kept alive by whoever keeps the context.
+    return trace.set_span_in_context(NonRecordingSpan(context), Context())
+
+
 def trace_id_of(span: Span) -> str:
     """The span's trace id as 32 hexadecimal digits, empty when it records nothing."""
     context = span.get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def trace_id_in(context: Context | None) -> str:
+    """The id of the trace that a context belongs to, empty when there is none."""
+    return trace_id_of(trace.get_current_span(context)) if context is not None else ""
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from baton.engine.loop import Engine
 from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest, Stale, Unavailable
+from baton.log_format import about
 from baton.v1 import decode_pb2
 from baton.worker.messages import FINISH_REASONS, Limits, logprobs_proto, sequence_of
 from decode_worker.events import EventStreams
@@ -149,7 +151,7 @@ class Reservations:
             await asyncio.wrap_future(self._engine.readmit(blocks))
         entry = self._entries.get(handoff_id)
         if entry is not None and entry.token == token and not entry.decoding:
-            log.info("handoff %s aborted: %s", handoff_id, reason)
+            log.info("handoff %s aborted: %s", handoff_id, reason, extra=_about(handoff_id, entry))
             await self.cancel(handoff_id)
 
     # The engine tells.
@@ -218,7 +220,9 @@ class Reservations:
             self._renew(handoff_id, entry)
             return
         what = "deadline" if overdue else "reservation lease"
-        log.warning("handoff %s: its %s has passed", handoff_id, what)
+        log.warning(
+            "handoff %s: its %s has passed", handoff_id, what, extra=_about(handoff_id, entry)
+        )
         self._start_ending(handoff_id, f"its {what} has passed")
 
     def _start_ending(self, handoff_id: str, reason: str) -> None:
@@ -272,6 +276,11 @@ class Reservations:
         if not self._entries:
             self._idle.set()
         return entry
+
+
+def _about(handoff_id: str, entry: Entry) -> Mapping[str, str]:
+    """For log lines."""
+    return about(trace_id=entry.spans.trace_id, handoff_id=handoff_id)
 
 
 def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:

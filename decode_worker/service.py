@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from baton import rpc, telemetry
-from baton.errors import Unavailable
+from baton.errors import Overloaded, Unavailable
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.worker.node import Node
 from decode_worker.events import EventStreams, next_message
@@ -30,11 +30,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._node.refuse_if_draining()
         parent = telemetry.extract(context.invocation_metadata())
         spans = DecodeSpans(self._node.telemetry.tracer, parent)
+        incarnation, figures = self._node.record.incarnation, self._node.figures
         try:
-            return await self._reservations.reserve(request, self._node.record.incarnation, spans)
+            response = await self._reservations.reserve(request, incarnation, spans)
         except BaseException as error:  # also a caller that hung up
             spans.end(str(error) or type(error).__name__)
+            figures.reserved("refused" if isinstance(error, Overloaded) else "failed")
             raise
+        figures.reserved("started" if response.started else "held")
+        return response
 
     @rpc.unary
     async def Cancel(

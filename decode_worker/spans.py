@@ -24,6 +24,11 @@ class DecodeSpans:
         self._tokens = 0
         self._ended = False
 
+    @property
+    def trace_id(self) -> str:
+        """Empty where nothing is recorded."""
+        return telemetry.trace_id_of(self._span)
+
     def reserved(self, cached_tokens: int, started: bool) -> None:
         """Blocks are held."""
         attributes = {"baton.cached_tokens": cached_tokens, "baton.prefills_here": started}

@@ -16,6 +16,7 @@ import grpc
 
 from baton import rpc
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
+from baton.log_format import about
 from baton.registry.backoff import Backoff
 from baton.v1 import handoff_pb2, handoff_pb2_grpc
 
@@ -91,7 +92,12 @@ class Aborts:
                     _end(tried)
                     await backoff.wait()
         except TimeoutError:
-            log.error("abort of handoff %s was never heard by %s", request.handoff_id, address)
+            log.error(
+                "abort of handoff %s was never heard by %s",
+                request.handoff_id,
+                address,
+                extra=about(handoff_id=request.handoff_id),
+            )
         finally:
             _end(tried)
 
@@ -106,10 +112,20 @@ class Aborts:
             with rpc.translated():
                 await stub.Abort(request, timeout=self._call_s, metadata=metadata)
         except _UNHEARD as error:
-            log.warning("abort of handoff %s was not heard yet: %s", request.handoff_id, error)
+            log.warning(
+                "abort of handoff %s was not heard yet: %s",
+                request.handoff_id,
+                error,
+                extra=about(handoff_id=request.handoff_id),
+            )
             return False
         except BatonError as error:
-            log.info("abort of handoff %s: %s", request.handoff_id, error)
+            log.info(
+                "abort of handoff %s: %s",
+                request.handoff_id,
+                error,
+                extra=about(handoff_id=request.handoff_id),
+            )
         return True
 
     @contextlib.asynccontextmanager

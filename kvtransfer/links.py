@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 # These speak of one handoff; whatever else goes wrong is the link's failure.
 _LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
+_CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
 
 
 class PairLink:
@@ -59,6 +60,11 @@ class PairLink:
         self.sent_bytes, self.sent_s = 0, 0.0
         self._link, self._thread, self._channel = link, thread, channel
         self._closing = False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody uses it and its connection of control has ended."""
+        return not self.users and self._channel.get_state() in _CONNECTION_LOST
 
     async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
         """`Link.put` on the link's thread. Must not be abandoned: the thread would go on."""
@@ -180,7 +186,9 @@ class LinkPool:
             self._drop(link)
 
     def status(self) -> list[worker_pb2.PairStatus]:
-        """One entry for each open or quarantined pair."""
+        """One entry for each open or quarantined pair; links that are abandoned are closed."""
+        for link in [link for link in self._links.values() if link.abandoned]:
+            self._drop(link)  # it would keep the memory of a dead process mapped
         now = time.monotonic()
         self._refused_until = {p: end for p, end in self._refused_until.items() if end > now}
         pairs = [

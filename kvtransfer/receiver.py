@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from baton.errors import BatonError, Stale, TransferFailed
+from baton.log_format import about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import negotiation
@@ -167,7 +168,13 @@ class HandoffReceiver:
                 raise Stale(f"handoff {record.handoff_id} was committed already")
             del self._incoming[record.handoff_id]
         except BatonError as error:
-            log.warning("handoff %s from %s: %s", record.handoff_id, record.peer, error)
+            log.warning(
+                "handoff %s from %s: %s",
+                record.handoff_id,
+                record.peer,
+                error,
+                extra=about(handoff_id=record.handoff_id),
+            )
             record.granted = False  # Commit says that all has been written
             # Its sender still has the KV; if it does not come back, the lease ends the reservation.
             record.resend = isinstance(error, TransferFailed)
@@ -212,7 +219,13 @@ class HandoffReceiver:
             await receive
             self._check_reserved(record)
         except (BatonError, OSError) as error:
-            log.warning("handoff %s from %s: %s", record.handoff_id, record.peer, error)
+            log.warning(
+                "handoff %s from %s: %s",
+                record.handoff_id,
+                record.peer,
+                error,
+                extra=about(handoff_id=record.handoff_id),
+            )
             failed = not isinstance(error, Stale)
             record.failure = record.failure or (
                 TransferFailed(str(error)) if failed else Stale(str(error))
@@ -233,7 +246,12 @@ class HandoffReceiver:
             return
         del self._incoming[record.handoff_id]
         if record.resend and self._still_reserved(record):
-            log.info("handoff %s is to be sent again: %s", record.handoff_id, record.ended)
+            log.info(
+                "handoff %s is to be sent again: %s",
+                record.handoff_id,
+                record.ended,
+                extra=about(handoff_id=record.handoff_id),
+            )
             return
         await self._reservations.aborted(record.handoff_id, record.token, record.ended)
 

@@ -18,6 +18,7 @@ from opentelemetry.trace import Tracer
 
 from baton import telemetry
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
+from baton.log_format import about
 from baton.v1 import prefill_pb2
 from kvtransfer.delivery import Chunk, Commit, Delivery, Order, Outbox
 from kvtransfer.links import LinkPool, PairLink
@@ -96,6 +97,8 @@ class Handoff:
         self._links, self._tracer = sender.links, sender.tracer
         self._abort_wait_s = sender.abort_wait_s
         self._order, self._parent = order, parent
+        trace_id = telemetry.trace_id_in(parent)
+        self._about = about(trace_id=trace_id, handoff_id=order.handoff_id)
         self._outbox = Outbox()
         self._resends = 0
         self._start_ns = 0
@@ -197,13 +200,17 @@ class Handoff:
             raise failure
         self._resends += 1
         order = self._order
-        log.warning("handoff %s is to be sent again: %s", order.handoff_id, failure)
+        log.warning(
+            "handoff %s is to be sent again: %s", order.handoff_id, failure, extra=self._about
+        )
         try:
             await delivery.withdraw(str(failure))
             self._release()
             self._link = await self._links.acquire(order.target, order.deadline, again=True)
         except BatonError as error:
-            log.warning("handoff %s cannot be sent again: %s", order.handoff_id, error)
+            log.warning(
+                "handoff %s cannot be sent again: %s", order.handoff_id, error, extra=self._about
+            )
             raise failure from error
 
     def _release(self) -> None:

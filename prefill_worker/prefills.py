@@ -162,7 +162,9 @@ class Prefills:
                         if response.first_token.finish_reason:
                             return  # nothing is left to decode: the handoff is aborted
                 first_token = sequence.tokens[prompt.num_tokens]
-                stats = await handoff.commit(prompt.num_tokens, first_token)
+                with self._node.figures.transferring():
+                    stats = await handoff.commit(prompt.num_tokens, first_token)
+                self._node.figures.transferred(stats, prompt.trace)
                 yield _committed(stats)
 
     async def _compute(
@@ -198,7 +200,8 @@ class Prefills:
         blocks = prompt.sequence.block_ids[prompt.sent // size : -(-end // size)]
         if not blocks:  # it has ended by itself; the step that tells how is already queued
             return
-        handoff.send(prompt.sent, Slots(tuple(blocks), end - prompt.sent))
+        with self._node.figures.transferring():
+            handoff.send(prompt.sent, Slots(tuple(blocks), end - prompt.sent))
         prompt.sent = end
 
     def _started(self, prompt: Prompt, step: Step) -> prefill_pb2.PrefillResponse:
@@ -206,6 +209,7 @@ class Prefills:
         telemetry.record(tracer, "prefill.queue", prompt.trace, prompt.arrived_ns, step.started_ns)
         prompt.computed = cached
         queue_ms = max(0.0, (step.started_ns - prompt.arrived_ns) / 1e6)
+        self._node.figures.prompt_started(queue_ms / 1e3, prompt.trace)
         return prefill_pb2.PrefillResponse(
             started=prefill_pb2.PrefillStarted(queue_ms=queue_ms, cached_tokens=cached)
         )

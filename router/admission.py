@@ -70,6 +70,7 @@ class Admission:
         self._check_resumed(resumed, request, params)
         self._check_prompt([*prompt, *resumed], max_context)
         self._check_size(prompt, tenant)
+        params = self._fitting(params, len(prompt), max_context)
         return Ask(
             request_id=request_id,
             prompt=tuple(prompt),
@@ -147,8 +148,21 @@ class Admission:
                 "sampling.seed",
             )
 
+    def _fitting(
+        self, params: SamplingParams, prompt_tokens: int, max_context: int
+    ) -> SamplingParams:
+        """No more output than the context holds: that is what is charged, and where it ends."""
+        limit = self._limit(max_context)
+        if not limit or params.max_tokens <= limit - prompt_tokens:
+            return params
+        return replace(params, max_tokens=limit - prompt_tokens)
+
+    def _limit(self, max_context: int) -> int:
+        """Longest sequence, tokens; 0 where nobody has told yet."""
+        return min((n for n in (self.tokenizer.max_context, max_context) if n), default=0)
+
     def _check_prompt(self, prompt: list[int], max_context: int) -> None:
-        limit = min((n for n in (self.tokenizer.max_context, max_context) if n), default=0)
+        limit = self._limit(max_context)
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
         if limit and len(prompt) >= limit:

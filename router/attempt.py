@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from baton.errors import BatonError, InternalError
+from baton.errors import BatonError, InternalError, TransferFailed
 from baton.v1 import common_pb2, prefill_pb2
 from router.member import Event, Member
 from router.snapshot import Assigned
@@ -91,7 +91,10 @@ class Attempt:
             if self._lost is not None and not self._lost.done():
                 self._lost.set_exception(event)
         elif event.abort_reason:
-            self._queue.put_nowait(InternalError(event.abort_reason))
+            # Before Commit it is the handoff that failed: either end may be the reason.
+            waits = self._prefill is not None and not self._handed_over
+            failed = TransferFailed if waits else InternalError
+            self._queue.put_nowait(failed(event.abort_reason))
         elif self._early is not None:
             self._early.append(event)
         else:

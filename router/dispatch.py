@@ -11,28 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Tracer, get_current_span
+from opentelemetry.trace import Span, SpanKind, Tracer
 
 from baton import telemetry
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    DeadlineExceeded,
-    InternalError,
-    KvMismatch,
-    Overloaded,
-    RetryableError,
-    Stale,
-    TransferFailed,
-    Unavailable,
-)
+from baton.errors import BatonError, DeadlineExceeded, Overloaded, Stale, Unavailable
+from baton.log_format import about
 from baton.v1 import decode_pb2, prefill_pb2
 from router import blame, placement
 from router.attempt import Attempt, Output
@@ -41,6 +30,7 @@ from router.line import Line
 from router.member import Member, cancel_on
 from router.placement import Choice, Wants
 from router.recovery import Recovery
+from router.retrying import backoff_s, is_retryable
 from router.snapshot import Assigned
 from router.story import Story
 from router.tally import Tally
@@ -49,9 +39,6 @@ log = logging.getLogger(__name__)
 
 RESERVE_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 2.0
-_BACKOFF_S = (0.02, 1.0)
-# What a worker says of itself or of its peer, never of the request.
-_PLACE_ELSEWHERE = (RetryableError, TransferFailed, Stale, Cancelled, KvMismatch, InternalError)
 
 
 @dataclass(frozen=True)
@@ -93,19 +80,21 @@ class Dispatch:
                 async with contextlib.aclosing(self._attempt(story, parent)) as outputs:
                     async for output in outputs:
                         failures = 0
-                        story.deliver(output.token_ids)
-                        self.tally.output_tokens += len(output.token_ids)
+                        gap_s = story.deliver(output.token_ids)
+                        self.tally.delivered(len(output.token_ids), gap_s)
                         yield output
                 return
             except BatonError as error:
                 failures += 1
-                if failures >= self._settings.max_attempts or not _retryable(error, story):
+                if failures >= self._settings.max_attempts or not is_retryable(error, story):
                     raise
+                trace_id = telemetry.trace_id_in(parent)
+                extra = about(trace_id=trace_id, request_id=story.ask.request_id)
                 log.warning("request %s: attempt %d failed, placing it elsewhere: %s",
-                            story.ask.request_id, story.attempts, error)  # fmt: skip
-                trace_id = telemetry.trace_id_of(get_current_span(parent))
+                            story.ask.request_id, story.attempts, error, extra=extra)  # fmt: skip
                 self.tally.failed_over(story, trace_id, error)
-            await asyncio.sleep(_backoff_s(failures))
+            with telemetry.span(self._tracer, "router.backoff", parent):
+                await asyncio.sleep(backoff_s(failures))
 
     def wants(self, story: Story) -> Wants:
         """What placement is asked for."""
@@ -125,6 +114,7 @@ class Dispatch:
             choice, decode, reserved = placed.choice, placed.decode, placed.reserved
             attempt.on_decoding = partial(self._fleet.health.succeeded, choice.decode.incarnation)
             _describe(span, choice, reserved, story)
+            streams_ns = time.time_ns() if reserved.started else 0
             try:
                 if reserved.started:
                     attempt.unassign()
@@ -135,11 +125,14 @@ class Dispatch:
                     attempt.follow(self._prefill(story, choice, reserved, attempt, trace))
                 async with contextlib.aclosing(attempt.outputs()) as outputs:
                     async for output in outputs:
+                        streams_ns = streams_ns or time.time_ns()
                         yield output
             except BatonError as error:
                 self._blame(choice, attempt, story, error)
                 raise
             finally:
+                if streams_ns:  # known also where the workers' own spans died with them
+                    telemetry.record(self._tracer, "router.stream", trace, streams_ns)
                 attempt.unassign()
                 decode.unsubscribe(handoff_id)
                 try:
@@ -207,6 +200,7 @@ class Dispatch:
         )
         name, timeout_s = decode.record.incarnation, min(RESERVE_TIMEOUT_S, story.ask.time_left_s)
         self._fleet.health.sent(name)
+        story.workers.add(name)
         try:
             with decode.calling():
                 call = decode.decode.Reserve(
@@ -246,10 +240,14 @@ class Dispatch:
         member.subscribe(attempt.handoff_id, attempt.on_prefill_lost)
         self._fleet.health.sent(name)
         self._fleet.health.sent(choice.names)
+        story.workers.add(name)
+        calling = telemetry.span(self._tracer, "router.prefill", trace, kind=SpanKind.CLIENT)
         try:
-            with member.calling():
+            with calling as span, member.calling():
                 call = member.prefill.Prefill(
-                    request, timeout=story.ask.time_left_s, metadata=telemetry.inject(trace)
+                    request,
+                    timeout=story.ask.time_left_s,
+                    metadata=telemetry.inject(telemetry.context_of(span)),
                 )
                 async for message in call:
                     if message.HasField("first_token"):
@@ -288,15 +286,3 @@ def _describe(
     span.set_attribute("baton.decode_cached_tokens", reserved.cached_tokens)
     for name, value in placement.why(choice).items():
         span.set_attribute(f"baton.placement.{name}", value)
-
-
-def _retryable(error: BatonError, story: Story) -> bool:
-    """Whether another attempt may succeed. A limit of a call or a worker is not the deadline."""
-    if isinstance(error, DeadlineExceeded):
-        return story.ask.time_left_s > 0
-    return isinstance(error, _PLACE_ELSEWHERE)
-
-
-def _backoff_s(failures: int) -> float:
-    longest: float = min(_BACKOFF_S[1], _BACKOFF_S[0] * 4 ** (failures - 1))
-    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span, SpanKind, Tracer
@@ -68,6 +68,8 @@ class Door:
         self._giving_up = False
         self.running = 0
         self.draining = False
+        # Of an HTTP Accept header: (content type, body). For whoever serves /metrics beside us.
+        self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 
     @property
     def tokenizer(self) -> AnyTokenizer:
@@ -94,7 +96,8 @@ class Door:
             self._dispatch.tally.request() as seen,
             telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
         ):
-            seen.trace_id = telemetry.trace_id_of(span)
+            seen.span, seen.trace_id = span, telemetry.trace_id_of(span)
+            seen.held, seen.operation = telemetry.is_held(span), _operation(request)
             generating = self._generate(request, caller, span, seen)
             async with contextlib.aclosing(generating) as responses:
                 async for response in responses:
@@ -139,6 +142,7 @@ class Door:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         self._check_open(bool(request.resumed_token_ids))
         tenant = self._admission.tenants.of(caller.metadata)
+        seen.tenant = tenant.name
         request_id = uuid.uuid4().hex[:16]
         with telemetry.span(self._tracer, "router.admit", telemetry.context_of(span)):
             ask = await self._admission.admit(
@@ -152,15 +156,16 @@ class Door:
             ask, visit = self._admission.enter(ask, tenant, request.priority)
         _describe(span, ask, self._admission.model)
         with visit:
-            story = Story(ask)
+            story = Story(ask, seen.arrived, seen.arrived_ns)
             self._dispatch.tally.let_in(seen, story)
-            feasibility.check(
-                ask,
-                self._fleet.snapshot(),
-                self._line,
-                time.monotonic(),
-                self._dispatch.wants(story),
-            )
+            with telemetry.span(self._tracer, "router.check", telemetry.context_of(span)):
+                feasibility.check(
+                    ask,
+                    self._fleet.snapshot(),
+                    self._line,
+                    time.monotonic(),
+                    self._dispatch.wants(story),
+                )
             yield inference_pb2.GenerateResponse(
                 started=inference_pb2.Started(
                     request_id=request_id,
@@ -169,18 +174,18 @@ class Door:
                     resumed_tokens=len(ask.resumed),
                 )
             )
-            async with contextlib.aclosing(self._in_time(story, visit, span)) as responses:
+            async with contextlib.aclosing(self._in_time(story, visit, seen)) as responses:
                 async for response in responses:
                     yield response
 
     async def _in_time(
-        self, story: Story, visit: Visit, span: Span
+        self, story: Story, visit: Visit, seen: Seen
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Deltas, then the finish, unless the deadline passes or this router leaves before."""
         limit = asyncio.timeout(story.ask.time_left_s)
         self._limits.add(limit)
         try:
-            async with limit, contextlib.aclosing(self._stream(story, visit, span)) as responses:
+            async with limit, contextlib.aclosing(self._stream(story, visit, seen)) as responses:
                 async for response in responses:
                     yield response
         except TimeoutError:
@@ -192,8 +197,10 @@ class Door:
             self._limits.discard(limit)
 
     async def _stream(
-        self, story: Story, visit: Visit, span: Span
+        self, story: Story, visit: Visit, seen: Seen
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        assert seen.span is not None
+        span = seen.span
         text = TextStream(self._admission.tokenizer, story.ask)
         run = self._dispatch.run(story, telemetry.context_of(span))
         reason = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -206,6 +213,7 @@ class Door:
                 yield inference_pb2.GenerateResponse(delta=_delta(said, output, reason))
                 if first:
                     self._record_first_token(story, span)
+                    self.tally.first_token(seen)
                 if text.stop is not None:
                     break  # the workers do not know of stop strings
         span.set_attribute("gen_ai.usage.output_tokens", len(story.delivered))
@@ -249,6 +257,11 @@ class Door:
             self.running -= 1
             if not self.running:
                 self._idle.set()
+
+
+def _operation(request: inference_pb2.GenerateRequest) -> str:
+    """What GenAI conventions call it."""
+    return "chat" if request.HasField("chat") else "text_completion"
 
 
 def _describe(span: Span, ask: Ask, model: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from baton.errors import Unavailable
 from baton.registry import Membership
@@ -36,6 +36,7 @@ class Fleet:
         patience: Patience | None = None,
     ) -> None:
         self.health = HealthBook()
+        self.on_ejected: Callable[[Key], None] = lambda key: None
         self._membership = membership
         self._patience = patience or Patience()
         self._shut: Set[Key] = frozenset()
@@ -145,6 +146,7 @@ class Fleet:
             member.tick()
         shut = self.health.shut()
         for key in shut.keys() - self._shut:
+            self.on_ejected(key)
             log.warning(
                 "ejected %s: %s", key if isinstance(key, str) else " to ".join(key), shut[key]
             )

@@ -1,4 +1,4 @@
-"""The line of requests that wait for room: in order of due, bounded, asked one at a time.
+"""The line of requests that wait for room: in order of due, bounded, asked one after the other.
 
 Who is first tries again at each news of the fleet. Those behind may pass it where it finds no room
 (a large request must not keep small ones from room it cannot use), but only for so long: after that
@@ -21,8 +21,11 @@ from baton.errors import Overloaded
 
 PATIENCE_S = 1.0  # how long the first lets others pass, from when it first found no room
 MOST_REFUSED = 4  # tries without success for one news: bounds what a full fleet is asked
-SLOW_TRY_S = 0.25  # a try that hangs on a silent worker holds up the others no longer than this
-RETRY_AFTER_S = (0.1, 30.0)
+# A try that lasts longer has found room as far as the router knows and waits for the worker's word,
+# which takes a step of its engine: the others must not stand there meanwhile.
+SLOW_TRY_S = 0.002
+MOST_TRYING = 16  # at a time: what is promised to one is not seen as taken by the next everywhere
+RETRY_AFTER_S = (0.5, 30.0)
 # Of the drain rate, in seconds of standing in line: what counts, and what is too little to tell.
 _MEMORY_S, _LEAST_S = 5.0, 0.5
 
@@ -220,7 +223,7 @@ class Line:
 
     async def _round(self, news: asyncio.Event) -> None:
         """Asks who waits, in order, each once for one news, until enough have found no room."""
-        refused = 0
+        refused = trying = 0
         for waiter in tuple(self._waiting):
             if waiter.left:
                 continue
@@ -229,9 +232,10 @@ class Line:
                 await _let_try(waiter)
             if waiter.left:
                 continue
-            refused += 1
+            refused += not waiter.trying
+            trying += waiter.trying
             impatient = self._clock() - waiter.refused_first > PATIENCE_S
-            if impatient or refused >= MOST_REFUSED:
+            if impatient or refused >= MOST_REFUSED or trying >= MOST_TRYING:
                 return
 
     @property

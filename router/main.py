@@ -13,10 +13,12 @@ from contextlib import AbstractAsyncContextManager
 import grpc
 import uvloop
 
-from baton import telemetry
+from baton import slo, telemetry
 from baton.config import RouterConfig, model_path
+from baton.metrics.recorder import Recorder
+from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
-from baton.server import Health, bind
+from baton.server import Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import AnyTokenizer, Tokenizer, load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
@@ -24,13 +26,16 @@ from router import feasibility
 from router.admission import Admission
 from router.dispatch import Dispatch, Settings
 from router.door import Door
+from router.figures import Figures
 from router.fleet import Fleet
 from router.fleet_service import FleetServicer
 from router.lifeline import Patience
 from router.line import Line
 from router.readiness import follow_readiness
+from router.request_log import RequestLog
 from router.service import InferenceServicer
 from router.tenants import Tenants
+from router.trace_keeping import TraceKeeping
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +60,10 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
     tenants = Tenants.load(config.tenants_file)
     server, address = bind(config.host, config.port)
     trace = telemetry.setup(
-        "baton-router", config.otlp, {"service.instance.id": config.incarnation}
+        "baton-router",
+        config.otlp,
+        {"service.instance.id": config.incarnation},
+        config.trace_sample,
     )
     registry = EtcdRegistry(config.registry)
     try:
@@ -110,6 +118,14 @@ async def _serve(
     line = Line(config.max_queue)
     dispatch = Dispatch(fleet, line, settings, trace.tracer)
     door = Door(admission, line, dispatch, fleet, trace.tracer)
+    slos = slo.parse_all(config.slos)
+    recorder = Recorder("router", {"service.instance.id": config.incarnation})
+    figures = Figures(recorder, admission.model, slos)
+    figures.look_at(door, line, fleet)
+    keeping = TraceKeeping(trace, fleet, config.trace_slow_s, slos)
+    # In this order: a trace that is kept may be an example of a figure.
+    dispatch.tally.listeners = (keeping, figures, RequestLog())
+    door.metrics_page = recorder.render
     status = fleet_pb2.RouterStatus(
         incarnation=config.incarnation,
         address=address,
@@ -127,6 +143,10 @@ async def _serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             await server.start()
+            settle()
+            if config.metrics_port is not None:
+                page = serving(recorder.render, config.host, config.metrics_port)
+                await stack.enter_async_context(page)
             for frontend in frontends:
                 await stack.enter_async_context(frontend(door))
             log.info("router %s at %s serves %s", config.incarnation, address, admission.model)
@@ -139,6 +159,8 @@ async def _serve(
         await asyncio.gather(readiness, return_exceptions=True)
         await server.stop(STOP_GRACE_S)
         await dispatch.close()
+        await keeping.close()
+        recorder.close()
 
 
 async def _drain(drain_s: float, door: Door) -> None:

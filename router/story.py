@@ -47,6 +47,7 @@ class Story:
     started_ns: int = field(default_factory=time.time_ns)  # wall clock, for traces
     delivered: list[int] = field(init=False)
     attempts: int = 0
+    workers: set[str] = field(default_factory=set)  # that were asked for anything
     failed_workers: set[str] = field(default_factory=set)
     cached_tokens: int | None = None
     placed_at: float | None = None
@@ -99,12 +100,30 @@ class Story:
             promised=self.started + ask.ttft_target_s if promised else math.inf,
         )
 
-    def deliver(self, token_ids: Sequence[int]) -> None:
-        """Counts tokens as given to the caller, once."""
+    def deliver(self, token_ids: Sequence[int]) -> float | None:
+        """Counts tokens as given to the caller, once; seconds since the last ones, if any came."""
         now = time.monotonic()
+        gap_s = None if self.last_at is None else now - self.last_at
         self.first_at = self.first_at or now
         self.last_at = now
         self.delivered += token_ids
+        return gap_s
+
+    @property
+    def ttft_s(self) -> float:
+        """From arrival to the first token; 0 before it."""
+        return (self.first_at or self.started) - self.started
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between output tokens after the first."""
+        steps = max(1, len(self.delivered) - len(self.ask.resumed) - 1)
+        return ((self.last_at or self.started) - (self.first_at or self.started)) / steps
+
+    @property
+    def e2e_s(self) -> float:
+        """From arrival until now."""
+        return time.monotonic() - self.started
 
     def note(self, message: prefill_pb2.PrefillResponse) -> None:
         """Keeps what the caller will be told at the end of what a prefill worker says."""
@@ -132,14 +151,12 @@ class Story:
 
     def timing(self) -> common_pb2.Timing:
         """Where the time went."""
-        first, last = self.first_at or self.started, self.last_at or self.started
-        steps = max(1, len(self.delivered) - len(self.ask.resumed) - 1)
         placed = self.placed_at or self.started
         return common_pb2.Timing(
             queue_ms=(placed - self.started) * 1e3 + self.prefill_queue_ms,
-            ttft_ms=(first - self.started) * 1e3,
-            tpot_ms=(last - first) * 1e3 / steps,
-            e2e_ms=(time.monotonic() - self.started) * 1e3,
+            ttft_ms=self.ttft_s * 1e3,
+            tpot_ms=self.tpot_s * 1e3,
+            e2e_ms=self.e2e_s * 1e3,
             transfer_ms=self.transfer_ms,
             transfer_bytes=self.transfer_bytes,
         )

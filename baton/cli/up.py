@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from baton.cli import options
+from baton.cli import options, telemetry
 from baton.cli.extras import require
 from baton.cli.services import add_limit_options
-from baton.config import ClusterConfig, EngineConfig, RouterLimits
+from baton.config import HTTP_PORT, ClusterConfig, EngineConfig, RouterLimits
 
 _UP_TEXT = """\
 Starts etcd, routers and workers as processes of this machine, shares its cores out to the workers,
@@ -44,6 +44,14 @@ def add_commands(commands: options.Commands) -> None:
         default=ClusterConfig.port,
         help="the first router's port, others follow; 0 takes free ones",
     )
+    group.add_argument(
+        "--http-port",
+        type=int,
+        default=ClusterConfig.http_port,
+        metavar="PORT",
+        help="OpenAI's HTTP API at the first router, others follow; 0 for none "
+        f"(default: {HTTP_PORT}; none where --port is 0)",
+    )
     options.add_transport_option(group)
     group.add_argument(
         "--no-restart",
@@ -60,10 +68,18 @@ def add_commands(commands: options.Commands) -> None:
         "--cluster", default=ClusterConfig.cluster, metavar="NAME", help="its name in etcd"
     )
     options.add_model_name_option(group)
+    telemetry.add_price_option(group)
     options.add_engine_options(parser)
     add_limit_options(parser)
-    options.add_telemetry_options(parser, ClusterConfig.log_level)
+    telemetry.add_options(parser, ClusterConfig.log_level)
     parser.add_argument("--trace", action="store_true", help="draw the trace of each request here")
+    parser.add_argument(
+        "--keep-traces",
+        type=int,
+        default=ClusterConfig.keep_traces,
+        metavar="N",
+        help="of the last requests, in memory, for `baton trace`, unless --otlp sends them away",
+    )
     parser.set_defaults(run=_run_up, extra="local")
     demo = options.add_command(
         commands, "demo", "show Baton at work, in half a minute", _DEMO_TEXT, "  baton demo"
@@ -80,16 +96,16 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
 
 
 def _run_up(args: argparse.Namespace) -> int:
-    options.log_to_stderr(args.log_level)
+    telemetry.log_to_stderr(args.log_level, args.log_format)
     config = cluster_config(args)
-    require("router", "worker")
+    require("router", "worker", *(("gateway",) if config.first_http_port else ()))
     from baton.local import up
 
     return asyncio.run(up.run(config))
 
 
 def _run_demo(args: argparse.Namespace) -> int:
-    options.log_to_stderr(ClusterConfig.log_level)
+    telemetry.log_to_stderr(ClusterConfig.log_level)
     require("router", "worker")
     from baton.local import demo
 

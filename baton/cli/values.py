@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Any
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -27,6 +28,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of things: write 1 or more")
+    return int(text)
+
+
 def numbers(text: str) -> list[int]:
     """Whole numbers from "1,2,3"."""
     try:
@@ -36,3 +44,16 @@ def numbers(text: str) -> list[int]:
     if min(values) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: write 1,2,3")
     return values
+
+
+class Collected(argparse.Action):
+    """An option that may be given several times; a tuple of what was given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +39,7 @@ def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
 
 def explanation_of(response: fleet_pb2.ExplainResponse) -> dict[str, Any]:
     """The object that `baton explain --json` prints."""
-    whole = _fields(response)
-    return {**whole, "candidates": [_fields(candidate) for candidate in response.candidates]}
+    return _fields(response)
 
 
 def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
@@ -71,4 +72,25 @@ def _pair(pair: worker_pb2.PairStatus) -> dict[str, Any]:
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    fields = message.DESCRIPTOR.fields
+    return {field.name: _plain(field, getattr(message, field.name)) for field in fields}
+
+
+def _plain(field: Any, value: Any) -> Any:
+    """A field's value as JSON can hold it."""
+    if isinstance(value, Message):
+        return _fields(value)
+    if isinstance(value, Mapping):  # of scalars
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain_item(field, item) for item in value]
+    return _plain_item(field, value)
+
+
+def _plain_item(field: Any, value: Any) -> Any:
+    if isinstance(value, Message):
+        return _fields(value)
+    if field.enum_type is None:
+        return value
+    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", field.enum_type.name).upper() + "_"
+    return field.enum_type.values_by_number[value].name.removeprefix(prefix).lower()

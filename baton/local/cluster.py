@@ -55,6 +55,8 @@ class LocalCluster:
         self.config = config
         self.processes: dict[str, ChildProcess] = {}
         self.addresses: tuple[str, ...] = ()  # host:port of each router
+        self.http_addresses: tuple[str, ...] = ()  # the same for HTTP; empty where it is off
+        self.metrics: dict[str, str] = {}  # host:port by process name, where metrics are served
         self._say = say
         self._on_line = on_line or (lambda name, line: None)
         self._output_is_seen = on_line is not None
@@ -134,7 +136,10 @@ class LocalCluster:
         number = sum(process.role == role for process in self.processes.values())
         name = f"{role}-{number}"
         share = share or cpus.Share((), 1)
-        args = commands.worker(self.config, role, share, self.etcd_address, self.config.otlp)
+        metrics_port = self._metrics_port(name, "127.0.0.1")
+        args = commands.worker(
+            self.config, role, share, self.etcd_address, self.config.otlp, metrics_port
+        )
         await self._launch(name, role, args, self._worker_ready)
         return name
 
@@ -198,11 +203,17 @@ class LocalCluster:
         await asyncio.to_thread(check_model, config.engine)
         found = ports.consecutive(config.host, config.port, config.routers)
         self.addresses = tuple(f"{config.host}:{port}" for port in found)
+        http_ports = self._http_ports()
+        self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
         await self._registry.start()
         shares = cpus.share_out(config.prefill + config.decode, config.engine.threads, self._say)
         for number, port in enumerate(found):
             name = "router" if config.routers == 1 else f"router-{number}"
-            args = commands.router(config, port, self.etcd_address, config.otlp)
+            metrics_port = self._metrics_port(name, config.host)
+            http_port = http_ports[number] if http_ports else 0
+            args = commands.router(
+                config, port, self.etcd_address, config.otlp, metrics_port, http_port
+            )
             await self._launch(name, "router", args, self._router_ready)
         roles = ["prefill"] * config.prefill + ["decode"] * config.decode
         for role, share in zip(roles, shares, strict=True):
@@ -243,6 +254,23 @@ class LocalCluster:
         if process.role != "router":
             for address in self._routers.values():
                 await router_sees(address, process.pid)
+
+    def _http_ports(self) -> list[int]:
+        """Where the routers serve HTTP. Raises ConfigError when a port is in use."""
+        first = self.config.first_http_port
+        if not first:
+            return []
+        return ports.consecutive(self.config.host, first, self.config.routers, "--http-port")
+
+    def _metrics_port(self, name: str, host: str) -> int | None:
+        """Where a new process serves its metrics: the port after the last one's."""
+        first = self.config.metrics_port
+        if first is None:
+            return None
+        wanted = first + len(self.metrics) if first else 0
+        (port,) = ports.consecutive(host, wanted, 1, "--metrics-port")
+        self.metrics[name] = f"{host}:{port}"
+        return port
 
     @property
     def _routers(self) -> dict[str, str]:

@@ -12,19 +12,32 @@ from baton.local.cpus import Share
 PROGRAM = (sys.executable, "-m", "baton")
 
 
-def router(config: ClusterConfig, port: int, etcd: str, otlp: str | None) -> list[str]:
+def router(
+    config: ClusterConfig,
+    port: int,
+    etcd: str,
+    otlp: str | None,
+    metrics_port: int | None = None,
+    http_port: int = 0,
+) -> list[str]:
     """A router's arguments."""
     return [
         "router",
         *_model(config.engine),
         *("--host", config.host, "--port", str(port)),
+        *(("--http-port", str(http_port)) if http_port else ()),
         *_limits(config.limits),
-        *_common(config, etcd, otlp),
+        *_common(config, etcd, otlp, metrics_port),
     ]
 
 
 def worker(
-    config: ClusterConfig, role: str, share: Share, etcd: str, otlp: str | None
+    config: ClusterConfig,
+    role: str,
+    share: Share,
+    etcd: str,
+    otlp: str | None,
+    metrics_port: int | None = None,
 ) -> list[str]:
     """The arguments of a "prefill" or "decode" worker; it takes a free port by itself."""
     return [
@@ -34,7 +47,8 @@ def worker(
         *(("--cpus", ",".join(map(str, share.cpus))) if share.cpus else ()),
         *("--host", "127.0.0.1", "--port", "0"),
         *("--transport", config.transport),
-        *_common(config, etcd, otlp),
+        *("--worker-price", str(config.price_per_hour)),
+        *_common(config, etcd, otlp, metrics_port),
     ]
 
 
@@ -69,19 +83,25 @@ def _limits(limits: RouterLimits) -> Sequence[str]:
         *("--silence", str(limits.silence_s)),
         *("--stall", str(limits.stall_s)),
         *("--recovery-timeout", str(limits.recovery_s)),
+        *("--trace-slow", str(limits.trace_slow_s)),
+        *(part for slo in limits.slos for part in ("--slo", slo)),
         *("--local-prefill-max", str(limits.local_prefill_max_tokens)),
         *(("--tenants", str(limits.tenants_file)) if limits.tenants_file else ()),
     )
 
 
-def _common(config: ClusterConfig, etcd: str, otlp: str | None) -> Sequence[str]:
+def _common(
+    config: ClusterConfig, etcd: str, otlp: str | None, metrics_port: int | None
+) -> Sequence[str]:
     return (
         *("--etcd", etcd, "--cluster", config.cluster),
         *_etcd_access(config),
         *(("--model-name", config.model_name) if config.model_name else ()),
         *("--drain-timeout", str(config.drain_s)),
-        *("--log-level", config.log_level),
+        *("--log-level", config.log_level, "--log-format", config.log_format),
         *(("--otlp", otlp) if otlp else ()),
+        *("--trace-sample", str(config.trace_sample)),
+        *(("--metrics-port", str(metrics_port)) if metrics_port is not None else ()),
         *("--die-with-parent", str(os.getpid())),
     )
 

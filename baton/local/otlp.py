@@ -1,6 +1,7 @@
 """A small OTLP/gRPC trace receiver: the local cluster's spans, without a collector to install.
 
-Any OpenTelemetry exporter can send to it. Traces only; spans go to a bounded `SpanStore`.
+Any OpenTelemetry exporter can send to it. Traces only; spans go to a bounded `SpanStore`, and
+`baton trace` reads them at the same address.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from baton import rpc
 from baton.local.span_store import AttributeValue, Span, SpanStore
+from baton.local.trace_service import TraceServicer
+from baton.v1 import trace_pb2_grpc
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -29,6 +32,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         register: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
         register(self, self._server)
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceServicer(self.store), self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self.address = f"http://127.0.0.1:{port}"

@@ -25,7 +25,7 @@ def free(host: str = "127.0.0.1") -> int:
     return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
 
 
-def consecutive(host: str, first: int, count: int) -> list[int]:
+def consecutive(host: str, first: int, count: int, option: str = "--port") -> list[int]:
     """`count` ports from `first` on; ConfigError when one is in use. `first` 0 takes free ones."""
     if not first:
         found: dict[int, None] = {}
@@ -33,7 +33,7 @@ def consecutive(host: str, first: int, count: int) -> list[int]:
             found[free(host)] = None
         return list(found)
     for port in range(first, first + count):
-        check_free(host, port)
+        check_free(host, port, option)
     return list(range(first, first + count))
 
 

@@ -7,8 +7,9 @@ One asyncio loop owns a store; nothing here is thread-safe.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import DeadlineExceeded
@@ -43,6 +44,7 @@ def is_complete(spans: Sequence[Span], services: Iterable[str] = ()) -> bool:
 @dataclass
 class _Trace:
     spans: dict[str, Span] = field(default_factory=dict)  # by span id: a resent span counts once
+    arrived_at: float = 0.0  # time.monotonic() of the last one
     quiet: asyncio.TimerHandle | None = None
     told: bool = False
 
@@ -71,6 +73,15 @@ class SpanStore:
         """The trace's spans so far, in order of arrival; empty for an unknown trace."""
         trace = self._traces.get(trace_id)
         return list(trace.spans.values()) if trace else []
+
+    def traces(self) -> Iterator[list[Span]]:
+        """The spans of each trace, the one that began to arrive first first."""
+        return (list(trace.spans.values()) for trace in self._traces.values())
+
+    def arrived_at(self, trace_id: str) -> float:
+        """When its last span came, as time.monotonic(); 0 for an unknown trace."""
+        trace = self._traces.get(trace_id)
+        return trace.arrived_at if trace else 0.0
 
     def add(self, spans: Iterable[Span]) -> None:
         """Stores spans, evicts what is too much, wakes whoever waited for them."""
@@ -127,6 +138,7 @@ class SpanStore:
             self.spans_dropped += 1
             return False
         trace.spans[span.span_id] = span
+        trace.arrived_at = time.monotonic()
         self.spans_total += 1
         return True
 

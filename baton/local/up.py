@@ -20,10 +20,12 @@ from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
+from baton.local.trace_summary import entry_of
 
 INTERRUPTED = 130
 _QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans
-_ROUTER = "baton-router"
+_LEAST_KEPT = 256  # to be drawn: requests may run side by side
+_SPANS_PER_TRACE = 24  # on average, at about 1 KiB a span
 
 
 async def run(config: ClusterConfig) -> int:
@@ -40,11 +42,11 @@ async def run(config: ClusterConfig) -> int:
     was_ready = False
     try:
         async with AsyncExitStack() as stack:
-            config = await _with_receiver(config, stack)
-            cluster = LocalCluster(config, say=say, on_line=echo)
+            here = await _with_receiver(config, stack)
+            cluster = LocalCluster(here, say=say, on_line=echo)
             await stack.enter_async_context(cluster)
             was_ready = True
-            say(_ready_text(cluster))
+            say(_ready_text(cluster, keeps_traces=here.otlp != config.otlp))
             await _restart_on(hangup, cluster)
     except asyncio.CancelledError:
         pass
@@ -99,29 +101,56 @@ def _has_terminal() -> bool:
 
 
 async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> ClusterConfig:
-    """`config`, sending its traces here when they are to be shown."""
-    if not config.trace:
+    """`config`, sending its traces here: `baton trace` reads them, `--trace` draws them."""
+    if config.otlp or not (config.trace or config.keep_traces):
         return config
-    store = SpanStore()
-    store.follow(_show_finished, _QUIET_S)
+    kept = max(config.keep_traces, _LEAST_KEPT if config.trace else 0)
+    store = SpanStore(kept, kept * _SPANS_PER_TRACE)
+    if config.trace:
+        store.follow(_show_finished, _QUIET_S)
     receiver = await stack.enter_async_context(OtlpReceiver(store))
     return dataclasses.replace(config, otlp=receiver.address)
 
 
 def _show_finished(spans: Sequence[Span]) -> bool:
     """Draws the trace of a request that has ended; whether it was one."""
-    finished = any(span.service == _ROUTER and span.is_entry for span in spans)
+    finished = entry_of(spans) is not None
     if finished:
         width = os.get_terminal_size().columns if sys.stdout.isatty() else 100
         say("\n" + trace_tree.render(spans, min(width, 160)))
     return finished
 
 
-def _ready_text(cluster: LocalCluster) -> str:
+def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
     target = "" if cluster.targets == "127.0.0.1:7700" else f" --target {cluster.targets}"
+    kept = f"  baton trace{target}\n" if keeps_traces else ""
     return (
         f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:\n"
         f"  baton generate 'class Stack:'{target}\n"
         f"  baton status{target}\n"
+        f"  baton top{target}\n"
+        f"{kept}"
+        f"{_http_text(cluster)}"
+        f"{_metrics_text(cluster)}"
         "ctrl-C stops it"
     )
+
+
+def _http_text(cluster: LocalCluster) -> str:
+    """For those who speak HTTP: a line to try, and what OpenAI's clients are told."""
+    if not cluster.http_addresses:
+        return ""
+    url = f"http://{cluster.http_addresses[0]}/v1"
+    body = '{"prompt": "class Stack:", "max_tokens": 32}'
+    return (
+        f"  curl {url}/completions -H 'content-type: application/json' -d '{body}'\n"
+        f"OpenAI's clients: base_url={url}, any api_key\n"
+    )
+
+
+def _metrics_text(cluster: LocalCluster) -> str:
+    """For a Prometheus configuration: where each process serves its metrics."""
+    if not cluster.metrics:
+        return ""
+    served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())
+    return f"metrics at http://HOST:PORT/metrics of {served}\n"

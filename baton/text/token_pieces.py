@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+_WORD_START = "\u2581"  # SentencePiece's space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -39,6 +40,17 @@ class TokenPieces:
         except KeyError:
             piece = self._known[token] = self._find(token)
             return piece
+
+    def shown(self, token: int) -> tuple[str, bytes]:
+        """A token by itself, as lists of tokens show it: its text, or its name, and its bytes.
+
+        Bytes that are no text by themselves become U+FFFD; special tokens have a name.
+        """
+        piece = self.piece(token)
+        if piece:
+            return piece.decode("utf-8", "replace"), piece
+        text = (self._library.id_to_token(token) or "").replace(_WORD_START, " ")
+        return text, text.encode() if piece is None else b""
 
     def decode(self, tokens: list[int]) -> str:
         """The library's text of `tokens`, special tokens and unknown ids left out."""

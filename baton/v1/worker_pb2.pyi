@@ -108,3 +108,13 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class KeepTracesRequest(_message.Message):
+    __slots__ = ("trace_ids",)
+    TRACE_IDS_FIELD_NUMBER: _ClassVar[int]
+    trace_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trace_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class KeepTracesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

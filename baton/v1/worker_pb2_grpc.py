@@ -50,6 +50,11 @@ class WorkerServiceStub(object):
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.KeepTraces = channel.unary_unary(
+                '/baton.v1.WorkerService/KeepTraces',
+                request_serializer=baton_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -77,6 +82,13 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepTraces(self, request, context):
+        """Exports the spans of these traces, though they were not sampled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'KeepTraces': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepTraces,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.KeepTracesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.KeepTracesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class WorkerService(object):
             '/baton.v1.WorkerService/Drain',
             baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepTraces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/KeepTraces',
+            baton_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,

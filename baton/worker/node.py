@@ -23,11 +23,12 @@ from baton.engine.loop import Engine
 from baton.engine.reports import StepReport
 from baton.errors import Unavailable
 from baton.registry import Registration, Registry
-from baton.server import Health, bind
+from baton.server import Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer
+from baton.worker.figures import WorkerFigures
 from baton.worker.meter import LoadMeter, load_proto
 from baton.worker.stall import StallWatch
 
@@ -84,6 +85,7 @@ class Node:
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
         self._health = Health()
+        self.figures = WorkerFigures(config)
         self._stall = StallWatch(lambda: self.engine.step_age_s, lambda: self.meter.mean_step_s)
 
     @property
@@ -114,6 +116,7 @@ class Node:
                 return
             self.engine = loaded.engine(self._publisher(loop))
             self.engine.ended.add_done_callback(lambda _: self._tell(loop, self._stop.set))
+            self.figures.look_at(self.load)
             self.role = make_role(self, loaded)
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse
@@ -167,6 +170,7 @@ class Node:
 
     def _on_step(self, report: StepReport) -> None:
         self.meter.update(report)
+        self.figures.stepped(report)
         self._stall.stepped()
         self.role.on_step(report)
 
@@ -179,6 +183,7 @@ class Node:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
         self._health.add_to(server, [*self.role.add_to(server), "baton.v1.WorkerService"])
         await server.start()
+        settle()
         self.meter.load.CopyFrom(load_proto(await asyncio.wrap_future(self.engine.load())))
         await self._enter(common_pb2.WORKER_STATE_READY, registration)
         record = self.record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ import uvloop
 from baton import telemetry
 from baton.config import WorkerConfig
 from baton.engine import build
+from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.worker.node import Node, Role
 from baton.worker.service import WorkerServicer
@@ -44,10 +46,17 @@ async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
         return make_role(node, loaded, KvPool(loaded.runner.pool, area))
 
     service = f"baton-{config.role}"
-    trace = telemetry.setup(service, config.otlp, {"service.instance.id": config.incarnation})
+    instance = {"service.instance.id": config.incarnation}
+    trace = telemetry.setup(service, config.otlp, instance, config.trace_sample)
     registry = EtcdRegistry(config.registry)
     try:
-        await Node(config, registry, trace).run(load, role, WorkerServicer)
+        async with contextlib.AsyncExitStack() as stack:
+            node = Node(config, registry, trace)
+            stack.callback(node.figures.close)
+            if config.metrics_port is not None:
+                page = serving(node.figures.render, config.host, config.metrics_port)
+                await stack.enter_async_context(page)
+            await node.run(load, role, WorkerServicer)
     finally:
         await registry.close()
         await asyncio.to_thread(trace.close)

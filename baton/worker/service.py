@@ -46,3 +46,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Drains; answers when nothing runs any more."""
         await self._node.drain()
         return worker_pb2.DrainResponse()
+
+    @rpc.unary
+    async def KeepTraces(
+        self, request: worker_pb2.KeepTracesRequest, context: Any
+    ) -> worker_pb2.KeepTracesResponse:
+        """Exports traces that were not sampled."""
+        for trace_id in request.trace_ids:
+            self._node.telemetry.keep(trace_id)
+        return worker_pb2.KeepTracesResponse()

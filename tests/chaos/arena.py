@@ -10,6 +10,7 @@ tally's `violations`; nothing is raised for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from tests.chaos.faults import Injector
 from tests.chaos.load import Load, ask
 from tests.chaos.plan import plan
 from tests.chaos.proxy import Proxy
+from tests.chaos.sockets import owner
 from tests.chaos.tally import Tally
 from tests.chaos.wishes import Ending, Run, Wish, complaint
 
@@ -70,7 +72,7 @@ class Arena:
         self._store = SpanStore(max_traces=20_000, max_spans=1_000_000)
         self._resources = AsyncExitStack()
         self._used_ports: set[int] = set()
-        self._seen_pids: set[int] = set()
+        self._seen: set[psutil.Process] = set()  # told apart also where a pid is used again
 
     async def __aenter__(self) -> Self:
         try:
@@ -90,7 +92,7 @@ class Arena:
 
     def left_behind(self) -> list[str]:
         """After the end: processes and ports of the cluster that are still there."""
-        return checks.left_behind(self._seen_pids, self._used_ports)
+        return checks.left_behind(self._seen, self._used_ports)
 
     async def warm_up(self, runs: Sequence[Run]) -> None:
         """Has every run asked for several times at once, so that every pair of workers has met."""
@@ -130,8 +132,9 @@ class Arena:
             while_s = (ending.began_s, ending.ended_s)
             # While one router is well, the SDK goes on there, whatever has been delivered.
             excused = injector.routers_hurt(*while_s, every=True)
-            wrong = complaint(wish, ending, excused, injector.role_down(*while_s))
-            tally.count(ending, wrong, injector.routers_hurt(*while_s))
+            role_down = injector.role_down(*while_s)
+            wrong = complaint(wish, ending, excused, role_down)
+            tally.count(ending, wrong, role_down or injector.routers_hurt(*while_s))
             if wrong:
                 tally.violations.append(f"a request of {wish}: {wrong}")
 
@@ -253,18 +256,13 @@ class Arena:
         return Counter(done)
 
     def _note_processes(self) -> None:
-        self._seen_pids |= {p.pid for p in self.cluster.processes.values()}
+        for child in self.cluster.processes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                self._seen.add(psutil.Process(child.pid))
 
     def _name_of(self, port: int) -> str:
         """Which process of the cluster has a connection from this local port."""
-        for name, child in self.cluster.processes.items():
-            try:
-                connections = psutil.Process(child.pid).net_connections("tcp")
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-            if any(one.laddr and one.laddr.port == port for one in connections):
-                return name
-        return "somebody"
+        return owner(port, {name: child.pid for name, child in self.cluster.processes.items()})
 
 
 def logs(arena: Arena) -> str:

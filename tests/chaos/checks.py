@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -138,9 +137,9 @@ def _mapped(pid: int) -> set[str]:
     return {line[line.index("/memfd:") :] for line in lines if "/memfd:" in line}
 
 
-def left_behind(pids: Iterable[int], used_ports: Iterable[int]) -> list[str]:
+def left_behind(processes: Iterable[psutil.Process], used_ports: Iterable[int]) -> list[str]:
     """Processes and ports of a stopped cluster that are still there."""
-    found = [f"process {pid} still runs" for pid in pids if _runs(pid)]
+    found = [f"process {process.pid} still runs" for process in processes if _runs(process)]
     for port in used_ports:
         try:
             ports.check_free("127.0.0.1", port)
@@ -149,9 +148,8 @@ def left_behind(pids: Iterable[int], used_ports: Iterable[int]) -> list[str]:
     return found
 
 
-def _runs(pid: int) -> bool:
+def _runs(process: psutil.Process) -> bool:
     try:
-        process: Any = psutil.Process(pid)
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -1,11 +1,12 @@
 """KV bytes that suffer on their way: a wrapper around the real transports of a worker.
 
 The prefill worker's end of a link is wrapped. What happens to a put is decided by a file, read
-before each put, whose path is in the environment variable BATON_CHAOS_KV: a JSON object
-`{"fault": "corrupt", "share": 0.5, "delay_s": 0.3}`; no file is no fault. Each fault that was done
-is a line in the file beside it that ends in `.done`.
+before each put, whose path is in the environment variable BATON_CHAOS_KV: a JSON object such as
+`{"fault": "corrupt", "every": 2, "share": 0.5, "delay_s": 0.3}` hits each second put with a
+probability of one half; no file is no fault. Each fault that was done is a line in the file beside
+it that ends in `.done`.
 
-corrupt  one byte arrives changed             lose   the last block does not arrive
+corrupt  every byte arrives changed           lose   the last block does not arrive
 fail     half arrives, then the link breaks   delay  the put waits first
 """
 
@@ -27,6 +28,7 @@ from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.seam import Link, Listener, PutStats, Transport
 
 VARIABLE = "BATON_CHAOS_KV"
+_NOISE = 0x2A  # on every byte: a number becomes quite another one
 
 
 class Control:
@@ -35,6 +37,7 @@ class Control:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._dice = random.Random(os.getpid())
+        self._puts = 0
 
     def draw(self) -> dict[str, Any]:
         """The fault of one put; without a "fault" there is none."""
@@ -42,7 +45,10 @@ class Control:
             wanted: dict[str, Any] = json.loads(self._path.read_text())
         except (FileNotFoundError, json.JSONDecodeError):  # none, or it is being written
             return {}
-        return wanted if self._dice.random() < float(wanted.get("share", 1.0)) else {}
+        self._puts += 1
+        spared = self._puts % int(wanted.get("every", 1))
+        hit = not spared and self._dice.random() < float(wanted.get("share", 1.0))
+        return wanted if hit else {}
 
     def done(self, fault: str) -> None:
         """Notes a fault that was done."""
@@ -118,8 +124,9 @@ class _SufferingLink(Link):
         stats = self._inner.put(local, remote, digest, timeout_s)
         if fault == "lose":
             target.blocks[last].copy_(before)
-        else:
-            target.blocks[last][0] ^= 0xFF
+        else:  # those slots and no others: nobody would notice more
+            data = torch.empty(target.nbytes(remote), dtype=torch.uint8)
+            target.scatter(target.gather(remote, data).bitwise_xor_(_NOISE), remote)
         return stats
 
 
@@ -134,7 +141,7 @@ class _SpoilingDigest(Digest):
         if self._fault == "lose":
             data[data.numel() // 2 :] = 0
         else:
-            data[0] ^= 0xFF
+            data.bitwise_xor_(_NOISE)
 
 
 def install(path: Path) -> None:

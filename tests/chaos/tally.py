@@ -24,7 +24,7 @@ class Tally:
     torn_traces: int = 0
     excused_traces: int = 0
     largest_gap_s: float = 0.0
-    largest_gap_by_router_s: float = 0.0
+    largest_excused_gap_s: float = 0.0
     largest_ttft_s: float = 0.0
     violations: list[str] = field(default_factory=list)
 
@@ -33,16 +33,16 @@ class Tally:
         """All that were asked."""
         return self.endings.total()
 
-    def count(self, ending: Ending, complaint: str, router_hurt: bool) -> None:
-        """Adds one request; `router_hurt` if its router was stopped or killed while it ran."""
+    def count(self, ending: Ending, complaint: str, excused: bool) -> None:
+        """Adds one request; `excused` if a router was hurt or a role was down while it ran."""
         self.endings[ending.status] += 1
         self.endless += not ending.over
         self.mismatches += complaint.startswith(MISMATCH)
         if ending.completion is not None and ending.completion.route.attempts > 1:
             self.failovers += 1
-        if router_hurt:
-            longest_s = max(self.largest_gap_by_router_s, ending.largest_gap_s)
-            self.largest_gap_by_router_s = longest_s
+        if excused:
+            longest_s = max(self.largest_excused_gap_s, ending.largest_gap_s)
+            self.largest_excused_gap_s = longest_s
         else:
             self.largest_gap_s = max(self.largest_gap_s, ending.largest_gap_s)
         self.largest_ttft_s = max(self.largest_ttft_s, ending.ttft_s)
@@ -60,7 +60,7 @@ class Tally:
             ("traces", f"{self.traces}, torn {self.torn_traces}"
              f" (and {self.excused_traces} around a kill)"),
             ("largest gap", f"{self.largest_gap_s:.2f} s"
-             f" (while a router was hurt itself {self.largest_gap_by_router_s:.2f} s)"),
+             f" (a router hurt or a role down: {self.largest_excused_gap_s:.2f} s)"),
             ("largest time to first token", f"{self.largest_ttft_s:.2f} s"),
             ("violations", len(self.violations)),
         ]  # fmt: skip

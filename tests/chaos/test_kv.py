@@ -55,6 +55,12 @@ def test_a_broken_link_says_so(pair: Pair, control: Path) -> None:
         pair.move(LOCAL, REMOTE)
 
 
+def test_every_second_put_suffers(control: Path) -> None:
+    control.write_text(json.dumps({"fault": "lose", "every": 2}))
+    dice = Control(control)
+    assert [bool(dice.draw()) for _ in range(4)] == [False, True, False, True]
+
+
 def test_a_share_of_puts_suffers(control: Path) -> None:
     control.write_text(json.dumps({"fault": "corrupt", "share": 0.5}))
     dice = Control(control)

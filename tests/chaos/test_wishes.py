@@ -119,7 +119,7 @@ def test_a_role_that_is_down_excuses_unavailable_alone() -> None:
 def test_a_short_deadline_may_pass_but_is_told_in_time() -> None:
     hasty = Wish(RUN, 40, timeout_s=0.5)
     assert complaint(hasty, failed(DeadlineExceeded("late"), 3, 0.6), False, False) == ""
-    assert complaint(hasty, failed(DeadlineExceeded("late"), 3, 9.0), False, False)
+    assert complaint(hasty, failed(DeadlineExceeded("late"), 3, 11.0), False, False)
 
 
 def test_a_refusal_comes_with_advice_and_before_any_token() -> None:

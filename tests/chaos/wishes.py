@@ -26,7 +26,7 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.6, "presence_penalty": 0.4},
 )
 PATIENT_S = 90.0  # nobody may need this long
-PROMPTNESS_S = 3.0  # a passed deadline is told within this, on a machine that has much to do
+PROMPTNESS_S = 10.0  # a passed deadline is told within this, on a machine that has much to do
 MISMATCH = "other tokens than the oracle's"
 _LOGPROB_TOLERANCE = 1e-3
 

@@ -19,8 +19,8 @@ from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
 from tests.waiting import eventually
 
-LOOSE_GAP_S = 10.0
-PROMPTNESS_S = 5.0
+LOOSE_GAP_S = 15.0
+PROMPTNESS_S = 10.0
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
@@ -88,7 +88,7 @@ async def test_a_replacement_at_the_same_address_is_another_worker(
 async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
     own_cluster: ClusterFactory, oracle: Oracle, tmp_path: Path, fault: str, transport: str
 ) -> None:
-    """One transfer in three is changed, short or broken off on its way: tokens are the same."""
+    """Every second transfer is changed, short or broken off on its way: tokens are the same."""
     control = tmp_path / "kv.json"
     cluster = await own_cluster(
         transport=transport,
@@ -96,7 +96,7 @@ async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
         programs={"prefill": [sys.executable, "-m", "tests.chaos.process"]},
         env={kv.VARIABLE: str(control)},
     )
-    control.write_text(json.dumps({"fault": fault, "share": 0.34}))
+    control.write_text(json.dumps({"fault": fault, "every": 2}))
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 12, new_tokens=24))
         await streams.run()

@@ -19,6 +19,7 @@ from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore, is_complete
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.chaos.checks import memory_of_the_dead
 from tests.cluster.conftest import ClusterFactory
 from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
@@ -135,6 +136,27 @@ async def test_a_decode_worker_outlives_its_prefill_workers(
         await all_blocks_free(client)
     assert cluster.processes["decode-0"].pid == decode
     assert cluster.processes["decode-0"].running
+
+
+async def test_a_prefill_worker_lets_go_of_a_dead_decode_workers_memory(
+    own_cluster: ClusterFactory, oracle: Oracle
+) -> None:
+    """It had mapped the pool to write into it, and would keep that memory alive."""
+    cluster = await own_cluster(prefill=1, decode=1, restart=False, transport="shm")
+    case = Case(oracle.prompt(100), "greedy")
+
+    async def kept() -> list[str]:
+        return memory_of_the_dead(cluster)
+
+    async with AsyncClient(cluster.address) as client:
+        for _ in range(2):
+            await check(client, oracle, case)
+            assert not await kept()
+            cluster.kill("decode-0")
+            await cluster.processes["decode-0"].wait()
+            await cluster.start_again("decode-0")
+            await cluster.wait_ready()
+            await eventually(kept, lambda found: not found, "still mapped")
 
 
 async def test_blocks_come_back_though_nobody_asks_for_anything(

@@ -54,6 +54,8 @@ async def test_chunk_by_chunk(name):
         assert stats.transport == name
         [pair] = prefill.links.status()
         assert (pair.prefill, pair.decode, pair.state) == ("p", "d", "OPEN")
+        assert pair.sent_bytes == stats.num_bytes
+        assert pair.sent_ms == pytest.approx(stats.wire_s * 1e3)
     assert not threads()
 
 

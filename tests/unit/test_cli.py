@@ -119,13 +119,15 @@ def test_limits_and_simulation_reach_every_process() -> None:
     argv = (
         "--routers 2 --max-queue 3 --max-attempts 5 --default-timeout 7.5 --ttft-target 900 "
         "--max-prompt-tokens 99 --tenants /t.toml --silence 0.75 --stall 4.5 "
-        "--recovery-timeout 6.5 --local-prefill-max 8 --simulate 5000,2"
+        "--recovery-timeout 6.5 --local-prefill-max 8 --simulate 5000,2 "
+        "--slo ttft=1 --slo batch:e2e=9 --trace-slow 3.5"
     )
     config = up.cluster_config(parse("up", *argv.split()))
     expected = RouterLimits(
         max_queue=3, max_attempts=5, default_timeout_s=7.5, ttft_target_ms=900,
         max_prompt_tokens=99, tenants_file=Path("/t.toml"), silence_s=0.75, stall_s=4.5,
-        recovery_s=6.5, local_prefill_max_tokens=8,
+        recovery_s=6.5, local_prefill_max_tokens=8, slos=("ttft=1", "batch:e2e=9"),
+        trace_slow_s=3.5,
     )  # fmt: skip
     assert (config.routers, config.limits) == (2, expected)
     router = services.router_config(parse(*commands.router(config, 7701, "h:1", None)))
@@ -134,6 +136,41 @@ def test_limits_and_simulation_reach_every_process() -> None:
         assert getattr(expected, name) != default, f"{name} is not tried"
     worker = parse(*commands.worker(config, "prefill", Share((), 1), "h:1", None))
     assert services.worker_config(worker).engine.simulate == "5000,2"
+
+
+def test_what_is_told_of_a_process_reaches_every_process() -> None:
+    """Sampling, prices and the form of log lines; where metrics are served is each one's own."""
+    argv = (
+        "--trace-sample 0.25 --metrics-port 9400 --worker-price 2.5 --log-format json --prefill 2"
+    )
+    config = up.cluster_config(parse("up", *argv.split()))
+    assert (config.metrics_port, config.price_per_hour) == (9400, 2.5)
+    router = parse(*commands.router(config, 7701, "h:1", None, 9400))
+    worker = parse(*commands.worker(config, "prefill", Share((), 1), "h:1", None, 9401))
+    told = services.router_config(router), services.worker_config(worker)
+    assert [(one.trace_sample, one.metrics_port) for one in told] == [(0.25, 9400), (0.25, 9401)]
+    assert told[1].price_per_hour == 2.5
+    assert router.log_format == worker.log_format == "json"
+    silent = commands.router(up.cluster_config(parse("up")), 7701, "h:1", None)
+    assert services.router_config(parse(*silent)).metrics_port is None
+
+
+def test_http_ports_reach_the_routers() -> None:
+    """7780 and the ones after it, unless the routers take free ports: then none."""
+    assert up.cluster_config(parse("up")).first_http_port == 7780
+    assert up.cluster_config(parse("up", "--port", "0")).first_http_port == 0
+    assert up.cluster_config(parse("up", "--http-port", "0")).first_http_port == 0
+    config = up.cluster_config(parse("up", "--port", "0", "--http-port", "99"))
+    assert config.first_http_port == 99
+    argv = commands.router(config, 7701, "h:1", None, http_port=100)
+    assert services.router_config(parse(*argv)).http_port == 100
+    argv = commands.router(config, 7701, "h:1", None)
+    assert services.router_config(parse(*argv)).http_port == 0
+    for argv in (["up", "--http-port", "-1"], ["up", "--http-port", "65535", "--routers", "2"]):
+        with pytest.raises(ConfigError, match="--http-port"):
+            up.cluster_config(parse(*argv))
+    with pytest.raises(ConfigError, match="--http-port"):
+        services.router_config(parse("router", "--http-port", "65536"))
 
 
 def test_etcd_access_reaches_every_process() -> None:
@@ -206,7 +243,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
 
 
 def failing_router(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(config: RouterConfig) -> int:
+    def run(config: RouterConfig, frontends: object) -> int:
         raise error
 
     install(monkeypatch, "router.main", run=run)

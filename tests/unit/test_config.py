@@ -147,3 +147,27 @@ def test_processes_of_one_user_on_one_host_share_a_host_id() -> None:
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_id()
     assert host_id().endswith(f"/{os.getuid()}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"metrics_port": -1}, "--metrics-port"),
+        ({"metrics_port": 65536}, "--metrics-port"),
+        ({"trace_sample": 1.1}, "--trace-sample"),
+        ({"trace_sample": float("nan")}, "--trace-sample"),
+    ],
+)
+def test_what_a_process_tells_of_itself_is_checked(fields: dict[str, float], told: str) -> None:
+    for make in (RouterConfig, ClusterConfig, lambda **given: WorkerConfig("decode", **given)):
+        with pytest.raises(ConfigError, match=told):
+            make(**fields)  # type: ignore[operator]
+
+
+def test_prices_and_targets_are_checked() -> None:
+    with pytest.raises(ConfigError, match="--worker-price"):
+        WorkerConfig("decode", price_per_hour=-1)
+    with pytest.raises(ConfigError, match="--trace-slow"):
+        RouterConfig(trace_slow_s=-1)
+    with pytest.raises(ConfigError, match="--slo 'x'"):
+        RouterConfig(slos=("x",))

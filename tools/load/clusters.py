@@ -26,6 +26,7 @@ def add_options(
     decode: int,
     simulate: str = "",
     kv_blocks: int = 4096,
+    chunk_tokens: int = 256,
 ) -> None:
     """How many workers there are and what runs on them."""
     options.add_argument("--prefill", type=int, default=prefill, help="prefill workers")
@@ -40,7 +41,9 @@ def add_options(
     options.add_argument(
         "--kv-blocks", type=int, default=kv_blocks, help="of 16 tokens, each worker"
     )
-    options.add_argument("--chunk-tokens", type=int, default=256, help="in one engine step")
+    options.add_argument(
+        "--chunk-tokens", type=int, default=chunk_tokens, help="in one engine step"
+    )
 
 
 def cluster(

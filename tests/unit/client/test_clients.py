@@ -1,6 +1,7 @@
 """The rest of both clients: unary calls, addresses, keys, traces, certificates, imports."""
 
 import asyncio
+import json
 import shutil
 import subprocess
 import sys
@@ -59,7 +60,13 @@ async def test_status(connect, serve):
     )
     router = ScriptedRouter(HELLO)
     router.status = fleet_pb2.GetStatusResponse(
-        router=fleet_pb2.RouterStatus(incarnation="r", pid=1, state="SERVING"),
+        router=fleet_pb2.RouterStatus(
+            incarnation="r",
+            pid=1,
+            state="SERVING",
+            counts=fleet_pb2.RouterCounts(ended={"OK": 3}, refused=1),
+            events=[fleet_pb2.RouterEvent(kind=fleet_pb2.EVENT_KIND_FAILOVER, text="gone")],
+        ),
         workers=[worker, fleet_pb2.WorkerStatus(record=record, state="SILENT", reason="asleep")],
         pairs=[pair],
     )
@@ -67,6 +74,12 @@ async def test_status(connect, serve):
         status = await client.status()
     assert status["router"]["incarnation"] == "r"
     assert status["router"]["registry_connected"] is False
+    assert status["router"]["counts"]["ended"] == {"OK": 3}
+    assert status["router"]["counts"]["refused"] == 1
+    (event,) = status["router"]["events"]
+    assert (event["kind"], event["text"], event["times"]) == ("failover", "gone", 0)
+    assert status["router"]["latency"]["requests"] == 0
+    assert json.loads(json.dumps(status)) == status
     assert status["workers"][0] == {
         "role": "prefill",
         "incarnation": "w",

@@ -9,6 +9,12 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
+from baton.config import ClusterConfig
+from baton.errors import Unavailable
+from baton.local import up
+from baton.local.trace_source import KeptTraces
 from tests.waiting import eventually
 
 HERE = Path(__file__)
@@ -87,3 +93,21 @@ async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
     assert not any("SIGHUP" in line for line in lines_of(said))
     assert lines_of(said)[-1] == "stopped"
     assert names_in(tmp_path) == ["said"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"trace": True}, {"trace": True, "keep_traces": 0}])
+async def test_traces_are_kept_here(settings: dict[str, int]) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        config = await up._with_receiver(ClusterConfig(**settings), stack)
+        assert config.otlp
+        source = KeptTraces(config.otlp)
+        assert await asyncio.to_thread(source.summaries, False, 1, 30.0) == []
+    with pytest.raises(Unavailable):
+        await asyncio.to_thread(source.summaries, False, 1, 30.0)
+
+
+@pytest.mark.parametrize("settings", [{"otlp": "http://o:1"}, {"keep_traces": 0}])
+async def test_traces_are_not_kept_here(settings: dict[str, int]) -> None:
+    config = ClusterConfig(**settings)
+    async with contextlib.AsyncExitStack() as stack:
+        assert await up._with_receiver(config, stack) == config

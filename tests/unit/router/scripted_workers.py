@@ -89,6 +89,9 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         self.watches = set()
         self.broken = asyncio.Queue()  # names of streams that the router has given up
         self.server = None
+        self.kept = []  # trace ids of each KeepTraces
+        self.keeps = asyncio.Event()  # and whether it is answered
+        self.keeps.set()
         self.described = asyncio.Queue()  # one entry for each time somebody asked who it is
         self._awake = {name: asyncio.Event() for name in CALLS}
         self.wake()
@@ -105,6 +108,11 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
     async def stop(self):
         """Breaks every call at once, as a killed process does."""
         await self.server.stop(None)
+
+    async def KeepTraces(self, request, context):
+        self.kept.append(list(request.trace_ids))
+        await self.keeps.wait()
+        return worker_pb2.KeepTracesResponse()
 
     def stop_still(self, *calls):
         """From now on says nothing, as a stopped process: its connections stay open."""

@@ -257,7 +257,8 @@ async def test_the_due_follows_from_size_rate_and_priority(tmp_path, rate, work_
 
 async def test_entering_is_charged_and_leaving_gives_back(tmp_path):
     tenants = limited_tenants(tmp_path, "tokens_per_minute = 100")
-    door = Admission("tiny", byte_tokenizer(tmp_path), 60.0, tenants=tenants)
+    tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=100)
+    door = Admission("tiny", tokenizer, 60.0, tenants=tenants)
     asked = await admit(door, request("x" * 20, sampling=sampling(max_tokens=60)))
     for _ in range(3):
         _, visit = door.enter(asked, tenants.of(None), 0)
@@ -266,3 +267,12 @@ async def test_entering_is_charged_and_leaving_gives_back(tmp_path):
         assert caught.value.retry_after_s == pytest.approx(36, abs=10)
         with pytest.raises(Overloaded, match="refused"), visit:
             raise Overloaded("refused")
+
+
+@pytest.mark.parametrize(("own", "workers", "most"), [(32, 0, 22), (32, 20, 10), (32, 99, 22)])
+async def test_no_more_output_is_admitted_than_the_context_holds(tmp_path, own, workers, most):
+    door = Admission("tiny", byte_tokenizer(tmp_path, max_position_embeddings=own), 60.0)
+    asked = request("x" * 10, sampling=sampling(max_tokens=1 << 31))
+    assert (await admit(door, asked, max_context=workers)).params.max_tokens == most
+    asked = request("x" * 10, sampling=sampling(max_tokens=7))
+    assert (await admit(door, asked, max_context=workers)).params.max_tokens == 7

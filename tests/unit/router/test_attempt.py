@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import InternalError, Unavailable
+from baton.errors import InternalError, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.attempt import Attempt
 
@@ -168,3 +168,42 @@ async def test_a_prefill_worker_that_leaves_fails_the_attempt():
     attempt.on_prefill_lost(Unavailable("the worker has left"))
     with pytest.raises(Unavailable, match="has left"):
         await tokens_of(attempt)
+
+
+@pytest.mark.parametrize(("handed_over", "error"), [(False, TransferFailed), (True, InternalError)])
+async def test_what_decode_gives_up_before_commit_is_a_failed_handoff(handed_over, error):
+    attempt = Attempt("r-1")
+    attempt.follow(asyncio.Event().wait())
+    if handed_over:
+        attempt.on_prefill(first_token(100))
+        attempt.on_decode(event(101))
+    attempt.on_decode(decode_pb2.SequenceEvent(handoff_id="r-1", abort_reason="its lease"))
+    with pytest.raises(error, match="its lease"):
+        await tokens_of(attempt)
+    await attempt.close()
+
+
+async def test_a_call_to_a_lost_worker_is_not_waited_for():
+    attempt, cancelled = Attempt("r-1"), []
+
+    async def never():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(True)
+
+    waiting = asyncio.create_task(attempt.unless_lost(never()))
+    await asyncio.sleep(0)
+    attempt.on_decode(Unavailable("silent"))
+    with pytest.raises(Unavailable, match="silent"):
+        await waiting
+    assert cancelled == [True]
+
+
+async def test_a_call_that_ends_gives_its_result_or_its_error():
+    async def fails():
+        raise Unavailable("refused")
+
+    assert await Attempt("r-1").unless_lost(asyncio.sleep(0, "answer")) == "answer"
+    with pytest.raises(Unavailable, match="refused"):
+        await Attempt("r-1").unless_lost(fails())

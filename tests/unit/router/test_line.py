@@ -9,7 +9,15 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from router import line as line_module
-from router.line import MOST_REFUSED, PATIENCE_S, RETRY_AFTER_S, DrainRate, Line, Ticket
+from router.line import (
+    MOST_REFUSED,
+    MOST_TRYING,
+    PATIENCE_S,
+    RETRY_AFTER_S,
+    DrainRate,
+    Line,
+    Ticket,
+)
 
 
 class Fleet:
@@ -176,7 +184,8 @@ async def test_nobody_is_asked_twice_for_one_news(line, fleet, standing):
     assert fleet.asked == ["at 1.0", "at 2.0", "at 3.0"]
 
 
-async def test_tries_run_one_at_a_time(line, fleet):
+async def test_tries_run_one_at_a_time(line, fleet, monkeypatch):
+    monkeypatch.setattr(line_module, "SLOW_TRY_S", 60.0)
     running, most = 0, 0
 
     async def attempt():
@@ -198,6 +207,34 @@ async def test_tries_run_one_at_a_time(line, fleet):
     fleet.give(100)
     await asyncio.gather(first, *rest)
     assert most == 1
+
+
+async def test_while_workers_think_the_next_are_asked_up_to_a_bound(line, fleet):
+    """A worker answers after a step of its engine; one answer after the other would be too slow."""
+    enough, answer, asked, placed = asyncio.Event(), asyncio.Event(), [], []
+
+    async def ask(due):
+        async def attempt():
+            if fleet.room < 1:
+                raise Overloaded("no room")
+            asked.append(due)
+            if len(asked) == MOST_TRYING:
+                enough.set()
+            await answer.wait()
+            placed.append(due)
+
+        await line.place(Ticket(float(due), 1, "x"), attempt, lambda: fleet.news)
+
+    tasks = [asyncio.create_task(ask(due)) for due in range(2 * MOST_TRYING)]
+    await settled()
+    fleet.give(1000)
+    async with asyncio.timeout(30):
+        await enough.wait()
+        await asyncio.sleep(0.05)
+        assert asked == list(range(MOST_TRYING))
+        answer.set()
+        await asyncio.gather(*tasks)
+    assert placed == sorted(placed) and len(placed) == 2 * MOST_TRYING
 
 
 async def test_a_try_that_hangs_does_not_hold_up_the_others(line, fleet, monkeypatch):

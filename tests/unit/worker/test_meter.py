@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from baton.engine.blocks import CacheChanges
-from baton.engine.reports import Load, StepReport
+from baton.engine.reports import Load, Progress, StepReport
 from baton.v1 import worker_pb2
 from baton.worker.meter import LoadMeter
 
@@ -114,3 +114,11 @@ def test_chunks_tell_of_prefill_speed_and_small_steps_of_decode() -> None:
     assert 0.01 < meter.mean_step_s < 0.05
     meter.update(step())
     assert meter.load.step_ms == 10
+
+
+def test_tokens_are_counted_since_start() -> None:
+    meter = LoadMeter()
+    drawn = [Progress("a", 5, token_id=0), Progress("b", 5), Progress("c", 5, token_id=9)]
+    for tokens, progress in ((100, []), (3, drawn), (1, drawn[:1]), (0, [])):
+        meter.update(StepReport(0, 1, tokens, progress, LOAD))
+    assert (meter.load.tokens_computed, meter.load.tokens_generated) == (104, 3)

@@ -1,0 +1,147 @@
+"""Requests recorded at public services, scaled to a machine: two file formats.
+
+Mooncake (JSON Lines): {"timestamp": ms, "input_length": tokens, "output_length": tokens,
+"hash_ids": one for each 512 tokens of the prompt}; equal ids at equal places are equal text.
+Source: R. Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving".
+
+Azure LLM inference (CSV): TIMESTAMP,ContextTokens,GeneratedTokens; prompts share nothing.
+Source: P. Patel et al., "Splitwise: Efficient Generative LLM Inference Using Phase Splitting".
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from baton.bench.demand import Demand
+from baton.errors import ConfigError
+
+_TOKENS_OF_AN_ID = 512
+_OWN_SEED = 1 << 64  # apart from hash ids, which are small
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a trace is fitted to a machine."""
+
+    rate: float = 1.0  # 4: four times as many requests a second
+    length: float = 1.0  # 0.125: prompts and outputs of an eighth
+    skip: int = 0  # rows left out at the beginning
+    max_prompt: int = 0  # prompts are cut to so many tokens; 0: not cut
+    max_output: int = 0
+    spread_ties: bool = False  # requests of one time are spread evenly up to the next
+
+
+@dataclass(frozen=True)
+class _Row:
+    at_s: float
+    prompt_tokens: int
+    new_tokens: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def demands(path: Path, scale: Scale) -> list[Demand]:
+    """The trace's requests in order of time, the first at 0 s; raises ConfigError."""
+    rows = sorted(_rows(path), key=lambda row: row.at_s)[scale.skip :]
+    if not rows:
+        raise ConfigError(f"{path} has no requests (after --skip {scale.skip})")
+    times_s = [row.at_s - rows[0].at_s for row in rows]
+    if scale.spread_ties:
+        times_s = _spread(times_s)
+    return [
+        Demand(at_s / scale.rate, _parts(row, scale, place), _outputs(row, scale))
+        for place, (row, at_s) in enumerate(zip(rows, times_s, strict=True))
+    ]
+
+
+def _rows(path: Path) -> list[_Row]:
+    try:
+        with path.open(newline="") as file:
+            return list(_read(path, file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace {path} cannot be read: {error}") from error
+
+
+def _read(path: Path, file: TextIO) -> Iterator[_Row]:
+    """Each line as a row; the first line tells the format."""
+    start = file.readline()
+    file.seek(0)
+    parse: Callable[[Any], _Row] = _mooncake
+    lines: Iterator[Any] = iter(file)
+    if not start.startswith("{"):
+        lines, parse = iter(csv.DictReader(file)), _azure
+        if not set(_AZURE_COLUMNS) <= {name.strip() for name in start.split(",")}:
+            raise ConfigError(
+                f"{path} is no trace: its first line is neither a JSON object nor the columns "
+                f"{','.join(_AZURE_COLUMNS)}"
+            )
+    for number, line in enumerate(lines, start=1 if parse is _mooncake else 2):
+        try:
+            yield parse(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}, is no request: {error!r}") from error
+
+
+def _mooncake(line: str) -> _Row:
+    value = json.loads(line)
+    return _checked(
+        _Row(
+            float(value["timestamp"]) / 1e3,
+            int(value["input_length"]),
+            int(value["output_length"]),
+            tuple(map(int, value.get("hash_ids") or ())),
+        )
+    )
+
+
+def _azure(line: dict[str, str]) -> _Row:
+    at, prompt, new = (line[name] for name in _AZURE_COLUMNS)
+    return _checked(_Row(datetime.fromisoformat(at).timestamp(), int(prompt), int(new)))
+
+
+def _checked(row: _Row) -> _Row:
+    if row.prompt_tokens < 0 or row.new_tokens < 0:
+        raise ValueError("a length below 0")
+    return row
+
+
+def _spread(times_s: list[float]) -> list[float]:
+    """Times of which many are equal, those moved on in even steps up to the next time."""
+    groups = [(time_s, len(list(group))) for time_s, group in itertools.groupby(times_s)]
+    spread: list[float] = []
+    step_s = 0.0
+    for place, (time_s, count) in enumerate(groups):
+        if place + 1 < len(groups):
+            step_s = groups[place + 1][0] - time_s
+        spread += [time_s + step_s * i / count for i in range(count)]
+    return spread
+
+
+def _parts(row: _Row, scale: Scale, place: int) -> tuple[tuple[int, int], ...]:
+    """One part for each hash id, and what they do not cover as a part of its own."""
+    total = max(1, round(row.prompt_tokens * scale.length))
+    if scale.max_prompt:
+        total = min(total, scale.max_prompt)
+    parts: list[tuple[int, int]] = []
+    begin = 0
+    for i, hash_id in enumerate(row.hash_ids, start=1):
+        # Ends are rounded, not sizes, so that the rounding does not add up over a long prompt.
+        end = min(round(i * _TOKENS_OF_AN_ID * scale.length), total)
+        if end > begin:
+            parts.append((hash_id, end - begin))
+        begin = max(begin, end)
+    if begin < total:
+        parts.append((_OWN_SEED + place, total - begin))
+    return tuple(parts)
+
+
+def _outputs(row: _Row, scale: Scale) -> int:
+    new = max(1, round(row.new_tokens * scale.length))
+    return min(new, scale.max_output) if scale.max_output else new

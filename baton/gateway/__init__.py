@@ -1,0 +1,12 @@
+"""OpenAI's HTTP API over the same door as gRPC: `frontend` is given to `router.main.run`.
+
+    server (uvicorn, one socket) -> app (routes) -> endpoint -> request -> Door -> shapes -> client
+
+It knows HTTP and JSON, and nothing of workers; whatever it answers, the door has decided.
+"""
+
+from __future__ import annotations
+
+from baton.gateway.server import frontend
+
+__all__ = ["frontend"]

@@ -1,0 +1,221 @@
+"""Generation over HTTP: a body in, one answer or a stream of chunks out.
+
+Until the first token an error is an HTTP status; after it, the last event of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, Cancelled, InvalidRequest
+from baton.gateway import choices, schema
+from baton.gateway.errors import HttpError, failure_of
+from baton.gateway.request import Body, Wish
+from baton.gateway.shapes import DONE, REASONS, Choice, Head, Shape
+from baton.gateway.wire import EVENTS_TYPE, NO_CACHE, Exchange, parse
+from baton.rpc import MAX_MESSAGE_BYTES
+from baton.v1 import inference_pb2
+from router.door import Caller, Door
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES
+BODY_TIMEOUT_S = 60.0
+_QUOTED = {reason: json.dumps(name) for reason, name in REASONS.items()}
+_JSON_TYPES = (b"application/json", b"")
+
+
+async def body_of(exchange: Exchange, expected: schema.Schema) -> dict[str, Any]:
+    """The request's body, checked. Raises InvalidRequest or HttpError."""
+    kind = exchange.header(b"content-type").partition(b";")[0].strip().lower()
+    if kind not in _JSON_TYPES:
+        raise HttpError(415, "the body must be JSON: send content-type: application/json")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            text = await exchange.body(MAX_BODY_BYTES)
+    except TimeoutError:
+        raise HttpError(408, f"the body took more than {BODY_TIMEOUT_S:.0f} s to come") from None
+    if text is None:
+        close = ((b"connection", b"close"),)  # what is left of it is not read
+        raise HttpError(413, f"the body is over {MAX_BODY_BYTES >> 20} MiB", close)
+    body = parse(text)
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    schema.check_object(body, expected)
+    return body
+
+
+class Endpoint:
+    """An ASGI application that answers POSTs of one schema; `answer` is what it does."""
+
+    def __init__(self, expected: schema.Schema) -> None:
+        self._schema = expected
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            caller = exchange.caller
+            body = await body_of(exchange, self._schema)
+            async with exchange.while_there():
+                await self.answer(body, caller, exchange)
+        except Cancelled as error:
+            log.debug("%s: %s", scope["path"], error)
+        except Exception as error:
+            if exchange.started:
+                raise
+            failure = failure_of(error)
+            headers = [*failure.headers, *exchange.names()]
+            await exchange.answer(failure.status, failure.body, headers)
+
+    async def answer(self, body: Body, caller: Caller, exchange: Exchange) -> None:
+        """Answers a checked body."""
+        raise NotImplementedError
+
+
+class Generation(Endpoint):
+    """/v1/completions or /v1/chat/completions."""
+
+    def __init__(
+        self,
+        door: Door,
+        shape: Shape,
+        expected: schema.Schema,
+        wish_of: Callable[[Body], Wish],
+        names: Mapping[str, Sequence[str]],
+    ) -> None:
+        """`names` says how the door's fields may be called in this API's bodies."""
+        super().__init__(expected)
+        self._door = door
+        self._shape = shape
+        self._wish_of = wish_of
+        self._names = names
+
+    async def answer(self, body: Body, caller: Caller, exchange: Exchange) -> None:
+        """Generates; a client that hangs up cancels that."""
+        wish = self._wish_of(body)
+        try:
+            run = _Run(self._door, self._shape, wish, caller, exchange)
+            await (run.stream() if wish.stream else run.whole())
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), self._field(error.field, body)) from error
+
+    def _field(self, name: str, body: Body) -> str:
+        """What the caller calls a field that the door complains of."""
+        name = name.removeprefix("sampling.")
+        names = self._names.get(name, (name,))
+        return next((known for known in names if known in body), names[0])
+
+
+@dataclass
+class _Run:
+    """One request under way."""
+
+    door: Door
+    shape: Shape
+    wish: Wish
+    caller: Caller
+    exchange: Exchange
+
+    def __post_init__(self) -> None:
+        tokenizer, shape = self.door.tokenizer, self.shape
+        self._choices = [
+            Choice(shape.logprobs(tokenizer) if self.wish.logprobs else None)
+            for _ in self.wish.requests
+        ]
+        self._head = Head(shape, "", int(time.time()), self.wish.model)
+        self._trace_id = ""
+
+    async def whole(self) -> None:
+        """Answers when all is done."""
+        wish = self.wish
+        async with contextlib.aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                choice = self._choices[index]
+                choice.text.append(delta.text)
+                choice.token_ids.extend(delta.token_ids)
+                choice.positions.extend(delta.logprobs)
+        echoes = [self._text(prompt) for prompt in wish.echoes]
+        answer = self._head.whole(
+            self._choices, wish.n, token_ids=wish.return_token_ids, echoes=echoes
+        )
+        await self.exchange.answer(200, answer, self._names())
+
+    async def stream(self) -> None:
+        """Answers with a chunk for each step."""
+        exchange, head, last = self.exchange, "", DONE
+        try:
+            async with contextlib.aclosing(self._deltas()) as deltas:
+                async for index, delta in deltas:
+                    if not exchange.started:
+                        head = self._head.opening()
+                        await exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._names()])
+                    await exchange.write(self._chunk(head, index, delta))
+            if self.wish.include_usage:
+                last = self._head.usage_chunk(self._choices, self.wish.n) + DONE
+        except Exception as error:
+            if not exchange.started or isinstance(error, Cancelled):
+                raise
+            if isinstance(error, BatonError):
+                log.warning("request %s failed in its stream: %s", self._head.request_id, error)
+            last = b"data: " + failure_of(error).body + b"\n\n" + DONE
+        await exchange.write(last, more=False)
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, inference_pb2.Delta], None]:
+        """New output, with the number of its choice; keeps what else the door tells."""
+        wish = self.wish
+        running = choices.responses(self.door, wish.requests, wish.n, self.caller)
+        async with contextlib.aclosing(running) as responses:
+            async for index, response in responses:
+                kind = response.WhichOneof("event")
+                if kind == "delta":
+                    delta = response.delta
+                    if delta.finish_reason:
+                        self._choices[index].reason = REASONS[delta.finish_reason]
+                    yield index, delta
+                elif kind == "started":
+                    self._begin(response.started)
+                else:
+                    finish, choice = response.finish, self._choices[index]
+                    choice.usage, choice.stop = finish.usage, finish.stop or None
+                    choice.reason = REASONS[finish.reason]
+
+    def _begin(self, started: inference_pb2.Started) -> None:
+        """The first choice to start names the request."""
+        if self._head.request_id:
+            return
+        model = self.wish.model or self.door.models(self.caller)[0].name
+        self._head = replace(self._head, request_id=started.request_id, model=model)
+        self._trace_id = started.trace_id
+
+    def _chunk(self, head: str, index: int, delta: inference_pb2.Delta) -> bytes:
+        """One choice's new output."""
+        wish, choice = self.wish, self._choices[index]
+        text = delta.text
+        if not choice.begun and wish.echoes:
+            text = self._text(wish.echoes[index // wish.n]) + text
+        piece = self.shape.piece(text, not choice.begun)
+        choice.begun = True
+        told = choice.logprobs and choice.logprobs.told(delta.logprobs)
+        logprobs = json.dumps(told) if told else "null"
+        reason = _QUOTED[delta.finish_reason]
+        ids = f',"token_ids":{list(delta.token_ids)}' if wish.return_token_ids else ""
+        usage = ',"usage":null' if wish.include_usage else ""
+        return (
+            f'{head}"choices":[{{"index":{index},{piece},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}{ids}}}]{usage}}}\n\n'
+        ).encode()
+
+    def _text(self, prompt: str | Sequence[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.door.tokenizer.decode(prompt)
+
+    def _names(self) -> list[tuple[bytes, bytes]]:
+        return self.exchange.names(self._head.request_id, self._trace_id)

@@ -1,0 +1,173 @@
+"""Checks JSON values against the part of JSON Schema that the API's description is written in.
+
+The same dictionaries are published in /openapi.json, so what is told is what is checked. An error
+names the field: "messages[0].role must be a string".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.errors import InvalidRequest
+
+Schema = Mapping[str, Any]
+
+UNSUPPORTED = "x-unsupported"  # only the values in "enum", which mean "without it", are taken
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_WORDS = {
+    "array": "an array",
+    "boolean": "true or false",
+    "integer": "an integer",
+    "null": "null",
+    "object": "an object",
+}
+
+
+def check(value: Any, schema: Schema, where: str) -> None:
+    """Raises InvalidRequest naming the part of `value` that does not fit."""
+    if "anyOf" in schema:
+        _check_any(value, schema, where)
+        return
+    if "enum" in schema and not any(_same(value, allowed) for allowed in schema["enum"]):
+        if schema.get(UNSUPPORTED):
+            raise InvalidRequest(f"{where} is not supported here: leave it out", where)
+        raise _wrong(where, f"one of {', '.join(map(repr, schema['enum']))}")
+    types = schema.get("type", ())
+    types = (types,) if isinstance(types, str) else types
+    if types and not any(_is(value, name) for name in types):
+        raise _wrong(where, _expected(schema))
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        _check_number(value, schema, where)
+    elif isinstance(value, str):
+        _check_string(value, schema, where)
+    elif isinstance(value, list):
+        _check_array(value, schema, where)
+    elif isinstance(value, dict):
+        check_object(value, schema, where)
+
+
+def check_object(value: Mapping[str, Any], schema: Schema, where: str = "") -> None:
+    """As `check`, for an object; members it does not know are left alone."""
+    inside = f"{where}." if where else ""
+    for name in schema.get("required", ()):
+        if name not in value:
+            raise InvalidRequest(f"{inside}{name} is missing", inside + name)
+    properties = schema.get("properties", {})
+    others = schema.get("additionalProperties")
+    names = schema.get("propertyNames")
+    for name, member in value.items():
+        if names is not None:
+            _check_name(name, names, where)
+        expected = properties.get(name, others)
+        if expected is not None:
+            check(member, expected, inside + name)
+
+
+def _check_any(value: Any, schema: Schema, where: str) -> None:
+    """Where only one alternative is of the value's type, that one tells what is wrong."""
+    faults: list[InvalidRequest] = []
+    for alternative in schema["anyOf"]:
+        try:
+            check(value, alternative, where)
+            return
+        except InvalidRequest as error:
+            if _is(value, alternative.get("type", "")):
+                faults.append(error)
+    raise faults[0] if len(faults) == 1 else _wrong(where, _expected(schema))
+
+
+def _check_number(value: float, schema: Schema, where: str) -> None:
+    if "minimum" in schema and value < schema["minimum"]:
+        raise _wrong(where, f"at least {schema['minimum']}")
+    if "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
+        raise _wrong(where, f"above {schema['exclusiveMinimum']}")
+    if "maximum" in schema and value > schema["maximum"]:
+        raise _wrong(where, f"at most {schema['maximum']}")
+
+
+def _check_string(value: str, schema: Schema, where: str) -> None:
+    if len(value) < schema.get("minLength", 0):
+        raise _wrong(where, "a string that is not empty")
+    if "maxLength" in schema and len(value) > schema["maxLength"]:
+        raise _wrong(where, f"a string of at most {schema['maxLength']} characters")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{where} is not Unicode text: {error.reason}", where) from error
+
+
+def _check_array(value: list[Any], schema: Schema, where: str) -> None:
+    if len(value) < schema.get("minItems", 0):
+        raise _wrong(where, "an array that is not empty")
+    if "maxItems" in schema and len(value) > schema["maxItems"]:
+        raise _wrong(where, f"an array of at most {schema['maxItems']} items")
+    items = schema.get("items")
+    if items is None or _are_all_fine(value, items):
+        return
+    for number, item in enumerate(value):
+        check(item, items, f"{where}[{number}]")
+
+
+def _are_all_fine(value: list[Any], items: Schema) -> bool:
+    """The fast way for token ids, of which there may be thousands."""
+    if items.get("type") != "integer" or set(map(type, value)) != {int}:
+        return False
+    low, high = items.get("minimum"), items.get("maximum")
+    return (low is None or min(value) >= low) and (high is None or max(value) <= high)
+
+
+def _check_name(name: str, schema: Schema, where: str) -> None:
+    most = schema.get("maxLength", len(name))
+    if schema.get("pattern") == DIGITS and not (name.isascii() and name.isdigit()):
+        raise InvalidRequest(f"{where} must have token ids as names, not {name[:20]!r}", where)
+    if len(name) > most:
+        raise InvalidRequest(f"{where} has a name that is too long", where)
+
+
+DIGITS = "^[0-9]+$"
+
+
+def _is(value: Any, name: str | list[str]) -> bool:
+    if not isinstance(name, str):
+        return any(_is(value, one) for one in name)
+    if isinstance(value, bool):
+        return name == "boolean"
+    return isinstance(value, _TYPES.get(name, ()))
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Equal as JSON has it: true is not 1."""
+    return isinstance(value, bool) is isinstance(allowed, bool) and bool(value == allowed)
+
+
+def _wrong(where: str, expected: str) -> InvalidRequest:
+    return InvalidRequest(f"{where} must be {expected}", where)
+
+
+def _expected(schema: Schema) -> str:
+    """What a value may be, in words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_expected(one) for one in schema["anyOf"]))
+    types = schema.get("type", "something else")
+    types = [types] if isinstance(types, str) else [name for name in types if name != "null"]
+    if types == ["array"] and "items" in schema:
+        return f"an array of {_items(schema['items'])}"
+    return " or ".join(_WORDS.get(name, f"a {name}") for name in types)
+
+
+def _items(schema: Schema) -> str:
+    kind = schema.get("type", "other")
+    return f"{kind}s" if isinstance(kind, str) else "values"

@@ -1,0 +1,149 @@
+"""One HTTP exchange on plain ASGI: its body in, its answer out, and whether the client is there.
+
+Starlette's own requests and responses cost more than a short completion may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import Cancelled, InvalidRequest
+from router.door import Caller
+
+Header = tuple[bytes, bytes]
+
+JSON_TYPE: Header = (b"content-type", b"application/json")
+EVENTS_TYPE: Header = (b"content-type", b"text/event-stream; charset=utf-8")
+NO_CACHE: Header = (b"cache-control", b"no-cache")
+TIMEOUT_HEADER = "x-request-timeout"
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
+_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class Exchange:
+    """A request and the way to answer it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.started = False
+
+    @property
+    def caller(self) -> Caller:
+        """Key, trace and deadline. Raises InvalidRequest for a time that is none."""
+        headers = self._headers
+        metadata: list[tuple[str, str | bytes]] = [
+            (name.decode(), headers[name].decode("latin-1"))
+            for name in (b"traceparent", b"tracestate")
+            if name in headers
+        ]
+        if (key := headers.get(b"authorization")) is not None:
+            metadata.append(("authorization", key))
+        return Caller(tuple(metadata), self._time_left_s())
+
+    def header(self, name: bytes) -> bytes:
+        """A request header's value; empty where there is none."""
+        return self._headers.get(name, b"")
+
+    def names(self, request_id: str = "", trace_id: str = "") -> list[Header]:
+        """Response headers that tell which request and trace this is."""
+        found = _TRACEPARENT.fullmatch(self.header(b"traceparent"))
+        named = [(b"x-request-id", request_id.encode())] if request_id else []
+        if found:
+            named += [(b"x-trace-id", found[1]), (b"traceparent", found[0])]
+        elif trace_id:
+            named.append((b"x-trace-id", trace_id.encode()))
+        return named
+
+    async def body(self, most_bytes: int) -> bytes | None:
+        """The request's body; None when it is larger. Raises Cancelled when the client leaves."""
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the client left while it sent its request")
+            size += len(part := message.get("body", b""))
+            if size > most_bytes:
+                return None
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts) if len(parts) > 1 else part
+
+    async def start(self, status: int, headers: list[Header]) -> None:
+        """Sends status and headers."""
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Sends a part of the body; waits while the client reads too slowly."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer(self, status: int, body: bytes, headers: list[Header]) -> None:
+        """Sends all of a JSON answer."""
+        length = (b"content-length", b"%d" % len(body))
+        await self.start(status, [JSON_TYPE, length, *headers])
+        await self.write(body, more=False)
+
+    @contextlib.asynccontextmanager
+    async def while_there(self) -> AsyncIterator[None]:
+        """Cancels what runs inside, and raises Cancelled, when the client hangs up.
+
+        Leave it without waiting for anything after the answer's last part.
+        """
+        task, gone = asyncio.current_task(), False
+        assert task is not None
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            task.cancel()
+
+        watching = asyncio.create_task(watch(), name="http client")
+        try:
+            yield
+        except asyncio.CancelledError:
+            if gone and not task.uncancel():
+                raise Cancelled("the client has gone") from None
+            raise
+        finally:
+            watching.cancel()
+
+    def _time_left_s(self) -> float | None:
+        text = self._headers.get(TIMEOUT_HEADER.encode())
+        if text is None:
+            return None
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:
+            raise InvalidRequest(
+                f"{TIMEOUT_HEADER} must be seconds between {MIN_TIMEOUT_S} and {MAX_TIMEOUT_S:.0f}",
+                TIMEOUT_HEADER,
+            )
+        return seconds
+
+
+def parse(text: bytes) -> Any:
+    """The JSON value. Raises InvalidRequest for what is not JSON, NaN and Infinity included."""
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")

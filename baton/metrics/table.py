@@ -1,0 +1,258 @@
+"""Every metric of every process, once: name, kind, unit, attributes, buckets, meaning.
+
+Names are OpenTelemetry's; GenAI semantic conventions where they have one. `docs/metrics.md` is
+generated from here, and nothing can be recorded that is not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
+WORKERS = (PREFILL, DECODE)
+EVERYBODY = (ROUTER, *WORKERS)
+
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+# Seconds. Fit for a person who waits for a first token, and for one who reads along.
+FIRST_TOKEN_S = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0,
+    5.0, 7.5, 10.0, 20.0, 30.0, 60.0,
+)  # fmt: skip
+BETWEEN_TOKENS_S = (
+    0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1,
+    0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0,
+)  # fmt: skip
+WHOLE_S = (
+    0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0,
+    90.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+WAIT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+STEP_S = (
+    0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3,
+    0.5, 1.0, 2.0, 5.0,
+)  # fmt: skip
+BYTES_PER_S = tuple(n * 1e9 for n in (0.01, 0.03, 0.1, 0.3, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
+TOKENS = tuple(float(4**n) for n in range(11))  # as the conventions advise
+SEQUENCES = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0)
+
+_UNITS = {"s": "seconds", "By": "bytes", "By/s": "bytes_per_second"}
+
+
+@dataclass(frozen=True)
+class Instrument:
+    """One metric. Its unit is UCUM's, or `{what}` for things that are counted."""
+
+    name: str
+    kind: str
+    unit: str
+    processes: tuple[str, ...]
+    text: str
+    attributes: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def series(self) -> str:
+        """Its name for Prometheus, without the endings of a counter's or histogram's samples."""
+        name = self.name.replace(".", "_")
+        unit = _UNITS.get(self.unit, "")
+        return f"{name}_{unit}" if unit and not name.endswith(unit) else name
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The names that its samples have in a query."""
+        if self.kind == COUNTER:
+            return (f"{self.series}_total",)
+        if self.kind == HISTOGRAM:
+            return tuple(f"{self.series}_{end}" for end in ("bucket", "sum", "count"))
+        return (self.series,)
+
+
+TABLE: tuple[Instrument, ...] = (
+    # What callers see, measured at the router.
+    Instrument(
+        "gen_ai.server.request.duration", HISTOGRAM, "s", (ROUTER,),
+        "From arrival to the last token, of requests that ended OK.",
+        ("gen_ai.request.model", "gen_ai.operation.name"), WHOLE_S,
+    ),
+    Instrument(
+        "gen_ai.server.time_to_first_token", HISTOGRAM, "s", (ROUTER,),
+        "From arrival to the first token on its way to the caller.",
+        ("gen_ai.request.model", "gen_ai.operation.name"), FIRST_TOKEN_S,
+    ),
+    Instrument(
+        "gen_ai.server.time_per_output_token", HISTOGRAM, "s", (ROUTER,),
+        "Mean time between a request's output tokens after its first, of requests that ended OK.",
+        ("gen_ai.request.model", "gen_ai.operation.name"), BETWEEN_TOKENS_S,
+    ),
+    Instrument(
+        "baton.request.inter_token_latency", HISTOGRAM, "s", (ROUTER,),
+        "Every single gap between two outputs of a request, pauses of a failover included.",
+        (), BETWEEN_TOKENS_S,
+    ),
+    Instrument(
+        "gen_ai.client.token.usage", HISTOGRAM, "{token}", (ROUTER,),
+        "Tokens of a request that ended OK: of its prompt, and of its output.",
+        ("gen_ai.request.model", "gen_ai.operation.name", "gen_ai.token.type"), TOKENS,
+    ),
+    Instrument(
+        "baton.requests.ended", COUNTER, "{request}", (ROUTER,),
+        "Requests that ended, by gRPC status; CANCELLED where the caller left before its deadline.",
+        ("status", "tenant"),
+    ),
+    Instrument(
+        "baton.requests.refused", COUNTER, "{request}", (ROUTER,),
+        "Of those, the ones that ended before any work: queue_full, too_late, tenant_limit, "
+        "tenant_unknown, no_worker, draining, invalid, deadline, internal.",
+        ("cause",),
+    ),
+    Instrument(
+        "baton.requests.running", GAUGE, "{request}", (ROUTER,),
+        "Requests inside now, those that wait included.",
+    ),
+    Instrument(
+        "baton.requests.queued", GAUGE, "{request}", (ROUTER,),
+        "Requests that stand in the line for room now.",
+    ),
+    Instrument(
+        "baton.request.queue_time", HISTOGRAM, "s", (ROUTER,),
+        "From arrival until a decode worker held blocks for the request the first time.",
+        (), WAIT_S,
+    ),
+    Instrument(
+        "baton.failovers", COUNTER, "{attempt}", (ROUTER,),
+        "Attempts that failed and were followed by another, by the error's name.",
+        ("reason",),
+    ),
+    Instrument(
+        "baton.tokens.input", COUNTER, "{token}", (ROUTER,),
+        "Prompt tokens of requests that were placed.",
+    ),
+    Instrument(
+        "baton.tokens.cached", COUNTER, "{token}", (ROUTER,),
+        "Of those, the tokens whose KV came from a prefix cache.",
+    ),
+    Instrument(
+        "baton.tokens.output", COUNTER, "{token}", (ROUTER,),
+        "Output tokens delivered; counted as they stream.",
+    ),
+    Instrument(
+        "baton.slo.requests", COUNTER, "{request}", (ROUTER,),
+        "Requests by SLO class (`--slo`), and whether they met all of its targets. One that failed "
+        "or was refused has not; one that the caller left or that was invalid is not counted.",
+        ("slo", "met"),
+    ),
+    Instrument(
+        "baton.workers", GAUGE, "{worker}", (ROUTER,),
+        "Workers by role, and by state as this router sees them.",
+        ("role", "state"),
+    ),
+    Instrument(
+        "baton.breaker.ejections", COUNTER, "{ejection}", (ROUTER,),
+        "Times a circuit breaker shut a worker or a pair out.",
+        ("kind",),
+    ),
+    # What engines do, measured at every worker.
+    Instrument(
+        "baton.engine.step.duration", HISTOGRAM, "s", WORKERS,
+        "One engine step, by what it computed: prefill, decode or mixed.",
+        ("kind",), STEP_S,
+    ),
+    Instrument(
+        "baton.engine.batch.size", HISTOGRAM, "{sequence}", WORKERS,
+        "Sequences in a step.",
+        (), SEQUENCES,
+    ),
+    Instrument(
+        "baton.engine.step.age", GAUGE, "s", WORKERS,
+        "How long the step that runs now has been running; 0 when none runs.",
+    ),
+    Instrument(
+        "baton.engine.sequences", GAUGE, "{sequence}", WORKERS,
+        "Sequences on the engine: running in the batch, or waiting for room in it.",
+        ("state",),
+    ),
+    Instrument(
+        "baton.engine.queue", GAUGE, "{token}", WORKERS,
+        "Tokens known and not yet computed.",
+    ),
+    Instrument(
+        "baton.engine.tokens.computed", COUNTER, "{token}", WORKERS,
+        "Tokens computed, of prompts and outputs together.",
+    ),
+    Instrument(
+        "baton.engine.tokens.generated", COUNTER, "{token}", WORKERS,
+        "Tokens drawn.",
+    ),
+    Instrument(
+        "baton.engine.preemptions", COUNTER, "{preemption}", WORKERS,
+        "Sequences that lost their blocks to others and started over.",
+    ),
+    Instrument(
+        "baton.kv.blocks", GAUGE, "{block}", WORKERS,
+        "KV blocks by state: free, cached, held, quarantined. Their sum is the pool.",
+        ("state",),
+    ),
+    Instrument(
+        "baton.worker.cost", COUNTER, "{currency}", WORKERS,
+        "Price of this worker since it started, by `--worker-price`; 0 where none is set.",
+    ),
+    Instrument(
+        "baton.prefill.queue_time", HISTOGRAM, "s", (PREFILL,),
+        "From a prompt's arrival at the prefill worker to its first chunk.",
+        (), WAIT_S,
+    ),
+    Instrument(
+        "baton.kv.transfer.duration", HISTOGRAM, "s", (PREFILL,),
+        "A handoff's KV, from the first block leaving to Commit acknowledged.",
+        ("transport",), WAIT_S,
+    ),
+    Instrument(
+        "baton.kv.transfer.throughput", HISTOGRAM, "By/s", (PREFILL,),
+        "A handoff's bytes by the time its bytes were moving.",
+        ("transport",), BYTES_PER_S,
+    ),
+    Instrument(
+        "baton.kv.transfer.io", COUNTER, "By", (PREFILL,),
+        "KV bytes handed over and verified.",
+        ("transport",),
+    ),
+    Instrument(
+        "baton.kv.transfer.resends", COUNTER, "{transfer}", (PREFILL,),
+        "Transfers that were done again from the start, of handoffs that arrived in the end.",
+        ("transport",),
+    ),
+    Instrument(
+        "baton.kv.transfer.failures", COUNTER, "{transfer}", (PREFILL,),
+        "Handoffs that were not committed though their prompt was computed, by the error's name.",
+        ("reason",),
+    ),
+    Instrument(
+        "baton.reservations", COUNTER, "{reservation}", (DECODE,),
+        "Answers to Reserve: held for a prefill worker, started here at once, refused for want of "
+        "room, or failed.",
+        ("outcome",),
+    ),
+    # What everybody costs.
+    Instrument(
+        "process.cpu.time", COUNTER, "s", EVERYBODY,
+        "CPU time of the process, all threads.",
+        ("cpu.mode",),
+    ),
+    Instrument(
+        "process.memory.usage", GAUGE, "By", EVERYBODY,
+        "Resident memory of the process.",
+    ),
+)  # fmt: skip
+
+
+def of(process: str) -> dict[str, Instrument]:
+    """What a "router", "prefill" or "decode" process measures, by name."""
+    return {instrument.name: instrument for instrument in TABLE if process in instrument.processes}
+
+
+def sample_names() -> Iterator[str]:
+    """Every name that a query may use, but for `target_info`."""
+    for instrument in TABLE:
+        yield from instrument.samples

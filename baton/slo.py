@@ -1,0 +1,61 @@
+"""Service level objectives: what a class of callers was promised, and whether a request kept it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+_TARGETS = ("ttft", "tpot", "e2e")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+
+
+@dataclass(frozen=True)
+class Slo:
+    """The targets of one class, in seconds; infinite where none was promised."""
+
+    name: str
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    e2e_s: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Of "[NAME:]ttft=SECONDS,tpot=SECONDS[,e2e=SECONDS]". Raises ConfigError."""
+        before, colon, after = text.rpartition(":")
+        name = before if colon else "default"
+        parts = [part.partition("=") for part in after.split(",")]
+        targets = {f"{what.strip()}_s": _seconds(number) for what, _, number in parts}
+        wrong = targets.keys() - {f"{what}_s" for what in _TARGETS}
+        if wrong or not all(targets.values()) or len(targets) < len(parts):
+            raise ConfigError(
+                f"--slo {text!r}: write targets in seconds, as ttft=0.5,tpot=0.05 or, with the "
+                "class's name, batch:ttft=10,e2e=60"
+            )
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"--slo {text!r}: {name!r} is no name for a class")
+        return cls(name, **targets)
+
+    def met(self, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
+        """Whether a request that took so long kept all of it."""
+        return ttft_s <= self.ttft_s and tpot_s <= self.tpot_s and e2e_s <= self.e2e_s
+
+
+def parse_all(texts: tuple[str, ...]) -> tuple[Slo, ...]:
+    """All classes. Raises ConfigError, also where two have the same name."""
+    classes = tuple(map(Slo.parse, texts))
+    names = [slo.name for slo in classes]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"--slo names {', '.join(sorted(twice))} twice")
+    return classes
+
+
+def _seconds(text: str) -> float:
+    """0 for what is no time."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return 0.0
+    return seconds if 0 < seconds < math.inf else 0.0

@@ -1,0 +1,246 @@
+"""The stack of compose/, up for real: asked from outside, scaled, hurt, watched, stopped.
+
+The tests follow one another on one stack and each leaves it whole. `make compose-test` runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from baton import Client, Completion
+from tests.compose.stack import FOLDER, OURS, Stack, run
+
+pytestmark = pytest.mark.timeout(1800)
+
+PATIENCE_S = 120.0
+PROMPT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n" * 8
+LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.0}
+T = TypeVar("T")
+
+
+def eventually(look: Callable[[], T], good: Callable[[T], bool], complaint: str) -> T:
+    """Looks until what is seen is good; containers send no event here."""
+    end = time.monotonic() + PATIENCE_S
+    while not good(seen := look()):
+        assert time.monotonic() < end, f"{complaint}: {seen}"
+        time.sleep(0.5)
+    return seen
+
+
+def fetched(url: str, body: object = None) -> Any:
+    """The JSON at a URL."""
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def ready(stack: Stack, router: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """The READY workers of each role as a router sees them; none while it does not answer."""
+    with Client(stack.target(router)) as client:
+        workers = client.status(timeout=10)["workers"]
+    good = [worker for worker in workers if worker["state"] == "READY"]
+    return {role: [w for w in good if w["role"] == role] for role in ("prefill", "decode")}
+
+
+def counts(stack: Stack, router: int = 1) -> tuple[int, int]:
+    """(prefill, decode) workers that are READY."""
+    workers = ready(stack, router)
+    return len(workers["prefill"]), len(workers["decode"])
+
+
+@pytest.fixture(scope="module")
+def serving(stack: Stack) -> Iterator[Stack]:
+    """The stack when every container is healthy."""
+
+    def unhealthy() -> list[str]:
+        found = stack.of("etcd", *OURS)
+        assert len(found) == 5
+        return [c["Name"] for c in found if c["State"]["Health"]["Status"] != "healthy"]
+
+    eventually(unhealthy, lambda names: not names, "not healthy")
+    yield stack
+
+
+@pytest.fixture
+def two_decoders(serving: Stack) -> Iterator[Stack]:
+    """With a second decode worker; what was hurt is whole again afterwards."""
+    serving.up(*OURS, decode=2)
+    eventually(lambda: counts(serving), lambda seen: seen == (1, 2), "not two decode workers")
+    yield serving
+    for container in serving.of("decode"):
+        if container["State"]["Paused"]:
+            run(["docker", "unpause", container["Id"]])
+    serving.up(*OURS, decode=2)
+    eventually(lambda: counts(serving), lambda seen: seen == (1, 2), "did not recover")
+
+
+def test_requests_from_outside_are_answered_by_both_routers(serving: Stack) -> None:
+    with Client(serving.target(1)) as client:
+        ours = client.generate(PROMPT, max_tokens=24, temperature=0.0)
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    theirs = fetched(serving.url(2) + "/v1/completions", body)
+    assert len(ours.token_ids) == theirs["usage"]["completion_tokens"] > 0
+    assert ours.text == theirs["choices"][0]["text"]
+    assert ours.route.prefill and ours.route.transport == "gloo"
+
+
+def test_containers_run_without_privileges(serving: Stack) -> None:
+    found = serving.of(*OURS)
+    assert len(found) == 4
+    for container in found:
+        config, host = container["Config"], container["HostConfig"]
+        assert config["User"] == "10001:10001"
+        assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and not host["Privileged"]
+        _, *processes = run(
+            ["docker", "top", container["Id"], "-eo", "pid,uid"]
+        ).stdout.splitlines()
+        assert {process.split()[1] for process in processes} == {"10001"}
+
+
+@pytest.mark.parametrize("hurt", ["kill", "pause"])
+def test_a_stream_outlives_its_decode_container(two_decoders: Stack, hurt: str) -> None:
+    stack = two_decoders
+    with Client(stack.target(1)) as client:
+        expected = client.generate(PROMPT, **LONG)
+        with client.stream(PROMPT, **LONG) as stream:
+            seen = [next(stream) for _ in range(20)]
+            (busy,) = [worker for worker in ready(stack)["decode"] if worker["running"]]
+            run(["docker", hurt, busy["address"].partition(":")[0]])
+            seen += list(stream)
+            completion: Completion = stream.completion
+    assert completion.route.attempts > 1
+    assert completion.route.decode != busy["incarnation"]
+    assert completion.token_ids == expected.token_ids
+    assert "".join(delta.text for delta in seen) == expected.text
+
+
+def test_a_worker_that_is_scaled_away_drains(two_decoders: Stack) -> None:
+    two_decoders.up(*OURS, decode=1)
+    eventually(lambda: counts(two_decoders), lambda seen: seen == (1, 1), "did not leave")
+    with Client(two_decoders.target(2)) as client:
+        assert client.generate(PROMPT, max_tokens=8).finish_reason
+
+
+def test_spans_of_every_process_arrive_as_one_trace(serving: Stack) -> None:
+    with Client(serving.target(1)) as client:
+        # Not what a cache holds, or no prefill worker would be asked.
+        trace = client.generate(f"{time.time()}" * 20, max_tokens=4).trace_id
+    assert trace
+
+    def services() -> set[str]:
+        log = serving.compose("logs", "--no-color", "collector")
+        return set(re.findall(rf"span (\S+) {trace} ", log))
+
+    wanted = {"baton-router", "baton-prefill", "baton-decode"}
+    eventually(services, lambda seen: wanted <= seen, "spans are missing")
+
+
+@pytest.fixture(scope="module")
+def prometheus(serving: Stack) -> str:
+    """Prometheus' URL; skips where its image cannot be had."""
+    try:
+        serving.up("prometheus")
+    except AssertionError as error:
+        pytest.skip(f"Prometheus does not start: {str(error)[-300:]}")
+    return f"http://127.0.0.1:{serving.ports['PROMETHEUS_PORT']}/api/v1"
+
+
+def asked(prometheus: str, query: str) -> list[dict[str, Any]]:
+    """The answer to a query now; raises HTTPError when Prometheus cannot parse it."""
+    found: list[dict[str, Any]] = fetched(
+        f"{prometheus}/query?{urllib.parse.urlencode({'query': query})}"
+    )["data"]["result"]
+    return found
+
+
+def test_prometheus_finds_every_container(serving: Stack, prometheus: str) -> None:
+    with Client(serving.target(1)) as client:
+        client.generate(PROMPT, max_tokens=8)
+
+    def up() -> dict[str, float]:
+        try:
+            found = asked(prometheus, "sum by (job) (up)")
+        except OSError as error:  # it is still starting
+            return {str(error): 0.0}
+        return {one["metric"]["job"]: float(one["value"][1]) for one in found}
+
+    def all_up(seen: dict[str, float]) -> bool:
+        jobs = {"router": 2, "prefill": 1, "etcd": 1}
+        return jobs.items() <= seen.items() and seen.get("decode", 0) >= 1
+
+    eventually(up, all_up, "not scraped")
+    first = "sum(gen_ai_server_time_to_first_token_seconds_count)"
+    eventually(
+        lambda: asked(prometheus, first),
+        lambda seen: bool(seen) and float(seen[0]["value"][1]) > 0,
+        "no request was counted",
+    )
+
+
+def dashboards() -> list[Path]:
+    return sorted((FOLDER / "observability" / "grafana" / "dashboards").glob("*.json"))
+
+
+def silent_panels(prometheus: str) -> list[str]:
+    """The panels whose every query is answered with nothing; raises for one that is an error."""
+    silent = []
+    for file in dashboards():
+        for panel in json.loads(file.read_text())["panels"]:
+            answers = []
+            for target in panel.get("targets", ()):
+                query = target["expr"].replace("$__rate_interval", "1m")
+                query = query.replace("$job", "prefill").replace("$instance", ".*")
+                answers.append(asked(prometheus, query))
+            if answers and not any(answers):
+                silent.append(f"{file.stem}: {panel['title']}")
+    return silent
+
+
+def test_dashboards_ask_what_prometheus_can_answer(serving: Stack, prometheus: str) -> None:
+    """Nothing is a syntax error, and panels that need no failure have data."""
+    needs_failure = {
+        *("overview: Failovers", "overview: Ejections", "overview: Refusals by cause"),
+        *("kv-transfer: Failures", "kv-transfer: Sent again"),
+        *("capacity: Refused for want of room", "worker: Reservations"),  # decode has these
+    }
+    with Client(serving.target(1)) as client:
+        client.generate(f"{time.time()}" * 20, max_tokens=8)
+    eventually(
+        lambda: set(silent_panels(prometheus)) - needs_failure,
+        lambda seen: not seen,
+        "these panels show nothing",
+    )
+
+
+def test_alert_rules_are_loaded_and_quiet(serving: Stack, prometheus: str) -> None:
+    def rules() -> list[dict[str, Any]]:
+        groups = fetched(f"{prometheus}/rules")["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    evaluated = eventually(
+        rules,
+        lambda seen: bool(seen) and all(rule["health"] == "ok" for rule in seen),
+        "rules are not evaluated",
+    )
+    pages = [rule for rule in evaluated if rule["labels"]["severity"] == "page"]
+    assert len(pages) >= 5
+    assert not [rule["name"] for rule in pages if rule["state"] == "firing"]
+
+
+def test_everything_stops_with_exit_status_0(serving: Stack) -> None:
+    """Last: it stops the stack."""
+    running = [one["Id"] for one in serving.of(*OURS) if one["State"]["Running"]]
+    assert len(running) >= 4
+    serving.compose("stop", "--timeout", "40", *OURS)
+    ended = [one for one in serving.of(*OURS) if one["Id"] in running]
+    assert {one["State"]["ExitCode"] for one in ended} == {0}

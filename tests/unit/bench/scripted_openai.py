@@ -1,0 +1,88 @@
+"""A real HTTP server with OpenAI's completions API whose answers a test writes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+Step = bytes | asyncio.Event
+
+
+def event(**fields: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def text(token: str) -> bytes:
+    """A chunk of a completion."""
+    return event(choices=[{"text": token}])
+
+
+def usage(prompt: int, completion: int, cached: int | None = None) -> bytes:
+    """The last chunk before the end."""
+    details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+    told = {"prompt_tokens": prompt, "completion_tokens": completion, **details}
+    return event(choices=[], usage=told)
+
+
+DONE = b"data: [DONE]\n\n"
+HELLO = [text("Hel"), text("lo"), usage(3, 2), DONE]
+
+
+class ScriptedOpenAI:
+    """Answers the n-th completion with the n-th script; the last one serves all that follow.
+
+    A script is a list of bytes to write and events to wait for, or a status with a body.
+    """
+
+    def __init__(self, *scripts: list[Step] | tuple[int, str]) -> None:
+        self.scripts = list(scripts)
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.peers: list[Any] = []
+        self.begun = asyncio.Event()
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "scripted"}]})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self.peers.append(request.transport.get_extra_info("peername"))
+        self.keys.append(request.headers.get("Authorization"))
+        self.bodies.append({"path": request.path, **await request.json()})
+        self.begun.set()
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        if isinstance(script, tuple):
+            return web.Response(status=script[0], text=script[1])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for step in script:
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+            elif step == b"hang up":
+                request.transport.close()
+            else:
+                await response.write(step)
+        return response
+
+
+@contextlib.asynccontextmanager
+async def serving(server: ScriptedOpenAI) -> AsyncIterator[str]:
+    """Serves it; gives the base URL."""
+    app = web.Application()
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/v1/completions", server.complete)
+    app.router.add_post("/v1/chat/completions", server.complete)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

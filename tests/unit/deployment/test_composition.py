@@ -1,0 +1,90 @@
+"""The check of compose files finds what would fail, or quietly do nothing, when they are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import requirements
+import yaml
+from check_deployment import BASE, OVERLAYS
+from deployment import composition
+
+
+def told(tmp_path: Path, overlay: str) -> str:
+    """What is said of our base file with this laid over it."""
+    file = tmp_path / "compose.over.yaml"
+    file.write_text(overlay)
+    return "\n".join(composition.complaints(BASE, [file]))
+
+
+def test_our_files_are_good() -> None:
+    assert len(OVERLAYS) == 3
+    assert not list(composition.complaints(BASE, OVERLAYS))
+
+
+@pytest.mark.parametrize(
+    ("overlay", "complaint"),
+    [
+        ("services: {prefill: {imagine: x}}", "imagine"),
+        ("services: {prefil: {environment: {}}}", "prefil: has no image"),
+        ("services: {decode: {ports: ['7700:7700']}}", "published port"),
+        ("services: {decode: {container_name: decode}}", "prevents --scale"),
+        ("services: {decode: {secrets: [key]}}", "secret key"),
+        ("services: {decode: {depends_on: [ectd]}}", "ectd"),
+        ("services: {etcd: {volumes: ['./nowhere:/x']}}", "./nowhere"),
+        ("services: {decode: {environment: {BATON_OPT_KVCACHE: 1GiB}}}", "--kvcache"),
+        ("services: {decode: {environment: {BATON_OPT_THREADS: many}}}", "--threads"),
+        ("services: {router-1: {environment: {BATON_OPT_SLO: 'ttft=soon'}}}", "soon"),
+        ("services: {prefill: {environment: {BATON_OPT_ETCD: nowhere}}}", "--etcd"),
+    ],
+)
+def test_a_mistake_is_told(tmp_path: Path, overlay: str, complaint: str) -> None:
+    assert complaint in told(tmp_path, overlay)
+
+
+def test_an_empty_value_leaves_its_option_out(tmp_path: Path) -> None:
+    overlay = "services: {decode: {environment: {BATON_OPT_NO_SUCH: ''}}}"
+    assert not told(tmp_path, overlay)
+
+
+def test_variables_have_their_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text("a: ${ONE:-1}-${TWO:-}\nb: ${THREE}")
+    assert composition.loaded(file) == {"a": "1-", "b": None}
+
+
+def test_the_image_gets_what_the_extras_need() -> None:
+    project = {
+        "name": "it",
+        "dependencies": ["a>=1"],
+        "optional-dependencies": {
+            "x": ["it[y,z]", "b"],
+            "y": ["c"],
+            "z": ["a>=1", "d"],
+            "no": ["e"],
+        },
+    }
+    assert requirements.requirements(project, ["x"]) == ["a>=1", "b", "c", "d"]
+
+
+def test_every_service_may_write_nothing_and_wants_no_privilege() -> None:
+    services = composition.loaded(BASE)["services"]
+    for name in ("router-1", "router-2", "prefill", "decode"):
+        assert services[name]["read_only"] and services[name]["cap_drop"] == ["ALL"], name
+
+
+def test_published_ports_are_loopback_unless_somebody_says_so() -> None:
+    for file in (BASE, *OVERLAYS):
+        for name, settings in composition.loaded(file)["services"].items():
+            for port in settings.get("ports", ()):
+                assert port.startswith("127.0.0.1:"), (file.name, name)
+
+
+def test_no_secret_stands_in_a_compose_file() -> None:
+    """Only names of files: nothing that looks like a password's value."""
+    for file in (BASE, *OVERLAYS):
+        content = yaml.safe_load(file.read_text())
+        for settings in content["services"].values():
+            names = {name.upper() for name in settings.get("environment", {})}
+            assert not {name for name in names if "PASSWORD" in name and not name.endswith("_FILE")}

@@ -1,0 +1,96 @@
+"""The HTTP API on a real socket, over a door to scripted workers."""
+
+import asyncio
+import contextlib
+import json
+
+import httpx
+import pytest
+
+from baton.gateway.server import listen, serving
+from router.admission import Admission
+from router.door import Door
+from tests.unit.router.scripted_workers import PATIENCE_S, Cluster
+from tests.unit.router.texts import byte_tokenizer
+
+PROMPT = [1, 2, 3]
+
+
+class Gateway:
+    """A door behind HTTP, and a client. Output token i of every request is the i-th letter."""
+
+    def __init__(self, cluster, tokenizer, routes=(), **limits):
+        admission = Admission("tiny", tokenizer, limits.pop("default_timeout_s", 10.0), **limits)
+        self.cluster = cluster
+        self.tokenizer = tokenizer
+        self.door = Door(admission, cluster.line, cluster.dispatch, cluster.fleet, cluster.tracer)
+        self._routes = routes
+        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def decode(self):
+        return self.cluster.decodes[0]
+
+    async def __aenter__(self):
+        listener = listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        await self._stack.enter_async_context(serving(self.door, listener, self._routes))
+        client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
+        self.client = await self._stack.enter_async_context(client)
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.idle()
+        await self._stack.aclose()
+
+    async def idle(self):
+        """Returns once no request runs."""
+        async with asyncio.timeout(PATIENCE_S):
+            await self.door.idle()
+
+    async def post(self, path, body=None, headers=None, **more):
+        """A completion's answer, greedy, of five tokens, unless told otherwise."""
+        sent = {**(body or {}), **more}
+        return await self.client.post(path, json=sent, headers=headers)
+
+    async def complete(self, headers=None, **body):
+        sent = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, **body}
+        return await self.post("/v1/completions", sent, headers)
+
+    async def chat(self, headers=None, **body):
+        sent = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True, **body}
+        return await self.post("/v1/chat/completions", sent, headers)
+
+    def stream(self, path="/v1/completions", **body):
+        """A stream under way, as httpx has it."""
+        prompt = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {
+            "prompt": PROMPT}  # fmt: skip
+        sent = {**prompt, "max_tokens": 5, "ignore_eos": True, "stream": True, **body}
+        return self.client.stream("POST", path, json=sent)
+
+    async def events(self, path="/v1/completions", **body):
+        """All events of a stream that ends as it should, without its [DONE]."""
+        async with self.stream(path, **body) as response:
+            assert response.status_code == 200, await response.aread()
+            return await events_of(response)
+
+
+async def events_of(response):
+    lines = [line async for line in response.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@pytest.fixture
+async def gateway_of(tmp_path):
+    """Starts gateways over clusters of scripted workers."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(prefill=1, decode=1, *, cluster=None, tokenizer=None, **settings):
+            cluster = Cluster(prefill, decode, **(cluster or {}))
+            await stack.enter_async_context(cluster)
+            tokenizer = tokenizer or byte_tokenizer(tmp_path)
+            return await stack.enter_async_context(Gateway(cluster, tokenizer, **settings))
+
+        yield start

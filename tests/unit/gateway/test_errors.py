@@ -1,0 +1,295 @@
+"""What callers are told when it cannot be done: OpenAI's shape, the field, when to come again."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from baton import errors
+from baton.gateway.endpoint import MAX_BODY_BYTES
+from baton.gateway.errors import CLIENT_GONE, failure_of
+from router.tenants import Tenants
+from tests.unit.router.scripted_workers import PATIENCE_S
+
+from .conftest import PROMPT, events_of
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.InvalidRequest("x"), 400),
+        (errors.Unauthenticated("x"), 401),
+        (errors.ModelNotFound("x"), 404),
+        (errors.Overloaded("x"), 429),
+        (errors.Cancelled("x"), CLIENT_GONE),
+        (errors.InternalError("x"), 500),
+        (errors.TransferFailed("x"), 500),
+        (errors.Unavailable("x"), 503),
+        (errors.DeadlineExceeded("x"), 504),
+    ],
+)
+def test_every_error_has_its_status(error, status):
+    failure = failure_of(error)
+    assert failure.status == status
+    assert json.loads(failure.body)["error"]["message"] == "x"
+
+
+def test_what_nobody_expected_is_a_500_that_is_logged(caplog):
+    assert failure_of(ZeroDivisionError("by zero")).status == 500
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 2.5])
+def test_advice_when_to_come_again_is_in_whole_seconds_and_at_least_one(after_s):
+    headers = dict(failure_of(errors.Overloaded("full", after_s)).headers)
+    assert int(headers[b"retry-after"]) >= max(1, after_s)
+    assert (b"retry-after-ms" in headers) is (after_s > 0)
+
+
+BAD = [
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt"),
+    ({"prompt": [1, 999]}, "prompt"),
+    ({"prompt": [1] * 40}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 128, "prompt": ["a"] * 9}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"min_tokens": 6}, "min_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"300": 1}}, "logit_bias"),
+    ({"logit_bias": {"3": 101}}, "logit_bias.3"),
+    ({"stop": [""]}, "stop[0]"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop_token_ids": [999]}, "stop_token_ids"),
+    ({"priority": "urgent"}, "priority"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"guided_regex": "a*"}, "guided_regex"),
+    ({"model": "\ud800"}, "model"),
+]
+BAD_CHATS = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x" * 99}]}, "messages"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens"),
+]
+
+
+async def test_a_bad_field_is_refused_by_name_before_any_work(gateway_of):
+    gateway = await gateway_of()
+    headers = {"content-type": "application/json"}
+    for body, param in BAD:
+        text = json.dumps({"prompt": PROMPT, "max_tokens": 5, **body})
+        response = await gateway.client.post("/v1/completions", content=text, headers=headers)
+        error = error_of(response, 400)
+        assert (error["param"], error["type"]) == (param, "invalid_request_error"), body
+    assert gateway.decode.requests == []
+
+
+async def test_a_bad_field_of_a_chat_is_refused_by_name(gateway_of):
+    gateway = await gateway_of()
+    for body, param in BAD_CHATS:
+        assert error_of(await gateway.chat(**body), 400)["param"] == param, body
+    assert gateway.decode.requests == []
+
+
+async def test_what_only_hints_is_ignored(gateway_of):
+    gateway = await gateway_of()
+    hints = {"user": "me", "store": True, "metadata": {"a": 1}, "whatever": [1], "tools": [],
+             "tool_choice": "none", "response_format": {"type": "text"}}  # fmt: skip
+    assert (await gateway.chat(max_tokens=2, **hints)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"prompt": "a", "temperature": NaN}', 400),
+        (b'{"prompt": ' + b"[" * 100_000, 400),
+        (b"\xff", 400),
+        (b'{"prompt": "' + b"a" * MAX_BODY_BYTES, 413),
+    ],
+)
+async def test_a_body_that_is_none_is_refused(gateway_of, text, status):
+    gateway = await gateway_of()
+    headers = {"content-type": "application/json"}
+    response = await gateway.client.post("/v1/completions", content=text, headers=headers)
+    error_of(response, status)
+    assert (await gateway.complete()).status_code == 200
+
+
+async def test_only_json_is_read(gateway_of):
+    gateway = await gateway_of()
+    error_of(await gateway.client.post("/v1/completions", data={"prompt": "a"}), 415)
+
+
+async def test_unknown_paths_methods_and_models(gateway_of):
+    gateway = await gateway_of()
+    error_of(await gateway.client.get("/v2/models"), 404)
+    response = await gateway.client.get("/v1/completions")
+    error_of(response, 405)
+    assert response.headers["allow"] == "POST"
+    for response in (await gateway.complete(model="x"), await gateway.client.get("/v1/models/x")):
+        error = error_of(response, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+async def test_nobody_to_serve_is_503_with_advice(gateway_of):
+    gateway = await gateway_of(prefill=0)
+    response = await gateway.complete()
+    assert "no prefill worker" in error_of(response, 503)["message"]
+    assert response.headers["retry-after"] == "1"
+    response = await gateway.client.get("/ready")
+    assert "no prefill worker" in error_of(response, 503)["message"]
+    assert (await gateway.client.get("/health")).status_code == 200
+
+
+async def test_a_full_queue_is_429_with_advice(gateway_of):
+    gateway = await gateway_of(cluster={"max_queue": 1})
+    gateway.decode.tell(blocks_free=0)
+    await gateway.cluster.until(lambda s: not s.decode[0].load.blocks_free)
+    waiting = asyncio.create_task(gateway.complete())
+    await gateway.cluster.until_waiting(1)
+    response = await gateway.complete(stream=True)
+    assert error_of(response, 429)["code"] == "rate_limit_exceeded"
+    assert int(response.headers["retry-after"]) >= 1
+    gateway.decode.tell()
+    assert (await waiting).json()["usage"]["completion_tokens"] == 5
+
+
+async def test_keys_are_the_tenants(gateway_of, tmp_path):
+    file = tmp_path / "tenants.toml"
+    (tmp_path / "key").write_text("secret")
+    file.write_text('[tenants.search]\nkey_files = ["key"]\n')
+    gateway = await gateway_of(tenants=Tenants.load(file))
+    good, bad = {"authorization": "Bearer secret"}, {"authorization": "Bearer wrong"}
+    for headers in ({}, bad):
+        response = await gateway.complete(headers)
+        assert error_of(response, 401)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+        error_of(await gateway.client.get("/v1/models", headers=headers), 401)
+        error_of(await gateway.post("/tokenize", {"prompt": "x"}, headers), 401)
+    assert (await gateway.complete(good)).status_code == 200
+    assert (await gateway.client.get("/v1/models", headers=good)).status_code == 200
+    assert (await gateway.post("/tokenize", {"prompt": "x"}, good)).status_code == 200
+
+
+async def test_the_deadline_in_the_header_ends_the_request(gateway_of):
+    gateway = await gateway_of()
+    gateway.decode.runs = [lambda *run: None]
+    response = await gateway.complete({"x-request-timeout": "0.5"})
+    assert error_of(response, 504)["code"] == "deadline_exceeded"
+    await gateway.cluster.all_freed()
+    for bad in ("soon", "-1", "0", "inf", "nan"):
+        error = error_of(await gateway.complete({"x-request-timeout": bad}), 400)
+        assert error["param"] == "x-request-timeout"
+
+
+async def test_an_error_in_a_stream_is_its_last_event(gateway_of):
+    gateway = await gateway_of(default_timeout_s=1.0)
+    gateway.decode.runs = [lambda *run: None]
+    *chunks, last = await gateway.events()
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a"]
+    assert last["error"]["code"] == "deadline_exceeded"
+
+
+async def test_one_failed_choice_ends_all(gateway_of):
+    gateway = await gateway_of(default_timeout_s=1.0)
+    gateway.decode.runs = [lambda *run: None]
+    error_of(await gateway.complete(n=3), 504)
+    await gateway.idle()
+    await gateway.cluster.all_freed()
+
+
+async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway_of):
+    gateway = await gateway_of()
+    paused = []
+    gateway.decode.runs = [lambda *run: paused.append(run)]
+    async with gateway.stream() as running:
+        assert running.status_code == 200
+        gateway.door.draining = True
+        response = await gateway.complete()
+        assert "draining" in error_of(response, 503)["message"]
+        assert "retry-after" in response.headers
+        error_of(await gateway.client.get("/ready"), 503)
+        gateway.decode.run_to_end(*paused.pop())
+        events = await events_of(running)
+    assert "".join(event["choices"][0]["text"] for event in events) == "abcde"
+
+
+async def test_a_stream_that_outlives_the_drain_is_told(gateway_of):
+    gateway = await gateway_of()
+    gateway.decode.runs = [lambda *run: None]
+    async with gateway.stream() as running:
+        gateway.door.give_up()
+        *_, last = await events_of(running)
+    assert last["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_frees_everything(gateway_of, stream):
+    gateway = await gateway_of()
+    begun = asyncio.Event()
+    gateway.decode.runs = [lambda *run: begun.set()]
+    body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream}
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=body))
+        async with asyncio.timeout(PATIENCE_S):
+            await begun.wait()
+        assert gateway.decode.held
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await gateway.decode.cancelled.get()
+        await gateway.idle()
+    assert gateway.decode.held == set()
+
+
+async def test_hanging_up_ends_all_choices(gateway_of):
+    gateway = await gateway_of()
+    begun = asyncio.Queue()
+    gateway.decode.runs = [lambda *run: begun.put_nowait(run)] * 3
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S) as client:
+        call = asyncio.create_task(client.post(
+            "/v1/completions", json={"prompt": PROMPT, "n": 3, "max_tokens": 5}))  # fmt: skip
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(3):
+                await begun.get()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    await gateway.idle()
+    await gateway.cluster.all_freed()

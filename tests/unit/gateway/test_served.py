@@ -1,0 +1,196 @@
+"""What is told beside completions, and how the server treats its connections."""
+
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from baton.errors import ConfigError
+from baton.gateway import frontend
+from baton.gateway.server import listen
+from baton.gateway.tokens import ChatLogprobs, CompletionLogprobs
+from baton.v1 import common_pb2
+from tests.unit.router.scripted_workers import PATIENCE_S
+from tests.unit.router.texts import byte_tokenizer, ids_only_tokenizer
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+
+
+async def test_models_are_told(gateway_of):
+    gateway = await gateway_of()
+    listed = (await gateway.client.get("/v1/models")).json()
+    model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "baton",
+             "max_model_len": 32}  # fmt: skip
+    assert listed == {"object": "list", "data": [model]}
+    assert (await gateway.client.get("/v1/models/tiny")).json() == model
+
+
+async def test_tokens_are_told(gateway_of):
+    gateway = await gateway_of()
+    answer = (await gateway.post("/tokenize", {"prompt": "Hi", "return_token_strs": True})).json()
+    ids = gateway.tokenizer.encode("Hi")
+    assert answer == {"count": 2, "max_model_len": 32, "tokens": ids, "token_strs": ["H", "i"]}
+    answer = (await gateway.post("/tokenize", {"messages": [{"role": "u", "content": "x"}]})).json()
+    assert answer["tokens"] == gateway.tokenizer.encode_chat([("u", "x")])
+    assert answer["token_strs"] is None
+    for body in ({}, {"prompt": "a", "messages": [{"role": "u"}]}, {"prompt": "\ud800"}):
+        headers = {"content-type": "application/json"}
+        response = await gateway.client.post("/tokenize", content=json.dumps(body), headers=headers)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_health_readiness_figures_and_the_description(gateway_of):
+    gateway = await gateway_of()
+    assert (await gateway.client.get("/health")).json() == {"status": "ok"}
+    assert (await gateway.client.get("/ready")).json() == {"status": "ready"}
+    gateway.door.metrics_page = lambda accept: (f"text/x; of={accept}", b"figures 1\n")
+    page = await gateway.client.get("/metrics", headers={"accept": "a/b"})
+    assert (page.text, page.headers["content-type"]) == ("figures 1\n", "text/x; of=a/b")
+    described = (await gateway.client.get("/openapi.json")).json()
+    assert "temperature" in json.dumps(described["paths"]["/v1/completions"])
+
+
+async def test_routes_of_others_are_served_beside_ours(gateway_of):
+    async def hello(request):
+        return PlainTextResponse("hello")
+
+    gateway = await gateway_of(routes=[Route("/hello", hello)])
+    assert (await gateway.client.get("/hello")).text == "hello"
+
+
+async def test_the_trace_is_taken_up_and_told(gateway_of):
+    provider = TracerProvider()
+    gateway = await gateway_of(cluster={"tracer": provider.get_tracer("test")})
+    for response in (
+        await gateway.complete({"traceparent": TRACEPARENT}),
+        await gateway.complete({"traceparent": TRACEPARENT}, stream=True),
+        await gateway.complete({"traceparent": TRACEPARENT}, temperature=-1),
+    ):
+        assert response.headers["x-trace-id"] == TRACE
+        assert response.headers["traceparent"] == TRACEPARENT
+    own = await gateway.complete()
+    assert len(own.headers["x-trace-id"]) == 32
+    assert own.headers["x-trace-id"] != TRACE
+    assert "traceparent" not in own.headers
+    for bad in ("nonsense", TRACEPARENT.upper()):
+        response = await gateway.complete({"traceparent": bad})
+        assert response.headers["x-trace-id"] != TRACE
+        assert "traceparent" not in response.headers
+    provider.shutdown()
+
+
+async def test_urgency_target_and_salt_reach_the_door(gateway_of):
+    gateway = await gateway_of()
+    seen, generate = [], gateway.door.generate
+
+    def watched(request, caller):
+        seen.append(request)
+        return generate(request, caller)
+
+    gateway.door.generate = watched
+    for value in ("low", "normal", "high", 1, 0, -1, None):
+        await gateway.complete(priority=value, cache_salt="s", ttft_target_ms=9000)
+    low, normal, high = (common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_NORMAL,
+                         common_pb2.PRIORITY_HIGH)  # fmt: skip
+    own = common_pb2.PRIORITY_UNSPECIFIED
+    assert [request.priority for request in seen] == [low, normal, high, low, own, high, own]
+    assert {(request.cache_salt, request.ttft_target_ms) for request in seen} == {("s", 9000)}
+
+
+async def test_small_writes_are_sent_at_once(gateway_of, monkeypatch):
+    """Without TCP_NODELAY a stream's second chunk waits for the client's delayed ACK."""
+    seen, made = [], HttpToolsProtocol.connection_made
+
+    def connection_made(self, transport):
+        made(self, transport)
+        sock = transport.get_extra_info("socket")
+        seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(HttpToolsProtocol, "connection_made", connection_made)
+    gateway = await gateway_of()
+    await gateway.complete()
+    assert seen == [1]
+
+
+async def test_one_connection_serves_many_requests(gateway_of):
+    gateway = await gateway_of()
+    limits = httpx.Limits(max_connections=1)
+    async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=PATIENCE_S) as client:
+        for stream in (False, True, False, True):
+            body = {"prompt": "ab", "max_tokens": 3, "stream": stream}
+            response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200
+            assert response.headers.get("connection") != "close"
+            network = response.extensions["network_stream"]
+            address = network.get_extra_info("client_addr")
+            assert address == (first := locals().get("first") or address)
+
+
+async def test_a_chunk_comes_with_its_token_and_not_later(gateway_of):
+    """Each token is sent as it is made: the next one is not made before the first was read."""
+    gateway = await gateway_of()
+    paused = []
+    gateway.decode.runs = [lambda *run: paused.append(run)]
+    async with gateway.stream() as response, asyncio.timeout(PATIENCE_S):
+        lines = (line async for line in response.aiter_lines() if line)
+        assert '"text":"a"' in await anext(lines)
+        assert len(paused) == 1
+        gateway.decode.run_to_end(*paused[0])
+        assert [line async for line in lines][-1] == "data: [DONE]"
+
+
+def test_a_taken_port_is_told_before_anything_begins():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} for HTTP.*--http-port"):
+            frontend("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="--http-port"):
+        listen("no.such.host.invalid", 0)
+
+
+def told(*tokens, top=()):
+    def one(token_id, logprob):
+        return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+
+    return [
+        common_pb2.PositionLogprobs(chosen=one(token, -0.5), top=[one(*other) for other in top])
+        for token in tokens
+    ]
+
+
+def test_logprobs_of_tokens_that_are_parts_of_characters(tmp_path):
+    """An é of two tokens: each shows its byte, and the text is one character longer after both."""
+    tokenizer = byte_tokenizer(tmp_path)
+    first, second = tokenizer.encode("é")
+    letter = tokenizer.encode("x")[0]
+    logprobs = CompletionLogprobs(tokenizer)
+    answer = logprobs.told(told(first, second, letter, top=[(first, -0.25), (second, -9e9)]))
+    assert answer["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "x"]
+    assert answer["text_offset"] == [0, 0, 1]
+    assert answer["token_logprobs"] == [-0.5] * 3
+    assert answer["top_logprobs"][2] == {"x": -0.5, "bytes:\\xc3": -0.25, "bytes:\\xa9": -9999.0}
+    assert logprobs.told(told(0))["text_offset"] == [2]
+    assert logprobs.told(told(0))["tokens"] == ["</s>"]
+    (entry,) = ChatLogprobs(tokenizer).told(told(first, top=[(letter, -1.0)]))["content"]
+    assert (entry["token"], entry["bytes"], entry["logprob"]) == ("bytes:\\xc3", [0xC3], -0.5)
+    assert entry["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [ord("x")]}]
+
+
+async def test_a_model_without_text_takes_and_tells_token_ids(gateway_of, tmp_path):
+    tokenizer = ids_only_tokenizer(tmp_path, vocab_size=300)
+    gateway = await gateway_of(tokenizer=tokenizer)
+    (choice,) = (await gateway.complete(return_token_ids=True)).json()["choices"]
+    assert (choice["text"], choice["token_ids"]) == ("", [100, 101, 102, 103, 104])
+    assert len(await gateway.events()) == 5
+    response = await gateway.complete(prompt="text")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert (await gateway.chat()).json()["error"]["param"] == "messages"
+    names = CompletionLogprobs(tokenizer).told(told(7))["tokens"]
+    assert names == ["token_id:7"]

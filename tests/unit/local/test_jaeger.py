@@ -1,0 +1,163 @@
+"""Traces out of Jaeger: the JSON its HTTP API answers with, over a real connection."""
+
+import copy
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from baton.cli.trace import render
+from baton.errors import InternalError, InvalidRequest, Unavailable
+from baton.local.jaeger import Jaeger
+from baton.local.trace_summary import ROUTER, entry_of, is_whole
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())
+UNKNOWN = {"data": None, "total": 0, "limit": 0, "offset": 0,
+           "errors": [{"code": 404, "msg": "trace not found"}]}  # fmt: skip
+TIMEOUT_S = 30.0
+BASE_NS = 1729181197748000 * 1000
+
+TREE = """\
+trace 4bf92f3577b34da6a3ce929d0e0e4736: 8 spans, 587.5 ms
+service  span                                               start     took ms
+router  router.generate                                       0.0    587.5 ms |████████████████████|
+│  request_id=673a2741b66149cc usage.input_tokens=717 usage.output_tokens=40
+├─ router  router.admit                                       0.2      2.4 ms |█                   |
+├─ ! router  router.attempt                                   4.1    200.0 ms |███████             |
+│     error=the event stream broke
+└─ router  router.attempt                                   210.0    377.0 ms |       █████████████|
+   ├─ decode  decode                                        211.0    375.5 ms |       █████████████|
+   │  │  end=length
+   │  └─ decode  decode.run                                 330.7    255.5 ms |           █████████|
+   └─ prefill  prefill                                      212.0    110.0 ms |       ████         |
+      │  prompt_tokens=717
+      └─ prefill  kv.transfer                               231.3     82.0 ms |       ████         |
+            bytes=2.8 MiB gb_per_s=0.7439
+spans account for 91.9% of the request's 587.5 ms; longest gaps: 27.2 ms at 204.1, 17.4 ms at 313.3,
+1.5 ms at 2.6"""
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each path with (status, body), and keeps what was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        unknown = (404, json.dumps(UNKNOWN).encode())
+        status, body = self.server.answers.get(urlsplit(self.path).path, unknown)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def jaeger() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        server.answers[f"/api/traces/{TRACE}"] = (200, json.dumps(ANSWER).encode())
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_trace_is_drawn_as_one_of_ours(jaeger: Server) -> None:
+    spans = Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
+    assert render(spans, 100) == TREE
+    assert is_whole(spans)
+    entry = entry_of(spans)
+    assert entry is not None
+    assert (entry.start_ns, entry.end_ns) == (BASE_NS, BASE_NS + 587_500_000)
+    assert entry.parent_id == "53ce929d0e0e4736"  # the client's, which is not in Jaeger
+    assert entry.attributes["gen_ai.usage.input_tokens"] == 717
+    transfer = next(span for span in spans if span.name == "kv.transfer")
+    assert transfer.attributes["bytes"] == 2936832  # as text in the answer
+
+
+def test_a_base_path_and_an_id_without_its_zeros(jaeger: Server) -> None:
+    answer, trace_id = copy.deepcopy(ANSWER), "00" + TRACE[2:]
+    for span in answer["data"][0]["spans"]:
+        span["traceID"] = trace_id.lstrip("0")
+        for reference in span["references"]:
+            reference["traceID"] = trace_id.lstrip("0")
+    jaeger.answers["/jaeger/api/traces/" + trace_id] = (200, json.dumps(answer).encode())
+    spans = Jaeger(f"{jaeger.url}/jaeger/").trace(trace_id, TIMEOUT_S)
+    assert {span.trace_id for span in spans} == {trace_id}
+    assert is_whole(spans)
+
+
+def test_an_unknown_trace_has_no_spans(jaeger: Server) -> None:
+    assert Jaeger(jaeger.url).trace("1" * 32, TIMEOUT_S) == []
+    jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}).encode())
+    assert Jaeger(jaeger.url).trace("2" * 32, TIMEOUT_S) == []
+
+
+def test_requests_are_listed(jaeger: Server) -> None:
+    second = json.loads(json.dumps(ANSWER["data"][0]).replace(TRACE, "2" * 32))
+    for span in second["spans"]:
+        span["startTime"] -= 5_000_000
+    second["spans"][0]["duration"] = 900_000
+    other = {"traceID": "3" * 32, "spans": [], "processes": {}}
+    body = json.dumps({"data": [second, ANSWER["data"][0], other]}).encode()
+    jaeger.answers["/api/traces"] = (200, body)
+    source = Jaeger(jaeger.url)
+    assert [told.trace_id for told in source.summaries(False, 20, TIMEOUT_S)] == [TRACE, "2" * 32]
+    assert [told.trace_id for told in source.summaries(True, 1, TIMEOUT_S)] == ["2" * 32]
+    asked = parse_qs(urlsplit(jaeger.asked[0]).query)
+    assert asked["service"] == [ROUTER] and int(asked["end"][0]) > int(asked["start"][0])
+    (told,) = source.summaries(False, 1, TIMEOUT_S)
+    assert (told.attempts, told.input_tokens, told.output_tokens) == (2, 717, 40)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "why"),
+    [
+        (500, b"{}", Unavailable, "answers 500"),
+        (404, b"<html>nothing here</html>", Unavailable, "answers 404"),
+        (200, b"<html>a page</html>", InternalError, "is it Jaeger"),
+        (200, b"[]", InternalError, "not an answer of Jaeger"),
+        (200, b'{"data": [{"spans": [{"spanID": "x"}], "processes": {}}]}', InternalError,
+         "not a trace"),
+    ],
+)  # fmt: skip
+def test_other_answers_are_told(
+    jaeger: Server, status: int, body: bytes, error: type[Exception], why: str
+) -> None:
+    jaeger.answers[f"/api/traces/{TRACE}"] = (status, body)
+    with pytest.raises(error, match=why):
+        Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
+
+
+def test_nobody_there() -> None:
+    with Server() as server:
+        url = server.url
+    with pytest.raises(Unavailable, match="does not answer"):
+        Jaeger(url).trace(TRACE, TIMEOUT_S)
+
+
+@pytest.mark.parametrize("url", ["ftp://h:1", "http://", "file:///etc/passwd"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="--jaeger"):
+        Jaeger(url)

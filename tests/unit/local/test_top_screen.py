@@ -1,0 +1,193 @@
+"""`baton top` on a terminal: what it draws as routers answer, what keys do, and what it leaves."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton import rpc
+from baton.v1 import fleet_pb2, fleet_pb2_grpc
+from tests.waiting import eventually
+
+from .statuses import DECODE, pair, status, worker
+
+ROOT = Path(__file__).parents[3]
+ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
+PATIENCE_S = 40.0
+STYLE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Router(fleet_pb2_grpc.FleetServiceServicer):
+    """Answers with `status`, on one port whenever it runs."""
+
+    def __init__(self) -> None:
+        self.status = status([worker("pre0"), worker("dec0", DECODE)], [pair("pre0", "dec0")])
+        self.port = 0
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        await self._server.stop(0)
+
+    async def GetStatus(self, request: Any, context: Any) -> fleet_pb2.GetStatusResponse:
+        return self.status
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    serving = Router()
+    await serving.start()
+    yield serving
+    await serving.stop()
+
+
+class Terminal:
+    """A terminal of 120 columns with `baton top` in it."""
+
+    def __init__(self) -> None:
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+        self.mode = termios.tcgetattr(self.slave)
+        self.shown = b""
+        self.process: asyncio.subprocess.Process
+
+    async def start(self, *argv: str) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton", "top", "--interval", "0.1", *argv),
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            cwd=ROOT,
+            env={**os.environ, "TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+        asyncio.get_running_loop().add_reader(self.master, self._read)
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            self.shown += os.read(self.master, 65536)
+
+    def press(self, keys: str) -> None:
+        """Keys; from now on only what is drawn after them counts."""
+        self.shown = b""
+        os.write(self.master, keys.encode())
+
+    async def until(self, good: Callable[[str], bool], complaint: str) -> str:
+        """What one picture says, once it is good."""
+
+        async def look() -> str:
+            return STYLE.sub(b"", self.shown.rpartition(b"baton top")[2]).decode(errors="replace")
+
+        return await eventually(look, good, complaint, PATIENCE_S)
+
+    async def shows(self, text: str) -> str:
+        return await self.until(lambda seen: text in seen, f"{text!r} is not shown")
+
+    async def ended(self) -> int:
+        """The exit status, and the terminal is as it was."""
+        async with asyncio.timeout(PATIENCE_S):
+            exit_status = await self.process.wait()
+        self._drain()
+        assert LEAVE in self.shown
+        assert termios.tcgetattr(self.slave) == self.mode
+        return exit_status
+
+    def _drain(self) -> None:
+        os.set_blocking(self.master, False)
+        with contextlib.suppress(BlockingIOError, OSError):
+            while more := os.read(self.master, 65536):
+                self.shown += more
+
+    async def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.master)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.fixture
+async def top(router: Router) -> AsyncIterator[Terminal]:
+    terminal = Terminal()
+    await terminal.start("--target", f"127.0.0.1:{router.port}")
+    yield terminal
+    await terminal.close()
+
+
+async def test_it_follows_routers_and_keys(top: Terminal, router: Router) -> None:
+    seen = await top.shows("pre0")
+    assert ENTER in top.shown
+    assert "SERVING" in seen and "dec0" in seen
+    router.status.router.queued = 4321
+    await top.shows("4321")
+    top.press("p")
+    await top.shows("PAUSED")
+    router.status.router.queued = 8765
+    top.press("r")  # a frame more, of what was frozen
+    seen = await top.shows("role: prefill")
+    assert "4321" in seen and "8765" not in seen
+    top.press("p")
+    await top.shows("8765")
+    top.press("\x1b[A")  # an arrow is no key of ours
+    top.press("s")
+    await top.shows("sort: queue")
+    top.press("q")
+    assert await top.ended() == 0
+
+
+async def test_it_waits_for_a_router_to_come_back(top: Terminal, router: Router) -> None:
+    await top.shows("SERVING")
+    await router.stop()
+    seen = await top.shows("does not answer for")
+    assert "NO ANSWER" in seen and "pre0" in seen and "what follows is old" in seen
+    router.status = status([worker("new0")], incarnation="r1")
+    await router.start()
+    seen = await top.shows("new0")
+    assert "NO ANSWER" not in seen and "pre0" not in seen
+
+
+@pytest.mark.parametrize(("how", "exit_status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+async def test_however_it_ends_the_terminal_is_as_it_was(
+    top: Terminal, how: signal.Signals, exit_status: int
+) -> None:
+    await top.shows("SERVING")
+    assert termios.tcgetattr(top.slave) != top.mode  # keys come without Enter
+    top.process.send_signal(how)
+    assert await top.ended() == exit_status
+
+
+async def test_one_frame_for_pipes(router: Router) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton", "top", "--once", "--interval", "0.1"),
+        *("--width", "100", "--target", f"127.0.0.1:{router.port}"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        out, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"")
+    text = out.decode()
+    assert text.startswith("baton top  cluster default, model demo")
+    assert "\x1b" not in text and "quit" not in text
+    row = next(line for line in text.splitlines() if line.startswith("127.0.0.1:"))
+    assert row.split()[2:7] == ["0", "0", "0", "0", "-"]  # rates, from two answers

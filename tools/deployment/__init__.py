@@ -1,0 +1,1 @@
+"""What is deployed beside the program: compose files, dashboards, alert rules, and their checks."""
