@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 
-MOST_SPANS = 16_384  # about 40 MB; at 20 spans a request the last 800 requests
+MOST_SPANS = 16_384  # about 50 MB; at 20 spans a request the last 800 requests
 MOST_KEPT = 4096  # traces whose later spans are exported as well
 
 _ID_BITS = (1 << 64) - 1

@@ -243,11 +243,9 @@ class Dispatch:
         story.workers.add(name)
         calling = telemetry.span(self._tracer, "router.prefill", trace, kind=SpanKind.CLIENT)
         try:
-            with calling as span, member.calling():
+            with calling, member.calling():
                 call = member.prefill.Prefill(
-                    request,
-                    timeout=story.ask.time_left_s,
-                    metadata=telemetry.inject(telemetry.context_of(span)),
+                    request, timeout=story.ask.time_left_s, metadata=telemetry.inject(trace)
                 )
                 async for message in call:
                     if message.HasField("first_token"):

@@ -166,14 +166,15 @@ class Door:
                     time.monotonic(),
                     self._dispatch.wants(story),
                 )
-            yield inference_pb2.GenerateResponse(
-                started=inference_pb2.Started(
-                    request_id=request_id,
-                    trace_id=telemetry.trace_id_of(span),
-                    prompt_tokens=len(ask.prompt),
-                    resumed_tokens=len(ask.resumed),
+            with telemetry.span(self._tracer, "router.begin", telemetry.context_of(span)):
+                yield inference_pb2.GenerateResponse(
+                    started=inference_pb2.Started(
+                        request_id=request_id,
+                        trace_id=telemetry.trace_id_of(span),
+                        prompt_tokens=len(ask.prompt),
+                        resumed_tokens=len(ask.resumed),
+                    )
                 )
-            )
             async with contextlib.aclosing(self._in_time(story, visit, seen)) as responses:
                 async for response in responses:
                     yield response
@@ -217,15 +218,16 @@ class Door:
                 if text.stop is not None:
                     break  # the workers do not know of stop strings
         span.set_attribute("gen_ai.usage.output_tokens", len(story.delivered))
-        yield inference_pb2.GenerateResponse(
-            finish=inference_pb2.Finish(
-                reason=reason,
-                stop=text.stop or "",
-                usage=story.usage(),
-                timing=story.timing(),
-                route=story.final_route(),
+        with telemetry.span(self._tracer, "router.finish", telemetry.context_of(span)):
+            yield inference_pb2.GenerateResponse(
+                finish=inference_pb2.Finish(
+                    reason=reason,
+                    stop=text.stop or "",
+                    usage=story.usage(),
+                    timing=story.timing(),
+                    route=story.final_route(),
+                )
             )
-        )
 
     def _record_first_token(self, story: Story, span: Span) -> None:
         """A span as long as the time to first token, ending when that token was on its way."""

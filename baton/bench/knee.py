@@ -14,24 +14,26 @@ class Knee(TypedDict):
     """The stage at which a server should not be driven harder."""
 
     value: float  # of the sweep
-    by: str  # "slo": the last value with 90 % of requests good; "shape": where the curve bends
+    by: str  # "slo": the last with 90 % of requests good; "shape": where the curve bends
 
 
 def knee_of(stages: Sequence[tuple[float, Figures]]) -> Knee | None:
-    """Of one server's stages, in rising order; None where there is none."""
+    """Of one server's stages, in any order; None where there is none."""
+    stages = sorted(stages, key=lambda stage: stage[0])
     if any(figures["goodput"] for _, figures in stages):
         return _by_slo(stages)
     return _by_shape(stages)
 
 
 def _by_slo(stages: Sequence[tuple[float, Figures]]) -> Knee | None:
-    best = None
+    """The stage before the first that is not good; none if all are, or the first is not."""
+    before = None
     for value, figures in stages:
         goodput = figures["goodput"]
         if goodput is None or goodput["share"] < _GOOD_SHARE:
-            break
-        best = value
-    return None if best is None else Knee(value=best, by="slo")
+            return None if before is None else Knee(value=before, by="slo")
+        before = value
+    return None
 
 
 def _by_shape(stages: Sequence[tuple[float, Figures]]) -> Knee | None:

@@ -11,6 +11,7 @@ from baton import rpc
 from baton.bench.demand import Demand, text_of
 from baton.bench.outcome import Outcome, Phases
 from baton.bench.server import Asking
+from baton.errors import DeadlineExceeded, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 _GENERATE = "/baton.v1.InferenceService/Generate"
@@ -38,10 +39,15 @@ class GrpcServer:
     async def connect(self) -> str:
         """See `Server`."""
         stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        with rpc.translated():
-            answer = await stub.ListModels(
-                inference_pb2.ListModelsRequest(), timeout=_ANSWER_S, metadata=self._metadata
-            )
+        try:
+            with rpc.translated():
+                answer = await stub.ListModels(
+                    inference_pb2.ListModelsRequest(), timeout=_ANSWER_S, metadata=self._metadata
+                )
+        except (Unavailable, DeadlineExceeded) as error:
+            raise Unavailable(
+                f"no Baton router answers at {self.url} (`baton up` starts one): {error}"
+            ) from error
         return self._asking.model or answer.models[0].name
 
     def body(self, demand: Demand) -> bytes:

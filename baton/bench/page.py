@@ -42,14 +42,16 @@ def _head(report: Report) -> Iterator[str]:
         for i, s in enumerate(report["servers"])
     )
     yield f"<ul class='servers'>{servers}</ul>"
+    sweep = ", ".join(f"{value:g}" for value in report["workload"]["sweep"])
     told = {
         **report["workload"],
+        "sweep": sweep,
         **{f"slo {k}": f"{v:g} s" for k, v in (report["slo"] or {}).items()},
     }
     asked = " · ".join(
         f"{name.replace('_', ' ')} <b>{escape(str(value))}</b>"
         for name, value in told.items()
-        if value not in (None, 0)
+        if value not in (None, 0, "")
     )
     yield f"<p class='asked'>{asked} · {escape(report['created'])}</p>"
     if report["partial"]:

@@ -50,10 +50,10 @@ async def run(settings: Settings, progress: Progress) -> Report:
     SIGINT or SIGTERM ends it early, with a report of what has been measured. Raises BatonError
     when a server does not answer.
     """
-    settings.output.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(_server(*t)) for t in settings.targets]
         told = await _connected(servers)
+        _make(settings.output)
         stop = stack.enter_context(_stop_on_signals(progress))
         bench = _Bench(settings, servers, told, stop, progress)
         for server, one in zip(servers, told, strict=True):
@@ -129,6 +129,14 @@ class _Bench:
             if workload.concurrency:
                 return await generator.closed_loop(demands, workload.concurrency, limit_s)
             return await generator.open_loop(demands)
+
+
+def _make(output: Path) -> None:
+    """The directory for the report: before the run, which would otherwise be for nothing."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be made: {error.strerror}") from error
 
 
 def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:

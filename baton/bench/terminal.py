@@ -129,7 +129,7 @@ def _sweep(report: Report) -> Iterator[str]:
         yield (
             f"  knee of {name}: {knee['value']:g} ({why[knee['by']]})"
             if knee
-            else f"  knee of {name}: none found"
+            else f"  knee of {name}: none found in this sweep"
         )
     yield ""
 

@@ -10,7 +10,7 @@ from typing import TypedDict
 from baton.bench.outcome import INTERRUPTED, Outcome
 from baton.bench.spread import percentile
 
-_SPANS_AT_MOST = 120
+_SPANS_AT_MOST = 60
 _WIDTHS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 

@@ -78,7 +78,7 @@ class Workload:
         if self.concurrency:
             return f"{self.concurrency} at a time"
         if self.trace:
-            return f"trace at {self.scale.rate:g} of its rate"
+            return f"{self.scale.rate:g}x trace"
         return f"{self.rate:g} req/s"
 
     def _salted(self, demand: Demand) -> Demand:

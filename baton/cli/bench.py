@@ -60,8 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     from baton.bench.progress import Progress
 
     settings = settings_of(args)
-    with options.calling(args.target, None):
-        report = uvloop.run(serve.run(settings, Progress(sys.stderr)))
+    report = uvloop.run(serve.run(settings, Progress(sys.stderr)))
     print(json.dumps(report) if args.json else f"\n{terminal.text_of(report)}")
     print(f"report: {settings.output / 'report.html'}", file=sys.stderr)
     if report["partial"]:

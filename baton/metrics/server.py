@@ -30,7 +30,7 @@ async def serving(page: Page, host: str, port: int) -> AsyncGenerator[str, None]
     exchanges: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if False:
+        if len(exchanges) >= _MOST_CONNECTIONS:
             writer.close()
             return
         task = asyncio.create_task(_exchange(page, reader, writer))

@@ -140,11 +140,23 @@ async def test_a_server_that_answers_nothing(tmp_path: Path, dead_address: str) 
         settings = Settings(LOAD, [(url, Asking())], output=tmp_path)
         with pytest.raises(Unavailable, match="HTTP_503: warming up"):
             await bench(settings)
+    output = tmp_path / "none"
     for url in (f"http://{dead_address}", dead_address):
-        with pytest.raises(Unavailable):
-            await bench(replace(settings, targets=[(url, Asking())]))
+        with pytest.raises(Unavailable, match=dead_address):
+            await bench(replace(settings, targets=[(url, Asking())], output=output))
+    assert not output.exists()
     with pytest.raises(ConfigError, match="is no server"):
         await bench(replace(settings, targets=[("ftp://x", Asking())]))
+
+
+async def test_a_place_for_the_report_is_made_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    server = ScriptedOpenAI(HELLO)
+    async with serving(server) as url:
+        settings = Settings(LOAD, [(url, Asking())], output=tmp_path / "file" / "out")
+        with pytest.raises(ConfigError, match="cannot be made"):
+            await bench(settings)
+    assert not server.bodies
 
 
 async def test_errors_are_counted(tmp_path: Path) -> None:

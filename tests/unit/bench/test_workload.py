@@ -150,6 +150,6 @@ class TestWorkload:
         rows = [f"2024-05-10 00:00:{s:02d}.5,{100 + s},{s + 1}" for s in range(10)]
         path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
         load = Workload(trace=path).at(2.0)
-        assert load.label == "trace at 2 of its rate"
+        assert load.label == "2x trace"
         assert [d.at_s for d in load.demands()] == [s / 2 for s in range(10)]
         assert [d.new_tokens for d in replace(load, duration_s=2.0).demands()] == [1, 2, 3, 4]

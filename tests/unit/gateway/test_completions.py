@@ -1,5 +1,9 @@
 """Completions and chats over HTTP: whole and streamed, in OpenAI's shapes."""
 
+import asyncio
+
+from tests.unit.router.scripted_workers import seen
+
 from .conftest import PROMPT
 
 
@@ -131,3 +135,22 @@ async def test_defaults_are_openais(gateway_of):
     assert (sampling.temperature, sampling.max_tokens, sampling.top_k) == (1.0, 16, 0)
     assert not sampling.HasField("logprobs")
     assert not sampling.ignore_eos
+
+
+async def test_a_prompt_of_several_choices_is_computed_before_the_others_begin(gateway_of):
+    gateway = await gateway_of()
+    prefill, go_on = gateway.cluster.prefills[0], asyncio.Event()
+
+    async def slow(request):
+        await go_on.wait()
+        async for message in prefill.good(request):
+            yield message
+
+    prefill.scripts = [slow]
+    call = asyncio.create_task(gateway.complete(n=3))
+    await seen(lambda: prefill.requests)
+    await asyncio.sleep(0.2)
+    assert len(prefill.requests) == 1
+    go_on.set()
+    assert len((await call).json()["choices"]) == 3
+    assert len(prefill.requests) == 3

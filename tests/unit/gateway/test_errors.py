@@ -228,9 +228,22 @@ async def test_an_error_in_a_stream_is_its_last_event(gateway_of):
 
 
 async def test_one_failed_choice_ends_all(gateway_of):
-    gateway = await gateway_of(default_timeout_s=1.0)
-    gateway.decode.runs = [lambda *run: None]
-    error_of(await gateway.complete(n=3), 504)
+    """The first prompt is refused, the second would go on for ever."""
+    gateway = await gateway_of(default_timeout_s=600.0)
+    begun = asyncio.Event()
+    gateway.decode.runs = [lambda *run: begun.set()]
+    generate = gateway.door.generate
+
+    async def refusing(request, caller):
+        if request.text == "a":
+            await begun.wait()
+            raise errors.Overloaded("no room for this one")
+        async for response in generate(request, caller):
+            yield response
+
+    gateway.door.generate = refusing
+    response = await gateway.complete(prompt=["a", "b"])
+    assert error_of(response, 429)["message"] == "no room for this one"
     await gateway.idle()
     await gateway.cluster.all_freed()
 
@@ -262,7 +275,7 @@ async def test_a_stream_that_outlives_the_drain_is_told(gateway_of):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_hangs_up_frees_everything(gateway_of, stream):
-    gateway = await gateway_of()
+    gateway = await gateway_of(default_timeout_s=600.0)
     begun = asyncio.Event()
     gateway.decode.runs = [lambda *run: begun.set()]
     body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream}
@@ -280,7 +293,7 @@ async def test_a_client_that_hangs_up_frees_everything(gateway_of, stream):
 
 
 async def test_hanging_up_ends_all_choices(gateway_of):
-    gateway = await gateway_of()
+    gateway = await gateway_of(default_timeout_s=600.0)
     begun = asyncio.Queue()
     gateway.decode.runs = [lambda *run: begun.put_nowait(run)] * 3
     async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S) as client:

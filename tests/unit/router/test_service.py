@@ -315,9 +315,10 @@ async def test_every_span_of_a_failed_over_request_ends_once_under_one_trace(rou
     await router.door.idle()
     ended = exporter.get_finished_spans()
     assert sorted(span.name for span in ended) == [
-        "router.admit", "router.attempt", "router.attempt", "router.backoff", "router.check",
-        "router.first_token", "router.generate", "router.place", "router.place",
-        "router.prefill", "router.prefill", "router.stream", "router.stream"]  # fmt: skip
+        "router.admit", "router.attempt", "router.attempt", "router.backoff", "router.begin",
+        "router.check", "router.finish", "router.first_token", "router.generate", "router.place",
+        "router.place", "router.prefill", "router.prefill", "router.stream",
+        "router.stream"]  # fmt: skip
     assert {f"{span.context.trace_id:032x}" for span in ended} == {begun.trace_id}
     first, second = sorted(
         (span for span in ended if span.name == "router.attempt"), key=lambda span: span.start_time

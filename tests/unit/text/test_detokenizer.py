@@ -154,6 +154,23 @@ def test_special_tokens_and_unknown_ids_have_no_text(tokenizer_of: TokenizerOf) 
     assert stream(tokenizer, [], [0, first, 1, 10_000, *rest, 3], []) == "é"
 
 
+@pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
+def test_single_tokens_are_shown_with_their_spaces_bytes_and_names(
+    tokenizer_of: TokenizerOf, family: str
+) -> None:
+    tokenizer = tokenizer_of(family)
+    assert tokenizer.pieces is not None
+    shown = [tokenizer.pieces.shown(token) for token in tokenizer.encode("a é🦊")]
+    shown = [one for one in shown if one[0] != "<s>"]
+    start = " " if family == "byte_fallback" else ""  # which that tokenizer puts before a text
+    assert b"".join(piece for _, piece in shown).decode() == start + "a é🦊"
+    assert "".join(text for text, _ in shown).startswith(start + "a ")
+    assert ("\ufffd", "🦊".encode()[:1]) in shown
+    end = tokenizer.encode("</s>")[-1]
+    assert tokenizer.pieces.shown(end) == ("</s>", b"")
+    assert tokenizer.pieces.shown(10_000) == ("", b"")
+
+
 def test_added_tokens_that_are_not_special_are_text(tokenizer_of: TokenizerOf) -> None:
     tokenizer = tokenizer_of("byte_level")
     ids = tokenizer.encode("a<tool call><思考>")
