@@ -17,7 +17,7 @@ from router.judgement import (
     decode_side,
     prefill_side,
 )
-from router.snapshot import Snapshot, WorkerView
+from router.snapshot import Snapshot, WorkerView, kv_difference
 from router.wants import Wants
 
 
@@ -84,7 +84,7 @@ class Pair:
         """Why the pair cannot be used, whatever room there is."""
         p, d = self.prefill.worker, self.decode.worker
         if not (p.ready and d.ready):
-            return "; ".join(told(worker) for worker in (p, d) if not worker.ready)
+            return "; ".join(worker.told for worker in (p, d) if not worker.ready)
         if not self.same_kv:
             return f"incompatible KV caches: {kv_difference(p, d)}"
         if self.shut:
@@ -204,22 +204,3 @@ def pairs_of(snapshot: Snapshot, wants: Wants, full: Set[str] = frozenset()) -> 
         for p in prefill
         for d in decode
     ]
-
-
-def told(worker: WorkerView) -> str:
-    """A worker that is not READY, and why."""
-    reason = f": {worker.reason}" if worker.reason else ""
-    return f"{worker.incarnation} is {worker.state}{reason}"
-
-
-def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:
-    """Both sides and what differs between their KV caches."""
-    mine, theirs = prefill.record.kv, decode.record.kv
-    names = [field.name for field in mine.DESCRIPTOR.fields]
-    differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
-
-    def side(worker: WorkerView) -> str:
-        values = (f"{name}={str(getattr(worker.record.kv, name))[:16]}" for name in differing)
-        return f"{worker.incarnation} has {' '.join(values)}"
-
-    return f"prefill worker {side(prefill)}, decode worker {side(decode)}"

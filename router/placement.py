@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 from baton.errors import Overloaded, Unavailable
-from router.pairs import Choice, Pair, kv_difference, pairs_of, told
+from router.pairs import Choice, Pair, pairs_of
 from router.snapshot import Snapshot
 from router.wants import Wants
 
@@ -34,7 +34,7 @@ def pick(
     pairs = pairs_of(snapshot, wants, full)
     usable = [pair for pair in pairs if not pair.unusable]
     if not usable:
-        raise Unavailable(_why_unusable(snapshot, pairs), RETRY_AFTER_S)
+        raise Unavailable(snapshot.why_not_ready, RETRY_AFTER_S)
     roomy = [pair for pair in usable if not pair.no_room]
     if not roomy:
         raise Overloaded(_why_no_room(usable, wants), RETRY_AFTER_S)
@@ -72,18 +72,6 @@ def why(choice: Choice) -> dict[str, str | int | float | bool]:
         "same_host": choice.same_host,
         "candidates": choice.candidates,
     }
-
-
-def _why_unusable(snapshot: Snapshot, pairs: Iterable[Pair]) -> str:
-    for role, workers in (("prefill", snapshot.prefill), ("decode", snapshot.decode)):
-        if not any(worker.ready for worker in workers):
-            return f"no {role} worker is ready ({_joined(map(told, workers)) or 'none registered'})"
-    ready = [pair for pair in pairs if pair.prefill.worker.ready and pair.decode.worker.ready]
-    alike = [pair for pair in ready if pair.same_kv]
-    if not alike:
-        difference = kv_difference(ready[0].prefill.worker, ready[0].decode.worker)
-        return f"no prefill and decode worker have compatible KV caches: {difference}"
-    return f"no pair of workers is usable ({_joined(pair.unusable for pair in alike)})"
 
 
 def _why_no_room(usable: Iterable[Pair], wants: Wants) -> str:

@@ -96,8 +96,10 @@ class Snapshot:
             if not any(worker.ready for worker in workers):
                 told = "; ".join(worker.told for worker in workers) or "none is registered"
                 return f"no {role} worker is ready ({told})"
-        if not self.shut_pairs:
-            return "no prefill and decode worker that are ready have compatible KV caches"
+        ready = [(p, d) for p in self.prefill for d in self.decode if p.ready and d.ready]
+        if not any(p.record.kv == d.record.kv for p, d in ready):
+            difference = kv_difference(*ready[0])
+            return f"no prefill and decode worker have compatible KV caches: {difference}"
         told = "; ".join(f"{p} to {d}: {why}" for (p, d), why in sorted(self.shut_pairs.items()))
         return f"no prefill worker that is ready can hand over to a decode worker ({told})"
 
@@ -117,3 +119,16 @@ class Snapshot:
     def max_context(self) -> int:
         """Longest sequence that every READY decode worker takes; 0 when there is none."""
         return min((w.record.max_context for w in self.decode if w.ready), default=0)
+
+
+def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:
+    """Both sides and what differs between their KV caches."""
+    mine, theirs = prefill.record.kv, decode.record.kv
+    names = [field.name for field in mine.DESCRIPTOR.fields]
+    differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+
+    def side(worker: WorkerView) -> str:
+        values = (f"{name}={str(getattr(worker.record.kv, name))[:16]}" for name in differing)
+        return f"{worker.incarnation} has {' '.join(values)}"
+
+    return f"prefill worker {side(prefill)}, decode worker {side(decode)}"

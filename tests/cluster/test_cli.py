@@ -165,7 +165,8 @@ async def test_up_restarts_what_is_killed_and_leaves_nothing(tmp_path: Path) -> 
         used = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", "\n".join(up.lines))]
         family = psutil.Process(up.process.pid).children(recursive=True)
         assert len(family) == 4  # etcd, router, two workers
-        first = await generate(PROMPT, "--target", address, "--max-tokens", "4")
+        # Longer than what decode computes by itself, so that there is a transfer to see.
+        first = await generate(PROMPT * 2, "--target", address, "--max-tokens", "4")
         await up.says("kv.transfer")  # the request's trace is drawn
         (victim,) = (line for line in up.lines if line.startswith("prefill-0 ready in "))
         psutil.Process(int(re.findall(r"pid (\d+)", victim)[0])).kill()
@@ -173,7 +174,7 @@ async def test_up_restarts_what_is_killed_and_leaves_nothing(tmp_path: Path) -> 
         again = await up.says("prefill-0 ready in ")
         family += psutil.Process(up.process.pid).children(recursive=True)
         used += map(int, re.findall(r"127\.0\.0\.1:(\d+)", again))
-        second = await generate(PROMPT, "--target", address, "--max-tokens", "4")
+        second = await generate(PROMPT * 2, "--target", address, "--max-tokens", "4")
         assert second["token_ids"] == first["token_ids"]
         next(process for process in family if process.name() == "etcd").kill()
         await up.says("etcd ended with status -9; starting it again")

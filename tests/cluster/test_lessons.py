@@ -28,7 +28,7 @@ from tests.waiting import eventually
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("router", "prefill_worker", "decode_worker", "kvtransfer", "baton")
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-UNSAFE_CALLS = ("_object_list", "_object", "torch.load")
+UNSAFE_CALLS = ("_object_list", "send_object", "recv_object", "torch.load")
 SMALL = EngineConfig(dtype="float32", kv_blocks=66, max_context=1024)
 STORM = 300
 

@@ -45,7 +45,7 @@ def test_a_role_without_a_ready_worker_says_what_is_there(role):
 
 
 def test_an_empty_role_says_so():
-    with pytest.raises(Unavailable, match=r"no prefill worker is ready \(none registered\)"):
+    with pytest.raises(Unavailable, match=r"no prefill worker is ready \(none is registered\)"):
         picked([], [worker("d0")])
 
 
@@ -81,7 +81,7 @@ def test_a_shut_pair_is_passed_over_whatever_it_costs():
 
 def test_only_shut_pairs_are_unavailable_with_what_shut_them():
     shut = {("p0", "d0"): "transfers fail"}
-    with pytest.raises(Unavailable, match=r"no pair .*p0 .*d0: transfers fail"):
+    with pytest.raises(Unavailable, match=r"no prefill worker .*p0 to d0: transfers fail"):
         picked([worker("p0")], [worker("d0")], shut=shut)
     assert "transfers fail" in refusal(worker("p0"), worker("d0"), shut=shut)
 

@@ -34,7 +34,8 @@ def test_one_usable_pair_is_enough():
             [worker("p0")],
             [worker("d0", dtype="bfloat16")],
             {},
-            "no prefill and decode worker that are ready have compatible KV caches",
+            "no prefill and decode worker have compatible KV caches: "
+            "prefill worker p0 has dtype=float32, decode worker d0 has dtype=bfloat16",
         ),
         (
             [worker("p0")],
