@@ -121,6 +121,7 @@ class Dispatch:
                     attempt.first_token_seen()
                     story.note_cached(reserved.cached_tokens)
                 else:
+                    attempt.suspects = {choice.prefill.incarnation}  # it may have left by now
                     self._assign(choice, self.wants(story), attempt)
                     attempt.follow(self._prefill(story, choice, reserved, attempt, trace))
                 async with contextlib.aclosing(attempt.outputs()) as outputs:
@@ -225,8 +226,7 @@ class Dispatch:
     ) -> None:
         """Runs the prompt on the prefill worker and feeds what it says into the attempt."""
         name = choice.prefill.incarnation
-        attempt.suspects = {name}
-        member = self._fleet.member(name)  # Unavailable if it has left by now
+        member = self._fleet.member(name)
         request = prefill_pb2.PrefillRequest(
             sequence=story.spec(attempt.handoff_id),
             target=prefill_pb2.HandoffTarget(

@@ -22,9 +22,7 @@ from router.tally import CANCELLED, OK, Ending, Listener, Seen
 log = logging.getLogger(__name__)
 
 _CALL_S = 2.0
-_MOST_TOLD = (
-    512  # traces that wait to be told to one worker; under a storm of errors that is plenty
-)
+_MOST_TOLD = 512  # traces that wait to be told to one worker
 # A refusal before any work is an answer, and under overload there are many.
 _ANSWERS = (Overloaded, InvalidRequest, ModelNotFound, Unauthenticated)
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,7 @@ async def body_of(exchange: Exchange, expected: schema.Schema) -> dict[str, Any]
     return body
 
 
-class Endpoint:
+class Endpoint(ABC):
     """An ASGI application that answers POSTs of one schema; `answer` is what it does."""
 
     def __init__(self, expected: schema.Schema) -> None:
@@ -76,9 +77,9 @@ class Endpoint:
             headers = [*failure.headers, *exchange.names()]
             await exchange.answer(failure.status, failure.body, headers)
 
+    @abstractmethod
     async def answer(self, body: Body, caller: Caller, exchange: Exchange) -> None:
         """Answers a checked body."""
-        raise NotImplementedError
 
 
 class Generation(Endpoint):

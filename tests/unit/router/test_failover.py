@@ -411,3 +411,19 @@ async def test_a_reserve_on_a_lost_worker_is_not_waited_for(cluster_of):
     await assert_goes_on(cluster, asked)
     assert time.monotonic() - began < router.dispatch.RESERVE_TIMEOUT_S
     assert asked.final_route().decode == "d1"
+
+
+async def test_a_prefill_worker_that_leaves_during_reserve_is_the_one_to_avoid(cluster_of):
+    cluster = await cluster_of(prefill=2)
+    decode = cluster.decodes[0]
+
+    async def accepts_late(request):
+        await cluster.leave(cluster.prefills[0])
+        await cluster.until(lambda s: len(s.prefill) == 1)
+        return await decode.accept(request)
+
+    decode.reserves = [accepts_late]
+    asked = story()
+    await assert_goes_on(cluster, asked)
+    assert asked.failed_workers == {"p0"}
+    assert cluster.fleet.health.verdict("d0") == ""
