@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test chaos compose-test lint format protos dashboards clean
+.PHONY: setup demo test chaos compose-test bench-engine bench-serve lint format protos dashboards clean
 
 setup: $(STAMP)
 
@@ -28,10 +28,22 @@ chaos: $(STAMP)
 compose-test: $(STAMP)
 	@BATON_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/compose
 
+# Against others, where they are installed: docs/comparison.md. For example
+# make bench-engine RIVALS=~/rivals/venv LLAMA_CPP=~/rivals/llama.cpp SHAPE=L ROUNDS=3 JSON=engine.json
+BENCH_ARGS = --shape $(or $(SHAPE),M) --rivals "$(RIVALS)" --llama-cpp "$(LLAMA_CPP)" \
+	$(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(CPUS),--cpus $(CPUS)) $(if $(JSON),--json $(JSON)) \
+	$(ARGS)
+
+bench-engine: $(STAMP)
+	@$(BIN)/python -m bench engine $(BENCH_ARGS)
+
+bench-serve: $(STAMP)
+	@$(BIN)/python -m bench serve $(BENCH_ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy router prefill_worker decode_worker kvtransfer baton tools
+	$(BIN)/mypy router prefill_worker decode_worker kvtransfer baton tools bench
 	$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tools/protos.py --check
 	@$(BIN)/python tools/check_deployment.py

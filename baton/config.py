@@ -16,8 +16,12 @@ from baton.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("none", "int8")
+KV_DTYPES = ("auto", "int8")
+KERNELS = ("auto", "native", "torch")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 MAX_PORT = 65535
+MAX_NICE = 19
 HTTP_PORT = 7780
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -67,6 +71,11 @@ def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(option: str, value: float, least: float) -> None:
     if not value >= least:  # so that NaN is refused
         raise ConfigError(f"{option} must be at least {least}, not {value}")
+
+
+def _nice(option: str, nice: int) -> None:
+    if not 0 <= nice <= MAX_NICE:
+        raise ConfigError(f"{option} must be between 0 and {MAX_NICE}, not {nice}")
 
 
 def _port(port: int) -> None:
@@ -159,11 +168,21 @@ class EngineConfig:
     chunk_tokens: int = 512
     prefix_cache: bool = True
     threads: int = 0  # 0: torch's own choice
+    cpus: tuple[int, ...] = ()  # cores that its threads are pinned to; none: not pinned
+    nice: int = 0  # how far its threads stand back where they share a core; 19: the most
     simulate: str = ""  # "PREFILL_TOKENS_PER_S,STEP_MS": compute nothing, take that long
+    quantization: str = "none"  # of weights, and of what they are multiplied with
+    kv_dtype: str = "auto"  # auto: the compute type
+    kernels: str = "auto"  # auto: native where they can be built
+    speculate: int = 0  # tokens drafted from the sequence's own text for one step; 0: none
 
     def __post_init__(self) -> None:
         _choice("--dtype", self.dtype, DTYPES)
         _choice("--device", self.device, DEVICES)
+        _choice("--quantization", self.quantization, QUANTIZATIONS)
+        _choice("--kv-dtype", self.kv_dtype, KV_DTYPES)
+        _choice("--kernels", self.kernels, KERNELS)
+        _at_least("--speculate", self.speculate, 0)
         _at_least("--block-size", self.block_size, 1)
         _at_least("--kv-blocks", self.kv_blocks, 0)
         _at_least("--kv-cache", self.kv_cache_bytes, 1)
@@ -173,6 +192,7 @@ class EngineConfig:
         _at_least("--max-batch", self.max_batch, 1)
         _at_least("--chunk-tokens", self.chunk_tokens, 1)
         _at_least("--threads", self.threads, 0)
+        _nice("--nice", self.nice)
         if self.simulate:
             Pace.parse(self.simulate)
             if self.device == "cuda":
@@ -205,7 +225,7 @@ class WorkerConfig:
         _choice("--transport", self.transport, TRANSPORTS)
         _port(self.port)
         _at_least("--drain-timeout", self.drain_s, 0)
-        _at_least("--reservation-lease", self.lease_s, 0.1)
+        _at_least("--reservation-lease", self.lease_s, 0.01)
         _at_least("--transfer-timeout", self.transfer_timeout_s, 0.001)
         _metrics(self.metrics_port, self.trace_sample)
         _at_least("--worker-price", self.price_per_hour, 0)
@@ -290,6 +310,7 @@ class ClusterConfig:
     limits: RouterLimits = field(default_factory=RouterLimits)
     prefill: int = 1
     decode: int = 1
+    prefill_nice: int = 10  # prompts stand back for streams, and for whatever serves both
     routers: int = 1
     host: str = "127.0.0.1"  # the routers'; workers and etcd listen on loopback
     port: int = 7700  # the first router's, the others follow; 0: free ones
@@ -321,6 +342,7 @@ class ClusterConfig:
         _at_least("--drain-timeout", self.drain_s, 0)
         _at_least("--routers", self.routers, 1)
         _at_least("--keep-traces", self.keep_traces, 0)
+        _nice("--prefill-nice", self.prefill_nice)
         if self.port + self.routers - 1 > MAX_PORT:
             raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
         _http_port(self.http_port)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
@@ -36,7 +37,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether logits depend on earlier tokens or a bias."""
         return bool(

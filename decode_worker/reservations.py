@@ -285,12 +285,12 @@ def _about(handoff_id: str, entry: Entry) -> Mapping[str, str]:
 
 def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:
     """What the router hears of a step; nothing while a prompt is still being computed."""
-    if progress.token_id is None and not progress.abort_reason:
+    if not progress.token_ids and not progress.abort_reason:
         return None
     return decode_pb2.SequenceEvent(
         handoff_id=progress.seq_id,
-        token_ids=[] if progress.token_id is None else [progress.token_id],
-        logprobs=[logprobs_proto(progress.logprobs)] if progress.logprobs else [],
+        token_ids=progress.token_ids,
+        logprobs=map(logprobs_proto, progress.logprobs),
         finish_reason=FINISH_REASONS[progress.finish_reason],
         abort_reason=progress.abort_reason or "",
     )

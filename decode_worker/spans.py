@@ -22,6 +22,7 @@ class DecodeSpans:
         self._committed_ns = 0
         self._first_step_ns = 0
         self._tokens = 0
+        self._steps = 0  # that gave tokens: fewer than those where drafts were right
         self._ended = False
 
     @property
@@ -42,7 +43,8 @@ class DecodeSpans:
 
     def step(self, started_ns: int, ended_ns: int, progress: Progress) -> None:
         """A step ran the sequence."""
-        self._tokens += progress.token_id is not None
+        self._tokens += len(progress.token_ids)
+        self._steps += bool(progress.token_ids)
         if self._first_step_ns:
             return
         self._first_step_ns = ended_ns
@@ -59,7 +61,10 @@ class DecodeSpans:
             return
         self._ended = True
         if self._first_step_ns:
-            attributes = {"gen_ai.usage.output_tokens": self._tokens}
+            attributes = {
+                "gen_ai.usage.output_tokens": self._tokens,
+                "baton.steps": self._steps,
+            }
             telemetry.record(
                 self._tracer, "decode.run", self._context, self._first_step_ns, None, attributes
             )

@@ -65,10 +65,12 @@ class Outbox:
         # Bounded by the sequence: every entry announces at least one of its tokens.
         self._items: list[Chunk | Commit] = []
         self._grown = asyncio.Event()
+        self.complete = False
 
     def put(self, item: Chunk | Commit) -> None:
-        """Adds the next one."""
+        """Adds the next one; a Commit completes it."""
         self._items.append(item)
+        self.complete = isinstance(item, Commit)
         self._grown.set()
 
     async def item(self, index: int) -> Chunk | Commit:
@@ -80,12 +82,15 @@ class Outbox:
 
 
 class Delivery:
-    """One attempt. `digest`, `chunks`, `wait_s` and `wire_s` tell of it alone."""
+    """One attempt. `digest`, `chunks` and the seconds tell of it alone.
+
+    `hidden_s` is the part of `wire_s` that was over while later chunks were computed.
+    """
 
     def __init__(self, order: Order, links: LinkPool, link: PairLink) -> None:
         self.link, self.digest = link, Digest()
         self.chunks, self.start_ns = 0, 0
-        self.wait_s = self.wire_s = 0.0
+        self.wait_s = self.wire_s = self.hidden_s = 0.0
         self._order, self._links = order, links
         self._granted: tuple[int, ...] = ()
 
@@ -100,6 +105,8 @@ class Delivery:
         index = 0
         while isinstance(item := await outbox.item(index), Chunk):
             await self._send_chunk(item)
+            if not outbox.complete:
+                self.hidden_s = self.wire_s
             index += 1
         await self._commit(item)
 

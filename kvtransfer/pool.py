@@ -19,7 +19,9 @@ from baton.errors import InvalidRequest
 if TYPE_CHECKING:
     from kvtransfer.shm import SharedMemoryArea
 
-PIECE_BYTES = 1 << 20  # copied, then digested while still in the cache
+# Copied, then digested while still in the core's own cache. Measured: twice of it, or half of it,
+# costs a tenth of the speed.
+PIECE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,12 @@ class Digest:
 
     def update(self, data: torch.Tensor) -> None:
         """Adds a contiguous uint8 tensor."""
-        self._hash.update(data.cpu().numpy().data)
-        self.num_bytes += data.numel()
+        self.add(data.cpu().numpy().data)
+
+    def add(self, data: memoryview) -> None:
+        """Adds contiguous bytes."""
+        self._hash.update(data)
+        self.num_bytes += data.nbytes
 
     @property
     def value(self) -> int:
@@ -93,6 +99,14 @@ class KvPool:
     def tail(self, block: int, num_tokens: int) -> torch.Tensor:
         """The first `num_tokens` slots of a block: uint8 `[rows, bytes]`, strided."""
         return self.rows[block, :, : num_tokens * self.row_slot_bytes]
+
+    def in_place(self, slots: Slots) -> torch.Tensor | None:
+        """The slots' bytes in canonical order where they lie, if that is in one piece."""
+        first, count = slots.block_ids[0], len(slots.block_ids)
+        whole = slots.num_tokens == count * self.block_size
+        if whole and slots.block_ids == tuple(range(first, first + count)):
+            return self.blocks[first : first + count].view(-1)
+        return None
 
     def gather(self, slots: Slots, out: torch.Tensor) -> torch.Tensor:
         """Copies the slots' bytes in canonical order to the front of `out`; returns that part."""
@@ -155,7 +169,7 @@ def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, digest: Digest) -> None:
     """Copies slots between pools of one layout, digesting what was read.
 
-    Consecutive blocks on both sides become one copy (of at most `PIECE_BYTES` at a time).
+    Both pools are in this machine's memory. Consecutive blocks on both sides become one run.
     Raises InvalidRequest when the slots do not fit their pools or each other.
     """
     local.check(source.block_size, source.num_blocks)
@@ -163,13 +177,15 @@ def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, dige
     if local.num_tokens != remote.num_tokens:
         raise InvalidRequest(f"{local.num_tokens} tokens do not fit {remote.num_tokens}")
     full, fill = divmod(local.num_tokens, source.block_size)
-    step = max(1, PIECE_BYTES // source.block_bytes)
+    # As plain bytes: a copy of a tensor costs microseconds beside the few that its bytes take.
+    read, written = (pool.blocks.view(-1).numpy().data for pool in (source, target))
+    size = source.block_bytes
     for _, here, there, count in runs(local.block_ids[:full], remote.block_ids[:full]):
-        for i in range(0, count, step):
-            n = min(step, count - i)
-            piece = source.blocks[here + i : here + i + n]
-            target.blocks[there + i : there + i + n].copy_(piece)
-            digest.update(piece.view(-1))
+        for at in range(0, count * size, PIECE_BYTES):
+            end = min(at + PIECE_BYTES, count * size)
+            piece = read[here * size + at : here * size + end]
+            written[there * size + at : there * size + end] = piece
+            digest.add(piece)
     if fill:
         tail = source.tail(local.block_ids[full], fill)
         target.tail(remote.block_ids[full], fill).copy_(tail)

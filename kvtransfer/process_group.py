@@ -31,7 +31,9 @@ class ProcessGroupTransport(Transport):
     """`host` is this worker's address, which the peers can reach.
 
     `staging_bytes` bounds the memory of one link: two messages of half that size, one travelling
-    while the other is copied. The receiver's value holds for both ends.
+    while the other is copied. The receiver's value holds for both ends. Neighbouring blocks are
+    sent from where they lie; they arrive in staging memory, which a write that comes too late
+    cannot leave.
     """
 
     one_sided = False
@@ -135,7 +137,9 @@ class _Link(Link):
             with group.backend.device(pool.device):
                 travelling = None
                 for i, part in enumerate(pool.parts(local, group.message_bytes)):
-                    data = pool.gather(part, group.staging(i))
+                    data = pool.in_place(part)
+                    if data is None:
+                        data = pool.gather(part, group.staging(i))
                     digest.update(data)
                     if travelling is not None:
                         group.wait(travelling, deadline)

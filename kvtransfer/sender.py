@@ -35,13 +35,15 @@ class TransferStats:
     """What a handoff took. `transfer_s` runs from the first put to the acknowledged Commit.
 
     Of the attempt that arrived: `wait_s` was spent waiting for the link's turn and the receiver,
-    `wire_s` moving bytes. `resends` attempts failed before.
+    `wire_s` moving bytes, `hidden_s` of it while the prompt was still being computed. `resends`
+    attempts failed before.
     """
 
     num_bytes: int
     transfer_s: float
     wait_s: float
     wire_s: float
+    hidden_s: float
     chunks: int
     transport: str
     transport_kind: int
@@ -134,13 +136,21 @@ class Handoff:
             self._raise_failure()
         self._outbox.put(Chunk(first_token, local))
 
+    def conclude(self, num_tokens: int, first_token_id: int) -> None:
+        """Queues the Commit behind what is to be sent; returns at once."""
+        self._outbox.put(Commit(num_tokens, first_token_id))
+
     async def commit(self, num_tokens: int, first_token_id: int) -> TransferStats:
-        """Waits until all is sent and the decode worker has verified it.
+        """`conclude`, and then `committed`."""
+        self.conclude(num_tokens, first_token_id)
+        return await self.committed()
+
+    async def committed(self) -> TransferStats:
+        """Returns when all is sent and the decode worker has verified it.
 
         Raises TransferFailed, KvCorrupted, Stale, KvMismatch, Unavailable, Overloaded,
         DeadlineExceeded.
         """
-        self._outbox.put(Commit(num_tokens, first_token_id))
         stats = await asyncio.shield(self._task)
         self._ended = True
         return stats
@@ -226,6 +236,7 @@ class Handoff:
             transfer_s=(end_ns - start_ns) / 1e9,
             wait_s=delivery.wait_s,
             wire_s=delivery.wire_s,
+            hidden_s=delivery.hidden_s,
             chunks=delivery.chunks,
             transport=delivery.link.transport.name,
             transport_kind=delivery.link.transport.kind,
@@ -243,6 +254,7 @@ class Handoff:
             "transport": stats.transport,
             "wait_ms": stats.wait_s * 1e3,
             "wire_ms": stats.wire_s * 1e3,
+            "hidden_ms": stats.hidden_s * 1e3,
             "gb_per_s": stats.num_bytes / 1e9 / stats.wire_s if stats.wire_s else 0.0,
             "chunks": stats.chunks,
         }

@@ -3,14 +3,20 @@
 The pool lies in a memfd. A process of the same user and pid namespace (see `baton.config.host_id`)
 opens it through /proc; it has no name in any file system, so nothing is left behind however a
 process ends.
+
+A first write into a page costs many times what copying it does, so both ends have theirs mapped
+before: the receiver when it is told to `touch`, the sender while the link is idle.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import mmap
 import os
 import select
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -22,9 +28,16 @@ from baton.v1 import common_pb2
 from kvtransfer.pool import Digest, KvPool, Slots, copy_slots
 from kvtransfer.seam import Link, Listener, OneSidedListener, PutStats, Transport
 
+# From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_TOUCHED_AT_ONCE = 4 << 20  # a moment: the interpreter is held for as long
+
 
 class SharedMemoryArea:
-    """Bytes that other processes can map. `tensor` is all of them, uint8, zero at first."""
+    """Bytes that other processes can map. `tensor` is all of them, uint8, zero at first.
+
+    `touched` says whether they all are in memory.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.name = f"baton-kv-{uuid.uuid4().hex}"
@@ -32,10 +45,16 @@ class SharedMemoryArea:
         self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, nbytes)
-            self.tensor = _mapped(self.fd, nbytes)
+            self._map = mmap.mmap(self.fd, nbytes)
         except BaseException:
             os.close(self.fd)
             raise
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.touched = False
+
+    def touch(self) -> None:
+        """Takes all memory now, not at the first write to each page. Raises OSError."""
+        self.touched = _populate(self._map, _MADV_POPULATE_WRITE, threading.Event())
 
     def close(self) -> None:
         """Nobody can map the area any more; the memory goes with its last tensor."""
@@ -60,14 +79,17 @@ class ShmTransport(Transport):
         assert pool.area is not None, "the pool does not lie in shared memory"
         area = pool.area
         place = {"pid": os.getpid(), "fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
-        return OneSidedListener(json.dumps(place).encode())
+        return OneSidedListener(json.dumps({**place, "touched": area.touched}).encode())
 
     def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
         try:
             place = json.loads(endpoint)
-            return _ShmLink(
+            link = _ShmLink(
                 pool, int(place["pid"]), int(place["fd"]), place["name"], place["blocks"]
             )
+            if place["touched"]:
+                link.map_pages()
+            return link
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"shm: cannot map the receiver's pool: {error}") from error
 
@@ -85,14 +107,25 @@ class _ShmLink(Link):
         try:
             remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                area = _mapped(remote_fd, num_blocks * pool.block_bytes)
+                self._map = mmap.mmap(remote_fd, num_blocks * pool.block_bytes)
             finally:
                 os.close(remote_fd)
         except BaseException:
             os.close(self._process)
             raise
         shape = (num_blocks, *pool.tensor.shape[1:])
+        area = torch.frombuffer(self._map, dtype=torch.uint8)
         self._remote: KvPool | None = KvPool(area.view(pool.tensor.dtype).view(shape))
+        self._closed = threading.Event()
+
+    def map_pages(self) -> None:
+        """Begins to map what the receiver has in memory, beside everything else."""
+
+        def work() -> None:
+            with contextlib.suppress(OSError):  # then pages are mapped when they are written
+                _populate(self._map, _MADV_POPULATE_READ, self._closed)
+
+        threading.Thread(target=work, name="kv-map", daemon=True).start()
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
         self._check_alive()
@@ -109,6 +142,7 @@ class _ShmLink(Link):
         if self._remote is not None:
             os.close(self._process)
             self._remote = None
+            self._closed.set()
 
     def _check_alive(self) -> None:
         """The mapping outlives the receiver: without this, bytes would go nowhere unnoticed."""
@@ -118,6 +152,15 @@ class _ShmLink(Link):
             raise TransferFailed(f"shm: the receiver (pid {self._pid}) is gone")
 
 
-def _mapped(fd: int, nbytes: int) -> torch.Tensor:
-    """uint8 `[nbytes]` over a shared, writable mapping that lives as long as the tensor."""
-    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+def _populate(area: mmap.mmap, advice: int, stop: threading.Event) -> bool:
+    """Maps every page of `area`, unless told to stop; False where the kernel cannot do that."""
+    for start in range(0, len(area), _TOUCHED_AT_ONCE):
+        if stop.is_set():
+            return False
+        try:
+            area.madvise(advice, start, min(_TOUCHED_AT_ONCE, len(area) - start))
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # Linux before 5.14: pages come as they are written
+                return False
+            raise
+    return True

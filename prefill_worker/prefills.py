@@ -161,33 +161,35 @@ class Prefills:
                         yield response
                         if response.first_token.finish_reason:
                             return  # nothing is left to decode: the handoff is aborted
-                first_token = sequence.tokens[prompt.num_tokens]
                 with self._node.figures.transferring():
-                    stats = await handoff.commit(prompt.num_tokens, first_token)
+                    stats = await handoff.committed()
                 self._node.figures.transferred(stats, prompt.trace)
                 yield _committed(stats)
 
     async def _compute(
         self, prompt: Prompt, handoff: Handoff
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Follows the engine until the first token is drawn; blocks leave on the way."""
-        started = False
+        """Follows the engine until the first token is drawn; blocks leave on the way.
+
+        They leave before the step is told of: writing a message takes as long as a put.
+        """
+        step = await _next(prompt)
+        news = [self._started(prompt, step)]
         while True:
-            step = await prompt.steps.get()
-            if step is None:
-                raise Unavailable("the prefill worker is going away")
             progress = step.progress
-            if progress.abort_reason:
-                raise InternalError(progress.abort_reason)
-            if not started:
-                started = True
-                yield self._started(prompt, step)
             self._record_chunk(prompt, step)
             if not progress.finish_reason:
                 self._send(prompt, handoff)
-            if progress.token_id is not None:
-                yield _first_token(progress)
+                if progress.token_ids:
+                    handoff.conclude(prompt.num_tokens, progress.token_ids[0])
+            if progress.token_ids:
+                news.append(_first_token(progress))
+            for response in news:
+                yield response
+            if progress.token_ids:
                 return
+            news = []
+            step = await _next(prompt)
 
     def _send(self, prompt: Prompt, handoff: Handoff) -> None:
         """Queues the blocks that became complete: whole ones, and at the end the partial one."""
@@ -256,12 +258,22 @@ class Prefills:
                 self._idle.set()
 
 
+async def _next(prompt: Prompt) -> Step:
+    """The next step that computed some of it. Raises Unavailable, InternalError."""
+    step = await prompt.steps.get()
+    if step is None:
+        raise Unavailable("the prefill worker is going away")
+    if step.progress.abort_reason:
+        raise InternalError(step.progress.abort_reason)
+    return step
+
+
 def _first_token(progress: Progress) -> prefill_pb2.PrefillResponse:
-    assert progress.token_id is not None
-    logprobs = logprobs_proto(progress.logprobs) if progress.logprobs else None
+    (token_id,) = progress.token_ids  # no drafts: the sequence leaves the batch with this one
+    logprobs = logprobs_proto(progress.logprobs[0]) if progress.logprobs else None
     return prefill_pb2.PrefillResponse(
         first_token=prefill_pb2.PrefillFirstToken(
-            token_id=progress.token_id,
+            token_id=token_id,
             logprobs=logprobs,
             finish_reason=FINISH_REASONS[progress.finish_reason],
         )

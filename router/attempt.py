@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,13 @@ class Output:
     token_ids: list[int]
     logprobs: list[common_pb2.PositionLogprobs]
     finish_reason: common_pb2.FinishReason
+
+    def singly(self) -> Iterator[Output]:
+        """The same tokens, one at a time."""
+        last = len(self.token_ids) - 1
+        for at, token_id in enumerate(self.token_ids):
+            reason = self.finish_reason if at == last else common_pb2.FINISH_REASON_UNSPECIFIED
+            yield Output([token_id], self.logprobs[at : at + 1], reason)
 
 
 class Attempt:

@@ -80,9 +80,12 @@ class Dispatch:
                 async with contextlib.aclosing(self._attempt(story, parent)) as outputs:
                     async for output in outputs:
                         failures = 0
-                        gap_s = story.deliver(output.token_ids)
-                        self.tally.delivered(len(output.token_ids), gap_s)
-                        yield output
+                        # A stop string may end among the tokens of a step: those behind it are not
+                        # to be delivered.
+                        for part in output.singly() if story.ask.stop else (output,):
+                            gap_s = story.deliver(part.token_ids)
+                            self.tally.delivered(len(part.token_ids), gap_s)
+                            yield part
                 return
             except BatonError as error:
                 failures += 1

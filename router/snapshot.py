@@ -128,7 +128,8 @@ def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:
     differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
 
     def side(worker: WorkerView) -> str:
-        values = (f"{name}={str(getattr(worker.record.kv, name))[:16]}" for name in differing)
+        found = ((name, getattr(worker.record.kv, name)) for name in differing)
+        values = (f"{name}={str(value)[:16] or 'none'}" for name, value in found)
         return f"{worker.incarnation} has {' '.join(values)}"
 
     return f"prefill worker {side(prefill)}, decode worker {side(decode)}"

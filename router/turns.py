@@ -8,10 +8,10 @@ same tenant takes min(w_j, w_i * p_j / p_i) seconds of prefill; with `ahead` the
 
 So a short prompt is due before its tenant's own long ones that came earlier. `base` is now, or the
 earliest due of all that wait where even that has passed: a virtual clock, so that a newcomer never
-queues behind a flood that is late. A tenant with nothing waiting may begin up to LEAD_S before it,
-as far as it has not done so already: a light one goes first, one that comes again and again takes
-turns. A due is fixed and the clock goes on with the work, so nobody waits for ever; who used idle
-capacity pays nothing later, and who was away has saved up no more than LEAD_S.
+queues behind a flood that is late. A tenant that comes while only others wait may begin up to
+LEAD_S before it, as far as it has not done so already: a light one goes first, one that comes again
+and again takes turns. A due is fixed and the clock goes on with the work, so nobody waits for ever;
+who used idle capacity pays nothing later, and who was away has saved up no more than LEAD_S.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ class Turns:
         ahead = sum(min(turn.seconds, per_factor * turn.factor) for turn in own)
         share = self._share(claim, min(factor, _FACTORS[claim.priority]), now)
         clock = self._virtual(now)
-        base = clock if own else self._with_lead(claim.tenant, clock)
+        # A lead is over others who wait. Where nobody does it would only put a long prompt before
+        # its own tenant's next short ones.
+        leads = not own and bool(self._waiting)
+        base = self._with_lead(claim.tenant, clock) if leads else clock
         due = base + (seconds + ahead) / share
         return Turn(due, claim, seconds, factor, share, base, clock - base)
 

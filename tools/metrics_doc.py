@@ -42,6 +42,8 @@ _AFTER = """\
 sum by (slo) (rate(baton_slo_requests_total[5m]))` |
 | prefix-hit ratio | `sum(rate(baton_tokens_cached_total[5m])) / \
 sum(rate(baton_tokens_input_total[5m]))` |
+| share of drafts that were right | `sum(rate(baton_engine_drafts_total{right="yes"}[5m])) / \
+sum(rate(baton_engine_drafts_total[5m]))` |
 | mean batch of decode | `rate(baton_engine_batch_size_sum[1m]) / \
 rate(baton_engine_batch_size_count[1m])` |
 | KV blocks in use, share | `sum by (instance) (baton_kv_blocks{state="held"}) / \

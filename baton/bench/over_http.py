@@ -34,7 +34,7 @@ class HttpServer:
         self._timeout = aiohttp.ClientTimeout(total=asking.timeout_s)
         key = {"Authorization": f"Bearer {asking.api_key}"} if asking.api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=_connector(asking.keep_alive),
             headers={"Content-Type": "application/json", **key},
             trace_configs=[_connection_trace()],
             auto_decompress=False,
@@ -97,6 +97,12 @@ class HttpServer:
     async def close(self) -> None:
         """See `Server`."""
         await self._session.close()
+
+
+def _connector(keep_alive: bool) -> aiohttp.TCPConnector:
+    if not keep_alive:
+        return aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
 
 
 async def _read(response: aiohttp.ClientResponse, outcome: Outcome, began: float) -> None:

@@ -21,6 +21,7 @@ class Asking:
     ignore_eos: bool = True
     timeout_s: float = 120.0  # of a request
     api_key: str | None = None
+    keep_alive: bool = True  # of HTTP connections; False: one a request
 
 
 class Server(Protocol):

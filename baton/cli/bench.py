@@ -144,4 +144,5 @@ def _asking(args: argparse.Namespace, model: str, api_key: str | None) -> Any:
         ignore_eos=not args.stop_at_eos,
         timeout_s=args.timeout,
         api_key=api_key,
+        keep_alive=not args.no_keep_alive,
     )

@@ -44,6 +44,11 @@ def _add_server_options(group: options.Options) -> None:
         metavar="FILE",
         help="key for --against (default: none)",
     )
+    group.add_argument(
+        "--no-keep-alive",
+        action="store_true",
+        help="a connection for each request: for servers that close them without saying so",
+    )
     group.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="of a request")
 
 
@@ -125,7 +130,7 @@ def _add_prompt_options(group: options.Options) -> None:
             option,
             default=default,
             metavar="LENGTHS",
-            help="tokens: 512, 100-200 or lognormal:MEDIAN,SIGMA; not for traces",
+            help="tokens: 512, 100-200 or lognormal:MEDIAN,SIGMA[,MOST]; not for traces",
         )
     group.add_argument(
         "--shared-prefix",

@@ -159,7 +159,7 @@ def api_key_of(path: Path | None, default: str | None) -> str | None:
 
 
 def _run_local(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
-    threads = args.threads or len(args.cpus or ())
+    threads = args.threads or len(args.cpus)
     engine = options.filled(EngineConfig, args, model=args.model or "demo", threads=threads)
     limit_cpu(threads, args.cpus)
     from baton.local.single import run_local

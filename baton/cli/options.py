@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from baton.cli.values import numbers, size
+from baton.cli.values import cores, size
 from baton.config import (
     DEVICES,
     DTYPES,
+    KERNELS,
+    KV_DTYPES,
+    QUANTIZATIONS,
     TRANSPORTS,
     EngineConfig,
     RegistryConfig,
@@ -140,7 +143,29 @@ def calling(target: str, timeout_s: float | None) -> Iterator[None]:
 def add_compute_options(group: Options) -> None:
     """In which precision and where an engine computes."""
     group.add_argument("--dtype", choices=DTYPES, default=_ENGINE.dtype, help="of weights and KV")
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default=_ENGINE.quantization,
+        help="int8: weights and what they are multiplied with in 8 bits, faster and a little less "
+        "exact (default: none)",
+    )
     group.add_argument("--device", choices=DEVICES, default=_ENGINE.device, help="where it runs")
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default=_ENGINE.kernels,
+        help="on a CPU: native is compiled on first use and needs g++, torch needs nothing "
+        "(default: native where it can be had)",
+    )
+    group.add_argument(
+        "--speculate",
+        type=int,
+        default=_ENGINE.speculate,
+        metavar="TOKENS",
+        help="draft up to so many tokens a step from the text so far and check them at once: the "
+        "same tokens, sooner where texts repeat themselves (default: 0, none)",
+    )
     group.add_argument(
         "--threads",
         type=int,
@@ -181,6 +206,12 @@ def _add_memory_options(group: Options) -> None:
         metavar="SIZE",
         help="memory for KV blocks, as 512MiB or 2GiB (default: 512MiB)",
     )
+    group.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default=_ENGINE.kv_dtype,
+        help="int8: half the memory and transfer, a little less exact (default: as --dtype)",
+    )
     for option, unit, text in (
         ("--kv-blocks", "blocks", "size of the KV cache instead (default: what fits --kv-cache)"),
         ("--block-size", "tokens", "in one KV block"),
@@ -199,13 +230,26 @@ def _add_memory_options(group: Options) -> None:
     )
 
 
-def add_cpus_option(parser: argparse.ArgumentParser) -> None:
-    """Which cores a process that runs an engine may use."""
+def add_cpus_option(parser: Options) -> None:
+    """Which cores an engine may use."""
     parser.add_argument(
         "--cpus",
-        type=numbers,
+        type=cores,
+        default=_ENGINE.cpus,
         metavar="0,1",
-        help="pin the process to these cores (default: not pinned)",
+        help="pin the threads that compute to these cores (default: not pinned)",
+    )
+
+
+def add_nice_option(parser: Options) -> None:
+    """Who goes first on a core that others use, too."""
+    parser.add_argument(
+        "--nice",
+        type=int,
+        default=_ENGINE.nice,
+        metavar="N",
+        help="from 0 to 19: how far the threads that compute stand back for others on their "
+        "cores; `baton up` sets it for prefill workers (default: 0)",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from baton.cli import options, telemetry
 from baton.cli.values import Collected
 from baton.config import EngineConfig, RouterConfig, RouterLimits, WorkerConfig
 from baton.errors import ConfigError, Unavailable
+
+log = logging.getLogger(__name__)
 
 _ROUTER_TEXT = """\
 Takes requests (gRPC: baton.v1.InferenceService), places each on a prefill and a decode worker that
@@ -41,6 +44,7 @@ def add_commands(commands: options.Commands) -> None:
         parser = options.add_command(commands, f"{role}-worker", what, text, examples)
         options.add_engine_options(parser)
         options.add_cpus_option(parser)
+        options.add_nice_option(parser)
         _add_worker_options(parser)
         options.add_registry_options(parser)
         telemetry.add_options(parser)
@@ -56,20 +60,21 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
 def worker_config(args: argparse.Namespace) -> WorkerConfig:
     """A worker's settings."""
     registry = options.registry_config(args)
-    engine = options.filled(EngineConfig, args, threads=args.threads or len(args.cpus or ()))
+    engine = options.filled(EngineConfig, args, threads=args.threads or len(args.cpus))
     return options.filled(WorkerConfig, args, engine=engine, registry=registry)
 
 
-def limit_cpu(threads: int, cpus: Sequence[int] | None) -> None:
-    """Pins this process and sets its thread counts. Must come before torch is imported.
+def limit_cpu(threads: int, cpus: Sequence[int]) -> None:
+    """Sets the thread counts, and warns of too many. Must come before torch is imported.
 
-    Raises ConfigError when it may not run on one of the cores.
+    Raises ConfigError when the engine may not run on one of the cores.
     """
-    if cpus:
-        allowed = os.sched_getaffinity(0)
-        if not set(cpus) <= allowed:
-            raise ConfigError(f"--cpus: this process may run on {sorted(allowed)}, not on {cpus}")
-        os.sched_setaffinity(0, cpus)
+    allowed = os.sched_getaffinity(0)
+    if not set(cpus) <= allowed:
+        wanted = sorted(set(cpus))
+        raise ConfigError(f"--cpus: this process may run on {sorted(allowed)}, not on {wanted}")
+    if threads > (there := len(set(cpus) or allowed)):
+        log.warning("%d threads on %d cores slow each other down: lower --threads", threads, there)
     if threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
 
@@ -90,7 +95,7 @@ def _run_router(args: argparse.Namespace) -> int:
 def _run_worker(args: argparse.Namespace) -> int:
     _prepare(args)
     config = worker_config(args)
-    limit_cpu(config.engine.threads, args.cpus)
+    limit_cpu(config.engine.threads, config.engine.cpus)
     if config.role == "prefill":
         from prefill_worker import main as prefill
 

@@ -37,6 +37,14 @@ def add_commands(commands: options.Commands) -> None:
     ):
         default = getattr(ClusterConfig, field)
         group.add_argument(option, type=int, default=default, metavar="N", help=what)
+    group.add_argument(
+        "--prefill-nice",
+        type=int,
+        default=ClusterConfig.prefill_nice,
+        metavar="N",
+        help="from 0 to 19: how far prompts stand back for streams and routers where they share "
+        "cores",
+    )
     group.add_argument("--host", default=ClusterConfig.host, help="address the routers listen on")
     group.add_argument(
         "--port",

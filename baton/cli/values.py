@@ -46,6 +46,11 @@ def numbers(text: str) -> list[int]:
     return values
 
 
+def cores(text: str) -> tuple[int, ...]:
+    """Cores' numbers from "0,1"."""
+    return tuple(numbers(text))
+
+
 class Collected(argparse.Action):
     """An option that may be given several times; a tuple of what was given."""
 

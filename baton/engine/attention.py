@@ -1,7 +1,8 @@
 """Paged attention in plain torch: the reference that faster kernels are checked against.
 
 The KV pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`, K at 0
-and V at 1 of the third axis. A token at position p of a sequence lies in the sequence's block
+and V at 1 of the third axis; or int8, each row followed by its scale, as `quantize.pack_rows` makes
+them. A token at position p of a sequence lies in the sequence's block
 p // block_size, at offset p % block_size. Knows no weights, no sequences and no scheduling.
 
 In float32 on the CPU a query's result is the same to the bit whatever shares its batch or chunk:
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.linear import is_exact
+from baton.engine.quantize import pack_rows, unpack_rows
 
 MIN_QUERIES = 8
 SHORT_KEYS, KEY_STEP = 128, 512
@@ -68,14 +70,15 @@ def padded_keys(keys: int) -> int:
 
 def write_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes each row's k and v `[rows, kv_heads, head_size]` to its slot of a layer."""
-    _, num_layers, _, kv_heads, block_size, head_size = pool.shape
-    vectors = pool.view(-1, head_size)
+    _, num_layers, _, kv_heads, block_size, row_size = pool.shape
+    vectors = pool.view(-1, row_size)
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=pool.device)
     for part, values in enumerate((k, v)):
+        written = pack_rows(values) if pool.dtype == torch.int8 else values
         first_head = ((blocks * num_layers + layer) * 2 + part) * kv_heads
         rows = (first_head[:, None] + heads) * block_size + offsets[:, None]
-        vectors.index_copy_(0, rows.view(-1), values.reshape(-1, head_size))
+        vectors.index_copy_(0, rows.view(-1), written.reshape(-1, row_size))
 
 
 def attend(
@@ -107,7 +110,7 @@ def _attend_decode(
     groups = zip(q.split(step), tables.split(step), lengths.split(step), strict=True)
     parts = []
     for queries, some, visible_tokens in groups:
-        k, v = _gather(pool, layer, some, is_exact(q))
+        k, v = _gather(pool, layer, some, q)
         visible = _visible(visible_tokens[:, None] - 1, k.shape[2], window)
         parts.append(_weigh(queries[:, :, None], k, v, visible, scale).squeeze(2))
     return torch.cat(parts)
@@ -117,7 +120,7 @@ def _attend_segment(
     q: Tensor, pool: Tensor, layer: int, segment: PrefillSegment, scale: float, window: int | None
 ) -> Tensor:
     """Many queries of one sequence: `[num_rows, heads, head_size]`."""
-    k, v = _gather(pool, layer, segment.block_ids[None], is_exact(q))
+    k, v = _gather(pool, layer, segment.block_ids[None], q)
     keys = k.shape[2]
     positions = torch.arange(segment.context, segment.context + len(q), device=q.device)
     queries = q.transpose(0, 1)[None]
@@ -135,23 +138,26 @@ def _attend_segment(
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
-def _gather(pool: Tensor, layer: int, tables: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
-    """K and V of a layer in the order of tables `[sequences, blocks]`, contiguous.
+def _gather(pool: Tensor, layer: int, tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a layer in the order of tables `[sequences, blocks]`, contiguous and of q's type.
 
-    Each `[sequences, kv_heads, keys, head_size]`, keys padded by block 0 where `exact` asks for it.
+    Each `[sequences, kv_heads, keys, head_size]`, keys padded by block 0 where q's results must be
+    exact.
     """
-    _, num_layers, _, kv_heads, block_size, head_size = pool.shape
+    _, num_layers, _, kv_heads, block_size, row_size = pool.shape
     keys = tables.shape[1] * block_size
-    if exact:
+    if is_exact(q):
         keys = padded_keys(keys)
         tables = F.pad(tables, (0, -(-keys // block_size) - tables.shape[1]))
     # One pool row is one head's K or V of one block: a copy of many such rows, and no transposing.
     heads = torch.arange(kv_heads, device=pool.device)[:, None]
     rows = (tables[:, None] * num_layers + layer) * 2 * kv_heads + heads
-    flat = pool.view(-1, block_size * head_size)
-    shape = (tables.shape[0], kv_heads, -1, head_size)
+    flat = pool.view(-1, block_size * row_size)
+    shape = (tables.shape[0], kv_heads, -1, row_size)
     k = flat.index_select(0, rows.view(-1)).view(shape)
     v = flat.index_select(0, (rows + kv_heads).view(-1)).view(shape)
+    if pool.dtype == torch.int8:
+        k, v = unpack_rows(k, q.dtype), unpack_rows(v, q.dtype)
     return k[:, :, :keys], v[:, :, :keys]
 
 

@@ -9,20 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from baton.config import EngineConfig, Pace, model_path
+from baton.engine.batch import StepModel
 from baton.engine.blocks import BlockPool
+from baton.engine.drafts import Drafting
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
 from baton.engine.loop import Engine
 from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig, fingerprint
+from baton.engine.native import library
+from baton.engine.native.model import NativeModel, unsupported
+from baton.engine.native.packing import Matrix, PackedWeight
 from baton.engine.planner import Plan, Planner, Work
+from baton.engine.quantize import Int8Weight
 from baton.engine.reports import StepReport
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
-from baton.engine.weights import load_weights, random_weights
+from baton.engine.weights import Prepare, load_weights, random_weights
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
@@ -54,7 +61,8 @@ class Loaded:
         """A new engine, not started, over this model and pool."""
         settings = self.settings
         blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
-        planner = Planner(blocks, settings.chunk_tokens, settings.max_batch)
+        drafting = Drafting(settings.speculate, self.max_context) if settings.speculate else None
+        planner = Planner(blocks, settings.chunk_tokens, settings.max_batch, drafting)
         eos = frozenset(self.model_config.eos_token_ids)
         return Engine(self.runner, planner, eos, self.max_context, publish)
 
@@ -69,9 +77,11 @@ def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
     path = model_path(settings.model)
     config = ModelConfig.load(path)
     device = device_of(settings)
+    _check_int8(settings, device)
     dtype = choose_dtype(settings.dtype, config.dtype, device)
+    kv_dtype = torch.int8 if settings.kv_dtype == "int8" else dtype
     layout = plan_layout(
-        config, dtype, settings.block_size, settings.kv_blocks, settings.kv_cache_bytes
+        config, kv_dtype, settings.block_size, settings.kv_blocks, settings.kv_cache_bytes
     )
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     pool = allocate_pool(layout, allocate, device)
@@ -84,7 +94,8 @@ def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
         "%d KV blocks of %d tokens (%.0f MiB, %s)",
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype,
     )  # fmt: skip
-    descriptor = layout.descriptor(fingerprint(path, _seed(settings)))
+    identity = fingerprint(path, _seed(settings))
+    descriptor = layout.descriptor(identity, dtype, settings.quantization)
     loaded = Loaded(path, config, runner, layout, descriptor, settings)
     if loaded.max_context < 2:
         raise ConfigError(
@@ -99,18 +110,52 @@ def _model(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-) -> Model:
+) -> StepModel:
     started = time.monotonic()
+    native = _native(settings, config, device)
+    int8 = settings.quantization == "int8"
+    prepare = _preparation(native, int8)
     if settings.random_weights:
-        weights = random_weights(config, dtype, device, RANDOM_WEIGHTS_SEED)
+        weights = random_weights(config, dtype, device, RANDOM_WEIGHTS_SEED, prepare)
     else:
-        weights = load_weights(path, config, dtype, device, _Progress())
-    model = Model(config, weights, dtype, device)
+        weights = load_weights(path, config, dtype, device, _Progress(), prepare)
+    model: StepModel = (
+        NativeModel(config, weights, dtype) if native else Model(config, weights, dtype, device)
+    )
     log.info(
-        "loaded %s: %.1f M parameters, %s on %s, %.1f s",
-        path.name, config.num_parameters / 1e6, dtype, device, time.monotonic() - started,
+        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
+        path.name, config.num_parameters / 1e6, "int8 weights, " if int8 else "", dtype, device,
+        "native" if native else "torch", time.monotonic() - started,
     )  # fmt: skip
     return model
+
+
+def _preparation(native: bool, int8: bool) -> Prepare:
+    """What is made of each matrix while loading, so that no second copy of all of them exists."""
+
+    def prepare(matrix: Tensor) -> Matrix:
+        weight = Int8Weight.of(matrix) if int8 else matrix
+        return PackedWeight.of(weight) if native else weight
+
+    return prepare
+
+
+def _native(settings: EngineConfig, config: ModelConfig, device: torch.device) -> bool:
+    """Whether the native kernels compute. Raises ConfigError if they are asked for and cannot."""
+    asked = settings.kernels == "native"
+    if settings.kernels == "torch" or (device.type != "cpu" and not asked):
+        return False
+    reason = unsupported(config, settings.block_size)
+    if device.type != "cpu":
+        reason = f"they compute on a CPU, not on {device}"
+    if reason and asked:
+        raise ConfigError(f"--kernels native: {reason}; leave it out to compute with torch")
+    if reason:
+        log.info("computing with torch: %s", reason)
+        return False
+    if asked:
+        library.require()
+    return library.load() is not None
 
 
 def _seed(settings: EngineConfig) -> int | None:
@@ -118,6 +163,18 @@ def _seed(settings: EngineConfig) -> int | None:
     if settings.simulate:
         return _SIMULATED_SEED
     return RANDOM_WEIGHTS_SEED if settings.random_weights else None
+
+
+def _check_int8(settings: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError for 8-bit settings where nothing computes them."""
+    for option, value in (
+        ("--quantization", settings.quantization),
+        ("--kv-dtype", settings.kv_dtype),
+    ):
+        if value == "int8" and device.type != "cpu":
+            raise ConfigError(
+                f"{option} int8 computes on CPUs only so far: leave it out, or add --device cpu"
+            )
 
 
 def warm_up(loaded: Loaded) -> None:

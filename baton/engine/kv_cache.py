@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.model_config import ModelConfig
+from baton.engine.quantize import SCALE_BYTES
 from baton.errors import ConfigError
 from baton.v1 import common_pb2
 
@@ -19,7 +20,10 @@ Allocate = Callable[[int], torch.Tensor]
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`."""
+    """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
+
+    A row is a token's K or V of one head: its elements, and for int8 its float32 scale behind them.
+    """
 
     num_blocks: int
     num_layers: int
@@ -27,6 +31,11 @@ class KvLayout:
     block_size: int
     head_size: int
     dtype: torch.dtype
+
+    @property
+    def row_size(self) -> int:
+        """Elements of `dtype` that a row takes."""
+        return self.head_size + (SCALE_BYTES if self.dtype == torch.int8 else 0)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,24 +46,32 @@ class KvLayout:
             2,
             self.num_kv_heads,
             self.block_size,
-            self.head_size,
+            self.row_size,
         )
 
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.row_size * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
         """Size of the pool."""
         return self.num_blocks * self.block_size * self.bytes_per_token
 
-    def descriptor(self, model_fingerprint: str) -> common_pb2.KvDescriptor:
-        """What another worker must match to exchange blocks."""
+    def descriptor(
+        self, model_fingerprint: str, compute_dtype: torch.dtype, quantization: str = "none"
+    ) -> common_pb2.KvDescriptor:
+        """What another worker must match to exchange blocks.
+
+        Numbers that were computed in another way are another model's: they would read well and
+        give other tokens.
+        """
         return common_pb2.KvDescriptor(
             model_fingerprint=model_fingerprint,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=_name(self.dtype),
+            compute_dtype=_name(compute_dtype) if compute_dtype != self.dtype else "",
+            quantization=quantization if quantization != "none" else "",
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -64,10 +81,14 @@ class KvLayout:
         )
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def plan_layout(
     config: ModelConfig, dtype: torch.dtype, block_size: int, num_blocks: int, budget_bytes: int
 ) -> KvLayout:
-    """A layout of `num_blocks`, or of as many as `budget_bytes` hold.
+    """A layout of `num_blocks` of dtype's rows, or of as many as `budget_bytes` hold.
 
     Raises ConfigError when not even one block fits.
     """

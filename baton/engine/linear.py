@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.native.packing import Matrix, PackedWeight
+from baton.engine.quantize import Int8Weight, int8_linear
+
 # From this many rows on, a float32 product on the CPU gives each row the same bits whatever its
 # neighbours are.
 MIN_EXACT_ROWS = 16
@@ -26,14 +29,19 @@ def is_exact(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x `[rows, in]`, weight `[out, in]`, bias `[out]` → `[rows, out]`.
+
+    With an int8 weight x is quantised too, and the sums are whole numbers: exact for any rows.
 
     The BLAS library picks its kernel by the number of rows, and kernels add in different orders:
     float32 rows change in their last bits between 1, 2 or 3 rows (with two threads also 5, 7 and 9)
     and many, and are identical from 16 rows on. So fewer float32 rows on the CPU are padded to 16
     with zero rows, and the padding is cut from the result; that keeps the promise of `is_exact`.
     """
+    assert not isinstance(weight, PackedWeight), "packed weights are for native code"
+    if isinstance(weight, Int8Weight):
+        return int8_linear(x, weight, bias)
     rows = x.shape[0]
     if rows >= MIN_EXACT_ROWS or not is_exact(x):
         return F.linear(x, weight, bias)

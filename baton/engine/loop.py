@@ -172,7 +172,9 @@ class Engine:
         self._steps += 1
         self._step_began = time.monotonic()
         try:
-            return self._runner.run(plan), None
+            drawn = self._runner.run(plan)
+            self._planner.ran(plan, self.step_age_s)
+            return drawn, None
         except Exception as error:
             log.exception("engine step failed; its sequences are given up")
             return {}, f"engine step failed: {type(error).__name__}: {error}"
@@ -200,25 +202,40 @@ class Engine:
             progress,
             self._here.load(self._steps),
             self._blocks.take_changes(),
+            plan.num_drafts,
+            sum(len(one.token_ids) - 1 for one in progress if len(one.token_ids) > 1),
         )
         self._publish_report(report)
 
     def _advance(self, work: Work, drawn: Drawn | None) -> Progress:
         sequence = work.sequence
-        self._planner.advance(work)
         if drawn is None:
+            self._planner.advance(work)
             return Progress(sequence.seq_id, sequence.num_computed)
-        sequence.tokens.append(drawn.token_id)
-        sequence.new_tokens += 1
-        row = SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens)
-        reason = finish_reason(row, self._eos_token_ids, self._max_context)
+        count, reason = self._append(sequence, drawn.token_ids)
+        self._planner.advance(work, drawn.token_ids[:count])
         if reason is not None:
             self._here.drop(sequence)
         elif sequence.new_tokens == sequence.park_after:
             self._planner.remove(sequence)
         return Progress(
-            sequence.seq_id, sequence.num_computed, drawn.token_id, drawn.logprobs, reason
+            sequence.seq_id,
+            sequence.num_computed,
+            drawn.token_ids[:count],
+            drawn.logprobs[:count],
+            reason,
         )
+
+    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
+        """(how many tokens the sequence takes, why it ends if it does): none behind its end."""
+        for count, token_id in enumerate(token_ids, 1):
+            sequence.tokens.append(token_id)
+            sequence.new_tokens += 1
+            row = SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens)
+            reason = finish_reason(row, self._eos_token_ids, self._max_context)
+            if reason is not None:
+                return count, reason
+        return len(token_ids), None
 
     def _give_up(self, sequence: Sequence, reason: str) -> Progress:
         self._here.drop(sequence)

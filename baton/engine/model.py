@@ -1,8 +1,8 @@
 """The Llama family's forward pass over paged KV: Llama, Mistral, Qwen2, Qwen3.
 
 Rows of any mix of sequences go through together; only attention knows which belong together.
-Follows Hugging Face transformers' modeling files, which the tests compare it with. Callers hold
-`torch.inference_mode`.
+Follows Hugging Face transformers' modeling files, which the tests compare it with. Who calls
+anything but `step` holds `torch.inference_mode`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention import AttentionBatch, attend, write_kv
+from baton.engine.batch import StepBatch
 from baton.engine.linear import linear, silu_gate
 from baton.engine.model_config import ModelConfig
 from baton.engine.rope import rope_tables, rotate
+from baton.engine.rows import place
 from baton.engine.weights import LayerWeights, Weights
 
 
@@ -36,6 +38,15 @@ class Model:
         self._scale = config.head_size**-0.5
         tables = rope_tables(config.rope, config.head_size, config.max_context)
         self._cos, self._sin = (table.to(device, dtype) for table in tables)
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
+        """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
+        rows = place(batch, pool.shape[4])
+        hidden = self.forward(rows.token_ids, rows.positions, rows.attention, pool)
+        if not len(batch.logit_rows):
+            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        return self.logits(hidden[batch.logit_rows.long()])
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, pool: Tensor

@@ -5,31 +5,35 @@ chunks, a cached prefix has caught up before it starts, a preempted sequence sta
 decoding one is always exactly one token behind. (After vLLM v1's scheduler.) Those that are one
 token behind go first; the others share what is left of the budget, earliest due first, so that a
 short prompt overtakes a long one between two chunks and, because no due ever changes, nobody is
-overtaken for ever. Torch-free; moves block numbers, never bytes.
+overtaken for ever. What budget is left when everybody has had a turn goes to drafts, guesses of
+the tokens behind the last known ones. Torch-free; moves block numbers, never bytes.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from baton.engine.blocks import BlockPool
+from baton.engine.drafts import Drafter, Drafting
 from baton.engine.due import DueQueue
 from baton.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens [start, start + count) of one sequence."""
+    """Tokens [start, start + count) of one sequence, the last of which may be drafts."""
 
     sequence: Sequence
     start: int
     count: int
+    draft: tuple[int, ...] = ()  # tokens guessed behind the known ones; `count` includes them
 
     @property
     def samples(self) -> bool:
-        """Whether the last of these tokens is the last known one, so that a new one is drawn."""
-        return self.start + self.count == self.sequence.num_tokens
+        """Whether the last known token is one of these, so that a new one is drawn."""
+        return self.start + self.count == self.sequence.num_tokens + len(self.draft)
 
 
 @dataclass
@@ -43,12 +47,24 @@ class Plan:
         """Rows of the step's batch."""
         return sum(item.count for item in self.work)
 
+    @property
+    def num_drafts(self) -> int:
+        """How many of them are guesses."""
+        return sum(len(item.draft) for item in self.work)
+
 
 class Planner:
     """Owns the queue and the batch. Used by the engine thread only."""
 
-    def __init__(self, blocks: BlockPool, chunk_tokens: int, max_batch: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        chunk_tokens: int,
+        max_batch: int,
+        drafting: Drafting | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.drafting = drafting
         self.max_batch = max_batch
         self.running = DueQueue()
         self.ready = DueQueue()  # have all their blocks, and one token to compute
@@ -112,16 +128,31 @@ class Planner:
         """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
         plan = Plan()
         budget = self._decode(plan, self._chunk_tokens)
-        self._catch_up(plan, budget)
+        budget = self._catch_up(plan, budget)
+        if self.drafting is not None:
+            self._draft(plan, budget, self.drafting)
         plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first
         return plan
 
-    def advance(self, work: Work) -> None:
-        """Work has run: its tokens are computed, and full blocks may be shared from now on."""
+    def advance(self, work: Work, drawn: Tokens[int] = ()) -> None:
+        """Work has run: its tokens are computed, and full blocks may be shared from now on.
+
+        Of `drawn`, which the sequence has got by it and knows by now, all but the last stood in the
+        draft. The KV of what else stood there is in slots that the next step writes again.
+        """
         sequence, size = work.sequence, self.blocks.block_size
         assert sequence.num_computed == work.start, "work ran twice or out of order"
-        sequence.num_computed += work.count
+        sequence.num_computed += work.count - len(work.draft) + max(0, len(drawn) - 1)
+        assert sequence.num_computed <= sequence.num_tokens, "only known tokens are computed"
         self.publish(sequence, work.start // size)
+        if sequence.drafter is not None:
+            sequence.drafter.learn(drawn)
+
+    def ran(self, plan: Plan, seconds: float) -> None:
+        """A step took so long."""
+        if self.drafting is not None:
+            drafts = plan.num_drafts
+            self.drafting.costs.took(plan.num_tokens - drafts, drafts, seconds)
 
     def publish(self, sequence: Sequence, first_block: int) -> None:
         """Shares the verified full blocks from `first_block` on."""
@@ -145,8 +176,9 @@ class Planner:
                 budget -= _append(plan, sequence, budget)
         return budget
 
-    def _catch_up(self, plan: Plan, budget: int) -> None:
-        """Plans all others, earliest due first, and takes new ones into the batch on the way.
+    def _catch_up(self, plan: Plan, budget: int) -> int:
+        """Plans all others, earliest due first, and takes new ones into the batch on the way; what
+        is left of the budget.
 
         Those who are one token behind keep a token of the budget each. The first of the waiting
         that finds no blocks is not passed by others that need some: they could keep it out for
@@ -168,6 +200,44 @@ class Planner:
                 self.running.add(sequence)
             kept -= group is self.ready
             budget -= _append(plan, sequence, room)
+        return budget
+
+    def _draft(self, plan: Plan, budget: int, drafting: Drafting) -> None:
+        """Adds drafts to those who are one token behind, where they pay, budget and blocks allow.
+
+        A step that computes a prompt, too, has so many rows that a further one hardly ever pays.
+        """
+        if not plan.work:
+            return
+        price = drafting.costs.price(plan.num_tokens)
+        for at, work in enumerate(plan.work):
+            sequence = work.sequence
+            if work.count > 1 or not work.samples:
+                continue
+            # One token is drawn behind the last draft.
+            left = sequence.tokens_left(drafting.max_context) - 1
+            if (most := min(drafting.most, budget, left)) < 1:
+                continue
+            if sequence.drafter is None:
+                sequence.drafter = Drafter()
+            draft = sequence.drafter.draft(sequence.tokens, most, price)
+            if draft := draft[: self._room_behind(sequence, len(draft))]:
+                plan.work[at] = Work(sequence, work.start, 1 + len(draft), draft)
+                budget -= len(draft)
+
+    def _room_behind(self, sequence: Sequence, count: int) -> int:
+        """Finds slots for up to `count` tokens behind the known ones; how many there are.
+
+        New blocks are taken only while everybody who runs could get one, so that a guess never
+        makes a sequence lose its blocks.
+        """
+        blocks = self.blocks
+        room = len(sequence.block_ids) * blocks.block_size - sequence.num_tokens
+        missing = -(-(count - room) // blocks.block_size)
+        if missing > 0 and blocks.num_available >= missing + len(self.running):
+            self._grow(sequence, count)
+            return count
+        return min(room, count)
 
     def _behind(self) -> DueQueue:
         """Running sequences with several tokens to compute; they have blocks for all of them."""

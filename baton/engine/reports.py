@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.engine.blocks import CacheChanges
 from baton.engine.sampler import TokenLogprobs
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """What one sequence got out of one step."""
 
     seq_id: str
     num_computed: int
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
+    token_ids: tuple[int, ...] = ()  # new ones: several where drafts were right
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of them, if asked for
     finish_reason: str | None = None  # "stop" or "length"; the sequence is gone
     abort_reason: str | None = None  # the step failed; the sequence is gone
 
@@ -50,7 +50,14 @@ class StepReport:
 
     started_ns: int
     ended_ns: int
-    num_tokens: int
+    num_tokens: int  # computed, drafts included
     progress: list[Progress]
     load: Load
     cache: CacheChanges = field(default_factory=CacheChanges)
+    num_drafts: int = 0  # of the tokens computed
+    num_right: int = 0  # of the drafts; the others' tokens are computed once more
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that are computed from now on."""
+        return self.num_tokens - self.num_drafts + self.num_right

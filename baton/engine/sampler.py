@@ -13,22 +13,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine import filters, randomness
+from baton.engine import filters, randomness, row_draws
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
+
+# Tokens `[rows]`, on the device of their logits; from a CPU as an array.
+Chosen = Tensor | npt.NDArray[np.int64]
 
 # Below this a temperature is 0, as in vLLM: dividing by it would overflow.
 GREEDY_BELOW = 1e-5
 
 
-@dataclass(frozen=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """One sequence that wants its next token. `token_ids` is prompt and output so far."""
 
     params: SamplingParams
@@ -110,10 +113,11 @@ class Sampler:
             self._choose(_take(logits, which, copy=adjusted), [rows[i] for i in which])
             for (adjusted, _), which in groups.items()
         ]
-        order = itertools.chain.from_iterable(groups.values())
-        # The only wait for the device, however the rows were grouped.
-        by_row = dict(zip(order, torch.cat(chosen).tolist(), strict=True))
-        token_ids = [by_row[i] for i in range(len(rows))]
+        token_ids = _on_host(chosen)
+        if len(groups) > 1:
+            order = itertools.chain.from_iterable(groups.values())
+            by_row = dict(zip(order, token_ids, strict=True))
+            token_ids = [by_row[i] for i in range(len(rows))]
         if max(token_ids) >= self._vocab_size:
             raise InternalError("logits are not finite numbers: the model's output is broken")
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
@@ -123,7 +127,7 @@ class Sampler:
         weights = filters.weights(self._adjust(logits.clone(), rows), _params(rows))
         return weights / weights.sum(1, keepdim=True)
 
-    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
         """Tokens `[rows]` of rows that are all greedy or all not, all adjusted or all not.
 
         Changes `logits` in place if the rows are adjusted.
@@ -131,7 +135,7 @@ class Sampler:
         if rows[0].adjusted:
             logits = self._adjust(logits, rows)
         if rows[0].greedy:
-            return logits.argmax(1)  # the first of equals, so the lowest id
+            return _likeliest(logits)
         return _draw(logits, rows)
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -174,16 +178,17 @@ class _Changes:
 
     def add_penalties(self, i: int, row: SampleRow) -> None:
         """Row `i`'s penalties: repetition counts prompt and output, the others output alone."""
-        params, size = row.params, self._vocab_size
-        output = np.bincount(_array(row.token_ids[row.prompt_tokens :]), minlength=size)
+        params = row.params
+        output, times = np.unique(_array(row.token_ids[row.prompt_tokens :]), return_counts=True)
         if params.repetition_penalty == 1.0:
-            seen = np.flatnonzero(output)
+            seen, counts = output, times
         else:
-            seen = np.flatnonzero(np.bincount(_array(row.token_ids), minlength=size))
-        counts = output[seen]
+            seen = np.unique(_array(row.token_ids))
+            counts = np.zeros(len(seen), np.int64)
+            counts[seen.searchsorted(output)] = times
         subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
         repetition = np.full(len(seen), params.repetition_penalty)
-        self._penalties.append(np.stack([seen + i * size, repetition, subtracted]))
+        self._penalties.append(np.stack([seen + i * self._vocab_size, repetition, subtracted]))
 
     def apply(self) -> Tensor:
         """The logits, changed in place."""
@@ -226,10 +231,29 @@ def _params(rows: Sequence[SampleRow]) -> list[SamplingParams]:
     return [row.params for row in rows]
 
 
-def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _on_host(chosen: list[Chosen]) -> list[int]:
+    """All groups' tokens, one group after the other."""
+    if isinstance(chosen[0], Tensor):
+        # The only wait for the device, however the rows were grouped.
+        return torch.cat(chosen).tolist()  # type: ignore[arg-type]
+    return [token_id for some in chosen for token_id in some.tolist()]
+
+
+def _likeliest(logits: Tensor) -> Chosen:
+    """The likeliest token of each row `[rows]`; of equals the one with the lowest id."""
+    if logits.device.type == "cpu":
+        # With vector instructions: five times as fast as torch, which has none for this.
+        likeliest: npt.NDArray[np.int64] = logits.numpy().argmax(1)
+        return likeliest
+    return logits.argmax(1)
+
+
+def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     """One token for each row `[rows]`, by the number that belongs to its seed and position."""
     seeds = [row.params.seed for row in rows]
     numbers = randomness.uniform(seeds, [len(row.token_ids) for row in rows])
+    if logits.device.type == "cpu":
+        return row_draws.draw(logits.numpy(), _params(rows), numbers)
     uniform = torch.from_numpy(numbers).to(logits.device)
     return filters.draw(filters.weights(logits, _params(rows)), uniform)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.engine.drafts import Drafter
 from baton.prefix import block_hash, root_hash
 from baton.sampling import SamplingParams
 
@@ -31,6 +32,7 @@ class Sequence:
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
+    drafter: Drafter | None = None  # set by the planner of an engine that drafts
 
     @property
     def num_tokens(self) -> int:
@@ -41,6 +43,12 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens known and not yet computed."""
         return len(self.tokens) - self.num_computed
+
+    def tokens_left(self, max_context: int) -> int:
+        """The most tokens that it can still get here."""
+        params, output = self.params, len(self.tokens) - self.prompt_tokens
+        left = min(params.max_tokens - output, max_context - len(self.tokens))
+        return left if self.park_after is None else min(left, self.park_after - self.new_tokens)
 
     @property
     def turn(self) -> tuple[float, int]:

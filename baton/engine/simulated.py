@@ -14,6 +14,7 @@ cores and without a GPU. What a model would make true is kept true:
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -24,8 +25,8 @@ import torch
 from baton.config import Pace
 from baton.engine.planner import Plan, Work
 from baton.engine.randomness import splitmix64
-from baton.engine.runner import Drawn
-from baton.engine.sampler import Sampler, SampleRow
+from baton.engine.runner import Drawn, drawn_by, sample_rows
+from baton.engine.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError
 from baton.prefix import root_hash
@@ -70,7 +71,7 @@ class SimulatedRunner:
         self._slots.clear(blocks)
 
     def _takes_s(self, plan: Plan) -> float:
-        sequences = sum(work.count == 1 for work in plan.work)
+        sequences = sum(work.count - len(work.draft) == 1 for work in plan.work)
         return self._pace.step_s(plan.num_tokens - sequences, sequences)
 
     def _compute(self, work: Work) -> None:
@@ -81,8 +82,10 @@ class SimulatedRunner:
             self._check(sequence, history, *self._block_in_turn(work.start))
         else:  # somebody else computed it: it came over the wire, or from the prefix cache
             self._check(sequence, history, 0, work.start)
-        end = history.computed_here = work.start + work.count
-        kv = history.kv(sequence.tokens, work.start, end)
+        end = work.start + work.count
+        history.computed_here = end - len(work.draft)  # unless drafts turn out to be right
+        tokens = [*sequence.tokens, *work.draft] if work.draft else sequence.tokens
+        kv = history.kv(tokens, work.start, end)
         self._slots.write(sequence.block_ids, work.start, kv)
 
     def _block_in_turn(self, num_tokens: int) -> tuple[int, int]:
@@ -102,31 +105,37 @@ class SimulatedRunner:
             )
 
     def _draw(self, sampling: list[Work]) -> dict[str, Drawn]:
-        plain = [work for work in sampling if _is_plain(_row_of(work.sequence))]
-        drawn = {work.sequence.seq_id: self._likeliest(work.sequence) for work in plain}
-        rest = [work.sequence for work in sampling if work.sequence.seq_id not in drawn]
-        logits = torch.from_numpy(self._logits(rest))
-        sampled = self._sampler.sample(logits, [_row_of(sequence) for sequence in rest])
-        for sequence, token, logprobs in zip(
-            rest, sampled.token_ids, sampled.logprobs, strict=True
-        ):
-            drawn[sequence.seq_id] = Drawn(token, logprobs)
+        rows = [(work.sequence, row) for work in sampling for row in sample_rows(work)]
+        drawn = drawn_by(sampling, self._sample(rows))
+        for work in sampling:
+            new = drawn[work.sequence.seq_id].token_ids
+            self._histories[work.sequence].accept(work.sequence.num_tokens, len(new) - 1)
         return drawn
 
-    def _likeliest(self, sequence: Sequence) -> Drawn:
-        """What the sampler would take from this row of logits, without making it."""
-        return Drawn(int(self._favourites(sequence)[0]), None)
+    def _sample(self, rows: list[tuple[Sequence, SampleRow]]) -> Sampled:
+        token_ids, logprobs = [0] * len(rows), list[TokenLogprobs | None]([None] * len(rows))
+        rest = []
+        for at, (sequence, row) in enumerate(rows):
+            if _is_plain(row):  # what the sampler would take from the logits, without making them
+                token_ids[at] = int(self._favourites(sequence, row)[0])
+            else:
+                rest.append(at)
+        logits = torch.from_numpy(self._logits([rows[at] for at in rest]))
+        sampled = self._sampler.sample(logits, [rows[at][1] for at in rest])
+        for at, token_id, one in zip(rest, sampled.token_ids, sampled.logprobs, strict=True):
+            token_ids[at], logprobs[at] = token_id, one
+        return Sampled(token_ids, logprobs)
 
-    def _logits(self, sequences: list[Sequence]) -> npt.NDArray[np.float32]:
-        """`[sequences, vocab]`: a few favourites over an even ground."""
-        logits = np.zeros((len(sequences), self._vocab_size), np.float32)
+    def _logits(self, rows: list[tuple[Sequence, SampleRow]]) -> npt.NDArray[np.float32]:
+        """`[rows, vocab]`: a few favourites over an even ground."""
+        logits = np.zeros((len(rows), self._vocab_size), np.float32)
         heights = _BEST_LOGIT - np.arange(_FAVOURITES, dtype=np.float32)
-        for row, sequence in zip(logits, sequences, strict=True):
-            np.maximum.at(row, self._favourites(sequence), heights)
+        for scores, (sequence, row) in zip(logits, rows, strict=True):
+            np.maximum.at(scores, self._favourites(sequence, row), heights)
         return logits
 
-    def _favourites(self, sequence: Sequence) -> npt.NDArray[np.int64]:
-        hashes = self._histories[sequence].hashes(sequence.tokens)
+    def _favourites(self, sequence: Sequence, row: SampleRow) -> npt.NDArray[np.int64]:
+        hashes = self._histories[sequence].hashes(row.token_ids)
         words = splitmix64(hashes[-1] + np.arange(1, _FAVOURITES + 1, dtype=np.uint64))
         return (words % np.uint64(self._vocab_size)).astype(np.int64)
 
@@ -140,7 +149,12 @@ class _History:
     _hashes: Words = field(default_factory=lambda: np.zeros(_STRIDE, np.uint64))
     _known: int = 0
 
-    def hashes(self, tokens: list[int]) -> Words:
+    def accept(self, known: int, right: int) -> None:
+        """Of the drafts behind `known` tokens so many were right; the others are forgotten."""
+        self._known = min(self._known, known + right)
+        self.computed_here += right
+
+    def hashes(self, tokens: Tokens[int]) -> Words:
         """`[tokens]`, independent of the salt."""
         if len(tokens) > len(self._hashes):
             grown = np.zeros(2 * len(tokens), np.uint64)
@@ -150,11 +164,11 @@ class _History:
             self._extend(tokens[self._known : self._known + _STRIDE])
         return self._hashes[: len(tokens)]
 
-    def kv(self, tokens: list[int], start: int, end: int) -> Words:
+    def kv(self, tokens: Tokens[int], start: int, end: int) -> Words:
         """What the KV of positions [start, end) is made of: another salt's is never the same."""
         return splitmix64(self.hashes(tokens)[start:end] ^ np.uint64(root_hash(self.salt)))
 
-    def _extend(self, tokens: list[int]) -> None:
+    def _extend(self, tokens: Tokens[int]) -> None:
         """hash[i] = hash[i - 1] * FACTOR + token[i] + 1, for all tokens at once.
 
         Divided by FACTOR ** i it is a running sum.
@@ -209,10 +223,6 @@ class _Slots:
         """`[tokens, layers, 2, kv_heads, words]`."""
         words = kv.view(np.uint16).reshape(len(kv), 4)[:, self._quarter]
         return words[:, None, None, None, :] ^ self._places
-
-
-def _row_of(sequence: Sequence) -> SampleRow:
-    return SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens)
 
 
 def _is_plain(row: SampleRow) -> bool:

@@ -2,6 +2,7 @@
 
 Query, key and value projections are fused into one matrix, and so are gate and up, while loading:
 one layer's part is copied at a time from the mapped file, so memory stays near the model's size.
+Matrices that are wanted in another form are turned into it one by one, as they come.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from torch import Tensor
 
 from baton.engine.checkpoint import StoredTensor, stored_tensors
 from baton.engine.model_config import ModelConfig
+from baton.engine.native.packing import Matrix
 from baton.errors import CheckpointError
 
 RANDOM_STD = 0.02
+
+Prepare = Callable[[Tensor], Matrix]
+"""What is done to each matrix as soon as it is read; what it was read into is then given up."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of tensors loaded and the number of all."""
@@ -31,27 +36,27 @@ class LayerWeights:
     """One decoder layer; matrices are `[out, in]`. Absent biases and norms are None."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Matrix
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model; `lm_head` is `embedding` itself where the two are tied."""
+    """A whole model; a tied `lm_head` is `embedding` itself, unless prepared."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Tensor
+    lm_head: Matrix
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,21 @@ Make = Callable[[tuple[_Part, ...]], Tensor]
 """Makes the tensor that holds the parts, one after the other along the first axis."""
 
 
+def _as_read(matrix: Tensor) -> Matrix:
+    return matrix
+
+
 def load_weights(
     path: Path,
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    prepare: Prepare = _as_read,
 ) -> Weights:
     """The weights in a model directory, converted to dtype and moved to device.
+
+    `prepare` is applied to what activations are multiplied with; embedding, norms, biases stay.
 
     Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
     or pickled, or when a tensor is missing, unknown or of another shape than the config says.
@@ -85,11 +97,15 @@ def load_weights(
     _check(path, config, stored, expected)
     with ExitStack() as files:
         reader = _Reader(stored, files, dtype, device, progress, len(expected))
-        return _assemble(config, reader.make)
+        return _assemble(config, reader.make, prepare)
 
 
 def random_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    prepare: Prepare = _as_read,
 ) -> Weights:
     """Seeded random weights, the same on every machine: for benchmarks that need no real model."""
     generator = torch.Generator().manual_seed(seed)
@@ -101,22 +117,25 @@ def random_weights(
         drawn = torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
         return drawn.to(device)
 
-    return _assemble(config, make)
+    return _assemble(config, make, prepare)
 
 
-def _assemble(config: ModelConfig, make: Make) -> Weights:
+def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
     embedding = make((_embedding(config),))
-    layers = tuple(_layer(config, index, make) for index in range(config.num_layers))
+    layers = tuple(_layer(config, index, make, prepare) for index in range(config.num_layers))
     final_norm = make((_final_norm(config),))
     lm_head = embedding if config.tie_embeddings else make((_lm_head(config),))
-    return Weights(embedding, layers, final_norm, lm_head)
+    return Weights(embedding, layers, final_norm, prepare(lm_head))
 
 
-def _layer(config: ModelConfig, index: int, make: Make) -> LayerWeights:
+def _layer(config: ModelConfig, index: int, make: Make, prepare: Prepare) -> LayerWeights:
     parts = _layer_parts(config, index)
 
     def tensor(*names: str) -> Tensor:
         return make(tuple(parts[name] for name in names))
+
+    def matrix(*names: str) -> Matrix:
+        return prepare(tensor(*names))
 
     def optional(*names: str) -> Tensor | None:
         return tensor(*names) if names[0] in parts else None
@@ -124,16 +143,16 @@ def _layer(config: ModelConfig, index: int, make: Make) -> LayerWeights:
     attention, mlp = "self_attn.", "mlp."
     return LayerWeights(
         input_norm=tensor("input_layernorm.weight"),
-        qkv=tensor(*(f"{attention}{x}_proj.weight" for x in "qkv")),
+        qkv=matrix(*(f"{attention}{x}_proj.weight" for x in "qkv")),
         qkv_bias=optional(*(f"{attention}{x}_proj.bias" for x in "qkv")),
         q_norm=optional(f"{attention}q_norm.weight"),
         k_norm=optional(f"{attention}k_norm.weight"),
-        o=tensor(f"{attention}o_proj.weight"),
+        o=matrix(f"{attention}o_proj.weight"),
         o_bias=optional(f"{attention}o_proj.bias"),
         post_norm=tensor("post_attention_layernorm.weight"),
-        gate_up=tensor(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
+        gate_up=matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
         gate_up_bias=optional(f"{mlp}gate_proj.bias", f"{mlp}up_proj.bias"),
-        down=tensor(f"{mlp}down_proj.weight"),
+        down=matrix(f"{mlp}down_proj.weight"),
         down_bias=optional(f"{mlp}down_proj.bias"),
     )
 

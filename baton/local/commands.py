@@ -45,6 +45,7 @@ def worker(
         *engine(config.engine),
         *("--threads", str(share.threads)),
         *(("--cpus", ",".join(map(str, share.cpus))) if share.cpus else ()),
+        *(("--nice", str(config.prefill_nice)) if role == "prefill" else ()),
         *("--host", "127.0.0.1", "--port", "0"),
         *("--transport", config.transport),
         *("--worker-price", str(config.price_per_hour)),
@@ -53,11 +54,15 @@ def worker(
 
 
 def engine(config: EngineConfig) -> list[str]:
-    """The engine's options, all but the threads."""
+    """The engine's options, all but its threads, cores and niceness."""
     return [
         *_model(config),
         *("--dtype", config.dtype),
+        *("--quantization", config.quantization),
         *("--device", config.device),
+        *("--kernels", config.kernels),
+        *("--speculate", str(config.speculate)),
+        *("--kv-dtype", config.kv_dtype),
         *("--block-size", str(config.block_size)),
         *("--kv-blocks", str(config.kv_blocks)),
         *("--kv-cache", str(config.kv_cache_bytes)),

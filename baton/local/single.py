@@ -9,10 +9,11 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.config import EngineConfig
-from baton.engine import build
+from baton.engine import build, cores
 from baton.engine.loop import Engine
 from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
@@ -29,7 +30,8 @@ class SingleProcess:
     """A loaded model with its engine; a context manager that stops the engine's thread."""
 
     def __init__(self, settings: EngineConfig) -> None:
-        self._loaded = build.load(settings)
+        with cores.confined(settings.cpus):
+            self._loaded = build.load(settings)
         self.tokenizer = load_tokenizer(self._loaded.path)
         self._news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         self._engine: Engine = self._loaded.engine(self._publish)
@@ -37,6 +39,8 @@ class SingleProcess:
 
     def __enter__(self) -> SingleProcess:
         self._engine.start()
+        settings = self._loaded.settings
+        self._engine.submit(partial(cores.settle, settings.cpus, settings.nice)).result()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,15 +88,19 @@ class SingleProcess:
             progress = self._news.get()
             if progress.abort_reason:
                 raise InternalError(progress.abort_reason)
-            if progress.seq_id != sequence.seq_id or progress.token_id is None:
+            if progress.seq_id != sequence.seq_id:
                 continue
-            times.append(time.monotonic())
-            tokens.append(progress.token_id)
-            if progress.logprobs:
-                drawn = progress.logprobs
-                logprobs.append(TokenLogprobs(drawn.token_id, drawn.logprob, drawn.top))
-            said.append(text.advance([progress.token_id], progress.finish_reason))
-            on_text(said[-1])
+            for at, token_id in enumerate(progress.token_ids, 1):
+                last = at == len(progress.token_ids)
+                times.append(time.monotonic())
+                tokens.append(token_id)
+                if progress.logprobs:
+                    drawn = progress.logprobs[at - 1]
+                    logprobs.append(TokenLogprobs(drawn.token_id, drawn.logprob, drawn.top))
+                said.append(text.advance([token_id], progress.finish_reason if last else None))
+                on_text(said[-1])
+                if text.stop is not None:
+                    break  # what was drawn behind it is not output
             reason = "stop" if text.stop is not None else progress.finish_reason
         steps = max(1, len(times) - 1)
         return Completion(

@@ -186,6 +186,12 @@ TABLE: tuple[Instrument, ...] = (
         "Tokens drawn.",
     ),
     Instrument(
+        "baton.engine.drafts", COUNTER, "{token}", (DECODE,),
+        "Tokens guessed from a sequence's own text (`--speculate`) and computed, by whether they "
+        "were right: yes or no.",
+        ("right",),
+    ),
+    Instrument(
         "baton.engine.preemptions", COUNTER, "{preemption}", WORKERS,
         "Sequences that lost their blocks to others and started over.",
     ),

@@ -52,6 +52,7 @@ class WorkerFigures:
         if config.role == "decode":
             for outcome in _RESERVATIONS:
                 self._recorder.count("baton.reservations", 0, {"outcome": outcome})
+            self._drafted(0, 0)
 
     def stepped(self, report: StepReport) -> None:
         """The engine has run a step; an empty one only tells of what was asked for."""
@@ -63,6 +64,8 @@ class WorkerFigures:
             (report.ended_ns - report.started_ns) / 1e9,
             {"kind": kind_of(report)},
         )
+        if report.num_drafts:
+            self._drafted(report.num_drafts, report.num_right)
 
     def prompt_started(self, waited_s: float, trace: Context) -> None:
         """The first chunk of a prompt was computed."""
@@ -104,6 +107,10 @@ class WorkerFigures:
         observe("baton.engine.preemptions", lambda: _one(load().preemptions))
         observe("baton.kv.blocks", lambda: _blocks(load()))
 
+    def _drafted(self, drafts: int, right: int) -> None:
+        self._recorder.count("baton.engine.drafts", right, {"right": "yes"})
+        self._recorder.count("baton.engine.drafts", drafts - right, {"right": "no"})
+
     @property
     def _cost(self) -> float:
         return (time.monotonic() - self._started) * self._price_per_s
@@ -112,12 +119,13 @@ class WorkerFigures:
 def kind_of(report: StepReport) -> str:
     """What a step computed: prompts, next tokens of streams, or both.
 
-    A stream's row is one token that gives one; whatever else there is belongs to prompts.
+    A stream's row is one token that gives one, drafts and what comes of them aside; whatever else
+    there is belongs to prompts.
     """
     rows = len(report.progress)
-    if report.num_tokens == rows and all(p.token_id is not None for p in report.progress):
+    drawing = sum(bool(p.token_ids) for p in report.progress)
+    if report.num_tokens - report.num_drafts == rows == drawing:
         return "decode"
-    drawing = sum(p.token_id is not None for p in report.progress)
     return "mixed" if drawing and rows > 1 else "prefill"
 
 

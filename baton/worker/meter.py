@@ -29,13 +29,14 @@ class LoadMeter:
         load = load_proto(report.load)
         load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         load.step_ms = self.load.step_ms
-        drawn = sum(progress.token_id is not None for progress in report.progress)
-        load.tokens_computed = self.load.tokens_computed + report.num_tokens
+        drawn = sum(len(progress.token_ids) for progress in report.progress)
+        load.tokens_computed = self.load.tokens_computed + report.num_kept
         load.tokens_generated = self.load.tokens_generated + drawn
         step_s = (report.ended_ns - report.started_ns) / 1e9
         if report.num_tokens:
             self.mean_step_s = _smooth(self.mean_step_s, step_s)
-        if report.num_tokens >= _PREFILL_ROWS and step_s > 0:
+        # Drafts tell nothing of the speed of prompts.
+        if report.num_tokens - report.num_drafts >= _PREFILL_ROWS and step_s > 0:
             rate = report.num_tokens / step_s
             load.prefill_tokens_per_s = _smooth(load.prefill_tokens_per_s, rate)
         elif report.num_tokens:

@@ -13,15 +13,17 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
 from baton.config import WorkerConfig, host_id
+from baton.engine import cores
 from baton.engine.build import Loaded
 from baton.engine.loop import Engine
 from baton.engine.reports import StepReport
-from baton.errors import Unavailable
+from baton.errors import InternalError, Unavailable
 from baton.registry import Registration, Registry
 from baton.server import Health, bind, settle
 from baton.telemetry import Telemetry
@@ -84,6 +86,7 @@ class Node:
         self._registry = registry
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
+        self._failure: Exception | None = None  # that nothing which runs can survive
         self._health = Health()
         self.figures = WorkerFigures(config)
         self._stall = StallWatch(lambda: self.engine.step_age_s, lambda: self.meter.mean_step_s)
@@ -123,6 +126,9 @@ class Node:
                 ending.push_async_callback(asyncio.to_thread, self.engine.stop)
                 ending.push_async_callback(server.stop, STOP_GRACE_S)
                 ending.push_async_callback(self._leave)
+                settings = loaded.settings
+                place = partial(cores.settle, settings.cpus, settings.nice)
+                await asyncio.wrap_future(self.engine.submit(place))
                 self._describe(loaded)
                 await self._serve(server, make_servicer(self), registration)
 
@@ -169,10 +175,17 @@ class Node:
             log.debug("the event loop is closed: nobody hears of the engine any more")
 
     def _on_step(self, report: StepReport) -> None:
-        self.meter.update(report)
-        self.figures.stepped(report)
-        self._stall.stepped()
-        self.role.on_step(report)
+        """Takes in a step. A report that is lost would leave its requests waiting: it ends us."""
+        try:
+            self.meter.update(report)
+            self.figures.stepped(report)
+            self._stall.stepped()
+            self.role.on_step(report)
+        except Exception as error:
+            if self._failure is None:
+                log.critical("a step's report was lost", exc_info=error)
+                self._failure = error
+                self._stop.set()
 
     async def _serve(
         self,
@@ -193,11 +206,14 @@ class Node:
             await self._stop.wait()
         finally:
             watching.cancel()
-        failed = self.engine.ended.done()  # then nothing that runs can finish
+        # Then nothing that runs can finish.
+        failed = self._failure is not None or self.engine.ended.done()
         drain_s = 0.0 if failed else self.config.drain_s
         log.info("draining for at most %.0f s", drain_s)
         await self._enter(common_pb2.WORKER_STATE_DRAINING, registration)
         await self._finish_work(drain_s)
+        if self._failure is not None:
+            raise InternalError(f"a step's report was lost: {self._failure}") from self._failure
         if failed:
             self.engine.ended.result()
 

@@ -11,7 +11,7 @@ import uvloop
 
 from baton import telemetry
 from baton.config import WorkerConfig
-from baton.engine import build
+from baton.engine import build, cores
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.worker.node import Node, Role
@@ -38,8 +38,11 @@ async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
 
     def load() -> build.Loaded:
         on_cpu = build.device_of(config.engine).type == "cpu"
-        loaded = build.load(config.engine, allocate if on_cpu else None)
-        build.warm_up(loaded)
+        with cores.confined(config.engine.cpus):
+            loaded = build.load(config.engine, allocate if on_cpu else None)
+            if area is not None and not config.engine.simulate:
+                area.touch()  # KV of models that pretend is small; let others have the memory
+            build.warm_up(loaded)
         return loaded
 
     def role(node: Node, loaded: build.Loaded) -> Role:

@@ -67,7 +67,8 @@ class SufferingTransport(Transport):
         return self._inner.listen(pool)
 
     def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
-        link = self._inner.connect(pool, endpoint, timeout_s)
+        source = pool if self.one_sided else _StagedPool(pool.tensor, pool.area)
+        link = self._inner.connect(source, endpoint, timeout_s)
         return _SufferingLink(link, pool, self.one_sided, self._control)
 
 
@@ -128,6 +129,13 @@ class _SufferingLink(Link):
             data = torch.empty(target.nbytes(remote), dtype=torch.uint8)
             target.scatter(target.gather(remote, data).bitwise_xor_(_NOISE), remote)
         return stats
+
+
+class _StagedPool(KvPool):
+    """Has all that is sent copied first, so that a copy of it can be changed."""
+
+    def in_place(self, slots: Slots) -> None:
+        return None
 
 
 class _SpoilingDigest(Digest):

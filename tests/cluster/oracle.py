@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.client import AsyncClient, Completion
@@ -15,6 +15,7 @@ from tests.waiting import eventually
 
 LENGTHS = (1, 15, 16, 17, 500, 1900)
 NEW_TOKENS = 24
+PLAIN = EngineConfig(dtype="float32")
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "top_p": 0.95, "top_k": 200, "seed": 1234},
@@ -38,8 +39,8 @@ class Case:
 class Oracle:
     """Runs cases in this process, each once."""
 
-    def __init__(self) -> None:
-        self._process = SingleProcess(EngineConfig(dtype="float32", threads=1))
+    def __init__(self, settings: EngineConfig = PLAIN) -> None:
+        self._process = SingleProcess(replace(settings, threads=1))
         self._known: dict[Case, tuple[int, ...]] = {}
 
     def __enter__(self) -> Oracle:

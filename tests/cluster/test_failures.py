@@ -6,15 +6,17 @@ import asyncio
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.client import AsyncClient
+from baton.engine.native import library
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.local import ports
 from tests.chaos import kv
-from tests.cluster.conftest import ClusterFactory
+from tests.cluster.conftest import ENGINE, ClusterFactory
 from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
 from tests.waiting import eventually
@@ -55,6 +57,24 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
         assert len(done) == 24 and any(one.route.attempts > 1 for one in done)
         assert streams.largest_gap_s < LOOSE_GAP_S
         await all_blocks_free(client)
+
+
+@pytest.mark.skipif(library.load() is None, reason="no native library can be built here")
+async def test_low_precision_streams_go_on_elsewhere_with_the_same_tokens(
+    own_cluster: ClusterFactory,
+) -> None:
+    """Native kernels give a row the same bits recomputed on another worker, beside others."""
+    engine = replace(ENGINE, dtype="bfloat16", quantization="int8", kv_dtype="int8")
+    cluster = await own_cluster(prefill=2, decode=2, restart=False, engine=engine)
+    with Oracle(engine) as oracle:
+        async with AsyncClient(cluster.address) as client:
+            streams = Streams(client, oracle, mixed_cases(oracle, 16))
+            running = asyncio.ensure_future(streams.run())
+            await streams.midway.wait()
+            cluster.kill("decode-0")
+            done = await running
+            assert any(one.route.attempts > 1 for one in done)
+            await all_blocks_free(client)
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
@@ -116,7 +136,7 @@ async def test_a_reservation_that_expires_is_made_elsewhere(
         decode=2,
         restart=False,
         transport="gloo",
-        extra_args={"decode-0": ["--reservation-lease", "0.1"]},
+        extra_args={"decode-0": ["--reservation-lease", "0.01"]},
     )
     cases = [Case(oracle.prompt(1500, start=17 * n), "greedy") for n in range(6)]
     for case in cases:

@@ -92,7 +92,7 @@ class CheckingRunner:
             self.pool[sequence.block_ids[n // BLOCK_SIZE], ..., n % BLOCK_SIZE, :] = float(
                 sequence.tokens[n]
             )
-        return Drawn(OUTPUT + sequence.num_tokens, None) if work.samples else None
+        return Drawn((OUTPUT + sequence.num_tokens,)) if work.samples else None
 
 
 def content_of(pool, block):

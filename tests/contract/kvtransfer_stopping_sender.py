@@ -47,8 +47,8 @@ def stopping_before(stop):
 
 def stopping_amid(stop):
     class Digest(pools.Digest):
-        def update(self, data):
-            super().update(data)
+        def add(self, data):
+            super().add(data)
             stop()
 
     from kvtransfer import delivery  # noqa: PLC0415

@@ -21,6 +21,7 @@ from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer.incoming import ReservedBlocks
 from kvtransfer.waiting import Deadline
+from tests.waiting import eventually
 
 from .kvtransfer_parts import (
     BLOCK_SIZE,
@@ -57,6 +58,33 @@ async def test_chunk_by_chunk(name):
         assert pair.sent_bytes == stats.num_bytes
         assert pair.sent_ms == pytest.approx(stats.wire_s * 1e3)
     assert not threads()
+
+
+@every_transport
+async def test_what_was_sent_before_the_last_chunk_is_told_as_hidden(name):
+    async with joined(name) as (prefill, decode):
+        to = decode.reserve("h", 12, 9, 4, 5)
+        async with prefill.sender.open(to, "h", 12, 10.0) as handoff:
+            handoff.send(0, slots(8, 1, 2))
+
+            async def sent_bytes():
+                return [pair.sent_bytes for pair in prefill.links.status()]
+
+            await eventually(sent_bytes, any, "the first chunk was not put")
+            await asyncio.sleep(0.05)  # the put is over; a moment later what follows it is, too
+            handoff.send(8, slots(4, 3))
+            handoff.conclude(12, 7)
+            assert decode.held.committed_tokens == {}
+            stats = await handoff.committed()
+        assert decode.held.committed_tokens == {"h": 7}
+        assert 0 < stats.hidden_s < stats.wire_s
+
+
+@every_transport
+async def test_nothing_is_hidden_of_a_single_chunk(name):
+    async with joined(name) as (prefill, decode):
+        stats = await prefill.hand_over(decode.reserve("h", 4, 9), "h", slots(4, 1))
+        assert (stats.hidden_s, stats.chunks) == (0.0, 1)
 
 
 @every_transport

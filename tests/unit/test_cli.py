@@ -77,7 +77,7 @@ def test_defaults_are_those_of_the_settings() -> None:
 def test_options_reach_the_settings() -> None:
     argv = (
         "prefill-worker --random-weights M --dtype bfloat16 --device cpu --kv-cache 2GiB "
-        "--chunk-tokens 99 --no-prefix-cache --cpus 4,5,6 --etcd a:1,b:2 --cluster c "
+        "--chunk-tokens 99 --no-prefix-cache --cpus 4,5,6 --nice 7 --etcd a:1,b:2 --cluster c "
         "--lease-ttl 9 --port 7 "
         "--advertise h:8 --transport shm --otlp http://x:4317 --drain-timeout 1.5 "
         "--reservation-lease 2 --transfer-timeout 3 --model-name n"
@@ -87,7 +87,7 @@ def test_options_reach_the_settings() -> None:
         role="prefill",
         engine=EngineConfig(
             model="M", dtype="bfloat16", device="cpu", kv_cache_bytes=2 << 30, chunk_tokens=99,
-            prefix_cache=False, random_weights=True, threads=3,
+            prefix_cache=False, random_weights=True, threads=3, cpus=(4, 5, 6), nice=7,
         ),
         registry=RegistryConfig(etcd="a:1,b:2", cluster="c", lease_ttl_s=9),
         port=7, advertise="h:8", transport="shm", otlp="http://x:4317", drain_s=1.5, lease_s=2,
@@ -105,10 +105,12 @@ def test_the_local_cluster_starts_what_it_means() -> None:
     worker = services.worker_config(args)
     assert list(commands.PROGRAM) == [sys.executable, "-m", "baton"]
     assert (worker.role, worker.transport, worker.drain_s) == ("decode", "gloo", 2.5)
-    assert worker.engine == EngineConfig(**{**vars(engine), "threads": 2})
+    assert worker.engine == EngineConfig(**{**vars(engine), "threads": 2, "cpus": (0, 2)})
     assert worker.registry == RegistryConfig(etcd="h:1", cluster="c")
-    assert (args.cpus, args.die_with_parent, worker.otlp) == ([0, 2], os.getpid(), "http://o:1")
+    assert (args.die_with_parent, worker.otlp) == (os.getpid(), "http://o:1")
     assert (worker.host, worker.port) == ("127.0.0.1", 0)
+    prefill = parse(*commands.worker(cluster, "prefill", Share((), 1), "h:1", None))
+    assert services.worker_config(prefill).engine.nice == cluster.prefill_nice > 0
     router = services.router_config(parse(*commands.router(cluster, 7701, "h:1", None)))
     assert (router.host, router.port, router.otlp) == ("0.0.0.0", 7701, None)
     assert router.drain_s == 2.5
@@ -218,19 +220,21 @@ def test_sizes_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "write 512MiB" in capsys.readouterr().err
 
 
-def test_threads_are_set_and_cores_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[Any] = []
+def test_threads_are_set_and_cores_checked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: pinned.append(cpus))
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     monkeypatch.setenv("MKL_NUM_THREADS", "77")
-    services.limit_cpu(0, None)
-    assert (os.environ["OMP_NUM_THREADS"], pinned) == ("77", [])
-    services.limit_cpu(3, [1])
+    services.limit_cpu(0, ())
+    assert os.environ["OMP_NUM_THREADS"] == "77"
+    services.limit_cpu(2, ())
+    assert not caplog.text
+    services.limit_cpu(3, (1,))
+    assert "3 threads on 1 cores slow each other down" in caplog.text
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
-    assert pinned == [[1]]
     with pytest.raises(ConfigError, match=r"may run on \[0, 1\], not on \[9\]"):
-        services.limit_cpu(1, [9])
+        services.limit_cpu(1, (9,))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:

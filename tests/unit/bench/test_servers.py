@@ -120,6 +120,13 @@ class TestHttp:
         assert [o.opened_connection for o in outcomes] == [True, False, False]
         assert len(set(server.peers)) == 1
 
+    async def test_a_connection_for_each_request_where_it_is_asked_for(self) -> None:
+        server = ScriptedOpenAI(HELLO)
+        async with http(server, keep_alive=False) as client:
+            outcomes = [await ask(client) for _ in range(3)]
+        assert [o.ok and o.opened_connection for o in outcomes] == [True, True, True]
+        assert len(set(server.peers)) == 3
+
     async def test_without_usage_chunks_are_counted(self) -> None:
         async with http(ScriptedOpenAI([text("a"), text("b"), DONE])) as client:
             outcome = await ask(client)

@@ -43,11 +43,15 @@ class TestArrivals:
 
 
 class TestLengths:
-    @pytest.mark.parametrize("text", ["512", "100-200", "lognormal:512,0.8"])
+    @pytest.mark.parametrize(
+        "text", ["512", "100-200", "lognormal:512,0.8", "lognormal:512,0.8,900"]
+    )
     def test_they_are_written_as_they_are_read(self, text: str) -> None:
         assert str(Lengths.parse(text)) == text
 
-    @pytest.mark.parametrize("text", ["", "0", "-3", "20-10", "lognormal:5", "lognormal:0,1", "x"])
+    @pytest.mark.parametrize(
+        "text", ["", "0", "-3", "20-10", "lognormal:5", "lognormal:0,1", "lognormal:9,1,8", "x"]
+    )
     def test_what_is_none(self, text: str) -> None:
         with pytest.raises(ConfigError, match="length"):
             Lengths.parse(text)
@@ -65,6 +69,8 @@ class TestLengths:
         assert statistics.median(lognormal) == pytest.approx(500, rel=0.06)
         assert statistics.mean(lognormal) == pytest.approx(500 * 2.718**0.125, rel=0.06)
         assert min(drawn("lognormal:1,2")) >= 1
+        cut = drawn("lognormal:500,0.5,600")
+        assert max(cut) == 600 and statistics.median(cut) == pytest.approx(500, rel=0.06)
 
 
 class TestDemand:

@@ -7,9 +7,11 @@ import random
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttentionBatch, PrefillSegment
+from baton.engine.batch import StepBatch
 from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig
+from baton.engine.native.model import NativeModel
+from baton.engine.quantize import SCALE_BYTES
 
 NUM_BLOCKS = 160
 
@@ -26,14 +28,22 @@ class PagedSequence:
 class PagedRun:
     """A pool and the sequences in it; `step` runs any mix of them."""
 
-    def __init__(self, model: Model, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Model | NativeModel,
+        block_size: int = 16,
+        seed: int = 0,
+        *,
+        kv_int8: bool = False,
+    ) -> None:
         config: ModelConfig = model.config
-        shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_size)
+        row = config.head_size + (SCALE_BYTES if kv_int8 else 0)
+        shape = (config.num_layers, 2, config.num_kv_heads, block_size, row)
         self.model = model
         self.block_size = block_size
-        self.pool = torch.zeros(NUM_BLOCKS, *shape, dtype=model.dtype)
+        self.pool = torch.zeros(NUM_BLOCKS, *shape, dtype=torch.int8 if kv_int8 else model.dtype)
         # Block 0 fills padded tables: nobody owns it here, so it may hold any finite garbage.
-        self.pool[0] = 3.0
+        self.pool[0] = 3
         self._free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
 
     def add(self, tokens: list[int], room: int = 0) -> PagedSequence:
@@ -48,42 +58,31 @@ class PagedRun:
 
         Work of one token comes first, as planners order it.
         """
-        ids, positions, slots = [], [], []
-        for sequence, count in work:
-            span = range(sequence.computed, sequence.computed + count)
-            ids += [sequence.tokens[at] for at in span]
-            positions += span
-            slots += [self._slot(sequence, at) for at in span]
-        batch = self._batch(work, torch.tensor(slots))
-        hidden = self.model.forward(torch.tensor(ids), torch.tensor(positions), batch, self.pool)
+        batch = self._batch(work)
+        logits = self.model.step(batch, self.pool).clone()  # its memory is the next step's, too
         for sequence, count in work:
             sequence.computed += count
-        return list(self.model.logits(hidden).split([count for _, count in work]))
+        return list(logits.split([count for _, count in work]))
 
-    def _slot(self, sequence: PagedSequence, at: int) -> int:
-        size = self.block_size
-        return sequence.block_ids[at // size] * size + at % size
-
-    def _batch(self, work: tuple[tuple[PagedSequence, int], ...], slots: Tensor) -> AttentionBatch:
-        singles = [sequence for sequence, count in work if count == 1]
-        chunks = [(sequence, count) for sequence, count in work[len(singles) :]]
-        assert all(count > 1 for _, count in chunks)
-        tables = [self._blocks(sequence, 1) for sequence in singles]
-        width = max(map(len, tables), default=0)
-        segments, row = [], len(singles)
-        for sequence, count in chunks:
-            blocks = torch.tensor(self._blocks(sequence, count))
-            segments.append(PrefillSegment(row, count, sequence.computed, blocks))
-            row += count
-        return AttentionBatch(
-            slots=slots,
-            num_decode=len(singles),
-            decode_tables=torch.tensor(
-                [table + [0] * (width - len(table)) for table in tables], dtype=torch.int64
-            ).view(len(singles), width),
-            decode_lengths=torch.tensor([s.computed + 1 for s in singles], dtype=torch.int64),
-            segments=tuple(segments),
+    def _batch(self, work: tuple[tuple[PagedSequence, int], ...]) -> StepBatch:
+        token_ids: list[int] = []
+        for sequence, count in work:
+            token_ids += sequence.tokens[sequence.computed : sequence.computed + count]
+        tables = [self._blocks(sequence, count) for sequence, count in work]
+        width = max(map(len, tables))
+        counts = [count for _, count in work]
+        return StepBatch(
+            token_ids=_ints(token_ids),
+            contexts=_ints([sequence.computed for sequence, _ in work]),
+            counts=_ints(counts),
+            tables=_ints([table + [0] * (width - len(table)) for table in tables]),
+            logit_rows=_ints(list(range(len(token_ids)))),
+            singles=counts.count(1),
         )
 
     def _blocks(self, sequence: PagedSequence, count: int) -> list[int]:
         return sequence.block_ids[: -(-(sequence.computed + count) // self.block_size)]
+
+
+def _ints(values: list[int] | list[list[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

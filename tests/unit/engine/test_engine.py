@@ -48,8 +48,8 @@ class Bench:
         left = set(names)
         while left:
             for progress in self.reports.get(timeout=60).progress:
-                if progress.token_id is not None and progress.seq_id in tokens:
-                    tokens[progress.seq_id].append(progress.token_id)
+                if progress.seq_id in tokens:
+                    tokens[progress.seq_id] += progress.token_ids
                 if progress.finish_reason or progress.abort_reason:
                     left.discard(progress.seq_id)
         return tokens
@@ -58,7 +58,7 @@ class Bench:
         """The first progress of a sequence that has `condition` set."""
         while True:
             for progress in self.reports.get(timeout=60).progress:
-                if progress.seq_id == name and getattr(progress, condition) is not None:
+                if progress.seq_id == name and getattr(progress, condition):
                     return progress
 
 
@@ -157,8 +157,7 @@ def test_a_handoff_within_one_pool_continues_like_one_sequence(loaded: build.Loa
     with Bench(loaded) as bench:
         first = Sequence("prefill", list(prompt), len(prompt), GREEDY, "a", park_after=1)
         bench.engine.add(first).result(10)
-        token = bench.until("prefill", "token_id").token_id
-        assert token is not None
+        (token,) = bench.until("prefill", "token_ids").token_ids
         second = Sequence("decode", list(prompt), len(prompt), GREEDY, "b")
         reserved = bench.engine.reserve(second).result(10)
         assert reserved.num_cached == 0
@@ -212,7 +211,7 @@ def test_releasing_stops_a_running_sequence(loaded: build.Loaded) -> None:
     endless = SamplingParams(max_tokens=400, ignore_eos=True)
     with Bench(loaded) as bench:
         bench.engine.add(Sequence("e", [5, 6, 7], 3, endless)).result(10)
-        bench.until("e", "token_id")
+        bench.until("e", "token_ids")
         bench.engine.release("e").result(10)
         load = bench.engine.load().result(10)
         assert (load.running, load.blocks_held) == (0, 0)

@@ -42,7 +42,7 @@ class GatedRunner:
         assert self.opened or self.allow.acquire(timeout=WAIT_S)
         if self.failing:
             raise RuntimeError("out of memory")
-        return {work.sequence.seq_id: Drawn(7, None) for work in plan.work if work.samples}
+        return {work.sequence.seq_id: Drawn((7,)) for work in plan.work if work.samples}
 
     def scrub(self, blocks: list[int]) -> None:
         pass
@@ -64,7 +64,7 @@ class Bench:
         """A sequence's first token, or its end."""
         while True:
             for progress in self.reports.get(timeout=WAIT_S).progress:
-                if progress.seq_id == seq_id and (progress.token_id or progress.abort_reason):
+                if progress.seq_id == seq_id and (progress.token_ids or progress.abort_reason):
                     return progress
 
     def close(self) -> None:

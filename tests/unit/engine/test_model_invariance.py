@@ -1,11 +1,12 @@
-"""In float32 on the CPU a token's result is the same to the bit, whoever shares its step.
+"""On the CPU a token's result is the same to the bit, whoever shares its step.
 
+By torch in float32, by native code in every precision.
 That is what makes greedy and seeded output independent of batching, chunking, workers and failover.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor
 from baton.engine.linear import linear, silu_gate
 from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig, Rope
+from baton.engine.native.model import NativeModel
 from baton.engine.weights import random_weights
+from tests.unit.engine import either
 from tests.unit.engine.paged import PagedRun, PagedSequence
 
 CPU = torch.device("cpu")
+MakeModel = Callable[..., Model | NativeModel]
 # (in, out) of products in real and in odd shapes.
 PRODUCTS = ((32, 64), (64, 160), (33, 65), (96, 100), (576, 960), (1536, 576), (896, 1152))
 
@@ -30,7 +34,26 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def small_model(heads: int, kv_heads: int, inner: int, window: int | None = None) -> Model:
+@pytest.fixture(params=["torch float32", "native float32", "native bfloat16"])
+def small_model(request: pytest.FixtureRequest) -> MakeModel:
+    kernels, _, dtype = request.param.partition(" ")
+
+    def small_model(
+        heads: int, kv_heads: int, inner: int, window: int | None = None
+    ) -> Model | NativeModel:
+        return a_small_model(kernels, getattr(torch, dtype), heads, kv_heads, inner, window)
+
+    return small_model
+
+
+def a_small_model(
+    kernels: str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    window: int | None = None,
+) -> Model | NativeModel:
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=300,
@@ -52,12 +75,12 @@ def small_model(heads: int, kv_heads: int, inner: int, window: int | None = None
         eos_token_ids=(),
         dtype="float32",
     )
-    weights = random_weights(config, torch.float32, CPU, seed=3)
+    weights = random_weights(config, dtype, CPU, seed=3)
     for layer in weights.layers:
         # Wide enough for sharp attention and large activations.
         for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
             matrix.mul_(8)
-    return Model(config, weights, torch.float32, CPU)
+    return either.make(kernels, config, weights, dtype)
 
 
 def tokens(length: int, seed: int) -> list[int]:
@@ -102,7 +125,12 @@ def test_silu_does_not_depend_on_threads_or_rows(size: int, many_threads: int) -
     ("heads", "kv_heads", "inner", "window"), [(4, 2, 96, None), (9, 3, 100, 50), (3, 3, 128, None)]
 )
 def test_tokens_do_not_know_their_batch(
-    heads: int, kv_heads: int, inner: int, window: int | None, threads: int
+    small_model: MakeModel,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    window: int | None,
+    threads: int,
 ) -> None:
     run = PagedRun(small_model(heads, kv_heads, inner, window))
     mine = tokens(150, seed=1)
@@ -122,7 +150,7 @@ def test_tokens_do_not_know_their_batch(
     assert torch.equal(got, whole[121:141])
 
 
-def test_keys_of_neighbours_far_longer_change_nothing(threads: int) -> None:
+def test_keys_of_neighbours_far_longer_change_nothing(small_model: MakeModel, threads: int) -> None:
     run = PagedRun(small_model(4, 2, 96), block_size=32)
     mine = tokens(40, seed=1)
     whole = feed(run, run.add(mine), 40)
@@ -135,7 +163,9 @@ def test_keys_of_neighbours_far_longer_change_nothing(threads: int) -> None:
         assert torch.equal(got[0], whole[at])
 
 
-def test_a_long_context_is_the_same_whole_and_in_chunks(threads: int) -> None:
+def test_a_long_context_is_the_same_whole_and_in_chunks(
+    small_model: MakeModel, threads: int
+) -> None:
     run = PagedRun(small_model(4, 2, 96), block_size=32)
     mine = tokens(1200, seed=5)
     whole = feed(run, run.add(mine), 1200)
@@ -145,7 +175,7 @@ def test_a_long_context_is_the_same_whole_and_in_chunks(threads: int) -> None:
     assert torch.equal(run.step((again, 1))[0][0], whole[1199])
 
 
-def test_thread_counts_agree() -> None:
+def test_thread_counts_agree(small_model: MakeModel) -> None:
     before = torch.get_num_threads()
     results = []
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from baton.config import DEMO_MODEL
 from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig
+from baton.engine.native.model import NativeModel
 from baton.engine.weights import load_weights
+from tests.unit.engine import either
 from tests.unit.engine.checkpoints import ARCHITECTURES, load_reference, make_checkpoint
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
+Load = Callable[..., Model | NativeModel]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -58,9 +62,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
-    config = ModelConfig.load(directory)
-    return Model(config, load_weights(directory, config, dtype, CPU), dtype, CPU)
+@pytest.fixture(params=either.KERNELS)
+def load(request: pytest.FixtureRequest) -> Load:
+    def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model | NativeModel:
+        config = ModelConfig.load(directory)
+        weights = load_weights(directory, config, dtype, CPU)
+        return either.make(request.param, config, weights, dtype)
+
+    return load
 
 
 def prompt(length: int = 75, vocab: int = 300) -> list[int]:
@@ -74,7 +83,9 @@ def expected_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_equals_transformers_however_the_prompt_is_fed(name: str, tmp_path: Path) -> None:
+def test_equals_transformers_however_the_prompt_is_fed(
+    name: str, tmp_path: Path, load: Load
+) -> None:
     architecture, overrides = VARIANTS[name]
     reference = make_checkpoint(tmp_path, architecture, **overrides)
     run = PagedRun(load(tmp_path))
@@ -87,14 +98,14 @@ def test_equals_transformers_however_the_prompt_is_fed(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_continuation_equals_generate(architecture: str, tmp_path: Path) -> None:
+def test_greedy_continuation_equals_generate(architecture: str, tmp_path: Path, load: Load) -> None:
     overrides = {"sliding_window": 40} if architecture == "MistralForCausalLM" else {}
     reference = make_checkpoint(tmp_path, architecture, eos_token_id=None, **overrides)
     tokens = prompt(20)
     output = reference.generate(
         torch.tensor([tokens]), attention_mask=torch.ones(1, 20), max_new_tokens=64, do_sample=False
     )
-    run = PagedRun(load(tmp_path), block_size=8)
+    run = PagedRun(load(tmp_path))
     sequence = run.add(tokens, room=64)
     logits = run.step((sequence, 20))[0]
     for _ in range(64):
@@ -103,7 +114,7 @@ def test_greedy_continuation_equals_generate(architecture: str, tmp_path: Path) 
     assert sequence.tokens == output[0].tolist()
 
 
-def test_sharded_checkpoint_gives_the_same(tmp_path: Path) -> None:
+def test_sharded_checkpoint_gives_the_same(tmp_path: Path, load: Load) -> None:
     reference = make_checkpoint(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     run = PagedRun(load(tmp_path))
@@ -113,7 +124,7 @@ def test_sharded_checkpoint_gives_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(
-    architecture: str, tmp_path: Path
+    architecture: str, tmp_path: Path, load: Load
 ) -> None:
     reference = make_checkpoint(tmp_path, architecture, dtype=torch.bfloat16)
     bf16 = expected_logits(reference, prompt())
@@ -125,7 +136,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(
         assert (got - exact).abs().mean() < 1.3 * (bf16 - exact).abs().mean()
 
 
-def test_float16_checkpoint_converts(tmp_path: Path) -> None:
+def test_float16_checkpoint_converts(tmp_path: Path, load: Load) -> None:
     make_checkpoint(tmp_path, dtype=torch.float16)
     reference = load_reference(tmp_path)
     assert ModelConfig.load(tmp_path).dtype == "float16"
@@ -135,7 +146,7 @@ def test_float16_checkpoint_converts(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not (DEMO_MODEL / "config.json").exists(), reason="no demo model yet")
-def test_demo_model_equals_transformers() -> None:
+def test_demo_model_equals_transformers(load: Load) -> None:
     reference = load_reference(DEMO_MODEL)
     run = PagedRun(load(DEMO_MODEL))
     tokens = prompt(100, reference.config.vocab_size)

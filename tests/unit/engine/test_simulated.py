@@ -44,7 +44,7 @@ def sequence(
 
 def compute(engine: SimulatedRunner, of: Sequence, start: int, count: int) -> int | None:
     drawn = engine.run(Plan([Work(of, start, count)])).get(of.seq_id)
-    return drawn.token_id if drawn else None
+    return drawn.token_ids[0] if drawn else None
 
 
 def decode(engine: SimulatedRunner, of: Sequence, steps: int) -> list[int]:
@@ -145,7 +145,7 @@ class TestTokens:
         one, other = sequence(9, [0, 1, 2], params), sequence(6, [5, 4])
         other.seq_id = "other"
         drawn = engine.run(Plan([Work(other, 0, 6), Work(one, 0, 9)]))
-        assert drawn["s"].token_id == alone
+        assert drawn["s"].token_ids == (alone,)
 
     @pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALTIES])
     def test_what_was_delivered_is_the_new_prompt(self, params: SamplingParams) -> None:

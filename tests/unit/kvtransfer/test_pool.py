@@ -5,7 +5,7 @@ import torch
 import xxhash
 
 from baton.errors import InvalidRequest
-from kvtransfer.pool import KvPool, Slots, copy_slots, runs
+from kvtransfer.pool import Digest, KvPool, Slots, copy_slots, runs
 
 SHAPE = (6, 2, 2, 3, 4, 5)
 
@@ -85,3 +85,36 @@ def test_pool_must_be_block_major_and_contiguous():
         KvPool(torch.zeros(SHAPE).transpose(3, 4))
     with pytest.raises(ValueError, match="num_blocks"):
         KvPool(torch.zeros(6, 2, 2, 3))
+
+
+@pytest.mark.parametrize("piece", [1, 100, 480, 1000, 1 << 20])
+def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
+    monkeypatch.setattr("kvtransfer.pool.PIECE_BYTES", piece)
+    target, digest = KvPool(torch.zeros_like(pool.tensor)), Digest()
+    local, remote = Slots((1, 2, 4, 0), 14), Slots((2, 3, 5, 1), 14)
+    copy_slots(pool, local, target, remote, digest)
+    expected = torch.zeros_like(pool.tensor)
+    expected[[2, 3, 5]] = pool.tensor[[1, 2, 4]]
+    expected[1, ..., :2, :] = pool.tensor[0, ..., :2, :]
+    assert torch.equal(target.tensor, expected)
+    assert digest.value == pool.digest(local).value == target.digest(remote).value
+    assert digest.num_bytes == pool.nbytes(local)
+
+
+@pytest.mark.parametrize(
+    ("slots", "one_piece"),
+    [
+        (Slots((2,), 4), True),
+        (Slots((1, 2, 3), 12), True),
+        (Slots((1, 2, 3), 11), False),
+        (Slots((2, 1), 8), False),
+        (Slots((1, 3), 8), False),
+    ],
+)
+def test_bytes_are_read_where_they_lie_if_that_is_their_order(pool, slots, one_piece):
+    found = pool.in_place(slots)
+    assert (found is not None) == one_piece
+    if found is not None:
+        out = torch.empty(3 * pool.block_bytes, dtype=torch.uint8)
+        assert torch.equal(found, pool.gather(slots, out))
+        assert found.data_ptr() == pool.blocks[slots.block_ids[0]].data_ptr()

@@ -1,6 +1,9 @@
 """Memory that other processes can map, and whose it is."""
 
 import json
+import mmap
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,82 @@ def test_an_endpoint_that_is_none_fails(pool, endpoint):
 def test_a_pool_elsewhere_than_its_area_is_refused(pool):
     with pytest.raises(ValueError, match="shared memory"):
         KvPool(torch.zeros(SHAPE), pool.area)
+
+
+MIB = 1 << 20
+
+
+def resident(name):
+    """For each mapping of an area in this process, how many bytes of it are mapped to memory."""
+    found = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.partition(" ")[0]:
+            found += [0] if name in line else [None]
+        elif line.startswith("Rss:") and found[-1] is not None:
+            found[-1] = int(line.split()[1]) << 10
+    return [size for size in found if size is not None]
+
+
+def in_memory(area):
+    """Whether not a page of it is missing."""
+    return os.lseek(area.fd, 0, os.SEEK_HOLE) == area.nbytes
+
+
+@pytest.fixture
+def large():
+    area = shm.allocate(9 * MIB)
+    yield KvPool(area.tensor.view(torch.float32).view(9, 8, 2, 16, 16, 64), area)
+    area.close()
+
+
+def joined(pool):
+    transport = shm.ShmTransport()
+    return transport.connect(pool, transport.listen(pool).offer("p", 1), 1.0)
+
+
+def mapping_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "kv-map"]
+
+
+def test_touched_memory_is_all_there_and_keeps_what_was_written(large):
+    area = large.area
+    area.tensor[5 * MIB] = 3
+    assert not in_memory(area)
+    area.touch()
+    assert area.touched
+    assert in_memory(area)
+    assert resident(area.name) == [area.nbytes]
+    assert area.tensor.count_nonzero() == 1
+
+
+def test_a_sender_maps_what_the_receiver_has_in_memory(large):
+    large.area.touch()
+    link = joined(large)
+    for thread in mapping_threads():
+        thread.join(10.0)
+    assert resident(large.area.name) == [9 * MIB, 9 * MIB]
+    link.close()
+
+
+def test_a_sender_takes_no_memory_that_the_receiver_has_not(large):
+    link = joined(large)
+    assert not mapping_threads()
+    assert resident(large.area.name) == [0, 0]
+    link.close()
+
+
+def test_a_closed_link_maps_no_further(large):
+    large.area.touch()
+    stop = threading.Event()
+    stop.set()
+    second = mmap.mmap(large.area.fd, large.area.nbytes)
+    assert not shm._populate(second, shm._MADV_POPULATE_READ, stop)
+    assert sorted(resident(large.area.name)) == [0, 9 * MIB]
+    second.close()
+
+
+def test_a_kernel_that_cannot_populate_is_served_all_the_same(large, monkeypatch):
+    monkeypatch.setattr(shm, "_MADV_POPULATE_WRITE", 9999)
+    large.area.touch()
+    assert not large.area.touched
+    assert resident(large.area.name) == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.context import Context
 
 from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
@@ -362,3 +364,17 @@ async def test_what_does_not_finish_in_time_is_given_back(
         paced.allow.release(9)
         await asyncio.wait_for(prefill.life, PATIENCE_S)
         assert await decode.clean()
+
+
+async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -> None:
+    """Decode goes on with the sequence while nobody has taken the first token yet."""
+    wanted = spec("h", prompt(20))
+    reserved = await pair.router.reserve(wanted)
+    request = prefill_pb2.PrefillRequest(sequence=wanted, target=target(pair.decode, reserved))
+    running = pair.prefill.node.role.run(request, Context())
+    async with contextlib.aclosing(running) as told:
+        assert (await anext(told)).HasField("started")
+        assert len(await pair.router.tokens("h")) > 1
+        assert (await anext(told)).HasField("first_token")
+        assert (await anext(told)).HasField("committed")
+    assert await pair.clean()

@@ -224,6 +224,9 @@ def test_only_what_decode_does_not_cache_is_sent():
     assert most.transfer_s == pytest.approx(20 * 40_000 / 4e9)
     half = only(worker("p0", dtype="bfloat16"), worker("d0", dtype="bfloat16", **POOL))
     assert half.transfer_s == pytest.approx(none.transfer_s / 2)
+    int8 = only(worker("p0", dtype="int8"), worker("d0", dtype="int8", **POOL))
+    # Heads of 125 elements of a byte, and their scale of four.
+    assert int8.transfer_s == pytest.approx(none.transfer_s / 4 * 129 / 125)
     decode = [worker("d0", **POOL), worker("d1", caches=prompt[:80], **POOL)]
     assert best([worker("p0")], decode, wants(prompt))[1] == "d1"
 

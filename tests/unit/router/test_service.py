@@ -24,7 +24,7 @@ from router.door import Door
 from router.fleet_service import FleetServicer
 from router.service import InferenceServicer
 
-from .scripted_workers import PATIENCE_S, Cluster, counting, first_token, started
+from .scripted_workers import PATIENCE_S, Cluster, counting, first_token, started, token
 from .texts import byte_tokenizer
 
 PROMPT = (1, 2, 3)
@@ -154,6 +154,41 @@ async def test_a_stop_string_ends_the_request_and_frees_its_blocks(router_of):
     assert finish.usage.completion_tokens == 3
     assert (await router.cluster.decodes[0].cancelled.get()).endswith("-1")
     assert router.cluster.decodes[0].held == set()
+
+
+@pytest.mark.parametrize("max_tokens", [5, 50])
+async def test_what_a_step_brings_behind_a_stop_string_is_not_output(router_of, max_tokens):
+    """Speculating workers send several tokens at once; here the second of them ends it."""
+    router = await router_of()
+    decode = router.cluster.decodes[0]
+
+    def at_once(sequence, ahead):
+        tokens = [token(sequence, ahead + step) for step in range(4)]
+        decode.send(sequence.handoff_id, *(one for one, _ in tokens), reason=tokens[-1][1])
+
+    decode.runs = [at_once]
+    _, deltas, finish = await router.complete(max_tokens=max_tokens, stop=["bc"])
+    assert [list(delta.token_ids) for delta in deltas] == [[100], [101], [102]]
+    assert [delta.text for delta in deltas] == ["a", "", ""]
+    assert (finish.reason, finish.stop) == (common_pb2.FINISH_REASON_STOP, "bc")
+    assert finish.usage.completion_tokens == 3
+    if max_tokens == 50:  # otherwise the worker has ended it by itself
+        assert (await decode.cancelled.get()).endswith("-1")
+
+
+async def test_several_tokens_of_a_step_are_one_delta(router_of):
+    router = await router_of()
+    decode = router.cluster.decodes[0]
+
+    def at_once(sequence, ahead):
+        decode.send(sequence.handoff_id, 101, 102, 103)
+        decode.send(sequence.handoff_id, 104, reason=common_pb2.FINISH_REASON_LENGTH)
+
+    decode.runs = [at_once]
+    _, deltas, finish = await router.complete()
+    assert [list(delta.token_ids) for delta in deltas] == [[100], [101, 102, 103], [104]]
+    assert [delta.text for delta in deltas] == ["a", "bcd", "e"]
+    assert finish.usage.completion_tokens == 5
 
 
 async def test_the_deadline_ends_the_wait_for_room(router_of):

@@ -6,8 +6,9 @@ from baton.v1 import common_pb2, worker_pb2
 from router.snapshot import READY, SILENT, Snapshot, WorkerView
 
 
-def worker(name, state=READY, reason="", dtype="float32"):
-    record = common_pb2.WorkerRecord(incarnation=name, kv=common_pb2.KvDescriptor(dtype=dtype))
+def worker(name, state=READY, reason="", dtype="float32", **kv):
+    descriptor = common_pb2.KvDescriptor(dtype=dtype, **kv)
+    record = common_pb2.WorkerRecord(incarnation=name, kv=descriptor)
     return WorkerView(record, worker_pb2.Load(), state, reason)
 
 
@@ -36,6 +37,13 @@ def test_one_usable_pair_is_enough():
             {},
             "no prefill and decode worker have compatible KV caches: "
             "prefill worker p0 has dtype=float32, decode worker d0 has dtype=bfloat16",
+        ),
+        (
+            [worker("p0", quantization="int8")],
+            [worker("d0")],
+            {},
+            "no prefill and decode worker have compatible KV caches: "
+            "prefill worker p0 has quantization=int8, decode worker d0 has quantization=none",
         ),
         (
             [worker("p0")],

@@ -64,7 +64,7 @@ class Worker:
             model=str(directory), dtype="float32", device="cpu", block_size=BLOCK_SIZE,
             kv_blocks=settings.pop("kv_blocks", BLOCKS), chunk_tokens=32, threads=1,
             prefix_cache=settings.pop("prefix_cache", True),
-            max_batch=settings.pop("max_batch", 64),
+            max_batch=settings.pop("max_batch", 64), speculate=settings.pop("speculate", 0),
         )  # fmt: skip
         defaults = {"drain_s": 10.0, "transport": "shm", "incarnation": f"{role}-0"}
         self.config = WorkerConfig(role, engine, RegistryConfig(), **{**defaults, **settings})

@@ -51,7 +51,7 @@ def test_stop_drops_what_runs_and_answers_who_waits(loaded: build.Loaded) -> Non
     reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
     engine = started(loaded, reports.put)
     engine.add(endless("a")).result(WAIT_S)
-    while not any(one.token_id for one in reports.get(timeout=WAIT_S).progress):
+    while not any(one.token_ids for one in reports.get(timeout=WAIT_S).progress):
         pass
     gate, held = threading.Event(), threading.Event()
     engine.submit(lambda: (held.set(), gate.wait(WAIT_S)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
 
 def step(num_tokens: int, *drawn: bool, ended_ns: int = 5_000_000) -> StepReport:
     """A step whose sequences have drawn a token or not."""
-    progress = [Progress(str(n), 1, 7 if one else None) for n, one in enumerate(drawn)]
+    progress = [Progress(str(n), 1, (7,) if one else ()) for n, one in enumerate(drawn)]
     return StepReport(0, ended_ns, num_tokens, progress, LOAD)
 
 
@@ -37,6 +38,20 @@ def text(figures: WorkerFigures) -> list[str]:
 )
 def test_what_a_step_computed(report: StepReport, kind: str) -> None:
     assert kind_of(report) == kind
+
+
+def test_drafts_are_counted_and_make_no_step_one_of_prompts() -> None:
+    progress = [Progress("a", 9, (7, 8, 9)), Progress("b", 1, (7,))]
+    report = StepReport(0, 5_000_000, 6, progress, LOAD, num_drafts=4, num_right=2)
+    assert kind_of(report) == "decode"
+    assert kind_of(dataclasses.replace(report, num_tokens=66)) == "mixed"
+    figures = WorkerFigures(WorkerConfig("decode"))
+    assert 'baton_engine_drafts_total{right="yes"} 0' in text(figures)
+    figures.stepped(report)
+    figures.stepped(report)
+    page = text(figures)
+    assert 'baton_engine_drafts_total{right="yes"} 4' in page
+    assert 'baton_engine_drafts_total{right="no"} 4' in page
 
 
 def test_steps_are_measured_and_empty_ones_are_not() -> None:

@@ -118,7 +118,15 @@ def test_chunks_tell_of_prefill_speed_and_small_steps_of_decode() -> None:
 
 def test_tokens_are_counted_since_start() -> None:
     meter = LoadMeter()
-    drawn = [Progress("a", 5, token_id=0), Progress("b", 5), Progress("c", 5, token_id=9)]
+    drawn = [Progress("a", 5, (0,)), Progress("b", 5), Progress("c", 5, (9,))]
     for tokens, progress in ((100, []), (3, drawn), (1, drawn[:1]), (0, [])):
         meter.update(StepReport(0, 1, tokens, progress, LOAD))
     assert (meter.load.tokens_computed, meter.load.tokens_generated) == (104, 3)
+
+
+def test_drafts_count_if_they_were_right_and_are_no_prompt() -> None:
+    meter = LoadMeter()
+    drawn = [Progress(name, 5, (1, 2, 3)) for name in "abcdefgh"]
+    meter.update(StepReport(0, 10_000_000, 40, drawn, LOAD, num_drafts=32, num_right=16))
+    assert (meter.load.tokens_computed, meter.load.tokens_generated) == (24, 24)
+    assert (meter.load.prefill_tokens_per_s, meter.load.step_ms) == (0, 10)

@@ -165,6 +165,20 @@ async def test_a_failed_engine_ends_the_worker(directory: Path, store: MemorySto
     assert not worker.spans.open
 
 
+async def test_a_lost_report_ends_the_worker(directory: Path, store: MemoryStore) -> None:
+    worker = Worker("decode", directory, store)
+    with pytest.raises(InternalError, match="report was lost: broken"):
+        async with worker, Router(worker) as router:
+            worker.node.role.on_step = _fail  # type: ignore[method-assign]
+            await router.reserve(spec("a", prompt(20)))
+            with pytest.raises(Unavailable):
+                await router.ended
+            assert (await router.event("a")).abort_reason
+            await asyncio.wait_for(asyncio.shield(worker.life), PATIENCE_S)
+    assert not store.entries
+    assert not worker.spans.open
+
+
 async def test_a_drained_worker_refuses_connections(directory: Path, store: MemoryStore) -> None:
     async with Worker("decode", directory, store) as worker:
         worker.node._stop.set()

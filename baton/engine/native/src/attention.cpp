@@ -1,0 +1,222 @@
+// Attention over the paged KV cache, decode and prefill alike.
+//
+// The query heads that share a KV head, of all rows of a piece, are the rows of one product. Keys
+// are taken in tiles aligned to position 0, so that a row's sums are added up in one order,
+// whatever is beside it.
+#include "attention.h"
+
+#include <type_traits>
+
+#include "key_tile.h"
+#include "softmax.h"
+
+namespace baton {
+namespace {
+
+// Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
+constexpr int QUERIES_AT_ONCE = 128;
+
+template <int MAX, class Work>
+inline void with_constant(int size, const Work& work) {
+    if constexpr (MAX > 0) {
+        if (size == MAX) return work(std::integral_constant<int, MAX>{});
+        with_constant<MAX - 1>(size, work);
+    }
+}
+
+// Calls work(size, first) for all of [first, end) in as few parts as a size of MAX allows, all
+// about equal; `size` is a constant.
+template <int MAX, class Work>
+inline void in_parts(int first, int end, const Work& work) {
+    for (int parts = (end - first + MAX - 1) / MAX; parts; parts--) {
+        const int size = (end - first + parts - 1) / parts;
+        with_constant<MAX>(size, [&](auto constant) { work(constant, first); });
+        first += size;
+    }
+}
+
+// The queries of a piece that share a KV head, and what attention has made of them so far.
+template <class Element>
+struct Queries {
+    alignas(64) Element rows[MAX_QUERIES * MAX_HEAD_SIZE];
+    alignas(64) float sums[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
+    Softmax states[MAX_QUERIES];
+};
+
+template <class Element>
+class PieceAttention {
+   public:
+    PieceAttention(const AttentionShape& shape, const Pool& pool)
+        : shape_(shape),
+          pool_(pool),
+          group_(shape.heads / pool.kv_heads),
+          size_(pool.head_size),
+          tile_(pool.head_size, pool.int8, shape.scale * LOG2_E) {}
+
+    // Computes a piece; meanwhile fetches the first keys of the one that comes next.
+    void run(const Piece& piece, const Piece& next, const Element* qkv, Element* out) {
+        first_ = piece.span->context + piece.first;
+        count_ = piece.count;
+        const size_t stride = size_t(shape_.heads + 2 * pool_.kv_heads) * size_;
+        const size_t row = piece.span->first_row + piece.first;
+        const size_t column = size_t(piece.lane) * group_ * size_;
+        take_queries(qkv + row * stride + column, stride);
+        visit_tiles(piece, next);
+        const size_t out_stride = size_t(shape_.heads) * size_;
+        give_results(out + row * out_stride + column, out_stride);
+    }
+
+   private:
+    static constexpr int GROUP = Product<Element>::GROUP;
+
+    void take_queries(const Element* from, size_t stride) {
+        const size_t elements = group_ * size_;
+        for (int i = 0; i < count_; i++)
+            std::copy_n(from + i * stride, elements, queries_.rows + i * elements);
+        std::fill_n(queries_.sums, count_ * elements, 0.0f);
+        for (int i = 0; i < count_ * group_; i++) queries_.states[i] = Softmax{f32x16{}, NEVER};
+    }
+
+    HeadRows rows_of(const Piece& piece) const {
+        const Span& span = *piece.span;
+        const auto part = [&](Part which) {
+            return PagedRows::of(pool_, shape_.layer, piece.lane, which, span.table, queries_.rows);
+        };
+        return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
+    }
+
+    // Where the first tile begins that a piece sees.
+    int first_tile(const Piece& piece) const {
+        const int position = piece.span->context + piece.first;
+        const int oldest = shape_.window ? std::max(0, position - shape_.window + 1) : 0;
+        return oldest / TILE_KEYS * TILE_KEYS;
+    }
+
+    void visit_tiles(const Piece& piece, const Piece& next) {
+        const HeadRows rows = rows_of(piece), rows_next = rows_of(next);
+        const int end = first_ + count_;
+        for (int key = first_tile(piece); key < end; key += TILE_KEYS) {
+            if (key + TILE_KEYS < end)
+                tile_.take(rows, key, rows, key + TILE_KEYS);
+            else
+                tile_.take(rows, key, rows_next, first_tile(next));
+            // A tile that a query does not see at all leaves it alone.
+            const int from = std::max(first_, key);
+            const int to = shape_.window ? std::min(end, key + TILE_KEYS - 1 + shape_.window) : end;
+            in_parts<TILE_ROWS>((from - first_) * group_, (to - first_) * group_,
+                                [&](auto rows, int query) { visit<rows()>(query, key); });
+        }
+    }
+
+    // Adds a tile's keys to ROWS queries.
+    template <int ROWS>
+    void visit(int query, int key) {
+        alignas(64) TileScores scores[ROWS];
+        alignas(64) Element weights[ROWS][TILE_KEYS];
+        float corrections[LANES];
+        Visible visible[ROWS];
+        for (int i = 0; i < ROWS; i++) {
+            const int last = first_ + (query + i) / group_ - key;
+            visible[i] = Visible{shape_.window ? last - shape_.window + 1 : 0, last};
+        }
+        score<ROWS>(queries_.rows + query * size_, scores);
+        softmax(scores, visible, tile_, queries_.states + query, corrections, weights);
+        gather<ROWS>(weights[0], corrections, queries_.sums + query * size_);
+    }
+
+    template <int ROWS>
+    void score(const Element* rows, TileScores (&scores)[ROWS]) {
+        in_parts<TILE_VECTORS>(0, TILE_KEYS / LANES, [&](auto vectors, int first) {
+            f32x16 sums[ROWS][vectors()] = {};
+            fetch_and_multiply(rows, size_, tile_.keys + first * LANES * GROUP, TILE_KEYS,
+                               size_ / GROUP, sums);
+            for (int i = 0; i < ROWS; i++)
+                for (int j = 0; j < vectors(); j++)
+                    store(scores[i] + (first + j) * LANES, sums[i][j]);
+        });
+    }
+
+    template <int ROWS>
+    void gather(const Element* weights, const float* corrections, float* to) {
+        in_parts<TILE_VECTORS>(0, size_ / LANES, [&](auto vectors, int first) {
+            f32x16 sums[ROWS][vectors()];
+            for (int i = 0; i < ROWS; i++)
+                for (int j = 0; j < vectors(); j++) {
+                    const float* from = to + i * size_ + (first + j) * LANES;
+                    sums[i][j] = load<f32x16>(from) * corrections[i];
+                }
+            fetch_and_multiply(weights, TILE_KEYS, tile_.values + first * LANES * GROUP, size_,
+                               TILE_KEYS / GROUP, sums);
+            for (int i = 0; i < ROWS; i++)
+                for (int j = 0; j < vectors(); j++)
+                    store(to + i * size_ + (first + j) * LANES, sums[i][j]);
+        });
+    }
+
+    // `multiply`, with the keys that are needed next on their way to the cache.
+    template <int ROWS, int VECTORS>
+    void fetch_and_multiply(const Element* a, size_t a_stride, const Element* b, size_t columns,
+                            int groups, f32x16 (&sums)[ROWS][VECTORS]) {
+        constexpr int STEP = 8;  // head_size / GROUP is a multiple of it
+        for (int g = 0; g < groups; g += STEP) {
+            tile_.ahead.fetch(8);
+            multiply(a + g * GROUP, a_stride, b + g * columns * GROUP, columns * GROUP, STEP, sums);
+        }
+    }
+
+    void give_results(Element* out, size_t stride) {
+        for (int query = 0; query < count_ * group_; query++) {
+            const float* sums = queries_.sums + query * size_;
+            Element* to = out + query / group_ * stride + query % group_ * size_;
+            const float total = sum(queries_.states[query].total);
+            // A weight of 0 times an unseen value may turn -0 into 0; adding 0 makes both 0.
+            for (int i = 0; i < size_; i += LANES)
+                store_floats(to + i, load_floats(sums + i) / total + 0.0f);
+        }
+    }
+
+    const AttentionShape& shape_;
+    const Pool& pool_;
+    const int group_, size_;
+    int first_, count_;  // positions of the piece's rows
+    Queries<Element> queries_;
+    KeyTile<Element> tile_;
+};
+
+}  // namespace
+
+template <class Element>
+void attend(Team& team, const Element* qkv, const Span* spans, int num_spans,
+            const AttentionShape& shape, const Pool& pool, Element* out) {
+    const int group = shape.heads / pool.kv_heads;
+    Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads);
+    Pieces ahead = pieces;
+    PieceAttention<Element> attention(shape, pool);
+    team.share(pieces.count(), [&](int i) {
+        // The next piece is most likely this one if all threads advance alike.
+        const Piece next = ahead.at(std::min(i + team.threads(), pieces.count() - 1));
+        attention.run(pieces.at(i), next, qkv, out);
+    });
+}
+
+template void attend(Team&, const float*, const Span*, int, const AttentionShape&, const Pool&,
+                     float*);
+template void attend(Team&, const bf16*, const Span*, int, const AttentionShape&, const Pool&,
+                     bf16*);
+
+}  // namespace baton
+
+#define EXPORT(suffix, Element)                                                                 \
+    void baton_attend_##suffix(int threads, const void* qkv, const baton::Span* spans,          \
+                               int num_spans, const baton::AttentionShape* shape,               \
+                               const baton::Pool* pool, void* out) {                            \
+        baton::with_team(threads, [&](baton::Team& team) {                                      \
+            baton::attend(team, (const Element*)qkv, spans, num_spans, *shape, *pool,           \
+                          (Element*)out);                                                       \
+        });                                                                                     \
+    }
+
+extern "C" {
+EXPORT(f32, float)
+EXPORT(bf16, baton::bf16)
+}

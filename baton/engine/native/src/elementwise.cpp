@@ -1,0 +1,95 @@
+#include "elementwise.h"
+
+#include <cmath>
+
+#include "exponential.h"
+
+namespace baton {
+namespace {
+
+inline f32x16 rounded(f32x16 value, const float*) { return value; }
+
+inline f32x16 rounded(f32x16 value, const bf16*) {
+    return (f32x16)(__builtin_convertvector(round_bf16(value), u32x16) << 16);
+}
+
+// 1 / (1 + e^-x), by the power of the negative magnitude alone, which cannot overflow.
+inline f32x16 sigmoid(f32x16 x) {
+    const f32x16 power = power_of_two((x < 0 ? x : -x) * LOG2_E);
+    return (x < 0 ? power : splat(1.0f)) / (power + 1.0f);
+}
+
+}  // namespace
+
+template <class Element>
+void embed(Team& team, const Element* table, const int32_t* token_ids, int rows, int size,
+           Element* hidden) {
+    team.share(rows, [&](int row) {
+        std::memcpy(hidden + size_t(row) * size, table + size_t(token_ids[row]) * size,
+                    size * sizeof(Element));
+    });
+}
+
+template <class Element>
+void add_rms_norm(Team& team, Element* hidden, const Element* added, const Element* weight, float eps,
+                  int rows, int size, Element* out) {
+    team.share(rows, [&](int row) {
+        const size_t begin = size_t(row) * size;
+        f32x16 squares{};
+        for (int i = 0; i < size; i += LANES) {
+            f32x16 value = load_floats(hidden + begin + i, size - i);
+            if (added) {
+                value = rounded(value + load_floats(added + begin + i, size - i), hidden);
+                store_floats(hidden + begin + i, value, size - i);
+            }
+            squares += value * value;
+        }
+        const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
+        for (int i = 0; i < size; i += LANES) {
+            const f32x16 unit = rounded(load_floats(hidden + begin + i, size - i) * factor, hidden);
+            store_floats(out + begin + i, unit * load_floats(weight + i, size - i), size - i);
+        }
+    });
+}
+
+template <class Element>
+void silu_mul(Team& team, const Element* gate_up, int rows, int size, Element* out) {
+    team.share(rows, [&](int row) {
+        const Element* gate = gate_up + size_t(row) * 2 * size;
+        const Element* up = gate + size;
+        for (int i = 0; i < size; i += LANES) {
+            const f32x16 x = load_floats(gate + i, size - i);
+            const f32x16 silu = rounded(x * sigmoid(x), out);
+            store_floats(out + size_t(row) * size + i, silu * load_floats(up + i, size - i), size - i);
+        }
+    });
+}
+
+#define FOR_TYPE(Element)                                                                            \
+    template void embed(Team&, const Element*, const int32_t*, int, int, Element*);                  \
+    template void add_rms_norm(Team&, Element*, const Element*, const Element*, float, int, int,     \
+                               Element*);                                                            \
+    template void silu_mul(Team&, const Element*, int, int, Element*);
+FOR_TYPE(float)
+FOR_TYPE(bf16)
+
+}  // namespace baton
+
+#define EXPORT(suffix, Element)                                                                      \
+    void baton_add_rms_norm_##suffix(int threads, void* hidden, const void* added,                   \
+                                     const void* weight, float eps, int rows, int size, void* out) { \
+        baton::with_team(threads, [&](baton::Team& team) {                                           \
+            baton::add_rms_norm(team, (Element*)hidden, (const Element*)added,                       \
+                                (const Element*)weight, eps, rows, size, (Element*)out);             \
+        });                                                                                          \
+    }                                                                                                \
+    void baton_silu_mul_##suffix(int threads, const void* gate_up, int rows, int size, void* out) {  \
+        baton::with_team(threads, [&](baton::Team& team) {                                           \
+            baton::silu_mul(team, (const Element*)gate_up, rows, size, (Element*)out);               \
+        });                                                                                          \
+    }
+
+extern "C" {
+EXPORT(f32, float)
+EXPORT(bf16, baton::bf16)
+}

@@ -1,0 +1,89 @@
+// Where a sequence's KV lies in the pool, and how a step's rows are cut into pieces of work.
+#pragma once
+
+#include <algorithm>
+
+#include "attention.h"
+
+namespace baton {
+
+// Positions next to each other in one block, from a multiple of RUN on.
+constexpr int RUN = 16;
+
+enum Part { KEYS, VALUES };
+
+// The K or V rows of one sequence, layer and KV head.
+class PagedRows {
+   public:
+    template <class Element>
+    static PagedRows of(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table,
+                        const Element*) {
+        PagedRows rows;
+        rows.table_ = table;
+        rows.block_size_ = pool.block_size;
+        const size_t size = pool.head_size;
+        rows.stride_ = pool.int8 ? size + sizeof(float) : size * sizeof(Element);
+        const size_t head_bytes = rows.stride_ * pool.block_size;
+        rows.block_bytes_ = head_bytes * pool.kv_heads * 2 * pool.layers;
+        rows.begin_ = static_cast<char*>(pool.data) +
+                      ((size_t(layer) * 2 + part) * pool.kv_heads + kv_head) * head_bytes;
+        return rows;
+    }
+
+    // The row of a position that the table has a block for.
+    char* at(int position) const {
+        const size_t block = table_[position / block_size_], offset = position % block_size_;
+        return begin_ + block * block_bytes_ + offset * stride_;
+    }
+
+    // Bytes from a row to the next one of its block.
+    size_t stride() const { return stride_; }
+
+   private:
+    const int32_t* table_;
+    char* begin_;
+    size_t stride_, block_bytes_;
+    int block_size_;
+};
+
+// Some rows of a span, [first, first + count) of its own rows.
+struct Piece {
+    const Span* span;
+    int first;
+    int count;
+    int lane;
+};
+
+// All spans' rows in pieces of at most `rows`, each `lanes` times; the last rows come first, because
+// in causal attention they take longest. A cursor: the pieces asked of it may skip, but not go back.
+class Pieces {
+   public:
+    Pieces(const Span* spans, int num_spans, int rows, int lanes)
+        : spans_(spans), rows_(rows), lanes_(lanes), span_(num_spans) {
+        for (int i = 0; i < num_spans; i++) total_ += pieces_of(spans[i]);
+    }
+
+    int count() const { return total_ * lanes_; }
+
+    Piece at(int index) {
+        while (index >= end_) {
+            span_--;
+            begin_ = end_;
+            end_ += pieces_of(spans_[span_]) * lanes_;
+        }
+        const Span& span = spans_[span_];
+        const int from_end = (index - begin_) / lanes_;
+        const int first = (pieces_of(span) - 1 - from_end) * rows_;
+        return Piece{&span, first, std::min(rows_, span.count - first), (index - begin_) % lanes_};
+    }
+
+   private:
+    int pieces_of(const Span& span) const { return (span.count + rows_ - 1) / rows_; }
+
+    const Span* spans_;
+    const int rows_, lanes_;
+    int span_, total_ = 0;
+    int begin_ = 0, end_ = 0;  // indices of the current span's pieces
+};
+
+}  // namespace baton

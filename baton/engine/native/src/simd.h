@@ -1,0 +1,189 @@
+// Sixteen lanes of float, bf16 pairs or int8 quads, and the one product tile everything is built on.
+//
+// Written in GCC's vector extensions, which become AVX-512 or pairs of AVX2 registers, with
+// intrinsics where an instruction has no other name.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace baton {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+constexpr int LANES = 16;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+template <class Vector, class Element>
+inline Vector load(const Element* from) {
+    Vector value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <class Vector, class Element>
+inline void store(Element* to, Vector value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
+inline f32x16 splat(float value) { return f32x16{} + value; }
+
+inline float to_float(bf16 value) {
+    const uint32_t bits = uint32_t(value.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+inline float to_float(float value) { return value; }
+
+// Sixteen elements as floats.
+inline f32x16 load_floats(const float* from) { return load<f32x16>(from); }
+
+inline f32x16 load_floats(const bf16* from) {
+    return (f32x16)(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
+}
+
+// Sixteen floats as elements, rounded to the nearest, ties to even.
+inline void store_floats(float* to, f32x16 value) { store(to, value); }
+
+inline u16x16 round_bf16(f32x16 value) {
+#ifdef __AVX512BF16__
+    return (u16x16)_mm512_cvtneps_pbh((__m512)value);
+#else
+    const u32x16 bits = (u32x16)value;
+    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const u32x16 quiet = (bits >> 16) | 0x40;  // a NaN stays one
+    return __builtin_convertvector(value == value ? rounded : quiet, u16x16);
+#endif
+}
+
+inline void store_floats(bf16* to, f32x16 value) { store(to, round_bf16(value)); }
+
+// The first `count` lanes of a vector; the others are zeros.
+template <class Vector, class Element>
+inline Vector load_some(const Element* from, int count) {
+    if (size_t(count) * sizeof(Element) >= sizeof(Vector)) return load<Vector>(from);
+    Vector value{};
+    std::memcpy(&value, from, count * sizeof(Element));
+    return value;
+}
+
+template <class Vector, class Element>
+inline void store_some(Element* to, Vector value, int count) {
+    if (size_t(count) * sizeof(Element) >= sizeof(Vector)) return store(to, value);
+    std::memcpy(to, &value, count * sizeof(Element));
+}
+
+inline f32x16 load_floats(const float* from, int count) { return load_some<f32x16>(from, count); }
+
+inline f32x16 load_floats(const bf16* from, int count) {
+    return (f32x16)(__builtin_convertvector(load_some<u16x16>(from, count), u32x16) << 16);
+}
+
+inline void store_floats(float* to, f32x16 value, int count) { store_some(to, value, count); }
+
+inline void store_floats(bf16* to, f32x16 value, int count) {
+    store_some(to, round_bf16(value), count);
+}
+
+// To the nearest whole numbers, ties to even.
+inline i32x16 round_whole(f32x16 value) {
+#ifdef __AVX512F__
+    return (i32x16)_mm512_maskz_cvtps_epi32(0xffff, (__m512)value);
+#else
+    __m256 halves[2];
+    std::memcpy(halves, &value, sizeof halves);
+    const __m256i whole[2] = {_mm256_cvtps_epi32(halves[0]), _mm256_cvtps_epi32(halves[1])};
+    return load<i32x16>(whole);
+#endif
+}
+
+inline float sum(f32x16 value) {
+    // In a fixed order: halves, quarters, eighths, pairs.
+    float lanes[LANES];
+    store(lanes, value);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+inline float largest(f32x16 value) {
+    __m256 eights[2];
+    std::memcpy(eights, &value, sizeof eights);
+    const __m256 eight = _mm256_max_ps(eights[0], eights[1]);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+// How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane.
+template <class Element>
+struct Product {
+    static constexpr int GROUP = 4 / sizeof(Element);
+    typedef f32x16 Sum;
+};
+
+// The left operand is unsigned, an int8 plus 128: what that adds is taken off by the caller.
+template <>
+struct Product<int8_t> {
+    static constexpr int GROUP = 4;
+    typedef i32x16 Sum;
+};
+
+struct Nothing {
+    void operator()() const {}
+};
+
+}  // namespace baton
+
+#ifdef __AVX512F__
+#include "avx512.h"
+#else
+#include "avx2.h"
+#endif
+
+namespace baton {
+
+// sums[r][v] += rows of a times columns of b, over `groups` groups of the depth, in order.
+//
+// a: ROWS rows of elements, `a_stride` elements apart · b: packed `[groups][columns][GROUP]`, the
+// 16 * VECTORS columns of one group next to each other, groups `b_stride` elements apart ·
+// meanwhile: called once a group, to fetch what is needed next.
+// A sum depends on its own row and column alone, and is always added up in the same order.
+template <int ROWS, int VECTORS, class Element, class Meanwhile = Nothing>
+inline void multiply(const Element* a, size_t a_stride, const Element* b, size_t b_stride, int groups,
+                     typename Product<Element>::Sum (&sums)[ROWS][VECTORS],
+                     Meanwhile meanwhile = {}) {
+    typedef Lanes<Element> L;
+    constexpr int GROUP = Product<Element>::GROUP, REGISTERS = VECTORS * LANES / L::COUNT;
+    typename L::Sum held[ROWS][REGISTERS];
+    std::memcpy(held, sums, sizeof held);
+    for (int g = 0; g < groups; g++) {
+        for (int part = 0; part < L::PARTS; part++) {
+            typename L::Factor columns[REGISTERS];
+            for (int v = 0; v < REGISTERS; v++)
+                columns[v] = L::right(b + v * L::COUNT * GROUP, part);
+            for (int r = 0; r < ROWS; r++) {
+                const auto left = L::left(a + r * a_stride, part);
+                for (int v = 0; v < REGISTERS; v++) held[r][v] = L::add(held[r][v], left, columns[v]);
+            }
+        }
+        meanwhile();
+        a += GROUP;
+        b += b_stride;
+    }
+    std::memcpy(sums, held, sizeof held);
+}
+
+}  // namespace baton

@@ -1,0 +1,83 @@
+// The threads that compute one step together.
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <atomic>
+
+namespace baton {
+
+// One per thread; every thread calls the same things in the same order.
+class Team {
+   public:
+    // What the threads of a team share; lives as long as they work.
+    struct Shared {
+        explicit Shared(int threads) : threads(threads) {}
+        const int threads;
+        std::atomic<int> arrived{0};
+        std::atomic<unsigned> round{0};
+        std::atomic<int> next[3] = {};
+    };
+
+    Team(Shared& shared, int thread) : thread(thread), shared_(shared) {}
+
+    const int thread;
+    int threads() const { return shared_.threads; }
+
+    // Calls work(i) for every i below count, each on whichever thread is free, and returns when all
+    // have been done. A thread that the machine holds up delays the others by one piece at most.
+    template <class Work>
+    void share(int count, const Work& work) {
+        if (shared_.threads == 1) {
+            for (int i = 0; i < count; i++) work(i);
+            return;
+        }
+        std::atomic<int>& next = shared_.next[turn_ % 3];
+        shared_.next[(turn_ + 1) % 3].store(0, std::memory_order_relaxed);  // nobody is there now
+        turn_++;
+        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+        barrier();
+    }
+
+    // Returns when every thread has come here.
+    void barrier() {
+        if (shared_.threads == 1) return;
+        const unsigned round = shared_.round.load(std::memory_order_relaxed);
+        if (shared_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == shared_.threads) {
+            shared_.arrived.store(0, std::memory_order_relaxed);
+            shared_.round.store(round + 1, std::memory_order_release);
+            shared_.round.notify_all();
+            return;
+        }
+        for (int spins = 0; spins < SPINS; spins++) {
+            if (shared_.round.load(std::memory_order_acquire) != round) return;
+            _mm_pause();
+        }
+        // Somebody else has the core that the others need: they may have this one.
+        shared_.round.wait(round, std::memory_order_acquire);
+    }
+
+   private:
+    static constexpr int SPINS = 4096;  // some 50 microseconds, longer than most waits
+    Shared& shared_;
+    unsigned turn_ = 0;
+};
+
+// Runs work(team) on so many threads at once.
+template <class Work>
+void with_team(int threads, const Work& work) {
+    Team::Shared shared(threads);
+    if (threads == 1) {
+        Team team(shared, 0);
+        work(team);
+        return;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        Team team(shared, omp_get_thread_num());
+        work(team);
+    }
+}
+
+}  // namespace baton

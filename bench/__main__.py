@@ -1,0 +1,77 @@
+"""The command line: `python -m bench engine` and `python -m bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from bench import checkpoint, machine
+from bench.engine import run as engine
+from bench.serving import run as serving
+from bench.shapes import SHAPES
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    kinds = top.add_subparsers(title="what", metavar="WHAT", required=True)
+    for name, room, text in (
+        ("engine", engine, "decode steps and prompts, no server around them"),
+        ("serve", serving, "servers under load: interference and a mixed load"),
+    ):
+        command = kinds.add_parser(name, help=text, description=room.__doc__)
+        _add_common(command)
+        room.add_options(command)
+        command.set_defaults(main=room.main)
+    return top
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--shape", choices=sorted(SHAPES), default="M", help="default: M")
+    command.add_argument(
+        "--rivals", type=_directory, metavar="VENV", help="virtual environment with the others"
+    )
+    command.add_argument(
+        "--llama-cpp",
+        type=_directory,
+        metavar="DIR",
+        help="where llama.cpp was built: libllama and llama-server (default: the package's own)",
+    )
+    command.add_argument(
+        "--cache",
+        type=Path,
+        default=checkpoint.default_cache(),
+        metavar="DIR",
+        help="keeps the models that are made (default: the user's cache)",
+    )
+    command.add_argument(
+        "--cpus",
+        type=_cpus,
+        default=machine.cores()[:2],
+        metavar="N,N",
+        help="cores for everybody (default: the first two)",
+    )
+    command.add_argument("--threads", type=int, default=0, metavar="N", help="default: a core each")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+
+
+def _directory(text: str) -> Path | None:
+    """None of an empty text, so that a Makefile may pass a variable that is not set."""
+    path = Path(text).expanduser().absolute()
+    if text and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no directory")
+    return path if text else None
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    cpus = tuple(sorted({int(part) for part in text.split(",")}))
+    if missing := set(cpus) - os.sched_getaffinity(0):
+        raise argparse.ArgumentTypeError(f"core {min(missing)} is not for this process")
+    return cpus
+
+
+if __name__ == "__main__":
+    args = parser().parse_args()
+    sys.exit(args.main(args))

@@ -1,0 +1,1 @@
+"""How servers serve: whole programs, asked over HTTP, alone on the same cores one after another."""

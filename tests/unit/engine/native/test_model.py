@@ -1,0 +1,134 @@
+"""A whole native step against the torch model, in the precisions that transformers has not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.model import Model
+from baton.engine.model_config import ModelConfig, Rope
+from baton.engine.native import library
+from baton.engine.native.model import NativeModel
+from baton.engine.native.structures import PHASES
+from baton.engine.quantize import Int8Weight
+from baton.engine.weights import random_weights
+from tests.unit.engine.paged import PagedRun, PagedSequence
+
+pytestmark = pytest.mark.skipif(
+    library.load() is None, reason="no native library can be built here"
+)
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=301,
+    hidden_size=96,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_size=32,
+    intermediate_size=100,
+    rms_eps=1e-6,
+    rope=Rope(10000.0),
+    windows=(None, 40),
+    tie_embeddings=True,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=False,
+    qk_norm=True,
+    max_context=512,
+    eos_token_ids=(),
+    dtype="bfloat16",
+)
+TOKENS = torch.randint(0, 301, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def as_is(matrix: Tensor) -> Tensor:
+    return matrix
+
+
+def logits(model: Model | NativeModel, counts: tuple[int, ...], int8_kv: bool = False) -> Tensor:
+    run = PagedRun(model, kv_int8=int8_kv)
+    sequence = run.add(TOKENS)
+    return torch.cat([run.step((sequence, count))[0] for count in counts])
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("int8_kv", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
+def test_float32_equals_torch(int8: bool, int8_kv: bool) -> None:
+    weights = random_weights(
+        CONFIG, torch.float32, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
+    )
+    expected = logits(Model(CONFIG, weights, torch.float32, CPU), (90,), int8_kv)
+    got = logits(NativeModel(CONFIG, weights, torch.float32), (37, 1, 52), int8_kv)
+    # A last bit may round an int8 to its neighbour, which is a hundredth of a row's largest.
+    assert relative_error(got, expected) < (3e-3 if int8 or int8_kv else 2e-6)
+
+
+@pytest.mark.parametrize("int8_kv", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
+def test_bfloat16_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> None:
+    halves = random_weights(
+        CONFIG, torch.bfloat16, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
+    )
+    floats = random_weights(
+        CONFIG, torch.float32, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
+    )
+    exact = logits(Model(CONFIG, floats, torch.float32, CPU), (90,), int8_kv)
+    by_torch = logits(Model(CONFIG, halves, torch.bfloat16, CPU), (90,), int8_kv)
+    native = logits(NativeModel(CONFIG, halves, torch.bfloat16), (37, 1, 52), int8_kv)
+    assert relative_error(native, exact) < 1.2 * relative_error(by_torch, exact) < 0.05
+
+
+@pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
+def test_every_kind_of_cpu_computes_the_same(target: library.Target) -> None:
+    if not target.cpu <= library._cpu_flags():
+        pytest.skip(f"this CPU is no {target.name}")
+    other = library.load_target(target)
+    for dtype, int8, limit in (
+        (torch.float32, False, 1e-6),
+        (torch.bfloat16, False, 2e-2),
+        (torch.float32, True, 3e-3),
+    ):
+        weights = random_weights(
+            CONFIG, dtype, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
+        )
+        expected = logits(NativeModel(CONFIG, weights, dtype), (90,))
+        got = logits(NativeModel(CONFIG, weights, dtype, other), (50, 1, 39))
+        assert relative_error(got, expected) <= limit
+
+
+def test_time_is_counted_by_phase() -> None:
+    model = NativeModel(CONFIG, random_weights(CONFIG, torch.float32, CPU, 3), torch.float32)
+    assert model.measure() == {}
+    logits(model, (90,))
+    seconds = model.measure()
+    assert tuple(seconds) == PHASES
+    assert all(value > 0 for value in seconds.values())
+    assert sum(model.measure().values()) == 0
+
+
+def scores_of(run: PagedRun, sequence: PagedSequence, count: int, rows: list[int]) -> Tensor:
+    batch = run._batch(((sequence, count),))
+    wanted = dataclasses.replace(batch, logit_rows=torch.tensor(rows, dtype=torch.int32))
+    logits = run.model.step(wanted, run.pool).clone()
+    sequence.computed += count
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_whose_scores_nobody_wants_change_nothing(dtype: torch.dtype) -> None:
+    model = NativeModel(CONFIG, random_weights(CONFIG, dtype, CPU, 3), dtype)
+    whole = logits(model, (90,))
+    run = PagedRun(model)
+    sequence, other = run.add(TOKENS), run.add(TOKENS)
+    assert scores_of(run, sequence, 50, []).shape == (0, CONFIG.vocab_size)
+    assert torch.equal(scores_of(run, sequence, 40, [0, 17, 39]), whole[[50, 67, 89]])
+    # The keys that the last layer left behind are those of the first chunk, too.
+    assert torch.equal(scores_of(run, other, 90, [89]), whole[89:])

@@ -1,0 +1,202 @@
+"""Batches built step after step are those that would be built from nothing each time."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.batch import StepBatch
+from baton.engine.batching import Batches
+from baton.engine.blocks import BlockPool
+from baton.engine.planner import Plan, Planner, Work
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
+
+SIZE = 4
+
+
+def batches() -> Batches:
+    return Batches(SIZE, torch.device("cpu"))
+
+
+def from_nothing(plan: Plan) -> dict[str, list[int] | int]:
+    """The batch of a plan but its tables, as plain lists, one token at a time."""
+    token_ids: list[int] = []
+    logit_rows: list[int] = []
+    for work in plan.work:
+        known = [*work.sequence.tokens, *work.draft]
+        token_ids += known[work.start : work.start + work.count]
+        if work.start + work.count == len(known):
+            last = len(token_ids) - 1
+            logit_rows += range(last - len(work.draft), last + 1)
+    return {
+        "token_ids": token_ids,
+        "contexts": [work.start for work in plan.work],
+        "counts": [work.count for work in plan.work],
+        "logit_rows": logit_rows,
+        "singles": sum(work.count == 1 for work in plan.work),
+    }
+
+
+def assert_same(batch: StepBatch, plan: Plan) -> None:
+    for name, expected in from_nothing(plan).items():
+        value = getattr(batch, name)
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == torch.int32
+            assert value.is_contiguous()
+            value = value.tolist()
+        assert value == expected, name
+    assert batch.tables.dtype == torch.int32
+    assert batch.tables.is_contiguous()
+    assert len(batch.tables) == len(plan.work)
+    for work, table in zip(plan.work, batch.tables.tolist(), strict=True):
+        blocks = work.sequence.block_ids
+        needed = (work.start + work.count + SIZE - 1) // SIZE
+        assert table[:needed] == blocks[:needed]
+        own = table[: len(blocks)]
+        assert own in (blocks, blocks[:needed] + [0] * (len(own) - needed)), "own blocks, or none"
+        assert not any(table[len(blocks) :]), "behind its blocks there are none"
+
+
+def a_sequence(name: str, tokens: list[int], blocks: list[int]) -> Sequence:
+    return Sequence(name, tokens, len(tokens), SamplingParams(), block_ids=blocks)
+
+
+class Life:
+    """A planner with sequences that come, are preempted, draft, are cut short and leave."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        chunk, most = self.dice.choice((3, 8, 40)), self.dice.choice((2, 5, 40))
+        self.planner = Planner(BlockPool(self.dice.choice((20, 200)), SIZE), chunk, most)
+        self.drafts = self.dice.random() < 0.5
+        self.alive: list[Sequence] = []
+
+    def come(self) -> None:
+        # Two lives of one id, and shared prefixes, must not be mistaken for each other.
+        name = f"s{self.dice.randrange(3)}"
+        first, length = self.dice.randrange(2) * 100, self.dice.randrange(1, 24)
+        sequence = a_sequence(name, list(range(first, first + length)), [])
+        self.alive.append(sequence)
+        self.planner.add(sequence)
+
+    def leave(self) -> None:
+        if self.alive:
+            sequence = self.alive.pop(self.dice.randrange(len(self.alive)))
+            self.planner.remove(sequence)
+            self.planner.free(sequence)
+
+    def start_over(self) -> None:
+        """Blocks change hands while a sequence keeps its place, and its list."""
+        blocks, running = self.planner.blocks, [s for s in self.planner.running if s.block_ids]
+        if not running:
+            return
+        sequence = self.dice.choice(running)
+        kept = self.dice.randrange(len(sequence.block_ids))
+        missing = max(0, -(-sequence.num_tokens // SIZE) - kept)
+        if blocks.num_available >= missing:  # those it gives back may be others' too
+            blocks.release(sequence.block_ids[kept:])
+            del sequence.block_ids[kept:]
+            sequence.num_computed = min(sequence.num_computed, kept * SIZE)
+            other = blocks.allocate(missing) or []
+            self.dice.shuffle(other)
+            sequence.block_ids += other
+
+    def move(self) -> None:
+        """A sequence's last blocks become others, in its list or in a new one; more at times."""
+        running = [s for s in self.planner.running if s.block_ids]
+        if not running:
+            return
+        sequence = self.dice.choice(running)
+        kept = self.dice.randrange(len(sequence.block_ids))
+        needed = -(-sequence.num_tokens // SIZE)
+        other = self.planner.blocks.allocate(max(0, needed - kept) + self.dice.randrange(2))
+        if other is not None:
+            self.planner.blocks.release(sequence.block_ids[kept:])
+            if self.dice.random() < 0.5:
+                sequence.block_ids = sequence.block_ids[:kept] + other
+            else:
+                sequence.block_ids[kept:] = other
+
+    def plan(self) -> Plan:
+        plan = self.planner.plan()
+        if self.drafts and self.dice.random() < 0.5:
+            plan.work = [self.with_draft(work) for work in plan.work]
+            plan.work.sort(key=lambda work: work.count > 1)
+        return plan
+
+    def with_draft(self, work: Work) -> Work:
+        room = len(work.sequence.block_ids) * SIZE - work.sequence.num_tokens
+        if work.count > 1 or not work.samples or room == 0:
+            return work
+        draft = tuple(self.dice.randrange(50) for _ in range(self.dice.randint(0, room)))
+        return Work(work.sequence, work.start, 1 + len(draft), draft)
+
+    def run(self, plan: Plan) -> None:
+        for work in plan.work:
+            samples = work.samples
+            self.planner.advance(work)
+            if samples:
+                work.sequence.tokens.append(self.dice.randrange(50))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_life_of_sequences_gives_the_batches_of_their_plans(seed: int) -> None:
+    life, built = Life(seed), batches()
+    for _ in range(40):
+        if life.dice.random() < 0.6:
+            life.dice.choice((life.come, life.leave, life.start_over, life.move, life.move))()
+        plan = life.plan()
+        if plan.work:
+            assert_same(built.build(plan), plan)
+            life.run(plan)
+
+
+def test_a_chunk_that_does_not_reach_the_last_token_wants_no_logits() -> None:
+    sequence = a_sequence("a", list(range(10)), [3, 4, 5])
+    batch = batches().build(Plan([Work(sequence, 2, 4)]))
+    assert batch.token_ids.tolist() == [2, 3, 4, 5]
+    assert batch.tables.tolist() == [[3, 4]]
+    assert batch.logit_rows.tolist() == []
+
+
+def test_drafts_stand_behind_the_known_tokens_and_their_logits_are_wanted() -> None:
+    one, other = a_sequence("a", [1, 2, 3], [7]), a_sequence("b", [4, 5, 6], [8, 9])
+    plan = Plan([Work(one, 2, 1), Work(other, 1, 5, draft=(50, 51, 52))])
+    batch = batches().build(plan)
+    assert batch.token_ids.tolist() == [3, 5, 6, 50, 51, 52]
+    assert batch.tables.tolist() == [[7, 0], [8, 9]]
+    assert batch.logit_rows.tolist() == [0, 2, 3, 4, 5]
+
+
+def test_a_sequence_that_goes_on_costs_no_new_tensors() -> None:
+    sequence, built = a_sequence("a", [1, 2, 3, 4], [7]), batches()
+    first = built.build(Plan([Work(sequence, 3, 1)]))
+    for token, at in zip(range(5, 13), range(4, 12), strict=True):
+        sequence.tokens.append(token)
+        sequence.block_ids += [at] if at % SIZE == 0 else []
+        plan = Plan([Work(sequence, at, 1)])
+        batch = built.build(plan)
+        assert_same(batch, plan)
+        assert batch.tables.data_ptr() == first.tables.data_ptr()
+
+
+def test_one_that_outgrows_its_table_gets_a_wider_one() -> None:
+    sequence, built = a_sequence("a", [1], [7]), batches()
+    for at in range(1, 80):
+        sequence.tokens.append(at)
+        sequence.block_ids += [at] if at % SIZE == 0 else []
+        plan = Plan([Work(sequence, at, 1)])
+        assert_same(built.build(plan), plan)
+
+
+def test_a_single_token_in_the_middle_of_a_prompt_wants_no_logits() -> None:
+    one, other = a_sequence("a", [1, 2, 3], [7]), a_sequence("b", [4, 5, 6], [8])
+    plan = Plan([Work(one, 2, 1), Work(other, 1, 1)])
+    batch = batches().build(plan)
+    assert batch.token_ids.tolist() == [3, 5]
+    assert batch.logit_rows.tolist() == [0]

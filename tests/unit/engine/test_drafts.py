@@ -1,0 +1,217 @@
+"""Drafts: what followed the last time, as many as pay, and what is learned from being wrong."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine import drafts
+from baton.engine.drafts import LENGTHS, Drafter, RowCost, verify, worthwhile
+
+CHEAP = 1e-6  # a price at which everything is drafted
+few_tokens = st.lists(st.integers(0, 2), max_size=60)
+
+
+def expected(tokens: list[int], most: int) -> tuple[int, ...]:
+    """Prompt lookup as one would write it down: the slow way, over the whole text."""
+    for length in LENGTHS:
+        end = tokens[-length:]
+        for at in range(len(tokens) - 1, length - 1, -1):
+            if len(end) == length and tokens[at - length : at] == end:
+                grown = list(tokens)
+                for i in range(most):
+                    grown.append(grown[at + i])
+                return tuple(grown[len(tokens) :])
+    return ()
+
+
+class TestLookup:
+    """What is guessed."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "draft"),
+        [
+            ([], ()),
+            ([5], ()),
+            ([5, 5], ()),
+            ([5, 5, 5], (5, 5, 5, 5)),
+            ([1, 2, 3, 4, 9, 1, 2], (3, 4, 9, 1)),
+            ([1, 2, 3, 4, 5, 6, 1, 2, 3], (4, 5, 6, 1)),
+            ([1, 2, 7, 1, 2, 8, 1, 2], (8, 1, 2, 8)),  # the latest
+            ([8, 1, 2, 3, 9, 9, 1, 2, 3, 7, 8, 1, 2, 3], (9, 9, 1, 2)),  # rather the longest
+            ([1, 2, 1, 2], (1, 2, 1, 2)),
+        ],
+    )
+    def test_of_texts(self, tokens: list[int], draft: tuple[int, ...]) -> None:
+        assert Drafter().draft(tokens, 4, CHEAP) == draft
+
+    @given(tokens=few_tokens, most=st.integers(1, 6), data=st.data())
+    def test_is_the_slow_ways_however_the_tokens_came(
+        self, tokens: list[int], most: int, data: st.DataObject
+    ) -> None:
+        drafter, known = Drafter(), 0
+        while known < len(tokens):
+            known = data.draw(st.integers(known + 1, len(tokens)))
+            assert drafter.draft(tokens[:known], most, CHEAP) == expected(tokens[:known], most)
+
+    def test_memory_is_bounded_and_what_is_recent_is_kept(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(drafts, "MOST_PLACES", 300)
+        drafter = Drafter()
+        numbers = random.Random(3)
+        tokens = [numbers.randrange(100_000) for _ in range(5000)]
+        tokens += tokens[-50:-45]
+        for known in range(1, len(tokens) + 1, 7):
+            drafter.draft(tokens[:known], 4, CHEAP)
+            assert len(drafter._places) + len(drafter._older_places) <= 2 * (300 + 7 * 3)
+            if known > 60:
+                assert drafter._find(tokens[known - 60 : known - 56]) == (4, known - 56)
+        assert drafter.draft(tokens, 4, CHEAP) == tuple(tokens[-50:-46])
+        forgotten = [*tokens, *tokens[10:14]]
+        assert drafter.draft(forgotten, 4, CHEAP) == ()
+
+    def test_a_long_prompt_is_read_in_parts(self) -> None:
+        drafter = Drafter()
+        tokens = list(range(2 * drafts.CATCH_UP_TOKENS + 100))
+        tokens += tokens[-9:-5]
+        assert drafter.draft(tokens, 2, CHEAP) == ()
+        assert drafter.draft(tokens, 2, CHEAP) == ()
+        assert drafter.draft(tokens, 2, CHEAP) == (tokens[-9], tokens[-8])
+
+
+class TestAdapting:
+    """How much is guessed."""
+
+    def follow(self, text: list[int], known: int, price: float) -> list[int]:
+        """Drafted tokens at each step of a sequence that turns out to be `text`."""
+        drafter, counts = Drafter(), []
+        while known < len(text):
+            draft = drafter.draft(text[:known], min(4, len(text) - known - 1), price)
+            drawn = text[known : known + len(draft) + 1]
+            new = drawn[: verify(draft, drawn)]
+            drafter.learn(new)
+            counts.append(len(draft))
+            known += len(new)
+        return counts
+
+    def test_text_that_repeats_itself_is_drafted_in_full(self) -> None:
+        counts = self.follow([1, 2, 3, 4, 5, 6, 7, 8] * 40, 16, price=0.1)
+        assert set(counts[10:-2]) == {4}
+        assert len(counts) < (40 * 8 - 16) / 4
+
+    def test_text_that_never_does_what_it_did_stops_drafts_and_looking_goes_on(self) -> None:
+        """Every pair occurs again, always followed by something else; then the text repeats."""
+        numbers = random.Random(1)
+        noise = [numbers.randrange(12) for _ in range(1500)]
+        counts = self.follow([*noise, *noise[-100:] * 20], 2, price=0.2)
+        assert sum(counts[200:1400]) < 0.05 * 1200
+        assert sum(counts[-100:]) > 300
+
+    def test_one_bad_length_does_not_stop_another(self) -> None:
+        drafter, tokens = Drafter(), [1, 2]
+        for other in range(10, 70):  # what follows the pair is another token each time
+            tokens += [other, 1, 2]
+            last = drafter.draft(tokens, 4, 0.3)
+            drafter.learn([other + 1])
+        assert last == ()
+        tokens += [5, 6, 7, 8, 9, 5, 6, 7, 8]
+        assert drafter.draft(tokens, 4, 0.3) == (9,)
+
+    def test_what_was_not_tried_is_not_held_against_anybody(self) -> None:
+        """Of four drafts whose first is wrong, one is known to be wrong."""
+        one, four = Drafter(), Drafter()
+        tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+        one.draft(tokens, 1, CHEAP)
+        four.draft(tokens, 4, CHEAP)
+        one.learn([7])
+        four.learn([7])
+        chances = [[chance.value for chance in each._chances.values()] for each in (one, four)]
+        assert chances[0] == chances[1]
+
+    @given(
+        chance=st.floats(0, 1),
+        price=st.floats(0.001, 1),
+        most=st.integers(1, 12),
+    )
+    def test_the_number_is_the_best_one(self, chance: float, price: float, most: int) -> None:
+        def rate(count: int) -> float:
+            return sum(chance**i for i in range(count + 1)) / (1 + count * price)
+
+        best = max(rate(count) for count in range(most + 1))
+        assert rate(worthwhile(chance, price, most)) == pytest.approx(best)
+
+    def test_at_a_full_price_nothing_but_certainty_is_drafted(self) -> None:
+        assert worthwhile(0.99, 1.0, 8) == 0
+        assert worthwhile(0.99, 0.5, 8) > 0
+
+
+class TestRowCost:
+    """What a row costs."""
+
+    def test_is_the_usual_before_anything_has_run(self) -> None:
+        assert RowCost().price(1) == pytest.approx(1 / 17)
+        assert RowCost().price(16) == pytest.approx(0.5)
+
+    @pytest.mark.parametrize("rows", [1, 8, 32])
+    @pytest.mark.parametrize("price", [0.05, 0.3, 0.9])
+    def test_follows_the_machine(self, rows: int, price: float) -> None:
+        costs, numbers = RowCost(), random.Random(2)
+        for _ in range(400):
+            drafts = numbers.randint(0, 3 * rows)
+            seconds = 1e-3 * (1 + price * drafts / rows) * numbers.uniform(0.95, 1.05)
+            costs.took(rows, drafts, seconds)
+        usual = RowCost().price(rows)
+        assert costs.price(rows) == pytest.approx(max(price, usual / 4), rel=0.3)
+        assert costs.price(rows + 1) == RowCost().price(rows + 1)  # others tell nothing of it
+
+    def test_is_the_usual_again_when_nothing_is_drafted_any_more(self) -> None:
+        """What was learned wrong is not believed for ever."""
+        costs = RowCost()
+        for step in range(100):
+            costs.took(8, 8 * (step % 2), 0.02 * (1 + step % 2))
+        assert costs.price(8) > 0.5
+        for _ in range(1000):
+            costs.took(8, 0, 0.02)
+        assert costs.price(8) == pytest.approx(8 / 24, rel=0.1)
+
+    def test_a_stall_is_not_a_price(self) -> None:
+        costs, numbers = RowCost(), random.Random(4)
+        for step in range(600):
+            drafts = numbers.randint(0, 4)
+            stalled = step % 50 == 49
+            costs.took(1, drafts, 5.0 if stalled else 1e-3 * (1 + 0.1 * drafts))
+            costs.took(512, 0, 5.0)
+        assert costs.price(1) == pytest.approx(0.1, rel=0.8)
+        assert costs.price(512) == pytest.approx(512 / 528)
+
+    @settings(max_examples=200)
+    @given(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.floats(1e-6, 10)), max_size=60)
+    )
+    def test_is_always_a_price(self, steps: list[tuple[int, int, float]]) -> None:
+        costs = RowCost()
+        for step in steps:
+            costs.took(*step)
+        for rows in (1, 2, 3, 64, 600):
+            assert 0 < costs.price(rows) <= 1
+
+
+@pytest.mark.parametrize(
+    ("draft", "drawn", "count"),
+    [
+        ((), (5,), 1),
+        ((5,), (5, 6), 2),
+        ((5,), (4, 6), 1),
+        ((5, 6, 7), (5, 6, 7, 8), 4),
+        ((5, 6, 7), (5, 9, 7, 8), 2),
+        ((5, 6, 7), (9, 6, 7, 8), 1),
+    ],
+)
+def test_what_counts_ends_with_the_first_that_is_not_its_draft(
+    draft: tuple[int, ...], drawn: tuple[int, ...], count: int
+) -> None:
+    assert verify(draft, drawn) == count

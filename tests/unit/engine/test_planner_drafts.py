@@ -1,0 +1,237 @@
+"""Drafts in plans: they get what is left, take nobody's place, and leave nothing behind."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.blocks import BlockPool
+from baton.engine.drafts import Drafting, RowCost, verify
+from baton.engine.planner import Plan, Planner, Work
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
+
+SIZE = 4
+MAX_CONTEXT = 200
+LOOP = [1, 2, 3, 4, 5]  # what every sequence of these tests repeats, wherever it begins
+
+
+def make_planner(
+    num_blocks: int = 32, chunk_tokens: int = 64, most: int = 4, max_batch: int = 4
+) -> Planner:
+    blocks = BlockPool(num_blocks, SIZE, prefix_cache=False)
+    return Planner(blocks, chunk_tokens, max_batch, Drafting(most, MAX_CONTEXT))
+
+
+def looping(name: str, length: int = 12, max_tokens: int = 50, **fields: object) -> Sequence:
+    tokens = [LOOP[at % len(LOOP)] for at in range(length)]
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(name, tokens, length, params, **fields)  # type: ignore[arg-type]
+
+
+def drawn_by(work: Work, right: int = 99) -> list[int]:
+    """What a step brings: the loop goes on, or breaks off behind so many drafts."""
+    if not work.samples:
+        return []
+    at = work.start + work.count - len(work.draft)
+    drawn = [LOOP[(at + i) % len(LOOP)] for i in range(len(work.draft) + 1)]
+    if right < len(drawn):
+        drawn[right] = 77
+    return drawn[: verify(work.draft, drawn)]
+
+
+def run(planner: Planner, plan: Plan, right: int = 99) -> None:
+    for work in plan.work:
+        drawn = drawn_by(work, right)
+        work.sequence.tokens += drawn
+        work.sequence.new_tokens += len(drawn)
+        planner.advance(work, drawn)
+    planner.blocks.check()
+
+
+def started(planner: Planner, *sequences: Sequence) -> None:
+    """Brings sequences to where they decode."""
+    for sequence in sequences:
+        planner.add(sequence)
+    while any(sequence.num_pending != 1 for sequence in sequences):
+        run(planner, planner.plan())
+
+
+def shape(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(work.sequence.seq_id, work.count, work.draft) for work in plan.work]
+
+
+def test_a_right_draft_is_a_token_and_a_wrong_one_is_not() -> None:
+    planner, sequence = make_planner(most=2), looping("a")
+    started(planner, sequence)
+    assert sequence.num_tokens == 13
+    plan = planner.plan()
+    assert shape(plan) == [("a", 3, (4, 5))]
+    assert (plan.num_tokens, plan.num_drafts) == (3, 2)
+    run(planner, plan)
+    assert (sequence.num_tokens, sequence.num_computed) == (16, 15)
+    assert sequence.tokens[-3:] == [4, 5, 1]
+    run(planner, planner.plan(), right=0)
+    assert (sequence.num_tokens, sequence.num_computed) == (17, 16)
+    assert sequence.tokens[-1] == 77
+
+
+def test_without_the_setting_there_are_none() -> None:
+    planner, sequence = make_planner(), looping("a")
+    planner.drafting = None
+    started(planner, sequence)
+    assert shape(planner.plan()) == [("a", 1, ())]
+    assert sequence.drafter is None
+
+
+def test_what_steps_took_is_told_by_rows_and_drafts() -> None:
+    told = []
+
+    class Told(RowCost):
+        def took(self, rows: int, drafts: int, seconds: float) -> None:
+            told.append((rows, drafts, seconds))
+
+    planner = make_planner(most=2)
+    planner.drafting = Drafting(2, MAX_CONTEXT, Told())
+    started(planner, looping("a"), looping("b"))
+    plan = planner.plan()
+    planner.ran(plan, 0.5)
+    assert told == [(2, plan.num_drafts, 0.5)]
+    assert plan.num_drafts > 0
+
+
+def test_they_take_what_budget_is_left() -> None:
+    planner = make_planner(chunk_tokens=5)
+    started(planner, looping("a"), looping("b"))
+    counts = [count for _, count, _ in shape(planner.plan())]
+    assert sum(counts) <= 5 and max(counts) > 1
+    planner.add(looping("prompt", 40))
+    plan = planner.plan()
+    assert plan.num_drafts == 0
+    assert [work.count for work in plan.work] == [1, 1, 3]
+
+
+def test_they_come_behind_the_rows_of_those_who_have_none() -> None:
+    planner, other = make_planner(), Sequence("other", [50, 60, 70], 3, SamplingParams())
+    started(planner, looping("a"), other)
+    other.tokens[-1] = 99  # nothing to be found
+    plan = planner.plan()
+    assert [(name, count > 1) for name, count, _ in shape(plan)] == [("other", False), ("a", True)]
+
+
+def test_they_end_where_the_sequence_ends() -> None:
+    for sequence in (
+        looping("max tokens", max_tokens=3),
+        looping("context", MAX_CONTEXT - 3, max_tokens=999),
+        looping("parks", park_after=3),
+    ):
+        planner = make_planner(num_blocks=60)
+        started(planner, sequence)
+        assert sequence.tokens_left(MAX_CONTEXT) == 2
+        assert [len(draft) for _, _, draft in shape(planner.plan())] == [1]
+        sequence.tokens.append(0)
+        sequence.new_tokens += 1
+        sequence.num_computed += 1
+        assert [len(draft) for _, _, draft in shape(planner.plan())] == [0]
+
+
+def test_one_that_parks_after_its_first_token_never_looks_for_any() -> None:
+    planner, sequence = make_planner(), looping("prefill", park_after=1)
+    sequence.num_computed = 11
+    sequence.block_ids = planner.blocks.allocate(4) or []
+    planner.add(sequence)
+    assert shape(planner.plan()) == [("prefill", 1, ())]
+    assert sequence.drafter is None
+
+
+def test_they_preempt_nobody_and_use_the_slots_there_are() -> None:
+    planner = make_planner(num_blocks=8)
+    first, second = looping("a", 13), looping("b", 13)
+    started(planner, first, second)  # four blocks each: none is left
+    for _ in range(3):
+        first.tokens, second.tokens = first.tokens[:14], second.tokens[:14]
+        first.num_computed = second.num_computed = 13
+        plan = planner.plan()
+        assert {len(work.draft) for work in plan.work} == {2}  # to the end of the fourth block
+        assert planner.preemptions == 0
+        assert (len(first.block_ids), len(second.block_ids)) == (4, 4)
+
+
+def test_they_take_a_new_block_only_while_everybody_could_have_one() -> None:
+    for spare, drafting in ((2, []), (3, ["a"]), (4, ["a", "b"])):
+        planner = make_planner(num_blocks=8 + spare)
+        started(planner, looping("a", 15), looping("b", 15))
+        plan = planner.plan()
+        assert [name for name, _, draft in shape(plan) if draft] == drafting
+        assert planner.preemptions == 0
+
+
+def test_a_preempted_one_drafts_again_when_it_is_back() -> None:
+    planner, sequence = make_planner(), looping("a")
+    started(planner, sequence)
+    run(planner, planner.plan())
+    planner._preempt(sequence)
+    known = sequence.num_tokens
+    started(planner)
+    while sequence.num_tokens == known:
+        run(planner, planner.plan())
+    assert planner.plan().num_drafts > 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    num_blocks=st.integers(12, 30),
+    chunk=st.integers(1, 40),
+    most=st.integers(1, 6),
+    data=st.data(),
+)
+def test_everybody_gets_the_same_tokens_and_nothing_stays_held(
+    lengths: list[int], num_blocks: int, chunk: int, most: int, data: st.DataObject
+) -> None:
+    """Loops that break off now and then, in pools so small that sequences lose their blocks."""
+    planner = make_planner(num_blocks, chunk, most, max_batch=3)
+    numbers = data.draw(st.randoms(use_true_random=False))
+    alive = [looping(f"s{i}", n, max_tokens=12) for i, n in enumerate(lengths)]
+    broken = {sequence: numbers.randrange(12) for sequence in alive}
+    for sequence in alive:
+        planner.add(sequence)
+    for _ in range(3000):
+        plan = planner.plan()
+        assert plan.num_tokens <= chunk
+        assert [work.count > 1 for work in plan.work] == sorted(
+            work.count > 1 for work in plan.work
+        )
+        for work in plan.work:
+            sequence = work.sequence
+            held = len(sequence.block_ids) * SIZE
+            assert work.start + work.count <= held
+            drawn = [_true_token(sequence, at, broken) for at in _positions(work)]
+            drawn = drawn[: verify(work.draft, drawn)] if drawn else []
+            sequence.tokens += drawn
+            planner.advance(work, drawn)
+            assert sequence.num_tokens - sequence.prompt_tokens <= 12
+        planner.blocks.check()
+        for sequence in [s for s in alive if s.num_tokens - s.prompt_tokens == 12]:
+            planner.remove(sequence)
+            planner.free(sequence)
+            alive.remove(sequence)
+            output = range(sequence.prompt_tokens, sequence.num_tokens)
+            assert sequence.tokens[sequence.prompt_tokens :] == [
+                _true_token(sequence, at, broken) for at in output
+            ]
+        if not alive:
+            break
+    assert not alive
+    assert planner.blocks.num_held == 0
+
+
+def _positions(work: Work) -> range:
+    """Of the tokens that a step draws."""
+    known = work.sequence.num_tokens
+    return range(known, known + len(work.draft) + 1) if work.samples else range(0)
+
+
+def _true_token(sequence: Sequence, at: int, broken: dict[Sequence, int]) -> int:
+    """The token that belongs at a position, whatever was drafted there."""
+    return 77 if at == sequence.prompt_tokens + broken[sequence] else LOOP[at % len(LOOP)]

@@ -1,0 +1,126 @@
+"""Draws row by row in numpy, against `filters`, which does the same with a whole batch in torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine import filters, row_draws
+from baton.sampling import SamplingParams
+
+# Fewer than a block, some blocks and a rest, whole blocks.
+VOCABS = (7, 1300, 1536)
+
+SETTINGS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from((0.1, 0.8, 1.0, 5.0)),
+    top_k=st.sampled_from((0, 0, 1, 2, 40, 1299, 5000)),
+    top_p=st.sampled_from((1.0, 1.0, 1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-16)),
+    min_p=st.sampled_from((0.0, 0.0, 0.01, 0.5, 1.0)),
+)
+
+
+def some_logits(rows: int, vocab: int, scale: float, seed: int, steps: int) -> torch.Tensor:
+    """Random numbers; on a grid of `steps` for each unit, if any, so that many are equal."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+    return (logits * steps).round() / steps if steps else logits
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    params=st.lists(SETTINGS, min_size=1, max_size=4),
+    vocab=st.sampled_from(VOCABS),
+    scale=st.sampled_from((0.01, 1.0, 6.0)),
+    seed=st.integers(0, 2**32),
+    steps=st.sampled_from((0, 0, 2, 50)),
+)
+def test_rows_keep_and_draw_what_a_batch_does(
+    params: list[SamplingParams], vocab: int, scale: float, seed: int, steps: int
+) -> None:
+    logits = some_logits(len(params), vocab, scale, seed, steps)
+    before = logits.clone()
+    expected = filters.weights(logits, params)
+    kept = np.stack(
+        [row_draws.weights(row, one) for row, one in zip(logits.numpy(), params, strict=True)]
+    )
+    # Equal up to the rounding of exp and of sums, which moves an edge by one weight, or by many
+    # that add nothing to a sum.
+    disagree = (kept > 0) != (expected.numpy() > 0)
+    weights_apart = np.sort(np.maximum(kept, expected.numpy()) * disagree)
+    assert weights_apart[:, :-1].sum() < 1e-9
+    both = ~disagree
+    assert np.allclose(kept[both], expected.numpy()[both], rtol=1e-5, atol=1e-37)
+    if not disagree.any():
+        uniform = np.random.default_rng(seed).random(len(params))
+        drawn = row_draws.draw(logits.numpy(), params, uniform)
+        assert drawn.tolist() == filters.draw(expected, torch.from_numpy(uniform)).tolist()
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [(0, 0.5, 4), (0, 0.51, 5), (0, 1e-9, 1), (4, 0.5, 2), (4, 0.51, 3), (4, 1.0, 4), (8, 0.25, 2)],
+)
+def test_of_equals_as_many_stay_as_reach_top_p(top_k: int, top_p: float, kept: int) -> None:
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
+    row = row_draws.weights(np.zeros(8, np.float32), params)
+    assert row.tolist() == [1.0] * kept + [0.0] * (8 - kept)
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.6, 3), (0.7, 4), (0.95, 1216)])
+def test_top_p_is_of_the_sum_of_all_weights(top_p: float, kept: int) -> None:
+    """Four likely tokens, and thousands that make up a twelfth together."""
+    row = np.full(3004, np.log(1 / 8192), np.float32)
+    row[:4] = 0.0
+    weights = row_draws.weights(row, SamplingParams(temperature=1.0, top_p=top_p))
+    assert abs(np.count_nonzero(weights) - kept) <= (kept > 4)
+
+
+def test_draws_follow_the_weights() -> None:
+    """Numbers that are spread evenly give each token its share."""
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    logits = some_logits(1, 1300, 2.0, seed=3, steps=0)
+    weights = row_draws.weights(logits.numpy()[0], params).astype(np.float64)
+    count = 4000
+    uniform = (np.arange(count) + 0.5) / count
+    drawn = row_draws.draw(logits.numpy().repeat(count, 0), [params] * count, uniform)
+    shares = np.bincount(drawn, minlength=1300) / count
+    assert np.abs(shares - weights / weights.sum()).max() <= 1 / count
+
+
+def test_a_token_depends_on_its_own_row_alone() -> None:
+    params = [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.8),
+        SamplingParams(temperature=1.5, top_p=0.7, min_p=0.01),
+    ]
+    logits, uniform = some_logits(3, 1300, 1.0, 0, 0).numpy(), np.array([0.2, 0.999, 0.5])
+    together = row_draws.draw(logits, params, uniform).tolist()
+    for at, token in enumerate(together):
+        alone = row_draws.draw(logits[at : at + 1], params[at : at + 1], uniform[at : at + 1])
+        assert alone.tolist() == [token]
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53], ids=["least", "greatest"])
+def test_extreme_numbers_give_a_token_that_is_kept(number: float) -> None:
+    logits = np.full((1, 1300), -np.inf, np.float32)
+    logits[0, 600:602] = 0.0
+    params = [SamplingParams(temperature=1.0)]
+    expected = 600 if number == 0.0 else 601
+    assert row_draws.draw(logits, params, np.array([number])).tolist() == [expected]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("setting", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_a_row_of_no_numbers_spoils_no_other(bad: float, setting: dict[str, float]) -> None:
+    logits = some_logits(2, 1300, 1.0, 0, 0).numpy()
+    params = [SamplingParams(temperature=1.0, **setting)] * 2  # type: ignore[arg-type]
+    uniform = np.array([0.5, 0.5])
+    alone = row_draws.draw(logits, params, uniform)
+    logits[0] = bad
+    broken, fine = row_draws.draw(logits, params, uniform).tolist()
+    assert broken == 1300
+    assert fine == alone[1]

@@ -1,0 +1,99 @@
+"""The quality tool's figures: a wrong one would praise or damn 8 bits for nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import quality
+import torch
+from corpus import SourceFile
+
+from baton.config import EngineConfig
+from tests.unit.engine.checkpoints import make_checkpoint
+
+
+def stream(length: int) -> torch.Tensor:
+    return torch.randint(2, 258, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def test_every_token_but_the_first_is_predicted_once_within_its_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quality, "CHUNK", 30)
+    tokens = torch.arange(206)
+    found = list(quality.chunks(tokens, 100))
+    assert [start for start, _, _ in found] == [0, 30, 60, 90, 0, 30, 60, 90, 0]
+    assert torch.equal(torch.cat([targets for _, _, targets in found]), tokens[1:])
+    assert torch.equal(torch.cat([inputs for _, inputs, _ in found]), tokens[:-1])
+
+
+def test_distance_is_the_textbook_s() -> None:
+    wanted = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
+    found = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]).log()
+    distance = quality.Distance()
+    distance.add(found, wanted)
+    first = 0.5 * math.log(2) - 0.25 * math.log(2)
+    assert distance.divergences[0].tolist() == pytest.approx([first, 0.0])
+    assert str(distance).split() == [f"{first / 2:.6f}", f"{first * 0.99:.5f}",
+                                     f"{first:.4f}", "50.00%"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_scores_are_transformers_own(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "CHUNK", 32)
+    reference = make_checkpoint(tmp_path)
+    base = {"model": str(tmp_path), "kv_blocks": 6, "kernels": kernels}
+    ways = {
+        name: quality.Way(EngineConfig(**{**base, **changes}))
+        for name, changes in quality.WAYS.items()
+    }
+    tokens = stream(250)
+    scores = quality.score(ways, tokens, 96)
+    nats = 0.0
+    for first in range(0, 249, 96):
+        inputs, targets = tokens[:-1][first : first + 96], tokens[1:][first : first + 96]
+        with torch.inference_mode():
+            logits = reference(inputs[None]).logits[0]
+        nats += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    assert {one.tokens for one in scores.values()} == {249}
+    assert scores["float32"].nats == pytest.approx(nats, rel=1e-5)
+    means = {}
+    for name, one in scores.items():
+        distances = (one.distances[reference] for reference in quality.REFERENCES)
+        means[name] = [float(torch.cat(one.divergences).mean()) for one in distances]
+        assert one.nats == pytest.approx(nats, rel=0.02)
+    assert means["float32"][0] == means["bfloat16"][1] == 0
+    for name in ("int8 weights", "int8 KV", "int8 both"):
+        assert 0 < means[name][0] < 0.05
+    assert len({tuple(pair) for pair in means.values()}) == len(means)
+
+
+def test_only_files_the_demo_model_never_saw_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{folder}{i}.py" for folder in ("", "test/") for i in range(300)]
+    files = [SourceFile(name, f"text of {name}") for name in names]
+    monkeypatch.setattr(quality, "read_corpus", lambda: files)
+    found = quality.texts(None)
+    assert list(found) == ["held-out library", "held-out test suites"]
+    held_out = [file.text for file in files if file.is_held_out]
+    assert [text for part in found.values() for text in part] == held_out != []
+    assert all("test/" in text for text in found["held-out test suites"])
+    monkeypatch.setattr(quality, "read_corpus", lambda: files[:300])
+    assert list(quality.texts(None)) == ["held-out library"]
+
+
+def test_a_file_of_yours_is_read_and_a_table_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "model", tokenizer=True)
+    text = tmp_path / "mine.txt"
+    text.write_text("What is mine is yours.\n" * 20)
+    options = ["--model", str(tmp_path / "model"), "--text", str(text), "--tokens", "300"]
+    monkeypatch.setattr("sys.argv", ["quality.py", *options])
+    quality.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "mine.txt: 300 tokens, 300 bytes"
+    assert [line[:12].strip() for line in lines[3:]] == list(quality.WAYS)
