@@ -24,6 +24,7 @@ from tests.waiting import eventually
 
 IDLE_S = 45.0  # a reservation's lease is 30 s, and nothing may be held after it
 ANSWER_S = 10.0
+LET_GO_S = 15.0
 # What a process may hold more than after its warm-up: connections to processes that came later.
 SLACK = {"tasks": 12, "threads": 6, "files": 16}
 
@@ -106,6 +107,20 @@ async def _holding(pid: int, directory: Path) -> Held:
     await eventually(written, bool, f"process {pid} does not answer SIGUSR1")
     held: Held = json.loads(path.read_text())
     return held
+
+
+async def wait_no_leaks(
+    cluster: LocalCluster, directory: Path, before: Mapping[int, Held]
+) -> list[str]:
+    """Waits until nobody holds more than before: connections end on their own time, leaks never."""
+
+    async def found() -> list[str]:
+        return leaks(before, await holdings(cluster, directory))
+
+    try:
+        return await eventually(found, lambda more: not more, "", LET_GO_S)
+    except AssertionError:
+        return await found()
 
 
 def leaks(before: Mapping[int, Held], after: Mapping[int, Held]) -> list[str]:
