@@ -159,8 +159,42 @@ class KvDescriptor(_message.Message):
     quantization: str
     def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
+class Gpu(_message.Message):
+    __slots__ = ("uuid", "name", "capability", "memory_bytes")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    name: str
+    capability: str
+    memory_bytes: int
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., capability: _Optional[str] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+
+class Hardware(_message.Message):
+    __slots__ = ("gpu", "visible_gpus", "peer_gpus", "gpu_links", "rdma_devices", "torch_version", "cuda_version", "nccl_version", "driver_version")
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    VISIBLE_GPUS_FIELD_NUMBER: _ClassVar[int]
+    PEER_GPUS_FIELD_NUMBER: _ClassVar[int]
+    GPU_LINKS_FIELD_NUMBER: _ClassVar[int]
+    RDMA_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    TORCH_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CUDA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NCCL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    gpu: Gpu
+    visible_gpus: _containers.RepeatedScalarFieldContainer[str]
+    peer_gpus: _containers.RepeatedScalarFieldContainer[str]
+    gpu_links: _containers.RepeatedScalarFieldContainer[str]
+    rdma_devices: _containers.RepeatedScalarFieldContainer[str]
+    torch_version: str
+    cuda_version: str
+    nccl_version: str
+    driver_version: str
+    def __init__(self, gpu: _Optional[_Union[Gpu, _Mapping]] = ..., visible_gpus: _Optional[_Iterable[str]] = ..., peer_gpus: _Optional[_Iterable[str]] = ..., gpu_links: _Optional[_Iterable[str]] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., torch_version: _Optional[str] = ..., cuda_version: _Optional[str] = ..., nccl_version: _Optional[str] = ..., driver_version: _Optional[str] = ...) -> None: ...
+
 class WorkerRecord(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "host_id", "pid", "state", "model", "text_fingerprint", "kv", "transports", "blocks_total", "max_context", "max_batch", "chunk_tokens")
+    __slots__ = ("incarnation", "role", "address", "host_id", "pid", "state", "model", "text_fingerprint", "kv", "transports", "blocks_total", "max_context", "max_batch", "chunk_tokens", "hardware")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +209,7 @@ class WorkerRecord(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HARDWARE_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: WorkerRole
     address: str
@@ -189,7 +224,8 @@ class WorkerRecord(_message.Message):
     max_context: int
     max_batch: int
     chunk_tokens: int
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    hardware: Hardware
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., hardware: _Optional[_Union[Hardware, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")

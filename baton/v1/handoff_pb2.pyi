@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OfferRequest(_message.Message):
-    __slots__ = ("incarnation", "target_incarnation", "host_id", "kv", "transports", "pid")
+    __slots__ = ("incarnation", "target_incarnation", "host_id", "kv", "transports", "pid", "reachable_gpus")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    REACHABLE_GPUS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     target_incarnation: str
     host_id: str
     kv: _common_pb2.KvDescriptor
     transports: _containers.RepeatedScalarFieldContainer[_common_pb2.Transport]
     pid: int
-    def __init__(self, incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., kv: _Optional[_Union[_common_pb2.KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_common_pb2.Transport, str]]] = ..., pid: _Optional[int] = ...) -> None: ...
+    reachable_gpus: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., kv: _Optional[_Union[_common_pb2.KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_common_pb2.Transport, str]]] = ..., pid: _Optional[int] = ..., reachable_gpus: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OfferResponse(_message.Message):
     __slots__ = ("transport", "epoch", "endpoint")
