@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ FLAGS = (
     *("-Wall", "-Wextra", "-Wno-psabi"),
 )
 BUILD_TIMEOUT_S = 300.0
+TURN_TIMEOUT_S = 120.0  # to wait for another process that builds the same
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _built(target: Target) -> Path:
     path = folder / name
     if path.exists():
         return path
-    with _locked(folder):
+    with _turn(folder, TURN_TIMEOUT_S):
         if not path.exists():
             _compile(target, path)
     return path
@@ -210,8 +212,19 @@ def _cache_folder() -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Held by one process at a time: workers that start together build once."""
+def _turn(folder: Path, timeout_s: float) -> Iterator[None]:
+    """One process at a time, so that workers which start together build once.
+
+    Nobody waits longer for one that was stopped: to build twice costs time and nothing else.
+    """
     with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        held = threading.Event()
+
+        def wait() -> None:
+            fcntl.flock(file, fcntl.LOCK_EX)  # let go as soon as the file is closed
+            held.set()
+
+        threading.Thread(target=wait, name="build-turn", daemon=True).start()
+        if not held.wait(timeout_s):
+            log.warning("another process has been compiling for %.0f s: doing it, too", timeout_s)
         yield

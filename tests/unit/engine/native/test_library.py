@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,22 @@ def test_is_compiled_once_and_found_again(compiler: Path, tmp_path: Path) -> Non
     assert first == second
     assert first.is_relative_to(tmp_path / "cache")
     assert compilations(tmp_path) == len(library._sources())
+
+
+def test_nobody_waits_for_ever_for_a_builder_that_was_stopped(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "TURN_TIMEOUT_S", 0.05)
+    stopped = (library._cache_folder() / "lock").open("w")
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    try:
+        assert library._built(TARGET).exists()
+    finally:
+        stopped.close()  # and the thread that waited for it ends
+    waiting = [thread for thread in threading.enumerate() if thread.name == "build-turn"]
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_processes_that_start_together_compile_once(compiler: Path, tmp_path: Path) -> None:
