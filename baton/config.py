@@ -6,6 +6,7 @@ The command line (`baton.cli`) fills them in; nothing else reads options or the 
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,12 @@ from baton import slo
 from baton.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda")
-QUANTIZATIONS = ("none", "int8")
-KV_DTYPES = ("auto", "int8")
-KERNELS = ("auto", "native", "torch")
+DEVICES = ("auto", "cpu", "cuda")  # or one GPU by its number: cuda:1
+QUANTIZATIONS = ("none", "int8", "fp8")
+KV_DTYPES = ("auto", "int8", "fp8")
+KERNELS = ("auto", "native", "torch", "triton")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
+CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, where nobody says how much memory may be taken
 MAX_PORT = 65535
 MAX_NICE = 19
 HTTP_PORT = 7780
@@ -66,6 +68,19 @@ def host_id() -> str:
 def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{option} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def is_device(name: str) -> bool:
+    """Whether `--device` may say this: one of `DEVICES`, or a GPU by its number, as cuda:1."""
+    return name in DEVICES or re.fullmatch(r"cuda:\d+", name) is not None
+
+
+def _device(name: str) -> None:
+    if not is_device(name):
+        raise ConfigError(
+            f"--device must be one of {', '.join(DEVICES)}, or a GPU's number as cuda:1, "
+            f"not {name!r}"
+        )
 
 
 def _at_least(option: str, value: float, least: float) -> None:
@@ -162,7 +177,7 @@ class EngineConfig:
     device: str = "auto"
     block_size: int = 16
     kv_blocks: int = 0  # 0: as many as fit `kv_cache_bytes`
-    kv_cache_bytes: int = 512 << 20
+    kv_cache_bytes: int = 0  # 0: CPU_KV_CACHE_BYTES; on a GPU what `gpu_memory` leaves
     max_context: int = 0  # 0: the model's own
     max_batch: int = 64
     chunk_tokens: int = 512
@@ -173,19 +188,22 @@ class EngineConfig:
     simulate: str = ""  # "PREFILL_TOKENS_PER_S,STEP_MS": compute nothing, take that long
     quantization: str = "none"  # of weights, and of what they are multiplied with
     kv_dtype: str = "auto"  # auto: the compute type
-    kernels: str = "auto"  # auto: native where they can be built
+    kernels: str = "auto"  # auto: native where they can be built, on a GPU triton
     speculate: int = 0  # tokens drafted from the sequence's own text for one step; 0: none
+    gpu_memory: float = 0.9  # share of the GPU's memory for weights, activations, graphs and KV
+    graphs: bool = True  # on a GPU: decode steps are replayed as CUDA graphs
+    overlap: bool = True  # on a GPU: a step is prepared while the one before it runs
 
     def __post_init__(self) -> None:
         _choice("--dtype", self.dtype, DTYPES)
-        _choice("--device", self.device, DEVICES)
+        _device(self.device)
         _choice("--quantization", self.quantization, QUANTIZATIONS)
         _choice("--kv-dtype", self.kv_dtype, KV_DTYPES)
         _choice("--kernels", self.kernels, KERNELS)
         _at_least("--speculate", self.speculate, 0)
         _at_least("--block-size", self.block_size, 1)
         _at_least("--kv-blocks", self.kv_blocks, 0)
-        _at_least("--kv-cache", self.kv_cache_bytes, 1)
+        _at_least("--kv-cache", self.kv_cache_bytes, 0)
         _at_least("--max-context", self.max_context, 0)
         if self.max_context == 1:
             raise ConfigError("--max-context must be at least 2: a prompt token and an output one")
@@ -193,10 +211,12 @@ class EngineConfig:
         _at_least("--chunk-tokens", self.chunk_tokens, 1)
         _at_least("--threads", self.threads, 0)
         _nice("--nice", self.nice)
+        if not 0 < self.gpu_memory <= 1:
+            raise ConfigError(f"--gpu-memory must be above 0 and at most 1, not {self.gpu_memory}")
         if self.simulate:
             Pace.parse(self.simulate)
-            if self.device == "cuda":
-                raise ConfigError("--simulate computes nothing: leave --device cuda out")
+            if self.device.startswith("cuda"):
+                raise ConfigError(f"--simulate computes nothing: leave --device {self.device} out")
 
 
 @dataclass(frozen=True)

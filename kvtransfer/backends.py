@@ -1,36 +1,68 @@
-"""Everything in which gloo and nccl differ: how a group of two is built and waited for."""
+"""Everything in which gloo and nccl differ: how a group of two is built and waited for.
+
+Gloo's calls end when the message has; a wait of it has a time-out of its own. NCCL's calls only
+queue work on the GPU: waiting for a message makes the mover's stream wait, and the host waits once,
+at the end of a transfer, for all of it. Such a wait has no time-out, so a timer aborts the
+communicator at the deadline; then its kernels end and whoever waits wakes up.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from baton.v1 import common_pb2
+from kvtransfer import gpus
+from kvtransfer.pairing import shares_gpu
 from kvtransfer.seam import Kind
+
+# A communicator's channels: each costs GPU memory and, while bytes travel, a multiprocessor.
+NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
+
+# A communicator takes some 50 MB of GPU memory, and a decode worker has one for each of its peers.
+NCCL_MAX_LINKS = 16
+
+NCCL_ENVIRONMENT = {
+    # A wait queues; see above. With it torch would look every millisecond, and no sooner.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # A lost peer must fail a link, not end the process: torch's watchdog is to do nothing on an
+    # error, not to write dumps, and not to be watched itself.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Seconds until torch gives up a non-blocking call, a connection among them, which an abort
+    # cannot end: torch holds the communicator's lock meanwhile. Its default is half an hour.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
+}
+_WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out is not to come first
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation of torch's process groups.
 
-    `build(store, rank, host, timeout_s)` makes a group of two; `device(d)` is the context in which
-    its calls run; `synchronize(d)` returns when a message that was waited for is in memory.
+    `build(store, rank, host, timeout_s)` makes a group of two · `wait(work, deadline)` returns when
+    a message is done or, on a GPU, when all that is queued later comes after it · `watch(deadline,
+    abort)` is around waits that cannot end by themselves: it calls `abort` at the deadline, from
+    another thread · `max_links` bounds a receiver. Deadlines are times of `time.monotonic`.
     """
 
     name: str
     kind: Kind
     build: Callable[[PrefixStore, int, str, float], Any]
-    device: Callable[[torch.device], AbstractContextManager[Any]]
-    synchronize: Callable[[torch.device], None]
+    wait: Callable[[Any, float], None]
+    watch: Callable[[float, Callable[[], None]], AbstractContextManager[None]]
+    max_links: int = 1 << 16
 
 
 def gloo() -> Backend:
@@ -39,8 +71,8 @@ def gloo() -> Backend:
         "gloo",
         common_pb2.TRANSPORT_GLOO,
         _build_gloo,
-        device=lambda device: contextlib.nullcontext(),
-        synchronize=lambda device: None,
+        wait=lambda work, deadline: work.wait(at_least_1ms(deadline - time.monotonic())),
+        watch=lambda deadline, abort: contextlib.nullcontext(),
     )
 
 
@@ -48,17 +80,23 @@ def nccl() -> Backend:
     """Between GPUs. Raises RuntimeError where torch was built without it."""
     if not distributed.is_nccl_available():
         raise RuntimeError("this torch was built without NCCL")
-    # A wait must end at its own time-out, and a lost peer must fail a link, not end the process
-    # through torch's watchdog. Both are read when a group is built, and only from here.
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    # Read when the first group is built, and only from here. NCCL's own: when it is first used.
+    os.environ.update(NCCL_ENVIRONMENT)
+    if shares_gpu(gpus.nccl_version()):
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return Backend(
         "nccl",
         common_pb2.TRANSPORT_NCCL,
         _build_nccl,
-        device=torch.cuda.device,
-        synchronize=lambda device: torch.cuda.current_stream(device).synchronize(),
+        wait=lambda work, deadline: work.wait(),
+        watch=_aborting_at,
+        max_links=NCCL_MAX_LINKS,
     )
+
+
+def at_least_1ms(seconds: float) -> timedelta:
+    """A time-out for torch, which takes zero and less for "no time-out"."""
+    return timedelta(seconds=max(seconds, 0.001))
 
 
 def _build_gloo(store: PrefixStore, rank: int, host: str, timeout_s: float) -> Any:
@@ -70,8 +108,20 @@ def _build_gloo(store: PrefixStore, rank: int, host: str, timeout_s: float) -> A
 
 
 def _build_nccl(store: PrefixStore, rank: int, host: str, timeout_s: float) -> Any:
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    # A blocking initialisation cannot be timed out.
-    options.config.blocking = 0
+    # Ahead of the engine's kernels: a message that waits for a step would wait for milliseconds.
+    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=max(timeout_s, _WATCHDOG_S))
+    options.config.blocking = 0  # a blocking initialisation cannot be timed out
+    options.config.min_ctas, options.config.max_ctas = NCCL_MIN_CTAS, NCCL_MAX_CTAS
     return distributed.ProcessGroupNCCL(store, rank, 2, options)
+
+
+@contextlib.contextmanager
+def _aborting_at(deadline: float, abort: Callable[[], None]) -> Iterator[None]:
+    timer = threading.Timer(max(deadline - time.monotonic(), 0.0), abort)
+    timer.name, timer.daemon = "kv-deadline", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

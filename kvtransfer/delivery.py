@@ -12,8 +12,9 @@ from baton import rpc
 from baton.errors import InvalidRequest, TransferFailed
 from baton.v1 import handoff_pb2, prefill_pb2
 from kvtransfer.aborts import Metadata
-from kvtransfer.links import LinkPool, PairLink
-from kvtransfer.pool import Digest, Slots
+from kvtransfer.links import LinkPool
+from kvtransfer.pair_link import PairLink
+from kvtransfer.pool import Slots
 from kvtransfer.waiting import Deadline, uninterrupted
 
 _WITHDRAW_S = 2.0
@@ -88,7 +89,7 @@ class Delivery:
     """
 
     def __init__(self, order: Order, links: LinkPool, link: PairLink) -> None:
-        self.link, self.digest = link, Digest()
+        self.link, self.digest = link, links.pool.new_digest()
         self.chunks, self.start_ns = 0, 0
         self.wait_s = self.wire_s = self.hidden_s = 0.0
         self._order, self._links = order, links

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from baton.errors import BatonError, InvalidRequest, KvCorrupted
 from baton.v1 import handoff_pb2
-from kvtransfer.pool import Digest, Slots
+from kvtransfer.digest import Digest
+from kvtransfer.pool import Slots
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Incoming:
     epoch: int
     reserved: ReservedBlocks
     next_token: int
-    digest: Digest = field(default_factory=Digest)
+    digest: Digest
     granted: bool = False  # a one-sided sender may write
     receives: set[asyncio.Task[None]] = field(default_factory=set)
     failure: BatonError | None = None

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 
-from baton import rpc
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -27,66 +24,18 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
-from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
+from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from kvtransfer.aborts import Aborts
-from kvtransfer.pool import Digest, KvPool, Slots
-from kvtransfer.seam import Link, PutStats, Transport
+from kvtransfer.connector import Connector
+from kvtransfer.pair_link import PairLink
+from kvtransfer.pool import KvPool
+from kvtransfer.seam import Transport
 from kvtransfer.waiting import Deadline
 
 log = logging.getLogger(__name__)
 
 # These speak of one handoff; whatever else goes wrong is the link's failure.
 _LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
-_CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
-
-
-class PairLink:
-    """One open link: its data end, the thread its puts run on, the channel for its control."""
-
-    def __init__(
-        self,
-        peer: str,
-        epoch: int,
-        transport: Transport,
-        link: Link,
-        thread: ThreadPoolExecutor,
-        channel: grpc.aio.Channel,
-    ) -> None:
-        self.peer, self.epoch, self.transport = peer, epoch, transport
-        self.stub = handoff_pb2_grpc.HandoffServiceStub(channel)
-        # Held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's order.
-        self.turn = asyncio.Lock()
-        self.users = 0
-        self.sent_bytes, self.sent_s = 0, 0.0
-        self._link, self._thread, self._channel = link, thread, channel
-        self._closing = False
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether nobody uses it and its connection of control has ended."""
-        return not self.users and self._channel.get_state() in _CONNECTION_LOST
-
-    async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
-        """`Link.put` on the link's thread. Must not be abandoned: the thread would go on."""
-        if self._closing:
-            raise TransferFailed(f"the link to decode {self.peer} was closed")
-        run = asyncio.get_running_loop().run_in_executor
-        stats = await run(self._thread, self._link.put, local, remote, digest, timeout_s)
-        self.sent_bytes += stats.num_bytes
-        self.sent_s += stats.wire_s
-        return stats
-
-    async def close_data(self) -> None:
-        """Ends a running put, then frees the data end; control still works."""
-        if self._closing:
-            return
-        self._closing = True
-        self._link.abort()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._link.close)
-        self._thread.shutdown()
-
-    async def close_control(self) -> None:
-        await self._channel.close(None)
 
 
 class LinkPool:
@@ -110,10 +59,16 @@ class LinkPool:
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.pool, self.incarnation = pool, incarnation
-        self._transports = {transport.kind: transport for transport in transports}
-        self._descriptor, self._host_id = descriptor, host_id
         self._cap, self._backoff_s, self._connect_s = cap, backoff_s, connect_timeout_s
-        self._credentials = credentials
+        self._connect = Connector(
+            pool,
+            transports,
+            descriptor,
+            incarnation,
+            host_id,
+            timeout_s=connect_timeout_s,
+            credentials=credentials,
+        ).connect
         self.aborts = Aborts(credentials)
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
@@ -239,35 +194,6 @@ class LinkPool:
         log.info("link to decode %s: %s, epoch %d", peer, link.transport.name, link.epoch)
         self._links[peer] = link
         return link
-
-    async def _connect(self, target: prefill_pb2.HandoffTarget) -> PairLink:
-        channel = rpc.channel(target.address, self._credentials)
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{target.incarnation}")
-        try:
-            stub = handoff_pb2_grpc.HandoffServiceStub(channel)
-            with rpc.translated():
-                offer = await stub.Offer(self._offer(target), timeout=self._connect_s)
-            transport = self._transports.get(offer.transport)
-            if transport is None:
-                raise KvMismatch(f"decode {target.incarnation} chose a transport we did not offer")
-            link = await asyncio.get_running_loop().run_in_executor(
-                thread, transport.connect, self.pool, offer.endpoint, self._connect_s
-            )
-        except BaseException:
-            thread.shutdown(wait=False)
-            await channel.close(None)
-            raise
-        return PairLink(target.incarnation, offer.epoch, transport, link, thread, channel)
-
-    def _offer(self, target: prefill_pb2.HandoffTarget) -> handoff_pb2.OfferRequest:
-        return handoff_pb2.OfferRequest(
-            incarnation=self.incarnation,
-            target_incarnation=target.incarnation,
-            host_id=self._host_id,
-            kv=self._descriptor,
-            transports=list(self._transports),
-            pid=os.getpid(),
-        )
 
     def _make_room(self) -> None:
         """Closes idle links until one more fits, those being opened counted."""

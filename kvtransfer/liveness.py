@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 from collections.abc import Callable
+
+from baton.errors import TransferFailed
 
 
 class ProcessWatch:
@@ -31,3 +34,34 @@ class ProcessWatch:
     def _exited(self) -> None:
         self.close()
         self._on_exit()
+
+
+class Receiver:
+    """The process whose memory a one-sided link writes into, asked before and after every put.
+
+    Mapped memory outlives its owner: without this, bytes would go nowhere unnoticed. `process` is
+    its pidfd; `close` closes that, too.
+    """
+
+    def __init__(self, transport: str, process: int) -> None:
+        self._transport, self._process = transport, process
+        self._aborted = self._closed = False
+        self._death = select.poll()
+        self._death.register(process, select.POLLIN)
+
+    def check(self) -> None:
+        """Raises TransferFailed when the link was aborted or closed, or the process has ended."""
+        if self._aborted or self._closed:
+            raise TransferFailed(f"{self._transport}: the link was aborted")
+        if self._death.poll(0):
+            raise TransferFailed(f"{self._transport}: the receiver is gone")
+
+    def abort(self) -> None:
+        """From now on every check fails; called from any thread."""
+        self._aborted = True
+
+    def close(self) -> None:
+        """Frees what it holds; may be called twice."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._process)

@@ -7,7 +7,8 @@ import uuid
 
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
-from kvtransfer.pool import Digest, KvPool, Slots, copy_slots
+from kvtransfer.digest import Digest
+from kvtransfer.pool import KvPool, Slots, copy_slots
 from kvtransfer.seam import Link, Listener, OneSidedListener, PutStats, Transport
 
 

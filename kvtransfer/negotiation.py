@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from torch import distributed
 
 from baton.errors import ConfigError, KvMismatch
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, handoff_pb2
+from kvtransfer import gpus, movers, pairing
 from kvtransfer.backends import gloo, nccl
+from kvtransfer.cuda_ipc import CudaIpcTransport
+from kvtransfer.cuda_memory import CudaArea
+from kvtransfer.pairing import FASTEST_FIRST, Ends, Kind, machine_of, name_of
 from kvtransfer.pool import KvPool
 from kvtransfer.process_group import ProcessGroupTransport
-from kvtransfer.seam import Kind, Transport
-from kvtransfer.shm import ShmTransport
+from kvtransfer.seam import Transport
+from kvtransfer.shm import SharedMemoryArea, ShmTransport
 
-FASTEST_FIRST: tuple[Kind, ...] = (
-    common_pb2.TRANSPORT_MEMORY,
-    common_pb2.TRANSPORT_CUDA_IPC,
-    common_pb2.TRANSPORT_SHM,
-    common_pb2.TRANSPORT_NCCL,
-    common_pb2.TRANSPORT_GLOO,
-)
-_ONE_HOST = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_SHM)
+log = logging.getLogger(__name__)
 
 
 def usable(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
@@ -30,8 +28,11 @@ def usable(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
     `host` is the address at which peers reach this worker. Raises ConfigError when `choice` cannot
     be used with this pool.
     """
+    movers.prepare(pool)
     transports: list[Transport] = []
-    if pool.area is not None:
+    if isinstance(pool.area, CudaArea):
+        transports.append(CudaIpcTransport(pool.area.driver))
+    if isinstance(pool.area, SharedMemoryArea):
         transports.append(ShmTransport())
     if pool.device.type == "cpu":
         transports.append(ProcessGroupTransport(gloo(), host))
@@ -50,33 +51,59 @@ def check_same(
     prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor, sender: str, receiver: str
 ) -> None:
     """Raises KvMismatch naming both workers and every field in which they differ."""
-    differences = [
-        f"{field.name}: {getattr(prefill, field.name)!r} != {getattr(decode, field.name)!r}"
-        for field in common_pb2.KvDescriptor.DESCRIPTOR.fields
-        if getattr(prefill, field.name) != getattr(decode, field.name)
-    ]
-    if differences:
+    if differences := pairing.differences(prefill, decode):
         raise KvMismatch(
             f"KV caches of prefill {sender} and decode {receiver} differ in "
             + "; ".join(differences)
         )
 
 
-def choose(offered: Iterable[Kind], mine: Sequence[Transport], same_host: bool) -> Transport:
-    """The fastest transport that both ends can use. Raises KvMismatch when there is none."""
-    offered = set(offered)
+def ends_of(request: handoff_pb2.OfferRequest, host_id: str, pool: KvPool) -> Ends:
+    """What the receiver of an Offer, on `host_id` with `pool`, knows of both ends."""
+    return Ends(
+        same_host=request.host_id == host_id,
+        same_machine=machine_of(request.host_id) == machine_of(host_id),
+        gpu=gpus.uuid(pool.device),
+        reachable=tuple(request.reachable_gpus),
+        nccl=gpus.nccl_version(),
+    )
+
+
+def choose(
+    offered: Iterable[Kind],
+    mine: Sequence[Transport],
+    same_host: bool = False,
+    ends: Ends | None = None,
+) -> Transport:
+    """The fastest transport that both ends can use. Raises KvMismatch when there is none.
+
+    `same_host` is enough to know where no GPU is involved.
+    """
+    offered, ends = set(offered), ends or Ends(same_host, same_machine=same_host)
     able = {transport.kind: transport for transport in mine}
+    forbidden = []
     for kind in FASTEST_FIRST:
-        if kind in offered and kind in able and (same_host or kind not in _ONE_HOST):
-            return able[kind]
-    theirs = ", ".join(_name(kind) for kind in sorted(offered)) or "none"
+        if kind in offered and kind in able:
+            if not (reason := ends.forbids(kind)):
+                _warn_if_slow(able[kind], ends)
+                return able[kind]
+            forbidden.append(f"; not {able[kind].name}: {reason}")
+    theirs = ", ".join(name_of(kind) for kind in sorted(offered)) or "none"
     ours = ", ".join(transport.name for transport in mine) or "none"
-    where = "one host" if same_host else "different hosts"
-    raise KvMismatch(f"no common transport on {where}: prefill has {theirs}; decode has {ours}")
+    where = "one host" if ends.same_host else "different hosts"
+    raise KvMismatch(
+        f"no common transport on {where}: prefill has {theirs}; decode has {ours}"
+        + "".join(forbidden)
+    )
 
 
-def _name(kind: Kind) -> str:
-    """ "shm" for TRANSPORT_SHM; the number for one this version does not know."""
-    if kind not in common_pb2.Transport.values():
-        return str(kind)
-    return common_pb2.Transport.Name(kind).removeprefix("TRANSPORT_").lower()
+def _warn_if_slow(chosen: Transport, ends: Ends) -> None:
+    """NCCL itself says nothing when it does not find a direct way."""
+    direct = ends.same_host and ends.gpu in ends.reachable
+    if chosen.kind == common_pb2.TRANSPORT_NCCL and ends.same_machine and not direct:
+        log.warning(
+            "nccl to %s goes through the host's memory or sockets: the sender's GPU cannot write to"
+            " it; if there is NVLink or PCIe between the two, show every GPU to every worker, and"
+            " run them with pid: host and ipc: host",
+            ends.gpu,
+        )

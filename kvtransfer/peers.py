@@ -61,7 +61,7 @@ class Peers:
 
         `pid` is that of a process of this host, else 0. Raises Overloaded, TransferFailed.
         """
-        self._make_room()
+        self._make_room(transport)
         endpoint, peer = await self._listen(incarnation, transport)
         self.drop(incarnation)
         self._peers[incarnation] = peer
@@ -91,6 +91,12 @@ class Peers:
             task = asyncio.ensure_future(self._free(peer))
             self._freeing.add(task)
             task.add_done_callback(self._freeing.discard)
+
+    async def abort(self, incarnation: str) -> None:
+        """The process is dead: what is still received from it fails now, not at its time-out."""
+        if (peer := self._peers.get(incarnation)) is not None:
+            run = asyncio.get_running_loop().run_in_executor
+            await run(None, peer.listener.abort, incarnation, peer.epoch)
 
     def condemn(self, peer: Peer) -> None:
         """Drops this link, not one that has followed it."""
@@ -143,13 +149,17 @@ class Peers:
         log.warning("link of prefill %s did not open: %s", peer.incarnation, error)
         self.condemn(peer)
 
-    def _make_room(self) -> None:
-        if len(self._peers) < self._max_links:
-            return
+    def _make_room(self, transport: Transport) -> None:
+        """Drops an idle link if there are too many, of all kinds or of this one."""
+        names = list(self._peers)
+        if len(names) < self._max_links:
+            names = [n for n, peer in self._peers.items() if peer.transport.kind == transport.kind]
+            if len(names) < transport.max_links:
+                return
         busy = self._busy()
-        idle = next((name for name in self._peers if name not in busy), None)
+        idle = next((name for name in names if name not in busy), None)
         if idle is None:
-            raise Overloaded(f"all {self._max_links} links are in use")
+            raise Overloaded(f"all {len(names)} links are in use")
         self.drop(idle)
 
     async def _free(self, peer: Peer) -> None:

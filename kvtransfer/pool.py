@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import xxhash
 
 from baton.errors import InvalidRequest
+from kvtransfer.digest import Digest, WordDigest
 
 if TYPE_CHECKING:
+    from kvtransfer.cuda_memory import CudaArea
     from kvtransfer.shm import SharedMemoryArea
 
 # Copied, then digested while still in the core's own cache. Measured: twice of it, or half of it,
@@ -43,39 +44,16 @@ class Slots:
             raise InvalidRequest(f"a block id is outside the pool of {num_blocks}")
 
 
-class Digest:
-    """xxh3-64 streamed over KV bytes in canonical order.
-
-    For each block in order its filled slots, in [layer, K or V, kv_head, token, element] order:
-    exactly the bytes that travel, in the order in which they travel.
-    """
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
-        self.num_bytes = 0
-
-    def update(self, data: torch.Tensor) -> None:
-        """Adds a contiguous uint8 tensor."""
-        self.add(data.cpu().numpy().data)
-
-    def add(self, data: memoryview) -> None:
-        """Adds contiguous bytes."""
-        self._hash.update(data)
-        self.num_bytes += data.nbytes
-
-    @property
-    def value(self) -> int:
-        """The checksum so far, 64 bits."""
-        return int(self._hash.intdigest())
-
-
 class KvPool:
     """The KV tensor of one worker, seen as bytes.
 
     `area` is the shared memory the tensor lies in, if other processes are to write into it.
+    `on_gpu`: its bytes are not to come to the host, not even to be digested.
     """
 
-    def __init__(self, tensor: torch.Tensor, area: SharedMemoryArea | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, area: SharedMemoryArea | CudaArea | None = None
+    ) -> None:
         if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
             raise ValueError(
                 "the KV pool must be a contiguous [num_blocks, num_layers, 2, num_kv_heads, "
@@ -88,9 +66,16 @@ class KvPool:
         self.row_slot_bytes = head_size * tensor.element_size()
         self.token_bytes = layers * 2 * heads * self.row_slot_bytes
         self.block_bytes = self.token_bytes * self.block_size
+        self.on_gpu = self.device.type != "cpu" or getattr(area, "handle", None) is not None
+        if self.on_gpu and self.row_slot_bytes % 4:
+            raise ValueError(f"a slot of a row must be whole words on a GPU: {self.row_slot_bytes}")
         octets = tensor.view(torch.uint8)
         self.blocks = octets.view(self.num_blocks, self.block_bytes)
         self.rows = octets.view(self.num_blocks, layers * 2 * heads, -1)
+
+    def new_digest(self) -> Digest:
+        """The checksum that both ends of a transfer take: of one kind for pools of one device."""
+        return WordDigest() if self.on_gpu else Digest()
 
     def nbytes(self, slots: Slots) -> int:
         """Bytes that the filled slots hold."""
@@ -130,8 +115,8 @@ class KvPool:
             tail.copy_(data[full * self.block_bytes : self.nbytes(slots)].view(tail.shape))
 
     def digest(self, slots: Slots) -> Digest:
-        """The digest of what the slots hold now."""
-        digest = Digest()
+        """The digest of what the slots hold now; of a pool on a GPU, `movers` takes it faster."""
+        digest = self.new_digest()
         full, fill = divmod(slots.num_tokens, self.block_size)
         for _, block, count in runs(slots.block_ids[:full]):
             digest.update(self.blocks[block : block + count].view(-1))

@@ -9,20 +9,24 @@ Everything in which gloo and nccl differ is in `kvtransfer.backends`.
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from baton.errors import Stale, TransferFailed
+from kvtransfer import movers
 from kvtransfer.backends import Backend
-from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.digest import Digest
+from kvtransfer.movers import Mover
+from kvtransfer.pool import KvPool, Slots
 from kvtransfer.seam import Link, Listener, PutStats, Transport
+from kvtransfer.staging import Staging
+from kvtransfer.stores import connected_store, listening_store
 
 _SENDER, _RECEIVER = 0, 1
 
@@ -30,28 +34,32 @@ _SENDER, _RECEIVER = 0, 1
 class ProcessGroupTransport(Transport):
     """`host` is this worker's address, which the peers can reach.
 
-    `staging_bytes` bounds the memory of one link: two messages of half that size, one travelling
-    while the other is copied. The receiver's value holds for both ends. Neighbouring blocks are
-    sent from where they lie; they arrive in staging memory, which a write that comes too late
-    cannot leave.
+    `staging_bytes` bounds the memory of one transfer: two messages of half that size, one
+    travelling while the other is copied. The receiver's value holds for both ends. Neighbouring
+    blocks are sent from where they lie; they arrive in staging memory, which a write that comes too
+    late cannot leave. All links share it, so it is there for `max_transfers` at a time.
     """
 
     one_sided = False
 
-    def __init__(self, backend: Backend, host: str, staging_bytes: int = 8 << 20) -> None:
-        self.name, self.kind = backend.name, backend.kind
+    def __init__(
+        self, backend: Backend, host: str, staging_bytes: int = 8 << 20, max_transfers: int = 8
+    ) -> None:
+        self.name, self.kind, self.max_links = backend.name, backend.kind, backend.max_links
         self._backend, self._host, self._message_bytes = backend, host, staging_bytes // 2
+        self._staging = Staging(max_transfers)
 
     def listen(self, pool: KvPool) -> Listener:
-        return _Listener(self._backend, self._host, self._message_bytes, pool)
+        return _Listener(self._backend, self._staging, self._host, self._message_bytes, pool)
 
     def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
         try:
             place = json.loads(endpoint)
             host, port, name = str(place["host"]), int(place["port"]), str(place["name"])
             message_bytes = int(place["message_bytes"])
-            store = TCPStore(host, port, None, False, _timedelta(timeout_s), wait_for_workers=False)
-            group = _Group(self._backend, self._host, store, name, _SENDER, pool, message_bytes)
+            store = connected_store(host, port, timeout_s)
+            own = self._backend, self._staging, self._host
+            group = _Group(*own, store, name, _SENDER, pool, message_bytes)
             group.connect(timeout_s)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"{self.name}: cannot reach the receiver: {error}") from error
@@ -59,11 +67,12 @@ class ProcessGroupTransport(Transport):
 
 
 class _Group:
-    """One end of a pair: the group, its store and the staging memory of two messages."""
+    """One end of a pair: the group and its store, for one thread but for `abort`."""
 
     def __init__(
         self,
         backend: Backend,
+        staging: Staging,
         host: str,
         store: TCPStore,
         name: str,
@@ -72,9 +81,10 @@ class _Group:
         message_bytes: int,
     ) -> None:
         self.backend, self.pool, self.message_bytes = backend, pool, message_bytes
-        self._host, self._store, self._name, self._rank = host, store, name, rank
+        self._staging, self._host = staging, host
+        self._store, self._name, self._rank = store, name, rank
         self._group: Any = None
-        self._staging: list[torch.Tensor] = []
+        self._mover: Mover | None = None
         self._guard = threading.Lock()
         self._aborted = False
 
@@ -82,7 +92,8 @@ class _Group:
         """Builds the group and says hello both ways. Raises RuntimeError."""
         deadline = time.monotonic() + timeout_s
         store = PrefixStore(self._name, self._store)
-        with self.backend.device(self.pool.device):
+        self._mover = movers.mover(self.pool)
+        with self.backend.watch(deadline, self.abort), self._mover.turn(self.pool.new_digest()):
             group = self.backend.build(store, self._rank, self._host, timeout_s)
             with self._guard:
                 if self._aborted:
@@ -92,14 +103,27 @@ class _Group:
             for sender in (_SENDER, _RECEIVER):
                 work = self.send(hello) if self._rank == sender else self.receive(hello)
                 self.wait(work, deadline)
-        size = max(self.message_bytes, self.pool.block_bytes)
-        self._staging = [
-            torch.empty(size, dtype=torch.uint8, device=self.pool.device) for _ in range(2)
-        ]
+            self._settle(self._mover)
 
-    def staging(self, message: int) -> torch.Tensor:
-        """Memory for a message; neighbours in the order of messages never share it."""
-        return self._staging[message % 2]
+    @contextmanager
+    def transfer(self, digest: Digest, deadline: float) -> Iterator[tuple[Mover, torch.Tensor]]:
+        """Around one put or receive: what moves bytes, and staging memory of two messages.
+
+        When it is left all is done and in `digest`, or nothing goes on. Raises RuntimeError.
+        """
+        assert self._mover is not None, "not connected"
+        size = max(self.message_bytes, self.pool.block_bytes)
+        with (
+            self._staging.lend(size, self.pool.device, deadline) as staging,
+            self.backend.watch(deadline, self.abort),
+            self._mover.turn(digest),
+        ):
+            try:
+                yield self._mover, staging
+                self._settle(self._mover)
+            except RuntimeError:
+                self.abort()  # what is queued on a GPU ends, and the turn with it
+                raise
 
     def send(self, data: torch.Tensor) -> Any:
         return self._group.send([data], 1 - self._rank, 0)
@@ -109,10 +133,8 @@ class _Group:
 
     def wait(self, work: Any, deadline: float) -> None:
         """Waits for one message. A time-out closes the pair for good. Raises RuntimeError."""
-        if self._aborted:
-            raise RuntimeError("the link was aborted")
-        work.wait(_timedelta(deadline - time.monotonic()))
-        self.backend.synchronize(self.pool.device)
+        self._check()
+        self.backend.wait(work, deadline)
 
     def abort(self) -> None:
         with self._guard:
@@ -123,7 +145,14 @@ class _Group:
     def close(self) -> None:
         self.abort()
         self._group = None
-        self._staging = []
+
+    def _settle(self, mover: Mover) -> None:
+        mover.settle()
+        self._check()  # an abort lets a GPU go on as if all had come
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise RuntimeError("the link was aborted, or its time was over")
 
 
 class _Link(Link):
@@ -134,13 +163,10 @@ class _Link(Link):
         start, deadline = time.perf_counter(), time.monotonic() + timeout_s
         group, pool = self._group, self._group.pool
         try:
-            with group.backend.device(pool.device):
+            with group.transfer(digest, deadline) as (mover, staging):
                 travelling = None
                 for i, part in enumerate(pool.parts(local, group.message_bytes)):
-                    data = pool.in_place(part)
-                    if data is None:
-                        data = pool.gather(part, group.staging(i))
-                    digest.update(data)
+                    data = mover.collect(part, staging[i % 2])
                     if travelling is not None:
                         group.wait(travelling, deadline)
                     travelling = group.send(data)
@@ -158,18 +184,26 @@ class _Link(Link):
 
 
 class _Listener(Listener):
-    def __init__(self, backend: Backend, host: str, message_bytes: int, pool: KvPool) -> None:
-        self._backend, self._host, self._message_bytes = backend, host, message_bytes
-        self._pool = pool
+    def __init__(
+        self, backend: Backend, staging: Staging, host: str, message_bytes: int, pool: KvPool
+    ) -> None:
+        self._backend, self._staging, self._host = backend, staging, host
+        self._message_bytes, self._pool = message_bytes, pool
         self._groups: dict[tuple[str, int], _Group] = {}
 
     def offer(self, peer: str, epoch: int) -> bytes:
-        store, port = _listening_store(self._host)
+        store, port = listening_store(self._host)
         name = f"{peer}/{epoch}"
-        group = _Group(
-            self._backend, self._host, store, name, _RECEIVER, self._pool, self._message_bytes
+        self._groups[peer, epoch] = _Group(
+            self._backend,
+            self._staging,
+            self._host,
+            store,
+            name,
+            _RECEIVER,
+            self._pool,
+            self._message_bytes,
         )
-        self._groups[peer, epoch] = group
         place = {"host": self._host, "port": port, "name": name}
         return json.dumps({**place, "message_bytes": self._message_bytes}).encode()
 
@@ -193,8 +227,8 @@ class _Listener(Listener):
     ) -> None:
         group, deadline = self._find(peer, epoch), time.monotonic() + timeout_s
         try:
-            with self._backend.device(self._pool.device):
-                self._receive(group, slots, digest, deadline, posted)
+            with group.transfer(digest, deadline) as (mover, staging):
+                self._receive(group, mover, staging, slots, deadline, posted)
         except RuntimeError as error:
             raise TransferFailed(
                 f"{self._backend.name}: receive from {peer} failed: {error}"
@@ -203,15 +237,16 @@ class _Listener(Listener):
     def _receive(
         self,
         group: _Group,
+        mover: Mover,
+        staging: torch.Tensor,
         slots: Slots,
-        digest: Digest,
         deadline: float,
         posted: Callable[[], None],
     ) -> None:
         parts = self._pool.parts(slots, group.message_bytes)
 
         def post(i: int) -> tuple[torch.Tensor, Any]:
-            data = group.staging(i)[: self._pool.nbytes(parts[i])]
+            data = staging[i % 2][: self._pool.nbytes(parts[i])]
             return data, group.receive(data)
 
         data, work = post(0)
@@ -221,8 +256,12 @@ class _Listener(Listener):
             arrived = data
             if i + 1 < len(parts):
                 data, work = post(i + 1)
-            digest.update(arrived)
-            self._pool.scatter(arrived, part)
+            mover.spread(arrived, part)
+
+    def abort(self, peer: str, epoch: int) -> None:
+        group = self._groups.get((peer, epoch))
+        if group is not None:
+            group.abort()
 
     def drop(self, peer: str, epoch: int) -> None:
         group = self._groups.pop((peer, epoch), None)
@@ -238,32 +277,3 @@ class _Listener(Listener):
         if group is None:
             raise Stale(f"link epoch {epoch} of {peer} is gone")
         return group
-
-
-def _listening_store(host: str) -> tuple[TCPStore, int]:
-    """A store that listens on a free port of `host` alone."""
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.bind(address)
-        listening.listen()
-        port = listening.getsockname()[1]
-        store = TCPStore(
-            host,
-            port,
-            None,
-            True,
-            timedelta(seconds=30),
-            wait_for_workers=False,
-            master_listen_fd=listening.fileno(),
-        )
-    except BaseException:
-        listening.close()
-        raise
-    listening.detach()  # the store owns it now
-    return store, port
-
-
-def _timedelta(seconds: float) -> timedelta:
-    """At least a millisecond: torch takes zero and less for "no time-out"."""
-    return timedelta(seconds=max(seconds, 0.001))

@@ -15,10 +15,11 @@ from baton.errors import BatonError, Stale, TransferFailed
 from baton.log_format import about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
-from kvtransfer import negotiation
+from kvtransfer import movers, negotiation
+from kvtransfer.digest import Digest
 from kvtransfer.incoming import Incoming, Reservations, ReservedBlocks
 from kvtransfer.peers import Peer, Peers
-from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.pool import KvPool, Slots
 from kvtransfer.seam import Transport
 from kvtransfer.waiting import uninterrupted
 
@@ -63,9 +64,9 @@ class HandoffReceiver:
         if request.target_incarnation != self._incarnation:
             raise Stale(f"decode {request.target_incarnation} is gone; this is {self._incarnation}")
         negotiation.check_same(request.kv, self._descriptor, request.incarnation, self._incarnation)
-        same_host = request.host_id == self._host_id
-        transport = negotiation.choose(request.transports, self._transports, same_host)
-        pid = request.pid if same_host else 0
+        ends = negotiation.ends_of(request, self._host_id, self._pool)
+        transport = negotiation.choose(request.transports, self._transports, ends=ends)
+        pid = request.pid if ends.same_host else 0
         endpoint, peer = await self._peers.open(request.incarnation, transport, pid)
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 
@@ -128,6 +129,7 @@ class HandoffReceiver:
 
         Gives up the handoffs that it leaves unfinished, and returns their ids.
         """
+        await self._peers.abort(incarnation)
         left = [record for record in self._incoming.values() if record.peer == incarnation]
         self._peers.drop(incarnation)
         receives = {task for record in left for task in record.receives}
@@ -168,13 +170,7 @@ class HandoffReceiver:
                 raise Stale(f"handoff {record.handoff_id} was committed already")
             del self._incoming[record.handoff_id]
         except BatonError as error:
-            log.warning(
-                "handoff %s from %s: %s",
-                record.handoff_id,
-                record.peer,
-                error,
-                extra=about(handoff_id=record.handoff_id),
-            )
+            _warn(record, error)
             record.granted = False  # Commit says that all has been written
             # Its sender still has the KV; if it does not come back, the lease ends the reservation.
             record.resend = isinstance(error, TransferFailed)
@@ -187,7 +183,7 @@ class HandoffReceiver:
         if not peer.transport.one_sided:
             return record.digest
         run = asyncio.get_running_loop().run_in_executor
-        return await run(peer.thread, self._pool.digest, record.slots)
+        return await run(peer.thread, movers.digest, self._pool, record.slots)
 
     async def _post(self, peer: Peer, record: Incoming, slots: Slots) -> None:
         """Starts the receive and returns when it is posted. Raises TransferFailed."""
@@ -219,13 +215,7 @@ class HandoffReceiver:
             await receive
             self._check_reserved(record)
         except (BatonError, OSError) as error:
-            log.warning(
-                "handoff %s from %s: %s",
-                record.handoff_id,
-                record.peer,
-                error,
-                extra=about(handoff_id=record.handoff_id),
-            )
+            _warn(record, error)
             failed = not isinstance(error, Stale)
             record.failure = record.failure or (
                 TransferFailed(str(error)) if failed else Stale(str(error))
@@ -261,14 +251,9 @@ class HandoffReceiver:
         record = self._incoming.get(handoff_id)
         if record is None:
             reserved = self._reservations.find(handoff_id, token)
-            record = Incoming(
-                handoff_id,
-                token,
-                request.incarnation,
-                request.epoch,
-                reserved,
-                reserved.cached_tokens,
-            )
+            sender = request.incarnation, request.epoch
+            digest, cached = self._pool.new_digest(), reserved.cached_tokens
+            record = Incoming(handoff_id, token, *sender, reserved, cached, digest)
             self._incoming[handoff_id] = record
         self._check_sender(record, token, request.incarnation)
         if record.epoch != request.epoch:
@@ -298,3 +283,8 @@ class HandoffReceiver:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _warn(record: Incoming, error: Exception) -> None:
+    more = about(handoff_id=record.handoff_id)
+    log.warning("handoff %s from %s: %s", record.handoff_id, record.peer, error, extra=more)

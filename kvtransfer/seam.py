@@ -1,9 +1,10 @@
 """What a transport is: the one seam behind which KV bytes travel.
 
-Two families. One-sided (`memory`, `shm`): the sender writes straight into the receiver's pool and
-the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts, the sender sends.
-Every call may block until its timeout; the layer above runs them on one thread for each link. What
-goes wrong is raised as TransferFailed, after which the link is only good for `abort` and `close`.
+Two families. One-sided (`memory`, `shm`, `cuda_ipc`): the sender writes straight into the
+receiver's pool and the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts,
+the sender sends. Every call may block until its timeout; the layer above runs them on one thread
+for each link. What goes wrong is raised as TransferFailed, after which the link is only good for
+`abort` and `close`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.v1 import common_pb2
-from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.digest import Digest
+from kvtransfer.pool import KvPool, Slots
 
 Kind: TypeAlias = common_pb2.Transport
 
@@ -73,6 +75,10 @@ class Listener(ABC):
         Raises TransferFailed, Stale.
         """
 
+    def abort(self, peer: str, epoch: int) -> None:
+        """Makes a running receive fail early where possible; called from another thread."""
+        return
+
     @abstractmethod
     def drop(self, peer: str, epoch: int) -> None:
         """Frees one link, if it is there. No receive of it runs any more."""
@@ -83,11 +89,12 @@ class Listener(ABC):
 
 
 class Transport(ABC):
-    """One way for KV bytes to travel."""
+    """One way for KV bytes to travel. `max_links`: a receiver keeps no more of them open."""
 
     name: str
     kind: Kind
     one_sided: bool
+    max_links: int = 1 << 16
 
     @abstractmethod
     def listen(self, pool: KvPool) -> Listener:

@@ -21,7 +21,8 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest
 from baton.log_format import about
 from baton.v1 import prefill_pb2
 from kvtransfer.delivery import Chunk, Commit, Delivery, Order, Outbox
-from kvtransfer.links import LinkPool, PairLink
+from kvtransfer.links import LinkPool
+from kvtransfer.pair_link import PairLink
 from kvtransfer.pool import Slots
 from kvtransfer.waiting import Deadline, uninterrupted
 

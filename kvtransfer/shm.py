@@ -15,7 +15,6 @@ import errno
 import json
 import mmap
 import os
-import select
 import threading
 import time
 import uuid
@@ -25,7 +24,9 @@ import torch
 
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
-from kvtransfer.pool import Digest, KvPool, Slots, copy_slots
+from kvtransfer.digest import Digest
+from kvtransfer.liveness import Receiver
+from kvtransfer.pool import KvPool, Slots, copy_slots
 from kvtransfer.seam import Link, Listener, OneSidedListener, PutStats, Transport
 
 # From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
@@ -76,8 +77,8 @@ class ShmTransport(Transport):
     one_sided = True
 
     def listen(self, pool: KvPool) -> Listener:
-        assert pool.area is not None, "the pool does not lie in shared memory"
         area = pool.area
+        assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
         place = {"pid": os.getpid(), "fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
         return OneSidedListener(json.dumps({**place, "touched": area.touched}).encode())
 
@@ -96,14 +97,12 @@ class ShmTransport(Transport):
 
 class _ShmLink(Link):
     def __init__(self, pool: KvPool, pid: int, fd: int, name: str, num_blocks: int) -> None:
-        self._pool, self._aborted, self._pid = pool, False, pid
+        self._pool = pool
         # A pid can be reused, a memfd's random name cannot: it proves whose memory this is.
         path = Path(f"/proc/{pid}/fd/{fd}")
         if name not in str(path.readlink()):
             raise ValueError(f"{path} is not {name}")
-        self._process = os.pidfd_open(pid)
-        self._death = select.poll()
-        self._death.register(self._process, select.POLLIN)
+        self._receiver = Receiver("shm", os.pidfd_open(pid))
         try:
             remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -111,7 +110,7 @@ class _ShmLink(Link):
             finally:
                 os.close(remote_fd)
         except BaseException:
-            os.close(self._process)
+            self._receiver.close()
             raise
         shape = (num_blocks, *pool.tensor.shape[1:])
         area = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -128,28 +127,20 @@ class _ShmLink(Link):
         threading.Thread(target=work, name="kv-map", daemon=True).start()
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
-        self._check_alive()
+        self._receiver.check()
         assert self._remote is not None
         start = time.perf_counter()
         copy_slots(self._pool, local, self._remote, remote, digest)
-        self._check_alive()
+        self._receiver.check()
         return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
 
     def abort(self) -> None:
-        self._aborted = True
+        self._receiver.abort()
 
     def close(self) -> None:
-        if self._remote is not None:
-            os.close(self._process)
-            self._remote = None
-            self._closed.set()
-
-    def _check_alive(self) -> None:
-        """The mapping outlives the receiver: without this, bytes would go nowhere unnoticed."""
-        if self._aborted or self._remote is None:
-            raise TransferFailed("shm: the link was aborted")
-        if self._death.poll(0):
-            raise TransferFailed(f"shm: the receiver (pid {self._pid}) is gone")
+        self._receiver.close()
+        self._remote = None
+        self._closed.set()
 
 
 def _populate(area: mmap.mmap, advice: int, stop: threading.Event) -> bool:

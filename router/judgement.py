@@ -19,8 +19,8 @@ _WINDOW_CHUNKS = 2  # given to a prefill worker ahead: one that runs and one to 
 _WINDOW_S = 0.1  # or so much work, where chunks are short: no gap while the router hears of room
 _SPARE_SHARE = 8  # a batch is given an eighth more, so that a place is taken as soon as it is free
 _ALIKE = 0.15  # rates that differ by no more are one machine's noise
-_ELEMENT_BYTES = {"float32": 4, "int8": 1}  # others: 2
-_SCALE_BYTES = {"int8": 4}  # of each head's K and of its V
+_ELEMENT_BYTES = {"float32": 4, "int8": 1, "float8_e4m3fn": 1}
+_SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}
 _TOKENS_PER_S, _STEP_MS = 1000.0, 10.0  # before anybody has measured anything
 # A decode step reads all weights once and each sequence's KV: it takes as long as if so many
 # sequences were there before the first. Measured on the CPU path: 14 ms with 1, 24 ms with 8,

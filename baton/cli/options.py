@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from baton.cli.values import cores, size
+from baton.cli.values import cores, device, share, size
 from baton.config import (
-    DEVICES,
     DTYPES,
     KERNELS,
     KV_DTYPES,
@@ -147,16 +146,23 @@ def add_compute_options(group: Options) -> None:
         "--quantization",
         choices=QUANTIZATIONS,
         default=_ENGINE.quantization,
-        help="int8: weights and what they are multiplied with in 8 bits, faster and a little less "
-        "exact (default: none)",
+        help="weights and what they are multiplied with in 8 bits, faster and a little less exact: "
+        "int8 anywhere, fp8 on a GPU that computes with it (default: none)",
     )
-    group.add_argument("--device", choices=DEVICES, default=_ENGINE.device, help="where it runs")
+    group.add_argument(
+        "--device",
+        type=device,
+        default=_ENGINE.device,
+        metavar="auto|cpu|cuda|cuda:N",
+        help="where it runs; auto is a GPU where torch sees one, cuda the first, cuda:N the Nth "
+        "from 0; `baton up` spreads its workers over all GPUs unless told a number (default: auto)",
+    )
     group.add_argument(
         "--kernels",
         choices=KERNELS,
         default=_ENGINE.kernels,
-        help="on a CPU: native is compiled on first use and needs g++, torch needs nothing "
-        "(default: native where it can be had)",
+        help="on a CPU native, compiled on first use by g++, or torch, which needs nothing; on a "
+        "GPU triton, or torch, which is slow (default: the first where it can be had)",
     )
     group.add_argument(
         "--speculate",
@@ -173,6 +179,24 @@ def add_compute_options(group: Options) -> None:
         metavar="N",
         help="CPU threads of an engine (default: as many as its --cpus, else torch's choice)",
     )
+    _add_gpu_options(group)
+
+
+def _add_gpu_options(group: Options) -> None:
+    group.add_argument(
+        "--gpu-memory",
+        type=share,
+        default=_ENGINE.gpu_memory,
+        metavar="SHARE",
+        help="of a GPU's memory, for weights, activations, graphs and KV; `baton up` divides it "
+        "among the workers of a GPU",
+    )
+    for option, text in (
+        ("--no-graphs", "on a GPU: start each kernel of a decode step anew, without CUDA graphs"),
+        ("--no-overlap", "on a GPU: prepare a step only when the one before it is done"),
+    ):
+        name = option.removeprefix("--no-")
+        group.add_argument(option, dest=name, action="store_false", help=text)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -204,13 +228,15 @@ def _add_memory_options(group: Options) -> None:
         dest="kv_cache_bytes",
         default=_ENGINE.kv_cache_bytes,
         metavar="SIZE",
-        help="memory for KV blocks, as 512MiB or 2GiB (default: 512MiB)",
+        help="memory for KV blocks, as 512MiB or 2GiB (default: 512MiB on a CPU; on a GPU what "
+        "--gpu-memory leaves)",
     )
     group.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
         default=_ENGINE.kv_dtype,
-        help="int8: half the memory and transfer, a little less exact (default: as --dtype)",
+        help="8 bits: half the memory and transfer, a little less exact; fp8 on a GPU that knows "
+        "it (default: as --dtype)",
     )
     for option, unit, text in (
         ("--kv-blocks", "blocks", "size of the KV cache instead (default: what fits --kv-cache)"),

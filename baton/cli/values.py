@@ -6,6 +6,8 @@ import argparse
 import re
 from typing import Any
 
+from baton.config import DEVICES, is_device
+
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -15,6 +17,25 @@ def size(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 512MiB, 2GiB or bytes")
     return int(match[1]) * _UNITS[match[2]]
+
+
+def device(text: str) -> str:
+    """auto, cpu, cuda, or one GPU by its number as "cuda:1"."""
+    if not is_device(text):
+        known = ", ".join(DEVICES)
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: write {known} or cuda:1")
+    return text
+
+
+def share(text: str) -> float:
+    """A part of the whole: above 0, at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write a number up to 1, as 0.9")
+    return value
 
 
 def seconds(text: str) -> float:

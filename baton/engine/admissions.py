@@ -45,6 +45,8 @@ class Admissions:
                 f"{self._blocks.num_blocks} KV blocks are available",
                 RETRY_S,
             )
+        # Others write there without asking who computed there last.
+        self._runner.settle(sequence.block_ids)
         sequence.awaits_kv = True
         return Reserved(sequence.num_computed, tuple(sequence.block_ids))
 

@@ -1,8 +1,8 @@
 """Paged attention in plain torch: the reference that faster kernels are checked against.
 
 The KV pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`, K at 0
-and V at 1 of the third axis; or int8, each row followed by its scale, as `quantize.pack_rows` makes
-them. A token at position p of a sequence lies in the sequence's block
+and V at 1 of the third axis; or int8 or fp8, each row followed by its scale, as
+`quantize.pack_rows` makes them. A token at position p of a sequence lies in the sequence's block
 p // block_size, at offset p % block_size. Knows no weights, no sequences and no scheduling.
 
 In float32 on the CPU a query's result is the same to the bit whatever shares its batch or chunk:
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.linear import is_exact
-from baton.engine.quantize import pack_rows, unpack_rows
+from baton.engine.quantize import is_quantized, pack_rows, unpack_rows
 
 MIN_QUERIES = 8
 SHORT_KEYS, KEY_STEP = 128, 512
@@ -71,14 +71,19 @@ def padded_keys(keys: int) -> int:
 def write_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes each row's k and v `[rows, kv_heads, head_size]` to its slot of a layer."""
     _, num_layers, _, kv_heads, block_size, row_size = pool.shape
-    vectors = pool.view(-1, row_size)
+    vectors = _storage(pool).view(-1, row_size)
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=pool.device)
     for part, values in enumerate((k, v)):
-        written = pack_rows(values) if pool.dtype == torch.int8 else values
+        written = _storage(pack_rows(values, pool.dtype)) if is_quantized(pool.dtype) else values
         first_head = ((blocks * num_layers + layer) * 2 + part) * kv_heads
         rows = (first_head[:, None] + heads) * block_size + offsets[:, None]
         vectors.index_copy_(0, rows.view(-1), written.reshape(-1, row_size))
+
+
+def _storage(rows: Tensor) -> Tensor:
+    """Quantised rows as bytes of int8, which all operations know; others as they are."""
+    return rows.view(torch.int8) if is_quantized(rows.dtype) else rows
 
 
 def attend(
@@ -152,12 +157,12 @@ def _gather(pool: Tensor, layer: int, tables: Tensor, q: Tensor) -> tuple[Tensor
     # One pool row is one head's K or V of one block: a copy of many such rows, and no transposing.
     heads = torch.arange(kv_heads, device=pool.device)[:, None]
     rows = (tables[:, None] * num_layers + layer) * 2 * kv_heads + heads
-    flat = pool.view(-1, block_size * row_size)
+    flat = _storage(pool).view(-1, block_size * row_size)
     shape = (tables.shape[0], kv_heads, -1, row_size)
     k = flat.index_select(0, rows.view(-1)).view(shape)
     v = flat.index_select(0, (rows + kv_heads).view(-1)).view(shape)
-    if pool.dtype == torch.int8:
-        k, v = unpack_rows(k, q.dtype), unpack_rows(v, q.dtype)
+    if is_quantized(pool.dtype):
+        k, v = (unpack_rows(rows.view(pool.dtype), q.dtype) for rows in (k, v))
     return k[:, :, :keys], v[:, :, :keys]
 
 

@@ -62,7 +62,11 @@ class Batches:
         )
 
     def _tensor(self, values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        tensor = torch.from_numpy(values)
+        if self._device.type == "cpu":
+            return tensor
+        # A copy of other memory would wait for all that runs on the device.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 class _Decoding:

@@ -6,22 +6,26 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from baton.config import EngineConfig, Pace, model_path
+from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, Pace, model_path
+from baton.engine import choices
 from baton.engine.batch import StepModel
 from baton.engine.blocks import BlockPool
 from baton.engine.drafts import Drafting
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
+from baton.engine.loading import random_seed, tell_loaded, weights_of
 from baton.engine.loop import Engine
 from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig, fingerprint
 from baton.engine.native import library
 from baton.engine.native.model import NativeModel, unsupported
 from baton.engine.native.packing import Matrix, PackedWeight
+from baton.engine.parts import Parts, do_nothing
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.quantize import Int8Weight
 from baton.engine.reports import StepReport
@@ -29,19 +33,20 @@ from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
-from baton.engine.weights import Prepare, load_weights, random_weights
+from baton.engine.weights import Prepare
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
 
 log = logging.getLogger(__name__)
-RANDOM_WEIGHTS_SEED = 0
-_SIMULATED_SEED = -1  # so that no simulated worker is paired with a real one
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory with its KV pool, ready to be driven by an `Engine`."""
+    """A model in memory with its KV pool, ready to be driven by an `Engine`.
+
+    lookahead, prepare: see `Parts`.
+    """
 
     path: Path
     model_config: ModelConfig
@@ -49,59 +54,104 @@ class Loaded:
     layout: KvLayout
     descriptor: common_pb2.KvDescriptor
     settings: EngineConfig
+    lookahead: int = 0
+    prepare: Callable[[], None] = do_nothing
 
     @property
     def max_context(self) -> int:
         """Longest sequence in tokens: what model, settings and pool all allow."""
-        longest = self.settings.max_context or self.model_config.max_context
-        in_pool = self.layout.num_blocks * self.layout.block_size - 1
-        return min(longest, self.model_config.max_context, in_pool)
+        return choices.max_context(self.settings, self.model_config, self.layout)
 
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings = self.settings
         blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
         drafting = Drafting(settings.speculate, self.max_context) if settings.speculate else None
-        planner = Planner(blocks, settings.chunk_tokens, settings.max_batch, drafting)
+        planner = Planner(
+            blocks,
+            settings.chunk_tokens,
+            settings.max_batch,
+            drafting,
+            lookahead=self.lookahead,
+        )
         eos = frozenset(self.model_config.eos_token_ids)
-        return Engine(self.runner, planner, eos, self.max_context, publish)
+        engine = Engine(self.runner, planner, eos, self.max_context, publish)
+        device = self.runner.pool.device
+        if device.type == "cuda":  # CUDA keeps it for each thread: the engine's first work
+            engine.submit(partial(torch.cuda.set_device, device))
+        return engine
 
 
 def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
     """Loads the model that `settings` name and allocates its KV pool.
 
-    Raises CheckpointError for a broken checkpoint, ConfigError for impossible settings.
+    A GPU becomes that of the calling thread. Raises CheckpointError for a broken checkpoint,
+    ConfigError for impossible settings.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     path = model_path(settings.model)
     config = ModelConfig.load(path)
-    device = device_of(settings)
-    _check_int8(settings, device)
-    dtype = choose_dtype(settings.dtype, config.dtype, device)
-    kv_dtype = torch.int8 if settings.kv_dtype == "int8" else dtype
-    layout = plan_layout(
-        config, kv_dtype, settings.block_size, settings.kv_blocks, settings.kv_cache_bytes
+    device = choices.device_of(settings)
+    dtype = choices.choose_dtype(settings.dtype, config.dtype, device)
+    parts = (_on_gpu if device.type == "cuda" else _on_cpu)(
+        settings, path, config, dtype, device, allocate
     )
-    sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
-    pool = allocate_pool(layout, allocate, device)
-    runner: StepRunner
-    if settings.simulate:
-        runner = SimulatedRunner(Pace.parse(settings.simulate), pool, sampler, config.vocab_size)
-    else:
-        runner = Runner(_model(settings, path, config, dtype, device), pool, sampler)
     log.info(
         "%d KV blocks of %d tokens (%.0f MiB, %s)",
-        layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype,
+        parts.layout.num_blocks, parts.layout.block_size, parts.layout.num_bytes / 2**20,
+        parts.layout.dtype,
     )  # fmt: skip
-    identity = fingerprint(path, _seed(settings))
-    descriptor = layout.descriptor(identity, dtype, settings.quantization)
-    loaded = Loaded(path, config, runner, layout, descriptor, settings)
+    identity = fingerprint(path, random_seed(settings, device))
+    descriptor = parts.layout.descriptor(identity, dtype, settings.quantization)
+    loaded = Loaded(
+        path, config, parts.runner, parts.layout, descriptor, settings, parts.lookahead,
+        parts.prepare,
+    )  # fmt: skip
     if loaded.max_context < 2:
         raise ConfigError(
             "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
         )
     return loaded
+
+
+def _on_gpu(
+    settings: EngineConfig,
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    allocate: Allocate | None,
+) -> Parts:
+    # What only a GPU needs is imported only for one.
+    from baton.engine.gpu.assemble import assemble  # noqa: PLC0415
+    from baton.engine.gpu.measuring import Gpu  # noqa: PLC0415
+
+    return assemble(settings, path, config, dtype, Gpu(device), allocate)
+
+
+def _on_cpu(
+    settings: EngineConfig,
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    allocate: Allocate | None,
+) -> Parts:
+    _refuse_what_needs_a_gpu(settings)
+    layout = plan_layout(
+        config,
+        choices.choose_kv_dtype(settings.kv_dtype, dtype),
+        settings.block_size,
+        settings.kv_blocks,
+        settings.kv_cache_bytes or CPU_KV_CACHE_BYTES,
+    )
+    sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
+    pool = allocate_pool(layout, allocate, device)
+    if settings.simulate:
+        pace = Pace.parse(settings.simulate)
+        return Parts(SimulatedRunner(pace, pool, sampler, config.vocab_size), layout)
+    return Parts(Runner(_model(settings, path, config, dtype, device), pool, sampler), layout)
 
 
 def _model(
@@ -112,21 +162,14 @@ def _model(
     device: torch.device,
 ) -> StepModel:
     started = time.monotonic()
-    native = _native(settings, config, device)
-    int8 = settings.quantization == "int8"
-    prepare = _preparation(native, int8)
-    if settings.random_weights:
-        weights = random_weights(config, dtype, device, RANDOM_WEIGHTS_SEED, prepare)
-    else:
-        weights = load_weights(path, config, dtype, device, _Progress(), prepare)
+    native = _native(settings, config)
+    prepare = _preparation(native, settings.quantization == "int8")
+    weights = weights_of(settings, path, config, dtype, device, prepare)
     model: StepModel = (
         NativeModel(config, weights, dtype) if native else Model(config, weights, dtype, device)
     )
-    log.info(
-        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
-        path.name, config.num_parameters / 1e6, "int8 weights, " if int8 else "", dtype, device,
-        "native" if native else "torch", time.monotonic() - started,
-    )  # fmt: skip
+    kernels = "native" if native else "torch"
+    tell_loaded(settings, path, config, dtype, device, kernels, time.monotonic() - started)
     return model
 
 
@@ -140,14 +183,12 @@ def _preparation(native: bool, int8: bool) -> Prepare:
     return prepare
 
 
-def _native(settings: EngineConfig, config: ModelConfig, device: torch.device) -> bool:
+def _native(settings: EngineConfig, config: ModelConfig) -> bool:
     """Whether the native kernels compute. Raises ConfigError if they are asked for and cannot."""
     asked = settings.kernels == "native"
-    if settings.kernels == "torch" or (device.type != "cpu" and not asked):
+    if settings.kernels == "torch":
         return False
     reason = unsupported(config, settings.block_size)
-    if device.type != "cpu":
-        reason = f"they compute on a CPU, not on {device}"
     if reason and asked:
         raise ConfigError(f"--kernels native: {reason}; leave it out to compute with torch")
     if reason:
@@ -158,67 +199,30 @@ def _native(settings: EngineConfig, config: ModelConfig, device: torch.device) -
     return library.load() is not None
 
 
-def _seed(settings: EngineConfig) -> int | None:
-    """What stands for weights that no checkpoint tells of."""
-    if settings.simulate:
-        return _SIMULATED_SEED
-    return RANDOM_WEIGHTS_SEED if settings.random_weights else None
-
-
-def _check_int8(settings: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError for 8-bit settings where nothing computes them."""
+def _refuse_what_needs_a_gpu(settings: EngineConfig) -> None:
+    """Raises ConfigError for settings that no CPU computes."""
+    if settings.kernels == "triton":
+        raise ConfigError(
+            "--kernels triton computes on a GPU, not on a CPU: leave it out, or add --device cuda"
+        )
     for option, value in (
         ("--quantization", settings.quantization),
         ("--kv-dtype", settings.kv_dtype),
     ):
-        if value == "int8" and device.type != "cpu":
+        if value == "fp8":
             raise ConfigError(
-                f"{option} int8 computes on CPUs only so far: leave it out, or add --device cpu"
+                f"{option} fp8 computes on a GPU only: use int8, or add --device cuda"
             )
 
 
 def warm_up(loaded: Loaded) -> None:
     """Runs one chunk and one single-token step, so that no request pays for first-time costs.
 
-    Writes into the pool before any sequence owns a block of it.
+    Writes into the pool before any sequence owns a block of it. A GPU's graphs are captured first.
     """
+    loaded.prepare()
     chunk = min(loaded.settings.chunk_tokens, loaded.max_context)
     blocks = list(range(-(-chunk // loaded.layout.block_size)))
     sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
     loaded.runner.run(Plan([Work(sequence, 0, chunk)]))
     loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))
-
-
-def device_of(settings: EngineConfig) -> torch.device:
-    """Where an engine keeps its KV; a simulated one has no use for a GPU."""
-    return choose_device("cpu" if settings.simulate else settings.device)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that a setting names; "auto" is a GPU where there is one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The compute type; "auto" is bfloat16 for half-precision checkpoints where it is fast."""
-    if name == "auto":
-        half = checkpoint in ("bfloat16", "float16")
-        fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-        name = "bfloat16" if half and fast else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-class _Progress:
-    """Logs how far loading is, at most once a second."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + 1.0
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next += 1.0
-            log.info("loading weights: %d of %d tensors", done, total)

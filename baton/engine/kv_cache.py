@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.model_config import ModelConfig
-from baton.engine.quantize import SCALE_BYTES
+from baton.engine.quantize import SCALE_BYTES, is_quantized
 from baton.errors import ConfigError
 from baton.v1 import common_pb2
 
@@ -22,7 +22,8 @@ Allocate = Callable[[int], torch.Tensor]
 class KvLayout:
     """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
 
-    A row is a token's K or V of one head: its elements, and for int8 its float32 scale behind them.
+    A row is a token's K or V of one head: its elements, and for int8 and fp8 its float32 scale
+    behind them.
     """
 
     num_blocks: int
@@ -35,7 +36,7 @@ class KvLayout:
     @property
     def row_size(self) -> int:
         """Elements of `dtype` that a row takes."""
-        return self.head_size + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+        return self.head_size + (SCALE_BYTES if is_quantized(self.dtype) else 0)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.native.packing import Matrix, PackedWeight
-from baton.engine.quantize import Int8Weight, int8_linear
+from baton.engine.quantize import Fp8Weight, Int8Weight, fp8_linear, int8_linear
 
 # From this many rows on, a float32 product on the CPU gives each row the same bits whatever its
 # neighbours are.
@@ -32,7 +32,8 @@ def is_exact(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x `[rows, in]`, weight `[out, in]`, bias `[out]` → `[rows, out]`.
 
-    With an int8 weight x is quantised too, and the sums are whole numbers: exact for any rows.
+    With an int8 weight x is quantised too, and the sums are whole numbers: exact for any rows. With
+    an fp8 weight x is quantised as well, and the sums are float32.
 
     The BLAS library picks its kernel by the number of rows, and kernels add in different orders:
     float32 rows change in their last bits between 1, 2 or 3 rows (with two threads also 5, 7 and 9)
@@ -42,6 +43,8 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     assert not isinstance(weight, PackedWeight), "packed weights are for native code"
     if isinstance(weight, Int8Weight):
         return int8_linear(x, weight, bias)
+    if isinstance(weight, Fp8Weight):
+        return fp8_linear(x, weight, bias)
     rows = x.shape[0]
     if rows >= MIN_EXACT_ROWS or not is_exact(x):
         return F.linear(x, weight, bias)

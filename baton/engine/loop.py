@@ -140,6 +140,7 @@ class Engine:
     def _live(self) -> None:
         try:
             self._run()
+            self._runner.settle()  # whoever frees the pool finds nobody writing there
         except Exception as error:
             log.critical("the engine thread failed", exc_info=error)
             reason = f"the engine failed: {type(error).__name__}: {error}"

@@ -38,9 +38,14 @@ class Work:
 
 @dataclass
 class Plan:
-    """What one step runs: single-token rows first, then chunks."""
+    """What one step runs: single-token rows first, then chunks.
+
+    joining: single tokens of newcomers that will be in the next plan, if not in this one. Only
+    planners that look ahead leave some there, for runners that are ahead of them.
+    """
 
     work: list[Work] = field(default_factory=list)
+    joining: list[Work] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +57,11 @@ class Plan:
         """How many of them are guesses."""
         return sum(len(item.draft) for item in self.work)
 
+    def join(self) -> None:
+        """Takes newcomers in now."""
+        self.work += self.joining
+        self.joining = []
+
 
 class Planner:
     """Owns the queue and the batch. Used by the engine thread only."""
@@ -62,7 +72,9 @@ class Planner:
         chunk_tokens: int,
         max_batch: int,
         drafting: Drafting | None = None,
+        lookahead: int = 0,
     ) -> None:
+        """lookahead: slots that decoding sequences get beforehand, for tokens behind the known."""
         self.blocks = blocks
         self.drafting = drafting
         self.max_batch = max_batch
@@ -72,6 +84,7 @@ class Planner:
         self.waiting = DueQueue()  # need blocks
         self.preemptions = 0
         self._chunk_tokens = chunk_tokens
+        self._lookahead = lookahead
         self._arrivals = itertools.count(1)
 
     @property
@@ -127,10 +140,13 @@ class Planner:
     def plan(self) -> Plan:
         """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
         plan = Plan()
+        running = set(self.running) if self._lookahead else set()
         budget = self._decode(plan, self._chunk_tokens)
         budget = self._catch_up(plan, budget)
         if self.drafting is not None:
             self._draft(plan, budget, self.drafting)
+        if self._lookahead:
+            self._look_ahead(plan, running)
         plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first
         return plan
 
@@ -224,6 +240,21 @@ class Planner:
             if draft := draft[: self._room_behind(sequence, len(draft))]:
                 plan.work[at] = Work(sequence, work.start, 1 + len(draft), draft)
                 budget -= len(draft)
+
+    def _look_ahead(self, plan: Plan, running: set[Sequence]) -> None:
+        """Lets a runner compute the next step before it is planned.
+
+        Those who decode get slots for the tokens that they do not know yet, where blocks abound.
+        Who comes to a step of single tokens may wait for the next one, which he can be part of.
+        """
+        for work in plan.work:
+            if work.count == 1 and work.samples:
+                self._room_behind(work.sequence, self._lookahead)
+        if all(work.count == 1 for work in plan.work):
+            staying = [work for work in plan.work if work.sequence in running]
+            if staying:
+                plan.joining = [work for work in plan.work if work.sequence not in running]
+                plan.work = staying
 
     def _room_behind(self, sequence: Sequence, count: int) -> int:
         """Finds slots for up to `count` tokens behind the known ones; how many there are.

@@ -1,8 +1,10 @@
-"""Eight-bit numbers and what they cost: rows of int8 with one float32 scale each.
+"""Eight-bit numbers and what they cost: rows of int8 or fp8 with one float32 scale each.
 
 Every row is scaled by its own largest magnitude: an output of a weight, a token's activations, a
 token's K or V of one head. A row's numbers thus depend on itself alone, never on what shares its
-batch, its block or its chunk. Native kernels compute by the same formulas; this is their reference.
+batch, its block or its chunk. Native kernels and those of GPUs compute by the same formulas; this
+is their reference. fp8 is torch.float8_e4m3fn (https://arxiv.org/abs/2209.05433), which GPUs
+multiply and CPUs do not: here its products are those of float32.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor
 
 PEAK = 127
+FP8 = torch.float8_e4m3fn
+PEAKS = {torch.int8: float(PEAK), FP8: 448.0}  # what a row's largest magnitude becomes
 SCALE_BYTES = 4  # of a packed row: its scale, float32, behind its elements
 
-# Smaller magnitudes would overflow `PEAK / largest`; they are nothing next to any activation.
-_LEAST = 1e-36
+# Smaller magnitudes would overflow `peak / largest`; they are nothing next to any activation.
+_LEAST = {torch.int8: 1e-36, FP8: 2e-36}
 
 # Weights are quantised so many rows at a time, so that no float32 copy of a whole one exists.
 _ROWS_AT_ONCE = 4096
@@ -39,12 +43,7 @@ class Int8Weight:
     @classmethod
     def of(cls, weight: Tensor) -> Int8Weight:
         """weight `[out, in]` of any floating type, quantised."""
-        values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-        scales = torch.empty(len(weight), device=weight.device)
-        for first in range(0, len(weight), _ROWS_AT_ONCE):
-            rows = slice(first, first + _ROWS_AT_ONCE)
-            values[rows], scales[rows] = quantize_rows(weight[rows])
-        return cls(values, scales)
+        return cls(*_quantize_in_parts(weight, torch.int8))
 
     @property
     def shape(self) -> torch.Size:
@@ -52,19 +51,52 @@ class Int8Weight:
         return self.values.shape
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x `[..., size]` → (int8 `[..., size]`, float32 scales `[...]`), with x ≈ int8 * scale.
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A matrix `[out, in]`: float8_e4m3fn values, and the float32 scale `[out]` of each output."""
 
-    The scale is the row's largest magnitude over 127; values are rounded to the nearest, ties to
-    even. A row of zeros has scale 0.
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Fp8Weight:
+        """weight `[out, in]` of any floating type, quantised."""
+        return cls(*_quantize_in_parts(weight, FP8))
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[out, in]`."""
+        return self.values.shape
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Whether rows of a KV pool of dtype have a scale of their own behind their elements."""
+    return dtype in PEAKS
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x `[..., size]` → (dtype `[..., size]`, float32 scales `[...]`), with x ≈ values * scale.
+
+    The scale is the row's largest magnitude over that of dtype: 127 for int8, 448 for fp8. Values
+    are rounded to the nearest, ties to even. A row of zeros has scale 0.
     """
     x = x.float()
     largest = x.abs().amax(dim=-1)
     # Divided by a tensor: torch would multiply a plain number by the reciprocal and round twice.
-    peak = largest.new_tensor(float(PEAK))
-    inverse = peak / largest.clamp_min(_LEAST)
-    values = (x * inverse[..., None]).round_().to(torch.int8)
+    peak = largest.new_tensor(PEAKS[dtype])
+    inverse = peak / largest.clamp_min(_LEAST[dtype])
+    units = x * inverse[..., None]
+    values = (units.round_() if dtype == torch.int8 else units).to(dtype)
     return values, largest / peak
+
+
+def _quantize_in_parts(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        values[rows], scales[rows] = quantize_rows(weight[rows], dtype)
+    return values, scales
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
@@ -96,13 +128,25 @@ def products_by_float(x: Tensor, weight: Tensor) -> Tensor:
     return sums
 
 
-def pack_rows(x: Tensor) -> Tensor:
-    """x `[..., size]` → int8 `[..., size + SCALE_BYTES]`: what an int8 KV pool holds of it."""
-    values, scales = quantize_rows(x)
-    return torch.cat([values, scales[..., None].view(torch.int8)], dim=-1)
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type."""
+    values, scales = quantize_rows(x, FP8)
+    out = values.float() @ weight.values.float().T
+    out.mul_(scales[:, None] * weight.scales)
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+def pack_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
+    """x `[..., size]` → dtype `[..., size + SCALE_BYTES]`: what a KV pool of dtype holds of it."""
+    values, scales = quantize_rows(x, dtype)
+    # As bytes of int8: few operations know fp8.
+    rows = torch.cat([values.view(torch.int8), scales[..., None].view(torch.int8)], dim=-1)
+    return rows.view(dtype)
 
 
 def unpack_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The way back: int8 `[..., size + SCALE_BYTES]` → `[..., size]` of dtype."""
+    """The way back: int8 or fp8 `[..., size + SCALE_BYTES]` → `[..., size]` of dtype."""
     scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return rows[..., :-SCALE_BYTES].float().mul_(scales).to(dtype)

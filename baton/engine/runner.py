@@ -32,6 +32,12 @@ class StepRunner(Protocol):
     def scrub(self, blocks: list[int]) -> None:
         """Makes blocks that unverified bytes came into harmless."""
 
+    def settle(self, blocks: list[int] | None = None) -> None:
+        """Returns when nothing that runs here writes into these blocks any more: others will.
+
+        None is all of the pool, which is about to be freed.
+        """
+
 
 class Runner:
     """Runs a model over a KV pool `[blocks, layers, 2, kv_heads, block_size, head_size]`."""
@@ -47,7 +53,9 @@ class Runner:
         logits = self.model.step(self._batches.build(plan), self.pool)
         sampling = [work for work in plan.work if work.samples]
         rows = [row for work in sampling for row in sample_rows(work)]
-        return drawn_by(sampling, self.sampler.sample(logits, rows))
+        drawn = drawn_by(sampling, self.sampler.sample(logits, rows))
+        self.settle()  # what was computed is there for other threads, too
+        return drawn
 
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into.
@@ -56,6 +64,11 @@ class Runner:
         """
         if blocks:
             self.pool[torch.tensor(blocks, device=self.pool.device)] = 0
+
+    def settle(self, blocks: list[int] | None = None) -> None:
+        """Waits for what a GPU has not done yet; on a CPU nothing is left when `run` returns."""
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
 
 
 def sample_rows(work: Work) -> Iterator[SampleRow]:

@@ -98,6 +98,11 @@ class Sampler:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that logits are of."""
+        return self._vocab_size
+
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """The next token of each row. `logits` is `[rows, vocab]` float32 and is not changed.
 

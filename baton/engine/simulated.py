@@ -70,6 +70,9 @@ class SimulatedRunner:
         """Zeroes blocks that unverified bytes came into, as the real runner does."""
         self._slots.clear(blocks)
 
+    def settle(self, blocks: list[int] | None = None) -> None:
+        """Nothing runs behind a step's back here."""
+
     def _takes_s(self, plan: Plan) -> float:
         sequences = sum(work.count - len(work.draft) == 1 for work in plan.work)
         return self._pace.step_s(plan.num_tokens - sequences, sequences)

@@ -1,15 +1,18 @@
 """A model's weights: read from safetensors, or drawn at random for benchmarks.
 
 Query, key and value projections are fused into one matrix, and so are gate and up, while loading:
-one layer's part is copied at a time from the mapped file, so memory stays near the model's size.
-Matrices that are wanted in another form are turned into it one by one, as they come.
+each part is copied from the mapped file to its place on the device, so memory stays near the
+model's size, and a GPU's model takes none of the host's. Matrices that are wanted in another form
+are turned into it one by one, as they come, on the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.checkpoint import StoredTensor, stored_tensors
+from baton.engine.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
 from baton.engine.model_config import ModelConfig
 from baton.engine.native.packing import Matrix
+from baton.engine.noise import Noise
 from baton.errors import CheckpointError
 
 RANDOM_STD = 0.02
@@ -28,7 +32,7 @@ Prepare = Callable[[Tensor], Matrix]
 """What is done to each matrix as soon as it is read; what it was read into is then given up."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tensors loaded and the number of all."""
+"""Called after each tensor with the bytes of the files that were read, and the bytes of all."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ def load_weights(
     expected = list(_expected(config))
     _check(path, config, stored, expected)
     with ExitStack() as files:
-        reader = _Reader(stored, files, dtype, device, progress, len(expected))
+        total = sum(_num_bytes(stored[part.name]) for part in expected)
+        reader = _Reader(stored, files, dtype, device, progress, total)
         return _assemble(config, reader.make, prepare)
 
 
@@ -107,17 +112,31 @@ def random_weights(
     seed: int,
     prepare: Prepare = _as_read,
 ) -> Weights:
-    """Seeded random weights, the same on every machine: for benchmarks that need no real model."""
-    generator = torch.Generator().manual_seed(seed)
+    """Seeded random weights, the same on every machine: for benchmarks that need no real model.
+
+    A GPU's are the same on every GPU, but others than a CPU's: see `Noise`.
+    """
+    draw = _drawn_on_cpu(dtype, seed)
+    if device.type != "cpu":
+        noise = Noise(seed, device)
+        draw = partial(noise.draw, dtype=dtype, std=RANDOM_STD)
 
     def make(parts: tuple[_Part, ...]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         if parts[0].name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
-        drawn = torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
-        return drawn.to(device)
+        return draw(shape)
 
     return _assemble(config, make, prepare)
+
+
+def _drawn_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
+
+    return draw
 
 
 def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
@@ -230,6 +249,10 @@ def _check(
             )
 
 
+def _num_bytes(stored: StoredTensor) -> int:
+    return math.prod(stored.shape) * ELEMENT_BYTES[stored.dtype]
+
+
 class _Reader:
     """Copies stored tensors out of their mapped files, which stay open until `files` closes."""
 
@@ -256,8 +279,9 @@ class _Reader:
         shape = (sum(rows), *parts[0].shape[1:])
         whole = torch.empty(shape, dtype=self._dtype, device=self._device)
         for part, target in zip(parts, whole.split(rows), strict=True):
-            target.copy_(self._read(self._stored[part.name]))
-            self._done += 1
+            stored = self._stored[part.name]
+            target.copy_(self._read(stored))
+            self._done += _num_bytes(stored)
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return whole

@@ -17,7 +17,7 @@ from typing import Self
 
 from baton.config import ClusterConfig
 from baton.errors import DeadlineExceeded, Unavailable
-from baton.local import commands, cpus, ports
+from baton.local import commands, cpus, gpus, ports
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.keeper import Keeper, ending, last_words, what_happened
 from baton.local.model_check import check_model
@@ -206,7 +206,7 @@ class LocalCluster:
         http_ports = self._http_ports()
         self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
         await self._registry.start()
-        shares = cpus.share_out(config.prefill + config.decode, config.engine.threads, self._say)
+        shares = await self._shares()
         for number, port in enumerate(found):
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)
@@ -219,6 +219,15 @@ class LocalCluster:
         for role, share in zip(roles, shares, strict=True):
             await self.add_worker(role, share)
         await self._ready_or_failed()
+
+    async def _shares(self) -> list[cpus.Share]:
+        """What each worker gets of this machine, prefill workers' first."""
+        config = self.config
+        counted = config.engine.device in ("auto", "cuda") and not config.engine.simulate
+        found = await asyncio.to_thread(gpus.count) if counted else 0
+        names = [f"prefill-{number}" for number in range(config.prefill)]
+        names += [f"decode-{number}" for number in range(config.decode)]
+        return gpus.share_out(config.engine, names, config.prefill, found, self._say)
 
     async def _launch(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def worker(
     """The arguments of a "prefill" or "decode" worker; it takes a free port by itself."""
     return [
         f"{role}-worker",
-        *engine(config.engine),
+        *engine(_on(share, config.engine)),
         *("--threads", str(share.threads)),
         *(("--cpus", ",".join(map(str, share.cpus))) if share.cpus else ()),
         *(("--nice", str(config.prefill_nice)) if role == "prefill" else ()),
@@ -71,7 +72,17 @@ def engine(config: EngineConfig) -> list[str]:
         *("--chunk-tokens", str(config.chunk_tokens)),
         *(() if config.prefix_cache else ("--no-prefix-cache",)),
         *(("--simulate", config.simulate) if config.simulate else ()),
+        *("--gpu-memory", str(config.gpu_memory)),
+        *(() if config.graphs else ("--no-graphs",)),
+        *(() if config.overlap else ("--no-overlap",)),
     ]
+
+
+def _on(share: Share, config: EngineConfig) -> EngineConfig:
+    """An engine's settings, on the GPU that is its share if it has one."""
+    if not share.device:
+        return config
+    return dataclasses.replace(config, device=share.device, gpu_memory=share.gpu_memory)
 
 
 def _model(config: EngineConfig) -> Sequence[str]:

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker gets: `cpus` to be pinned to (empty: unpinned) and a number of threads."""
+    """What one worker gets: `cpus` to be pinned to (empty: unpinned) and a number of threads.
+
+    And of GPUs: `device`, and the part of its memory that is the worker's; empty: as configured.
+    """
 
     cpus: tuple[int, ...]
     threads: int
+    device: str = ""
+    gpu_memory: float = 0.0
 
 
 def available() -> tuple[int, ...]:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import uvloop
 
 from baton import telemetry
 from baton.config import WorkerConfig
-from baton.engine import build, cores
+from baton.engine import build, choices, cores
+from baton.engine.kv_cache import Allocate
+from baton.errors import ConfigError
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.worker.node import Node, Role
 from baton.worker.service import WorkerServicer
 from kvtransfer import shm
+from kvtransfer.cuda_memory import CudaArea
 from kvtransfer.pool import KvPool
 from kvtransfer.shm import SharedMemoryArea
+
+log = logging.getLogger(__name__)
 
 MakeRole = Callable[[Node, build.Loaded, KvPool], Role]
 
@@ -29,24 +36,19 @@ def run(config: WorkerConfig, make_role: MakeRole) -> int:
 
 
 async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
-    area: SharedMemoryArea | None = None
-
-    def allocate(num_bytes: int) -> torch.Tensor:
-        nonlocal area
-        area = shm.allocate(num_bytes)
-        return area.tensor
+    memory = PoolMemory(config.transport)
 
     def load() -> build.Loaded:
-        on_cpu = build.device_of(config.engine).type == "cpu"
+        device = choices.device_of(config.engine)
         with cores.confined(config.engine.cpus):
-            loaded = build.load(config.engine, allocate if on_cpu else None)
-            if area is not None and not config.engine.simulate:
-                area.touch()  # KV of models that pretend is small; let others have the memory
+            loaded = build.load(config.engine, memory.on(device))
+            if not config.engine.simulate:
+                memory.touch()  # KV of models that pretend is small; let others have the memory
             build.warm_up(loaded)
         return loaded
 
     def role(node: Node, loaded: build.Loaded) -> Role:
-        return make_role(node, loaded, KvPool(loaded.runner.pool, area))
+        return make_role(node, loaded, KvPool(loaded.runner.pool, memory.area))
 
     service = f"baton-{config.role}"
     instance = {"service.instance.id": config.incarnation}
@@ -63,6 +65,46 @@ async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
     finally:
         await registry.close()
         await asyncio.to_thread(trace.close)
-        if area is not None:
-            area.close()
+        memory.close()
     return 0
+
+
+class PoolMemory:
+    """Where a worker's KV pool lies: where workers of its machine can write, if it may."""
+
+    def __init__(self, transport: str) -> None:
+        self.area: SharedMemoryArea | CudaArea | None = None
+        self._transport = transport
+
+    def on(self, device: torch.device) -> Allocate:
+        """Gives zeroed memory of a device, once."""
+        return self._shared if device.type == "cpu" else partial(self._on_gpu, device=device)
+
+    def touch(self) -> None:
+        """Makes a CPU's memory be there now, where the calling thread runs."""
+        if isinstance(self.area, SharedMemoryArea):
+            self.area.touch()
+
+    def close(self) -> None:
+        """Gives up memory that outlives the process. A GPU's does not.
+
+        It must not be freed before: what another process has open may be written until then.
+        """
+        if isinstance(self.area, SharedMemoryArea):
+            self.area.close()
+
+    def _shared(self, num_bytes: int) -> torch.Tensor:
+        self.area = shm.allocate(num_bytes)
+        return self.area.tensor
+
+    def _on_gpu(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        if self._transport in ("auto", "cuda_ipc"):
+            try:
+                self.area = CudaArea(num_bytes, device)
+            except OSError as error:
+                if self._transport == "cuda_ipc":
+                    raise ConfigError(f"--transport cuda_ipc: {error}") from error
+                log.warning("other processes cannot write into this GPU's KV: %s", error)
+            else:
+                return self.area.tensor
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

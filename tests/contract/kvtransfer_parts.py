@@ -13,16 +13,19 @@ from baton import rpc
 from baton.config import host_id
 from baton.errors import Stale
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
-from kvtransfer import shm
+from kvtransfer import movers, shm
 from kvtransfer.backends import gloo
+from kvtransfer.cuda_ipc import CudaIpcTransport
+from kvtransfer.cuda_memory import CudaArea
 from kvtransfer.incoming import ReservedBlocks
 from kvtransfer.links import LinkPool
 from kvtransfer.memory import MemoryTransport
-from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.pool import KvPool, Slots
 from kvtransfer.process_group import ProcessGroupTransport
 from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
 from kvtransfer.service import HandoffServicer
+from tests.contract.kvtransfer_driver import CPU, DRIVER
 
 BLOCKS, BLOCK_SIZE = 24, 4
 SHAPE = (BLOCKS, 2, 2, 2, BLOCK_SIZE, 8)  # 1 KiB a block
@@ -32,14 +35,22 @@ TRANSPORTS = {
     "memory": MemoryTransport,
     "shm": shm.ShmTransport,
     "gloo": lambda: ProcessGroupTransport(gloo(), "127.0.0.1", STAGING_BYTES),
+    "cuda_ipc": lambda: CudaIpcTransport(DRIVER),
 }
+# What all of them do with pools on a GPU is done here with pools that are taken for such.
+POOLS = {"cuda_ipc": "gpu"}
 DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", dtype="float32", block_size=BLOCK_SIZE)
 
 
-def make_pool(seed):
-    """A pool in shared memory with content that depends on `seed` alone."""
+def make_area(num_bytes, where="host"):
+    """Memory that others can write into: the host's, or what is taken for a GPU's."""
+    return CudaArea(num_bytes, CPU, DRIVER) if where == "gpu" else shm.allocate(num_bytes)
+
+
+def make_pool(seed, where="host"):
+    """A pool in memory to share, with content that depends on `seed` alone."""
     content = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
-    area = shm.allocate(content.numel() * 4)
+    area = make_area(content.numel() * 4, where)
     pool = KvPool(area.tensor.view(torch.float32).view(SHAPE), area)
     pool.tensor.copy_(content)
     return pool
@@ -65,7 +76,8 @@ class Pair:
 
     def __init__(self, transport, epoch=1, source=None, target=None, peer="p"):
         self.transport, self.epoch, self.peer = transport, epoch, peer
-        self.source, self.target = source or make_pool(1), target or make_pool(2)
+        where = POOLS.get(transport.name, "host")
+        self.source, self.target = source or make_pool(1, where), target or make_pool(2, where)
         self.thread = ThreadPoolExecutor(1)
         self.listener = transport.listen(self.target)
         endpoint = self.listener.offer(peer, epoch)
@@ -73,9 +85,9 @@ class Pair:
         self.link = transport.connect(self.source, endpoint, 5.0)
         accepted.result(5)
 
-    def post(self, remote, timeout_s=5.0):
+    def post(self, remote, timeout_s=5.0, digest=None):
         """(future of the receive, its digest), once it is posted."""
-        digest, posted = Digest(), threading.Event()
+        digest, posted = digest or self.target.new_digest(), threading.Event()
         receive = self.thread.submit(
             self.listener.receive, self.peer, self.epoch, remote, digest, timeout_s, posted.set
         )
@@ -84,10 +96,10 @@ class Pair:
 
     def move(self, local, remote):
         """Moves slots; returns (put's stats, sender's digest, receiver's digest)."""
-        digest = Digest()
+        digest = self.source.new_digest()
         if self.transport.one_sided:
             stats = self.link.put(local, remote, digest, 5.0)
-            return stats, digest, self.target.digest(remote)
+            return stats, digest, movers.digest(self.target, remote)
         receive, arrived = self.post(remote)
         stats = self.link.put(local, remote, digest, 5.0)
         receive.result(5)
@@ -126,13 +138,13 @@ class Held:
 class Decode:
     """A decode worker's side: a pool, a receiver, a gRPC server on a free port."""
 
-    def __init__(self, transport, incarnation="d", host=None, pool=None, **options):
+    def __init__(self, transport, *more, incarnation="d", host=None, pool=None, **options):
         self.incarnation, self.host = incarnation, host or host_id()
-        self.pool = pool or make_pool(2)
+        self.pool = pool or make_pool(2, POOLS.get(transport.name, "host"))
         self.before = self.pool.tensor.clone()
         self.held = Held()
         self.receiver = HandoffReceiver(
-            self.pool, DESCRIPTOR, incarnation, self.host, [transport], self.held, **options
+            self.pool, DESCRIPTOR, incarnation, self.host, [transport, *more], self.held, **options
         )
         self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
@@ -188,15 +200,19 @@ class Prefill:
     def __init__(
         self,
         transport,
+        *more,
         incarnation="p",
         descriptor=DESCRIPTOR,
         step_s=5.0,
         abort_wait_s=5.0,
         tracer=None,
+        pool=None,
         **options,
     ):
-        self.pool = make_pool(1)
-        self.links = LinkPool(self.pool, [transport], descriptor, incarnation, host_id(), **options)
+        self.pool = pool or make_pool(1, POOLS.get(transport.name, "host"))
+        self.links = LinkPool(
+            self.pool, [transport, *more], descriptor, incarnation, host_id(), **options
+        )
         self.sender = HandoffSender(
             self.links, tracer or NoOpTracer(), step_timeout_s=step_s, abort_wait_s=abort_wait_s
         )

@@ -35,7 +35,7 @@ class Answers:
         decode.receiver.abort = answer
 
 
-@pytest.mark.parametrize("name", ["memory", "shm"])
+@pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
 async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(name):
     async with joined(name, prefill={"abort_wait_s": 0.0}) as (prefill, decode):
         answers = Answers(decode, Unavailable("lost"), Unavailable("lost again"))

@@ -164,7 +164,7 @@ async def test_what_differs_from_the_commit_is_corrupted(name, field):
         assert "h" in decode.held.reasons
 
 
-@pytest.mark.parametrize("name", ["memory", "shm"])
+@pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
 async def test_blocks_overwritten_before_commit_are_noticed(name):
     async with joined(name) as (prefill, decode):
         decode.before_commit(lambda request: decode.pool.tensor[2, 0, 0, 0, 0].add_(1))
@@ -302,9 +302,9 @@ async def test_least_recently_used_link_is_closed(name):
     transport = TRANSPORTS[name]()
     async with (
         Prefill(transport, cap=2) as prefill,
-        Decode(transport, "a") as a,
-        Decode(transport, "b") as b,
-        Decode(transport, "c") as c,
+        Decode(transport, incarnation="a") as a,
+        Decode(transport, incarnation="b") as b,
+        Decode(transport, incarnation="c") as c,
     ):
         for n, decode in enumerate((a, b, a, c)):
             to = decode.reserve(f"h{n}", 4, 1)
@@ -323,7 +323,20 @@ async def test_least_recently_used_link_is_closed(name):
                 await prefill.hand_over(b.reserve("z", 4, 1), "z", slots(4, 1))
 
 
-@pytest.mark.parametrize("name", ["memory", "shm"])
+async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
+    transport = TRANSPORTS["gloo"]()
+    transport.max_links = 1
+    async with (
+        Decode(transport) as decode,
+        Prefill(transport) as p,
+        Prefill(transport, incarnation="q") as q,
+    ):
+        for n, prefill in enumerate((p, q, p)):
+            await prefill.hand_over(decode.reserve(f"h{n}", 4, n), f"h{n}", slots(4, n))
+            assert list(decode.receiver._peers._peers) == [prefill.links.incarnation]
+
+
+@pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
 async def test_cancelled_reservation_is_quarantined_until_the_sender_lets_go(name):
     async with joined(name) as (prefill, decode):
         to = decode.reserve("h", 8, 1, 2)

@@ -5,19 +5,18 @@ import torch
 
 from baton.engine.kv_cache import KvLayout
 from baton.engine.quantize import pack_rows, unpack_rows
-from kvtransfer import shm
 from kvtransfer.pool import KvPool
 
-from .kvtransfer_parts import BLOCK_SIZE, BLOCKS, TRANSPORTS, Pair, slots
+from .kvtransfer_parts import BLOCK_SIZE, BLOCKS, POOLS, TRANSPORTS, Pair, make_area, slots
 
 LAYOUT = KvLayout(BLOCKS, 2, 2, BLOCK_SIZE, 16, torch.int8)
 
 
-def int8_pool(seed):
-    """(a pool in shared memory, the numbers that are packed in it)."""
+def int8_pool(seed, where="host"):
+    """(a pool in memory to share, the numbers that are packed in it)."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(*LAYOUT.shape[:-1], LAYOUT.head_size, generator=generator)
-    area = shm.allocate(LAYOUT.num_bytes)
+    area = make_area(LAYOUT.num_bytes, where)
     pool = KvPool(area.tensor.view(torch.int8).view(LAYOUT.shape), area)
     pool.tensor.copy_(pack_rows(numbers))
     return pool, numbers
@@ -25,7 +24,8 @@ def int8_pool(seed):
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_rows_arrive_with_their_scales(name):
-    (source, numbers), (target, _) = int8_pool(1), int8_pool(2)
+    where = POOLS.get(name, "host")
+    (source, numbers), (target, _) = int8_pool(1, where), int8_pool(2, where)
     before = target.tensor.clone()
     pair = Pair(TRANSPORTS[name](), source=source, target=target)
     try:
@@ -44,9 +44,10 @@ def test_rows_arrive_with_their_scales(name):
         pair.close()
 
 
+@pytest.mark.parametrize("where", ["host", "gpu"])
 @pytest.mark.parametrize("byte", [0, LAYOUT.row_size - 1])
-def test_a_changed_element_or_scale_changes_the_digest(byte):
-    pool, _ = int8_pool(1)
+def test_a_changed_element_or_scale_changes_the_digest(byte, where):
+    pool, _ = int8_pool(1, where)
     try:
         digest = pool.digest(slots(8, 3, 5)).value
         pool.tensor[5, 1, 1, 1, 3, byte] ^= 1

@@ -55,9 +55,8 @@ def test_a_link_is_used_again_and_again(pair):
 
 
 def test_links_do_not_disturb_each_other(pair):
-    other = Pair(
-        type(pair.transport)() if pair.transport.one_sided else pair.transport, 2, peer="q"
-    )
+    name = pair.transport.name
+    other = Pair(TRANSPORTS[name]() if pair.transport.one_sided else pair.transport, 2, peer="q")
     try:
         moved = [p.move(slots(4, 1), slots(4, n)) for n, p in enumerate((pair, other, pair))]
     finally:
@@ -73,9 +72,10 @@ def test_digest_tells_other_bytes_and_other_order(pair):
 
 def test_put_on_a_closed_receiver_fails(pair):
     pair.listener.close()
-    mapped = pair.transport.name == "shm"  # for as long as the process lives, which is proof enough
+    # Mapped for as long as the process lives, which is proof enough.
+    mapped = pair.transport.name in ("shm", "cuda_ipc")
     with contextlib.nullcontext() if mapped else pytest.raises(TransferFailed):
-        pair.link.put(slots(4, 1), slots(4, 1), Digest(), 5.0)
+        pair.link.put(slots(4, 1), slots(4, 1), pair.source.new_digest(), 5.0)
 
 
 def test_silent_sender_fails_the_receive_on_time_and_a_new_epoch_works(gloo_pair):

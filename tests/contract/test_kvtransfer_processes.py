@@ -54,7 +54,7 @@ def expected_content(source):
     return content
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("name", ["shm", "gloo", "cuda_ipc"])
 async def test_handoff_to_another_process(name):
     async with peer("decode", name) as (process, line), Prefill(TRANSPORTS[name]()) as prefill:
         to = target("d", int(await line()), "h")
@@ -65,7 +65,7 @@ async def test_handoff_to_another_process(name):
         assert await asyncio.wait_for(process.wait(), 20) == 0
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("name", ["shm", "gloo", "cuda_ipc"])
 async def test_killed_receiver_fails_the_handoff_at_once(name):
     async with peer("decode", name) as (process, line), Prefill(TRANSPORTS[name]()) as prefill:
         to = target("d", int(await line()), "h")
@@ -82,15 +82,16 @@ async def test_killed_receiver_fails_the_handoff_at_once(name):
         assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
 
 
-async def test_killed_receiver_fails_a_put_into_its_memory():
-    async with peer("decode", "shm") as (process, line), Prefill(TRANSPORTS["shm"]()) as prefill:
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
+async def test_killed_receiver_fails_a_put_into_its_memory(name):
+    async with peer("decode", name) as (process, line), Prefill(TRANSPORTS[name]()) as prefill:
         to = target("d", int(await line()), "h")
         await prefill.hand_over(to, "h", slots(18, 1, 2, 3, 8, 7))
         link = await prefill.links.acquire(to, Deadline(5.0))
         process.kill()
         await process.wait()
         with pytest.raises(TransferFailed, match="gone"):
-            await link.put(slots(4, 1), slots(4, 4), Digest(), 1.0)
+            await link.put(slots(4, 1), slots(4, 4), prefill.pool.new_digest(), 1.0)
         prefill.links.release(link)
 
 

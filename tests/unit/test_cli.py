@@ -95,6 +95,30 @@ def test_options_reach_the_settings() -> None:
     )  # fmt: skip
 
 
+def test_what_a_gpu_is_told_reaches_every_engine() -> None:
+    argv = (
+        "--device cuda:2 --gpu-memory 0.5 --no-graphs --no-overlap --kernels triton "
+        "--quantization fp8 --kv-dtype fp8"
+    )
+    expected = EngineConfig(
+        device="cuda:2", gpu_memory=0.5, graphs=False, overlap=False, kernels="triton",
+        quantization="fp8", kv_dtype="fp8",
+    )  # fmt: skip
+    cluster = up.cluster_config(parse("up", *argv.split()))
+    assert cluster.engine == expected
+    assert services.worker_config(parse("decode-worker", *argv.split())).engine == expected
+    args = parse(*commands.worker(cluster, "decode", Share((), 0), "h:1", None))
+    assert services.worker_config(args).engine == expected
+    share = Share((), 3, "cuda:7", 0.25)
+    args = parse(*commands.worker(cluster, "decode", share, "h:1", None))
+    placed = EngineConfig(
+        **{**vars(expected), "device": "cuda:7", "gpu_memory": 0.25, "threads": 3}
+    )
+    assert services.worker_config(args).engine == placed
+    alone = parse("generate", "x", "--local", "--device", "cuda:1", "--no-graphs")
+    assert (alone.device, alone.graphs, alone.overlap) == ("cuda:1", False, True)
+
+
 def test_the_local_cluster_starts_what_it_means() -> None:
     """The command lines of `baton up`'s children parse back to the settings they stand for."""
     engine = EngineConfig(
@@ -218,6 +242,26 @@ def test_sizes_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         parse("up", f"--kv-cache={text}")
     assert "write 512MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "told"),
+    [
+        ("--device", "gpu", "'gpu' is no device: write auto, cpu, cuda or cuda:1"),
+        ("--device", "cuda:x", "'cuda:x' is no device"),
+        ("--gpu-memory", "0", "'0' is no share: write a number up to 1, as 0.9"),
+        ("--gpu-memory", "1.5", "'1.5' is no share"),
+        ("--gpu-memory", "nan", "'nan' is no share"),
+        ("--gpu-memory", "80GiB", "'80GiB' is no share"),
+    ],
+)
+def test_devices_and_shares_are_checked(
+    option: str, text: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("up", "prefill-worker"):
+        with pytest.raises(SystemExit):
+            parse(command, f"{option}={text}")
+        assert told in capsys.readouterr().err
 
 
 def test_threads_are_set_and_cores_checked(

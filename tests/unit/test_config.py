@@ -35,10 +35,20 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (RegistryConfig, {"cert_file": Path("c")}, "--etcd-cert and --etcd-key go together"),
     (RegistryConfig, {"key_file": Path("k")}, "--etcd-cert and --etcd-key go together"),
     (EngineConfig, {"dtype": "float16"}, "--dtype must be one of auto, float32, bfloat16"),
-    (EngineConfig, {"device": "tpu"}, "--device must be one of auto, cpu, cuda, not 'tpu'"),
+    (EngineConfig, {"device": "tpu"}, "--device must be one of auto, cpu, cuda, or a GPU's number"),
+    (EngineConfig, {"device": "cuda:"}, "as cuda:1, not 'cuda:'"),
+    (EngineConfig, {"device": "cuda:-1"}, "as cuda:1, not 'cuda:-1'"),
+    (EngineConfig, {"device": "cpu:0"}, "as cuda:1, not 'cpu:0'"),
+    (EngineConfig, {"device": "cuda:1", "simulate": "1,1"}, "leave --device cuda:1 out"),
+    (EngineConfig, {"quantization": "int4"}, "--quantization must be one of none, int8, fp8"),
+    (EngineConfig, {"kv_dtype": "none"}, "--kv-dtype must be one of auto, int8, fp8"),
+    (EngineConfig, {"kernels": "cuda"}, "--kernels must be one of auto, native, torch, triton"),
+    (EngineConfig, {"gpu_memory": 0.0}, "--gpu-memory must be above 0 and at most 1, not 0.0"),
+    (EngineConfig, {"gpu_memory": 1.01}, "--gpu-memory must be above 0 and at most 1, not 1.01"),
+    (EngineConfig, {"gpu_memory": NAN}, "--gpu-memory must be above 0 and at most 1, not nan"),
     (EngineConfig, {"block_size": 0}, "--block-size must be at least 1, not 0"),
     (EngineConfig, {"kv_blocks": -1}, "--kv-blocks must be at least 0, not -1"),
-    (EngineConfig, {"kv_cache_bytes": 0}, "--kv-cache must be at least 1, not 0"),
+    (EngineConfig, {"kv_cache_bytes": -1}, "--kv-cache must be at least 0, not -1"),
     (EngineConfig, {"max_context": -5}, "--max-context must be at least 0, not -5"),
     (EngineConfig, {"max_context": 1}, "--max-context must be at least 2"),
     (EngineConfig, {"max_batch": 0}, "--max-batch must be at least 1, not 0"),
@@ -77,6 +87,11 @@ def test_wrong_settings_are_refused(cls: type[Any], settings: dict[str, Any], me
     with pytest.raises(ConfigError) as refused:
         cls(**settings)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
+def test_devices(device: str) -> None:
+    assert EngineConfig(device=device).device == device
 
 
 def test_settings_cannot_be_changed_later() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.quantize import Int8Weight
+from baton.engine.quantize import Fp8Weight, Int8Weight
 
 PANEL = 64
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
@@ -37,8 +37,9 @@ class PackedWeight:
     offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, weight: Tensor | Int8Weight) -> PackedWeight:
-        """A matrix, packed."""
+    def of(cls, weight: Tensor | Int8Weight | Fp8Weight) -> PackedWeight:
+        """A matrix, packed. Native code has no fp8."""
+        assert not isinstance(weight, Fp8Weight), "fp8 weights are for GPUs"
         outputs, inputs = weight.shape
         if not isinstance(weight, Int8Weight):
             return cls(pack(weight), outputs, inputs)
@@ -46,7 +47,7 @@ class PackedWeight:
         return cls(pack(weight.values), outputs, inputs, weight.scales, offsets)
 
 
-Matrix = Tensor | Int8Weight | PackedWeight
+Matrix = Tensor | Int8Weight | Fp8Weight | PackedWeight
 """A weight `[out, in]`: as it is, in 8 bits, or as native code reads it."""
 
 

@@ -47,6 +47,9 @@ class GatedRunner:
     def scrub(self, blocks: list[int]) -> None:
         pass
 
+    def settle(self, blocks: list[int] | None = None) -> None:
+        pass
+
     def open(self) -> None:
         self.opened = True
         self.allow.release()

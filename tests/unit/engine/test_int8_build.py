@@ -131,12 +131,17 @@ def test_the_pool_has_room_for_the_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "option"), [("quantization", "--quantization"), ("kv_dtype", "--kv-dtype")]
 )
-def test_a_gpu_is_refused_with_the_mend(
-    setting: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_refuses_fp8_with_the_mend(setting: str, option: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for device in ("cuda", "auto"):
-        settings = EngineConfig(str(tmp_path), device=device, kv_blocks=8, **{setting: "int8"})
-        with pytest.raises(ConfigError, match=f"{option} int8 .* leave it out, or .*--device cpu"):
-            build.load(settings)
+    settings = EngineConfig(str(tmp_path), kv_blocks=8, device="cpu", **{setting: "fp8"})
+    with pytest.raises(ConfigError, match=f"{option} fp8 .*: use int8, or add --device cuda"):
+        build.load(settings)
+
+
+def test_a_cpu_refuses_tritons_kernels_with_the_mend(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    settings = EngineConfig(str(tmp_path), kv_blocks=8, device="cpu", kernels="triton")
+    with pytest.raises(
+        ConfigError, match=r"--kernels triton .* leave it out, or add --device cuda"
+    ):
+        build.load(settings)

@@ -184,6 +184,9 @@ class ScriptedRunner:
     def scrub(self, blocks: list[int]) -> None:
         pass
 
+    def settle(self, blocks: list[int] | None = None) -> None:
+        pass
+
 
 class UsualCost(RowCost):
     """What is drafted does not depend on how fast this machine is."""

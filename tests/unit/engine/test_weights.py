@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def test_parts_are_fused_in_order(tmp_path: Path) -> None:
     assert layer.o_bias is None
 
 
-def test_shards_give_the_same_and_progress_counts_tensors(tmp_path: Path) -> None:
+def test_shards_give_the_same_and_progress_counts_bytes(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "one")
     make_checkpoint(tmp_path / "many", max_shard_size="50KB")
     config = ModelConfig.load(tmp_path / "many")
@@ -69,8 +70,20 @@ def test_shards_give_the_same_and_progress_counts_tensors(tmp_path: Path) -> Non
     one = load(tmp_path / "one")
     for a, b in zip(tensors_of(one), tensors_of(many), strict=True):
         assert torch.equal(a, b)
-    total = 3 + 9 * config.num_layers
-    assert seen == [(done, total) for done in range(1, total + 1)]
+    done, totals = zip(*seen, strict=True)
+    assert len(seen) == 3 + 9 * config.num_layers
+    assert set(totals) == {4 * config.num_parameters} == {done[-1]}
+    steps = [after - before for before, after in itertools.pairwise((0, *done))]
+    assert steps[0] == 4 * config.vocab_size * config.hidden_size
+    assert min(steps) == 4 * config.hidden_size
+
+
+def test_progress_counts_what_files_hold_not_what_becomes_of_it(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    config = ModelConfig.load(tmp_path)
+    seen: list[tuple[int, int]] = []
+    load_weights(tmp_path, config, torch.float32, CPU, lambda *at: seen.append(at))
+    assert seen[-1] == (2 * config.num_parameters, 2 * config.num_parameters)
 
 
 def test_converts_and_outlives_the_files(tmp_path: Path) -> None:
@@ -231,3 +244,15 @@ def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     assert not torch.equal(first.layers[0].qkv, other.layers[0].qkv)
     assert sum(t.numel() for t in tensors_of(first)) == config.num_parameters
+
+
+def test_other_devices_weights_never_lie_on_the_host(tmp_path: Path) -> None:
+    """Tried with a device that keeps shapes only."""
+    make_checkpoint(tmp_path, "Qwen2ForCausalLM")
+    config, device = ModelConfig.load(tmp_path), torch.device("meta")
+    drawn = random_weights(config, torch.bfloat16, device, 1)
+    stored = load_weights(tmp_path, config, torch.bfloat16, device)
+    for weights in (drawn, stored):
+        assert {tensor.device for tensor in tensors_of(weights)} == {device}
+        assert {tensor.dtype for tensor in tensors_of(weights)} == {torch.bfloat16}
+        assert sum(t.numel() for t in tensors_of(weights)) == config.num_parameters

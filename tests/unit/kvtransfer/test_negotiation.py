@@ -1,19 +1,25 @@
 """What two workers agree on, and what they refuse."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import distributed
 
 from baton.errors import ConfigError, KvMismatch
-from baton.v1 import common_pb2
-from kvtransfer import backends, shm
-from kvtransfer.negotiation import check_same, choose, usable
+from baton.v1 import common_pb2, handoff_pb2
+from kvtransfer import backends, gpus, shm
+from kvtransfer.cuda_memory import CudaArea
+from kvtransfer.negotiation import check_same, choose, ends_of, usable
+from kvtransfer.pairing import Ends
 from kvtransfer.pool import KvPool
+from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
-SHM, GLOO, NCCL = (
+SHM, GLOO, NCCL, CUDA_IPC = (
     common_pb2.TRANSPORT_SHM,
     common_pb2.TRANSPORT_GLOO,
     common_pb2.TRANSPORT_NCCL,
+    common_pb2.TRANSPORT_CUDA_IPC,
 )
 
 
@@ -54,6 +60,110 @@ def test_what_cannot_be_used_is_a_config_error(shared_pool, choice):
 def test_a_private_pool_has_no_shm():
     pool = KvPool(torch.zeros(1, 1, 2, 1, 2, 1))
     assert [transport.name for transport in usable(pool, "127.0.0.1")] == ["gloo"]
+
+
+class Able:
+    """A transport, as far as a choice is concerned."""
+
+    def __init__(self, name, kind):
+        self.name, self.kind = name, kind
+
+
+ON_GPUS = [Able("cuda_ipc", CUDA_IPC), Able("nccl", NCCL)]
+BOTH = [CUDA_IPC, NCCL]
+NEIGHBOURS = Ends(
+    same_host=True, same_machine=True, gpu="GPU-b", reachable=("GPU-a", "GPU-b"), nccl=(2, 27, 5)
+)
+
+
+def ends(**changes):
+    return dataclasses.replace(NEIGHBOURS, **changes)
+
+
+def test_a_pool_in_a_cuda_area_is_offered_for_cuda_ipc():
+    driver = MemfdDriver()
+    area = CudaArea(2 * 2 * 4, CPU, driver)
+    pool = KvPool(area.tensor.view(torch.float32).view(1, 1, 2, 1, 2, 1), area)
+    assert [transport.name for transport in usable(pool, "127.0.0.1")] == ["cuda_ipc", "gloo"]
+    assert [one.name for one in usable(pool, "127.0.0.1", "cuda_ipc")] == ["cuda_ipc"]
+    area.close()
+
+
+def test_neighbours_write_straight_into_each_other():
+    assert choose(BOTH, ON_GPUS, ends=NEIGHBOURS).kind == CUDA_IPC
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        (
+            {"same_host": False, "same_machine": False},
+            "not cuda_ipc: they are on different machines",
+        ),
+        ({"same_host": False}, "not cuda_ipc: their process namespaces or users differ"),
+        ({"reachable": ("GPU-a",)}, "not cuda_ipc: the sender's GPU cannot write to GPU-b"),
+    ],
+)
+def test_others_use_nccl_or_are_told_why_not(changes, why):
+    assert choose(BOTH, ON_GPUS, ends=ends(**changes)).kind == NCCL
+    with pytest.raises(KvMismatch, match=why):
+        choose([CUDA_IPC], ON_GPUS, ends=ends(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, warned",
+    [
+        ({"reachable": ("GPU-a",)}, True),
+        ({"same_host": False}, True),
+        ({}, False),
+        ({"same_machine": False, "reachable": ()}, False),
+    ],
+)
+def test_nccl_without_a_direct_way_is_warned_of(changes, warned, caplog):
+    assert choose([NCCL], ON_GPUS, ends=ends(**changes)).kind == NCCL
+    assert ("show every GPU to every worker" in caplog.text) == warned
+
+
+def test_two_workers_on_one_gpu_use_nccl_from_2_30_on():
+    shared = {"reachable": ("GPU-b", "GPU-a")}
+    assert choose(BOTH, ON_GPUS, ends=ends(**shared)).kind == CUDA_IPC
+    with pytest.raises(
+        KvMismatch, match=r"both are on GPU-b, which NCCL can do from 2\.30 on.*2\.27"
+    ):
+        choose([NCCL], ON_GPUS, ends=ends(**shared))
+    assert choose([NCCL], ON_GPUS, ends=ends(**shared, nccl=(2, 30, 1))).kind == NCCL
+
+
+def test_what_an_offer_tells_of_both_ends():
+    request = handoff_pb2.OfferRequest(host_id="boot/pid:1/0", reachable_gpus=["GPU-a"])
+    pool = KvPool(torch.zeros(1, 1, 2, 1, 2, 1))
+    found = ends_of(request, "boot/pid:2/0", pool)
+    assert (found.same_host, found.same_machine, found.gpu) == (False, True, "")
+    assert found.reachable == ("GPU-a",)
+    assert not ends_of(request, "other/pid:1/0", pool).same_machine
+
+
+def test_a_cpu_reaches_no_gpu():
+    assert gpus.uuid(CPU) == ""
+    assert gpus.reachable(CPU) == ()
+
+
+def test_gpus_are_named_as_the_driver_names_them(monkeypatch):
+    class Properties:
+        def __init__(self, n):
+            self.uuid = f"uuid-{n}"
+
+    for cached in (gpus.visible, gpus.reachable):
+        cached.cache_clear()
+    monkeypatch.setattr(gpus.torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(gpus.torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(gpus.torch.cuda, "can_device_access_peer", lambda own, n: n == 2)
+    try:
+        assert gpus.uuid(torch.device("cuda", 1)) == "GPU-uuid-1"
+        assert gpus.reachable(torch.device("cuda", 1)) == ("GPU-uuid-1", "GPU-uuid-2")
+    finally:
+        for cached in (gpus.visible, gpus.reachable):
+            cached.cache_clear()
 
 
 def test_equal_descriptors_pass_and_every_difference_is_named():

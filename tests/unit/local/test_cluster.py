@@ -20,6 +20,7 @@ from baton.local.keeper import restart_delay_s
 from tests.waiting import eventually
 
 MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
+DEVICE_OPTIONS = ("--device", "--gpu-memory")
 MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
 
 
@@ -66,6 +67,23 @@ async def test_starts_and_leaves_nothing() -> None:
     assert "router ended by itself" in started.processes["router"].log
     assert all(p.exit_status == 0 for p in started.processes.values())
     assert sum(" ready in " in text for text in said) == 4  # etcd and three workers
+
+
+async def test_workers_are_told_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(local_cluster.gpus, "count", lambda: 2)
+    async with cluster(decode=2, say=said.append) as started:
+        argvs = {name: process.argv for name, process in started.processes.items()}
+    places = {}
+    for name, argv in argvs.items():
+        if name != "router":
+            device, memory = (argv[argv.index(option) + 1] for option in DEVICE_OPTIONS)
+            places[name] = device, float(memory)
+            assert "--cpus" not in argv
+    assert places == {
+        "prefill-0": ("cuda:0", 0.9), "decode-0": ("cuda:1", 0.45), "decode-1": ("cuda:1", 0.45)
+    }  # fmt: skip
+    assert "GPUs: prefill-0 on cuda:0, decode-0 on cuda:1, decode-1 on cuda:1" in said
 
 
 async def test_a_process_that_fails_to_start_is_named_with_its_last_words() -> None:

@@ -154,6 +154,9 @@ class Paced:
     def scrub(self, blocks: list[int]) -> None:
         self._runner.scrub(blocks)
 
+    def settle(self, blocks: list[int] | None = None) -> None:
+        self._runner.settle(blocks)
+
 
 class Failing:
     """Steps that raise."""
@@ -166,6 +169,9 @@ class Failing:
         raise RuntimeError("out of memory")
 
     def scrub(self, blocks: list[int]) -> None:
+        pass
+
+    def settle(self, blocks: list[int] | None = None) -> None:
         pass
 
 

@@ -1,0 +1,172 @@
+"""One Triton kernel that moves listed blocks and sums what it moves; `reference` is its oracle.
+
+A work item is a tile of one block's words. A fixed, small number of programs share all items: a
+copy over a slow link must not fill the GPU with programs that wait for it, while the engine
+computes on the rest. The sizes are starting values that no measurement has confirmed yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtransfer.digest import MIX_1, MIX_2, STEP
+from kvtransfer.pool import KvPool, Slots
+
+TILE = 4096  # words of an item: 16 KiB
+WARPS = 8
+LINK_PROGRAMS = 32  # between pools: what a link to a neighbour is likely to need
+LOCAL_PROGRAMS = 64  # within one GPU's memory
+
+_STEP, _MIX_1, _MIX_2 = tl.constexpr(STEP), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+
+
+@triton.jit
+def _mixed(words, places):
+    """What 32-bit words count for at their places, uint64; see `kvtransfer.digest`."""
+    x = words.to(tl.uint32, bitcast=True).to(tl.uint64) + places.to(tl.uint64) * _STEP
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _move_tile(source, target, inside, places, total, WRITES: tl.constexpr):
+    """Copies a tile between pointers; returns `total` with what it counts for."""
+    words = tl.load(source, mask=inside, other=0)
+    if WRITES:
+        tl.store(target, words, mask=inside)
+    return total + tl.where(inside, _mixed(words, places), 0)
+
+
+@triton.jit(do_not_specialize=["first_word", "num_blocks", "tail_tokens"])
+def move_blocks(
+    source,
+    target,
+    source_ids,
+    target_ids,
+    sums,
+    first_word,
+    num_blocks,
+    tail_tokens,
+    ROWS: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    SLOT_WORDS: tl.constexpr,
+    FROM_POOL: tl.constexpr,
+    TO_POOL: tl.constexpr,
+    WRITES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Moves `num_blocks` blocks, of the last one only `tail_tokens` slots unless that is 0.
+
+    source, target: int32 words, of a pool `[blocks, ROWS, ROW_WORDS]` or, without FROM_POOL or
+    TO_POOL, of staging memory in canonical order · source_ids, target_ids: int32 `[num_blocks]`,
+    read for pools only · sums: int64 `[1]`, added to · first_word: place of the first word ·
+    WRITES: without it only the sum is taken, and `target` is not used.
+    """
+    BLOCK_WORDS: tl.constexpr = ROWS * ROW_WORDS
+    TILES: tl.constexpr = (BLOCK_WORDS + TILE - 1) // TILE
+    total = tl.zeros([TILE], dtype=tl.uint64)
+    for item in range(tl.program_id(0), num_blocks * TILES, tl.num_programs(0)):
+        index = item // TILES
+        word = (item % TILES) * TILE + tl.arange(0, TILE)
+        staged = index.to(tl.int64) * BLOCK_WORDS
+        read, write = staged, staged
+        if FROM_POOL:
+            read = tl.load(source_ids + index).to(tl.int64) * BLOCK_WORDS
+        if TO_POOL:
+            write = tl.load(target_ids + index).to(tl.int64) * BLOCK_WORDS
+        places = first_word + staged + word
+        if (tail_tokens > 0) & (index == num_blocks - 1):
+            # The filled slots of a row come first in it; rows without them follow in the pool.
+            width = tail_tokens * SLOT_WORDS
+            strewn = (word // width) * ROW_WORDS + word % width
+            inside = word < ROWS * width
+            from_ = source + read + (strewn if FROM_POOL else word)
+            to = target + write + (strewn if TO_POOL else word)
+            total = _move_tile(from_, to, inside, places, total, WRITES)
+        else:
+            from_, to = source + read + word, target + write + word
+            total = _move_tile(from_, to, word < BLOCK_WORDS, places, total, WRITES)
+    tl.atomic_add(sums, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
+
+
+def gather(
+    pool: KvPool, slots: Slots, out: torch.Tensor, sums: torch.Tensor, first_word: int
+) -> torch.Tensor:
+    """As `reference.gather`."""
+    data = out[: pool.nbytes(slots)]
+    _launch(pool, slots, pool.blocks, data, sums, first_word, ids=(slots, None))
+    return data
+
+
+def scatter(
+    data: torch.Tensor, pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int
+) -> None:
+    """As `reference.scatter`."""
+    _launch(pool, slots, data, pool.blocks, sums, first_word, ids=(None, slots))
+
+
+def copy(
+    source: KvPool,
+    local: Slots,
+    target: KvPool,
+    remote: Slots,
+    sums: torch.Tensor,
+    first_word: int,
+) -> None:
+    """As `reference.copy`; `target` may lie on another GPU that this one can write to."""
+    programs = LINK_PROGRAMS
+    ids = (local, remote)
+    _launch(source, local, source.blocks, target.blocks, sums, first_word, ids, programs)
+
+
+def checksum(pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) -> None:
+    """As `reference.checksum`."""
+    _launch(pool, slots, pool.blocks, None, sums, first_word, ids=(slots, None))
+
+
+def _launch(
+    pool: KvPool,
+    slots: Slots,
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    sums: torch.Tensor,
+    first_word: int,
+    ids: tuple[Slots | None, Slots | None],
+    programs: int = LOCAL_PROGRAMS,
+) -> None:
+    """`ids`: which blocks of a pool are read and written; None where staging memory is."""
+    num_blocks = len(slots.block_ids)
+    read, written = (_on_device(one, pool.device) for one in ids)
+    rows, row_bytes = pool.rows.shape[1:]
+    tile = min(TILE, triton.next_power_of_2(pool.block_bytes // 4))
+    words = source.view(-1).view(torch.int32)
+    move_blocks[(min(programs, num_blocks * -(-pool.block_bytes // (4 * tile))),)](
+        words,
+        words if target is None else target.view(-1).view(torch.int32),
+        sums if read is None else read,
+        sums if written is None else written,
+        sums,
+        first_word,
+        num_blocks,
+        slots.num_tokens % pool.block_size,
+        ROWS=rows,
+        ROW_WORDS=row_bytes // 4,
+        SLOT_WORDS=pool.row_slot_bytes // 4,
+        FROM_POOL=read is not None,
+        TO_POOL=written is not None,
+        WRITES=target is not None,
+        TILE=tile,
+        num_warps=WARPS,
+    )
+
+
+def _on_device(slots: Slots | None, device: torch.device) -> torch.Tensor | None:
+    """Block ids, int32, on their way to the device in the current stream."""
+    if slots is None:
+        return None
+    pinned = device.type == "cuda"
+    ids = torch.tensor(slots.block_ids, dtype=torch.int32, pin_memory=pinned)
+    return ids.to(device, non_blocking=True)

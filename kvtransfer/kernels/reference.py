@@ -1,0 +1,59 @@
+"""What the kernels do, in plain torch: correct everywhere, with one copy for each run of blocks.
+
+Every function adds the checksum of what it read (see `kvtransfer.digest.word_sum`), which begins at
+place `first_word`, to `sums`, int64 `[1]` on the pool's device. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvtransfer.digest import word_sum
+from kvtransfer.pool import KvPool, Slots, runs
+
+
+def gather(
+    pool: KvPool, slots: Slots, out: torch.Tensor, sums: torch.Tensor, first_word: int
+) -> torch.Tensor:
+    """Copies the slots' bytes in canonical order to the front of `out`; returns that part."""
+    data = pool.gather(slots, out)
+    sums += word_sum(data, first_word)
+    return data
+
+
+def scatter(
+    data: torch.Tensor, pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int
+) -> None:
+    """The way back: `data` as `gather` returned it, into the slots and nowhere else."""
+    sums += word_sum(data, first_word)
+    pool.scatter(data, slots)
+
+
+def copy(
+    source: KvPool,
+    local: Slots,
+    target: KvPool,
+    remote: Slots,
+    sums: torch.Tensor,
+    first_word: int,
+) -> None:
+    """Copies slots of one pool to as many of another."""
+    checksum(source, local, sums, first_word)
+    full, fill = divmod(local.num_tokens, source.block_size)
+    for _, here, there, count in runs(local.block_ids[:full], remote.block_ids[:full]):
+        target.blocks[there : there + count].copy_(source.blocks[here : here + count])
+    if fill:
+        tail = source.tail(local.block_ids[full], fill)
+        target.tail(remote.block_ids[full], fill).copy_(tail)
+
+
+def checksum(pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) -> None:
+    """Only reads."""
+    full, fill = divmod(slots.num_tokens, pool.block_size)
+    words = pool.block_bytes // 4
+    for first, block, count in runs(slots.block_ids[:full]):
+        data = pool.blocks[block : block + count].view(-1)
+        sums += word_sum(data, first_word + first * words)
+    if fill:
+        tail = pool.tail(slots.block_ids[full], fill).contiguous().view(-1)
+        sums += word_sum(tail, first_word + full * words)

@@ -1,0 +1,130 @@
+"""Which transport a pair of workers takes, and what stands in the way of the faster ones.
+
+Knows what both ends tell of themselves and nothing else: no torch, no sockets. The decode worker
+chooses by it (`negotiation`), `baton doctor` explains by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.v1 import common_pb2
+from baton.v1.common_pb2 import WorkerRecord
+
+Kind: TypeAlias = common_pb2.Transport
+
+FASTEST_FIRST: tuple[Kind, ...] = (
+    common_pb2.TRANSPORT_MEMORY,
+    common_pb2.TRANSPORT_CUDA_IPC,
+    common_pb2.TRANSPORT_SHM,
+    common_pb2.TRANSPORT_NCCL,
+    common_pb2.TRANSPORT_GLOO,
+)
+ONE_HOST = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_SHM)
+_NCCL_SHARES_GPU = (2, 30)  # the first that lets two ranks be on one GPU
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where the two ends of a pair are.
+
+    same_host: they can open each other's memory through /proc (`baton.config.host_id`) ·
+    same_machine: they run on one kernel, perhaps in containers that see nothing of each other ·
+    gpu: the receiver's, empty on a CPU · reachable: the GPUs the sender's can write to, its own
+    first · nccl: the receiver's version.
+    """
+
+    same_host: bool
+    same_machine: bool = False
+    gpu: str = ""
+    reachable: Sequence[str] = ()
+    nccl: tuple[int, ...] = ()
+
+    @property
+    def shared_gpu(self) -> bool:
+        """Whether both ends compute on one GPU."""
+        return bool(self.gpu) and list(self.reachable[:1]) == [self.gpu]
+
+    def forbids(self, kind: Kind) -> str:
+        """Why this transport cannot work between the two; empty when it can."""
+        if kind in ONE_HOST and not (self.same_host and self.same_machine):
+            # For cuda_ipc too: CUDA opens no handle of another process namespace. UCX and vLLM met
+            # it as "invalid device context" between two containers of one machine.
+            return (
+                "their process namespaces or users differ"
+                if self.same_machine
+                else "they are on different machines"
+            )
+        if kind == common_pb2.TRANSPORT_CUDA_IPC and self.gpu and self.gpu not in self.reachable:
+            return f"the sender's GPU cannot write to {self.gpu}"
+        if kind == common_pb2.TRANSPORT_NCCL and self.shared_gpu and not shares_gpu(self.nccl):
+            have = ".".join(map(str, self.nccl)) or "unknown"
+            return f"both are on {self.gpu}, which NCCL can do from 2.30 on and this is {have}"
+        return ""
+
+
+def ends_between(prefill: WorkerRecord, decode: WorkerRecord) -> Ends:
+    """The same by the records of the two."""
+    ours, theirs = prefill.hardware, decode.hardware
+    version = theirs.nccl_version.split(".")
+    return Ends(
+        same_host=prefill.host_id == decode.host_id,
+        same_machine=machine_of(prefill.host_id) == machine_of(decode.host_id),
+        gpu=theirs.gpu.uuid,
+        reachable=(ours.gpu.uuid, *ours.peer_gpus),
+        nccl=tuple(int(part) for part in version if part.isdigit()),
+    )
+
+
+def obstacle(kind: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> str:
+    """Why this pair cannot use that transport; empty when it can."""
+    for name, record in (("prefill", prefill), ("decode", decode)):
+        if kind not in record.transports:
+            return f"the {name} worker does not offer it"
+    if kind in ONE_HOST and prefill.host_id != decode.host_id:
+        return apart(prefill.host_id, decode.host_id)
+    return ends_between(prefill, decode).forbids(kind)
+
+
+def fastest(prefill: WorkerRecord, decode: WorkerRecord) -> Kind | None:
+    """The fastest transport that both can use with each other; None when there is none."""
+    return next((kind for kind in FASTEST_FIRST if not obstacle(kind, prefill, decode)), None)
+
+
+def apart(one: str, other: str) -> str:
+    """What keeps two processes with these host ids from mapping each other's memory."""
+    what = (
+        "they are on different machines",
+        "their process namespaces differ",
+        "they run as different users",
+    )
+    parts = zip(one.split("/"), other.split("/"), what, strict=False)
+    return next((text for a, b, text in parts if a != b), "they are on different hosts")
+
+
+def machine_of(host_id: str) -> str:
+    """The part of a host id that is one for all containers of a machine: the kernel's boot id."""
+    return host_id.partition("/")[0]
+
+
+def shares_gpu(nccl: tuple[int, ...]) -> bool:
+    """Whether this NCCL, (2, 27, 5), lets two workers share a GPU."""
+    return nccl >= _NCCL_SHARES_GPU
+
+
+def differences(prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor) -> list[str]:
+    """Each field in which the two differ, as "block_size: 16 != 32"."""
+    return [
+        f"{field.name}: {getattr(prefill, field.name)!r} != {getattr(decode, field.name)!r}"
+        for field in common_pb2.KvDescriptor.DESCRIPTOR.fields
+        if getattr(prefill, field.name) != getattr(decode, field.name)
+    ]
+
+
+def name_of(kind: Kind) -> str:
+    """ "shm" for TRANSPORT_SHM; the number for one this version does not know."""
+    if kind not in common_pb2.Transport.values():
+        return str(kind)
+    return common_pb2.Transport.Name(kind).removeprefix("TRANSPORT_").lower()

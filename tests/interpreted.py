@@ -1,0 +1,82 @@
+"""Lets this process run Triton's kernels on the CPU, in its interpreter: import it before a kernel.
+
+Triton decides when a kernel is decorated, and for its own library when it is imported; the
+environment tells it. Here triton is imported and told, and the variable is taken out again, so that
+no process that a test starts inherits it: one of those compiles kernels, and a worker may find a
+GPU. `TRITON_INTERPRET=0` in the environment leaves kernels to the GPU, for tests that need one.
+
+The interpreter cuts bits off where a GPU rounds to the nearest; conversions between floating types
+are done by torch instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Any
+
+VARIABLE = "TRITON_INTERPRET"
+
+
+def _interpret() -> None:
+    if os.environ.get(VARIABLE) == "0" or not importlib.util.find_spec("triton"):
+        return
+    os.environ[VARIABLE] = "1"
+    early = "triton" in sys.modules
+
+    import triton  # noqa: PLC0415
+    from triton.runtime import interpreter  # noqa: PLC0415
+
+    assert isinstance(triton.language.standard.sum, interpreter.InterpretedFunction), (
+        f"triton was imported for a GPU {'before' if early else 'in spite of'} tests.interpreted"
+    )
+    del os.environ[VARIABLE]
+    triton.knobs.propagate_env = False
+    triton.knobs.runtime.interpret = True
+    triton.knobs.propagate_env = True
+    _round_as_gpus_do(interpreter)
+    _count_with_any_numpy(interpreter)
+
+
+def _round_as_gpus_do(interpreter: Any) -> None:
+    """Conversions of floating types by torch: to the nearest, ties to even, e4m3 saturating."""
+    convert = interpreter._convert_float
+
+    def rounded(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        import numpy as np  # noqa: PLC0415
+        import torch  # noqa: PLC0415
+
+        types = {
+            "fp32": torch.float32,
+            "fp16": torch.float16,
+            "bf16": torch.bfloat16,
+            "fp8e4nv": torch.float8_e4m3fn,
+        }
+        toward_zero = rounding == interpreter._ir.ROUNDING_MODE.RTZ
+        if toward_zero or source.name not in types or target.name not in types:
+            return convert(values, source, target, rounding)
+        bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+        flat = np.ascontiguousarray(values).reshape(-1).view(bits[values.itemsize])
+        wide = torch.from_numpy(flat.copy()).view(types[source.name]).float()
+        if target.name == "fp8e4nv":
+            wide = wide.clamp(-448.0, 448.0)
+        narrow = wide.to(types[target.name])
+        raw = narrow.view(getattr(torch, f"uint{8 * narrow.itemsize}")).numpy()
+        return raw.reshape(values.shape)
+
+    interpreter._convert_float = rounded
+
+
+def _count_with_any_numpy(interpreter: Any) -> None:
+    """Triton 3.6 gives numpy an array of one element for an integer, which numpy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+_interpret()

@@ -1,0 +1,88 @@
+"""A device that is always late: what is put on its lane runs when somebody waits, or by chance."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from baton.engine.gpu.device import HostLane, Work
+
+T = TypeVar("T")
+
+
+class LazyLane(HostLane):
+    """Keeps work back, so that whoever forgets to wait sees what was there before."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._dice = None if seed is None else random.Random(seed)
+        self._waiting: deque[Work] = deque()
+        self._done = 0
+        self._marked = 0
+        self._waited = 0
+        self._failures: dict[int, Exception] = {}  # by the number of the work
+        self.fails_in: int | None = None  # so many works from now one fails on the device
+
+    @property
+    def pending(self) -> int:
+        """Work that has not run."""
+        return len(self._waiting)
+
+    @property
+    def unwaited(self) -> int:
+        """Work that nobody has waited for, whether or not it has run by chance."""
+        return self._done + self.pending - self._waited
+
+    def put(self, work: Work) -> None:
+        self._waiting.append(work)
+        if self._dice is not None and self._dice.random() < 0.3:
+            self.run(self._dice.randrange(self.pending + 1))
+
+    def call(self, work: Callable[[], T]) -> T:
+        self.run(self.pending)
+        self._done += 1
+        return work()
+
+    def mark(self) -> LazyMark:
+        first, self._marked = self._marked, self._done + self.pending
+        return LazyMark(self, first, self._marked)
+
+    def run(self, count: int) -> None:
+        """Runs the oldest; what it raises is told to who waits for it."""
+        for _ in range(count):
+            work = self._waiting.popleft()
+            try:
+                self._strike()
+                with torch.inference_mode():  # the host's modes are nothing to a device
+                    work()
+            except Exception as error:
+                self._failures[self._done] = error
+            self._done += 1
+
+    def wait(self, first: int, end: int) -> None:
+        """Runs works up to `end`; raises what those from `first` on failed with."""
+        self.run(max(0, end - self._done))
+        self._waited = max(self._waited, end)
+        for number in range(first, end):
+            if number in self._failures:
+                raise self._failures[number]
+
+    def _strike(self) -> None:
+        if self.fails_in is None:
+            return
+        self.fails_in -= 1
+        if self.fails_in < 0:
+            self.fails_in = None
+            raise RuntimeError("the device failed")
+
+
+class LazyMark:
+    def __init__(self, lane: LazyLane, first: int, end: int) -> None:
+        self._lane = lane
+        self._span = (first, end)
+
+    def wait(self) -> None:
+        self._lane.wait(*self._span)

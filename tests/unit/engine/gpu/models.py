@@ -1,0 +1,98 @@
+"""Tiny models for the GPU path, wide enough in their weights that a wrong step is seen."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.gpu import linear
+from baton.engine.gpu.model import GpuModel
+from baton.engine.kv_cache import KvLayout, allocate_pool
+from baton.engine.model import Model
+from baton.engine.model_config import ModelConfig
+from baton.engine.weights import LayerWeights, Weights, random_weights
+from tests.unit.engine.paged import NUM_BLOCKS, PagedRun
+from tests.unit.engine.quantized import small_config
+
+CPU = torch.device("cpu")
+MATRICES = ("qkv", "o", "gate_up", "down")
+
+TINY = replace(
+    small_config(),
+    vocab_size=96,
+    hidden_size=32,
+    head_size=16,
+    intermediate_size=48,
+    qkv_bias=False,
+    max_context=256,
+)
+ODD = replace(TINY, num_heads=3, num_kv_heads=1, head_size=48)
+CONFIGS = {
+    "llama": TINY,
+    "llama biases, odd heads": replace(ODD, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "mistral window, no gqa": replace(TINY, num_kv_heads=4, windows=(12, 12)),
+    "qwen2 tied": replace(TINY, qkv_bias=True, tie_embeddings=True),
+    "qwen3 window in one layer": replace(TINY, qk_norm=True, head_size=32, windows=(None, 9)),
+}
+
+
+def weights_of(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, quantization: str = "none"
+) -> Weights:
+    """Seeded weights: matrices as wide as they are deep, norms and biases of every size."""
+    drawn = random_weights(config, dtype, CPU, seed=3)
+    lm_head = drawn.embedding * 50 if config.tie_embeddings else drawn.lm_head * 8
+    assert isinstance(lm_head, Tensor)
+    return Weights(
+        lm_head if config.tie_embeddings else drawn.embedding * 50,
+        tuple(_layer(layer, seed, quantization) for seed, layer in enumerate(drawn.layers)),
+        _norm(drawn.final_norm, 99),
+        linear.prepare(lm_head, quantization),
+    )
+
+
+def _layer(layer: LayerWeights, seed: int, quantization: str) -> LayerWeights:
+    values: dict[str, Any] = {}
+    for at, field in enumerate(fields(layer)):
+        value = getattr(layer, field.name)
+        if value is None:
+            continue
+        if field.name in MATRICES:
+            values[field.name] = linear.prepare(value * 8, quantization)
+        elif field.name.endswith("norm"):
+            values[field.name] = _norm(value, 10 * seed + at)
+        else:
+            values[field.name] = value * 15
+    return replace(layer, **values)
+
+
+def _norm(ones: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return ones + 0.2 * torch.randn(ones.shape, generator=generator).to(ones.dtype)
+
+
+def both(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, quantization: str = "none"
+) -> tuple[Model, GpuModel]:
+    """The reference and the GPU's model over the same weights."""
+    weights = weights_of(config, dtype, quantization)
+    return Model(config, weights, dtype, CPU), GpuModel(config, weights, dtype, CPU)
+
+
+def run_of(model: Model | GpuModel, kv_dtype: torch.dtype | None = None) -> PagedRun:
+    """A run over a pool of `kv_dtype`, the model's own if it is None; equal blocks in every run."""
+    config = model.config
+    run = PagedRun(model)  # type: ignore[arg-type]  # any StepModel with a config will do
+    if kv_dtype is not None:
+        sizes = (config.num_layers, config.num_kv_heads, run.block_size, config.head_size)
+        run.pool = allocate_pool(KvLayout(NUM_BLOCKS, *sizes, kv_dtype), None, CPU)
+        run.pool[0] = 3  # nobody's, as in every run: finite garbage
+    return run
+
+
+def tokens(length: int, seed: int, vocab: int = TINY.vocab_size) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (length,), generator=generator).tolist()

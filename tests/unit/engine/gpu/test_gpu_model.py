@@ -1,0 +1,197 @@
+"""The GPU's model gives what the torch model gives: logits, KV and tokens, batched any way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.engine.batch import StepBatch, StepModel
+from baton.engine.blocks import BlockPool
+from baton.engine.gpu.model import GpuModel
+from baton.engine.kv_cache import KvLayout, allocate_pool
+from baton.engine.planner import Planner
+from baton.engine.quantize import FP8, unpack_rows
+from baton.engine.runner import Runner
+from baton.engine.sampler import Sampler
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
+from tests.unit.engine.gpu.models import CONFIGS, CPU, TINY, both, run_of, tokens
+from tests.unit.engine.paged import PagedRun
+
+
+def ints(values: list[int] | list[list[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def mixed_steps(run: PagedRun) -> list[Tensor]:
+    """Chunks; then a decode row among chunks, one behind a cached prefix; then decode rows."""
+    first, second = run.add(tokens(20, 1)), run.add(tokens(9, 2))
+    logits = run.step((first, 18), (second, 4))
+    third = run.add(first.tokens[:16] + tokens(4, 3))
+    third.block_ids[0], third.computed = first.block_ids[0], 16
+    logits += run.step((first, 1), (second, 4), (third, 3))
+    logits += run.step((first, 1), (second, 1), (third, 1))
+    return logits
+
+
+def assert_near(one: PagedRun, other: PagedRun, atol: float = 2e-5) -> None:
+    """Equal steps give equal logits, and leave equal pools."""
+    got, expected = mixed_steps(one), mixed_steps(other)
+    for row, wanted in zip(got, expected, strict=True):
+        assert row.dtype == torch.float32
+        torch.testing.assert_close(row, wanted, rtol=0, atol=atol)
+    assert wanted.std() > 0.3, "a model that says nothing proves nothing"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_the_torch_model(name: str) -> None:
+    model, gpu = both(CONFIGS[name])
+    runs = run_of(gpu), run_of(model)
+    assert_near(*runs)
+    torch.testing.assert_close(runs[0].pool, runs[1].pool, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kv_dtype", "quantization"), [(torch.int8, "fp8"), (FP8, "int8")])
+def test_eight_bits(kv_dtype: torch.dtype, quantization: str) -> None:
+    config = replace(TINY, qkv_bias=True, vocab_size=97)  # whose output layer stays whole
+    model, gpu = both(config, quantization=quantization)
+    runs = run_of(gpu, kv_dtype), run_of(model, kv_dtype)
+    # Where two sums differ in their last bit, a value may come out as its neighbour.
+    assert_near(*runs, atol=0.05)
+    got, expected = (unpack_rows(run.pool[1:], torch.float32) for run in runs)
+    apart = (got - expected).abs()
+    assert (apart > 1e-4).float().mean() < 2e-3
+    assert (apart <= expected.abs().amax(-1, keepdim=True) / 14 + 1e-6).all()
+
+
+def test_bfloat16_is_as_near_to_float32_as_torch_is() -> None:
+    exact, _ = both(TINY)
+    expected = torch.cat(mixed_steps(run_of(exact)))
+    errors = []
+    for model in both(TINY, torch.bfloat16):
+        run = run_of(model)
+        errors.append((torch.cat(mixed_steps(run)) - expected).abs().mean())
+        assert run.pool.dtype == torch.bfloat16
+    # The interpreter cuts what bfloat16 cannot hold, which is twice the error of rounding.
+    assert errors[1] < 3 * errors[0]
+
+
+def test_only_wanted_rows_have_logits() -> None:
+    _, gpu = both(TINY)
+    run = run_of(gpu)
+    sequence = run.add(tokens(9, 1))
+    whole = run.step((sequence, 9))[0]
+    batch = StepBatch(
+        token_ids=ints(sequence.tokens),
+        contexts=ints([0]),
+        counts=ints([9]),
+        tables=ints([sequence.block_ids]),
+        logit_rows=ints([2, 8]),
+        singles=0,
+    )
+    torch.testing.assert_close(gpu.step(batch, run.pool), whole[[2, 8]], rtol=0, atol=1e-5)
+    nothing = gpu.step(replace(batch, logit_rows=ints([])), run.pool)
+    assert (nothing.shape, nothing.dtype) == ((0, TINY.vocab_size), torch.float32)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations that would make the host wait for a GPU."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "item")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not any(name in func.name() for name in self.WAITING), f"{func.name()} waits"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def decoding() -> tuple[GpuModel, PagedRun, Tensor, Tensor]:
+    """A model, a run with two sequences of 18 and 5 tokens; their last tokens and tables."""
+    _, gpu = both(replace(TINY, windows=(12, 12)))
+    run = run_of(gpu)
+    sequences = [run.add(tokens(18, 1), room=2), run.add(tokens(5, 2), room=27)]
+    run.step((sequences[0], 18), (sequences[1], 5))
+    return gpu, run, ints([7, 11]), ints([sequence.block_ids for sequence in sequences])
+
+
+def test_decode_is_a_step_of_single_rows(
+    decoding: tuple[GpuModel, PagedRun, Tensor, Tensor],
+) -> None:
+    gpu, run, last, tables = decoding
+    stepped, decoded = run.pool.clone(), run.pool.clone()
+    batch = StepBatch(last, ints([18, 5]), ints([1, 1]), tables, ints([0, 1]), 2)
+    expected = gpu.step(batch, stepped)
+    # Two rows of padding among them, whose tables name blocks that are somebody's.
+    padded = [torch.stack([rows[0], rows[1], rows[1], rows[0]]) for rows in (last, tables)]
+    got = gpu.decode(padded[0], ints([18, -1, 5, -1]), padded[1], decoded)
+    assert got.shape == (4, TINY.vocab_size)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got[[0, 2]], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(decoded, stepped, rtol=0, atol=1e-5)
+    written = decoded != run.pool
+    assert torch.equal(written, stepped != run.pool), "padding leaves the pool alone"
+    assert written[tables[0, 1], ..., 2, :].all() and written[tables[1, 0], ..., 5, :].all()
+    assert written.sum() == 2 * TINY.num_layers * 2 * TINY.num_kv_heads * TINY.head_size
+
+
+def test_a_batch_of_padding_touches_nothing(
+    decoding: tuple[GpuModel, PagedRun, Tensor, Tensor],
+) -> None:
+    gpu, run, last, tables = decoding
+    pool = run.pool.clone()
+    gpu.decode(last, ints([-1, -1]), tables, pool)
+    assert torch.equal(pool, run.pool)
+
+
+def test_nothing_waits_for_the_device(
+    decoding: tuple[GpuModel, PagedRun, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, run, last, tables = decoding
+    pool = run.pool.clone()
+    mixed = StepBatch(
+        token_ids=ints([7, 11, 12, 13]),
+        contexts=ints([18, 5]),
+        counts=ints([1, 3]),
+        tables=tables,
+        logit_rows=ints([0, 3]),
+        singles=1,
+    )
+    with NoWaiting():
+        gpu.step(mixed, pool)
+        gpu.decode(last, ints([18, -1]), tables, pool)
+        with pytest.raises(AssertionError, match="waits"):
+            last[0].item()
+
+
+def generate(model: StepModel, prompts: list[list[int]], kv_dtype: torch.dtype) -> list[list[int]]:
+    """Greedy continuations by a runner and a planner, chunked and batched as an engine would."""
+    layout = KvLayout(24, TINY.num_layers, TINY.num_kv_heads, 16, TINY.head_size, kv_dtype)
+    pool = allocate_pool(layout, None, CPU)
+    runner = Runner(model, pool, Sampler(frozenset(), TINY.vocab_size))
+    planner = Planner(BlockPool(24, 16), chunk_tokens=16, max_batch=4)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    sequences = [
+        Sequence(str(i), list(prompt), len(prompt), greedy) for i, prompt in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        planner.add(sequence)
+    while min(sequence.num_tokens - sequence.prompt_tokens for sequence in sequences) < 6:
+        plan = planner.plan()
+        drawn = runner.run(plan)
+        for work in plan.work:
+            new = drawn[work.sequence.seq_id].token_ids if work.samples else ()
+            work.sequence.tokens += new
+            planner.advance(work, new)
+    return [sequence.tokens[sequence.prompt_tokens :][:6] for sequence in sequences]
+
+
+def test_a_runner_gets_the_same_tokens() -> None:
+    prompts = [tokens(18, 5), tokens(3, 6)]
+    model, gpu = both(replace(TINY, qkv_bias=True))
+    expected = generate(model, prompts, torch.float32)
+    assert generate(gpu, prompts, torch.float32) == expected
+    assert len({token for output in expected for token in output}) > 4

@@ -1,0 +1,160 @@
+"""The GPU's runner gives token for token what the plain one gives, whoever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from baton.engine.gpu.device import HostLane, Lane
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
+from tests.unit.engine.gpu.driving import CONFIG, MAX_CONTEXT, Driven, on_gpu, plain
+from tests.unit.engine.gpu.lazy_lane import LazyLane
+
+
+@dataclass
+class Story:
+    """Who comes and who is cancelled before each step; the same however it is computed."""
+
+    coming: dict[int, list[Sequence]]
+    leaving: dict[int, list[str]]
+
+
+def a_story(seed: int, *, calm: bool = False) -> Story:
+    """Calm ones decode for long with few changes; others come, go and ask for everything."""
+    dice = random.Random(seed)
+    coming: dict[int, list[Sequence]] = {}
+    leaving: dict[int, list[str]] = {}
+    shared = [dice.randrange(2, CONFIG.vocab_size) for _ in range(13)]
+    for number in range(5 if calm else 14):
+        at = 0 if calm else dice.randrange(40)
+        tail = [dice.randrange(2, CONFIG.vocab_size) for _ in range(dice.randint(1, 9))]
+        prompt = shared[: dice.choice((0, 8, 13))] + tail
+        if not calm and dice.random() < 0.4:
+            prompt = tail[:1]  # in the batch without a chunk
+        params = SamplingParams(**_settings(dice, calm))
+        name = f"s{number}"
+        coming.setdefault(at, []).append(Sequence(name, prompt, len(prompt), params))
+        if dice.random() < (0.2 if calm else 0.3):
+            leaving.setdefault(at + dice.randrange(1, 20), []).append(name)
+    return Story(coming, leaving)
+
+
+def _settings(dice: random.Random, calm: bool) -> dict[str, object]:
+    settings: dict[str, object] = {
+        "max_tokens": dice.randrange(20, 60) if calm else dice.randrange(1, 40),
+        "ignore_eos": calm or dice.random() < 0.7,
+        "seed": dice.randrange(1 << 40),
+        "stop_token_ids": frozenset(dice.sample(range(CONFIG.vocab_size), 0 if calm else 2)),
+    }
+    if dice.random() < 0.6:
+        settings |= {"temperature": dice.uniform(0.3, 1.5), "top_p": dice.choice((1.0, 0.9, 0.4))}
+        settings |= {"top_k": dice.choice((0, 0, 5)), "min_p": dice.choice((0.0, 0.0, 0.05))}
+    if not calm and dice.random() < 0.25:
+        changes: list[dict[str, object]] = [
+            {"repetition_penalty": 1.3}, {"presence_penalty": 0.7}, {"logit_bias": {5: 9.0}},
+            {"min_tokens": 1}, {"logprobs": 2},
+        ]  # fmt: skip
+        settings |= dice.choice(changes)
+    return settings
+
+
+def tell(story: Story, driven: Driven) -> Driven:
+    end = max([*story.coming, *story.leaving]) + 1
+    for at in range(end):
+        for sequence in story.coming.get(at, ()):
+            tokens, length = list(sequence.tokens), sequence.prompt_tokens
+            driven.come(Sequence(sequence.seq_id, tokens, length, sequence.params))
+        for name in story.leaving.get(at, ()):
+            driven.cancel(name)
+        if driven.busy:
+            driven.step()
+            _check(driven)
+    while driven.busy:
+        driven.step()
+        _check(driven)
+    assert driven.blocks.num_held == 0
+    return driven
+
+
+def _check(driven: Driven) -> None:
+    lane = getattr(driven.runner, "_lane", None)
+    if isinstance(lane, LazyLane):
+        flying = driven.runner._ahead is not None  # type: ignore[attr-defined]
+        assert lane.unwaited == flying, "what the plan computed is there, for everybody to see"
+
+
+def assert_same(some: Driven, others: Driven) -> None:
+    assert some.tokens.keys() == others.tokens.keys()
+    for name, tokens in some.tokens.items():
+        expected = others.tokens[name]
+        if "cancelled" in (some.ends[name], others.ends[name]):  # maybe a step earlier or later
+            shorter = min(len(tokens), len(expected))
+            assert tokens[:shorter] == expected[:shorter]
+        else:
+            assert tokens == expected
+            assert some.ends[name] == others.ends[name]
+            assert some.logprobs[name] == others.logprobs[name]
+
+
+def lanes(seed: int) -> list[Lane]:
+    return [HostLane(), LazyLane(), LazyLane(seed)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_blocks", [17, 200], ids=["tiny pool", "roomy"])
+def test_tokens_are_those_of_the_plain_runner(seed: int, num_blocks: int) -> None:
+    story = a_story(seed)
+    expected = tell(story, plain(num_blocks))
+    preempted = expected.planner.preemptions
+    assert (preempted > 0) == (num_blocks == 17)
+    for at, lane in enumerate(lanes(seed)):
+        driven = on_gpu(lane, num_blocks, graphs=at % 2 == 0)
+        assert_same(tell(story, driven), expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "options", [{"overlap": False}, {"speculate": 3}, {"max_batch": 2}], ids=str
+)
+def test_so_they_are_without_overlap_with_drafts_and_in_small_batches(
+    seed: int, options: dict[str, int]
+) -> None:
+    story = a_story(100 + seed)
+    theirs = {name: value for name, value in options.items() if name != "overlap"}
+    expected = tell(story, plain(60, **theirs))
+    assert_same(tell(story, on_gpu(LazyLane(seed), 60, **options)), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steady_decoding_is_ahead_of_its_plans_and_the_same(seed: int) -> None:
+    story = a_story(200 + seed, calm=True)
+    driven = tell(story, on_gpu(LazyLane(seed), 200))
+    assert_same(driven, tell(story, plain(200)))
+    assert isinstance(driven.runner, GpuRunner)
+    counts = driven.runner.counts
+    assert counts.ahead > 0.6 * counts.launches
+    assert counts.wasted_rows < 0.2 * counts.ahead_rows
+    assert tell(story, on_gpu(LazyLane(seed), 200, overlap=False)).runner.counts.ahead == 0  # type: ignore[attr-defined]
+
+
+def test_padding_is_counted() -> None:
+    driven = on_gpu(HostLane(), 100, max_batch=6)
+    for name in "abcde":
+        driven.add(Sequence(name, [5, 6], 2, SamplingParams(max_tokens=3, ignore_eos=True)))
+    driven.finish()
+    counts = driven.runner.counts  # type: ignore[attr-defined]
+    assert (counts.rows, counts.padding_rows, counts.launches) == (10, 2, 2)
+
+
+def test_a_sequence_runs_up_to_the_longest_context() -> None:
+    params = SamplingParams(max_tokens=1000, ignore_eos=True)
+    both = [plain(40), on_gpu(LazyLane(), 40)]
+    for driven in both:
+        driven.add(Sequence("a", [7, 8, 9], 3, params))
+        driven.finish()
+    assert len(both[0].tokens["a"]) == MAX_CONTEXT - 3
+    assert_same(both[1], both[0])

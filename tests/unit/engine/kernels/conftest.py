@@ -1,0 +1,5 @@
+"""Kernels are interpreted here, on the CPU: told before the first of them is imported."""
+
+from __future__ import annotations
+
+import tests.interpreted  # noqa: F401

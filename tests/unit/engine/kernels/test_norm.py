@@ -1,0 +1,58 @@
+"""Addition and RMS norm in one kernel: as the model's own steps in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.engine.kernels.norm import LARGEST_ROW, add_rms_norm, add_rms_norm_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["added", "alone"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 48), (3, 1), (2, 1000), (9, 257)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_equals_its_reference(dtype: torch.dtype, rows: int, size: int, added: bool) -> None:
+    torch.manual_seed(size)
+    x = (torch.randn(rows, size) * 3).to(dtype)
+    residual = torch.randn(rows, size).to(dtype) if added else None
+    expected_residual = residual.clone() if residual is not None else None
+    weight = torch.randn(size).to(dtype)
+
+    normed, stream = add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_stream = add_rms_norm_reference(x, expected_residual, weight, 1e-5)
+
+    assert stream is (residual if added else x)
+    assert torch.equal(stream, expected_stream)
+    assert normed.dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(normed, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_unit_mean_square() -> None:
+    normed, _ = add_rms_norm(torch.full((1, 8), -3.0), None, torch.full((8,), 2.0), 0.0)
+    torch.testing.assert_close(normed, torch.full((1, 8), -2.0))
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    normed, _ = add_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), torch.ones(8), 1e-6)
+    assert not normed.any()
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    wide = torch.randn(4, 40)
+    normed, _ = add_rms_norm(wide[:, 8:24], None, torch.ones(16), 1e-6)
+    expected, _ = add_rms_norm(wide[:, 8:24].contiguous(), None, torch.ones(16), 1e-6)
+    assert torch.equal(normed, expected)
+
+
+def test_no_rows() -> None:
+    normed, stream = add_rms_norm(torch.ones(0, 16), torch.ones(0, 16), torch.ones(16), 1e-6)
+    assert normed.shape == stream.shape == (0, 16)
+
+
+def test_a_row_longer_than_registers_is_refused() -> None:
+    size = LARGEST_ROW + 1
+    with pytest.raises(ValueError, match=f"rows of {size} elements"):
+        add_rms_norm(torch.zeros(1, size), None, torch.ones(size), 1e-6)

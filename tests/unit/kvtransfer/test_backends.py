@@ -1,0 +1,194 @@
+"""How NCCL is asked for, and what a transfer over it does, with torch's part of it written down."""
+
+import os
+import threading
+import time
+import types
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from baton.errors import TransferFailed
+from kvtransfer import backends, gpus, process_group
+from kvtransfer.pool import KvPool, Slots
+from kvtransfer.process_group import ProcessGroupTransport
+from kvtransfer.staging import Staging
+from tests.contract.kvtransfer_parts import make_pool, slots
+
+
+class Options:
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = types.SimpleNamespace()
+
+
+class ProcessGroupNCCL:
+    """Does at once what NCCL queues; `journal` tells of the calls in their order."""
+
+    Options = Options
+    made = ()
+
+    def __init__(self, store, rank, size, options):
+        assert isinstance(store, PrefixStore)
+        self.rank, self.size, self.options = rank, size, options
+        self.journal, self.aborted, self.stuck = [], threading.Event(), False
+        self.made.append(self)
+
+    def send(self, tensors, peer, tag):
+        return self._queue("send", tensors[0])
+
+    def recv(self, tensors, peer, tag):
+        return self._queue("recv", tensors[0])
+
+    def abort(self):
+        self.journal.append("abort")
+        self.aborted.set()
+
+    def _queue(self, what, tensor):
+        self.journal.append((what, tensor.numel()))
+        return types.SimpleNamespace(wait=lambda: self.journal.append("wait"))
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    fake = types.SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
+    monkeypatch.setattr(backends, "distributed", fake)
+    monkeypatch.setattr(gpus, "nccl_version", lambda: (2, 27, 5))
+    monkeypatch.setattr(ProcessGroupNCCL, "made", [])
+    for name in (*backends.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return backends.nccl()
+
+
+def build(nccl):
+    return nccl.build(PrefixStore("p/1", HashStore()), 1, "127.0.0.1", 5.0)
+
+
+def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
+    group = build(nccl)
+    config = group.options.config
+    assert (group.rank, group.size) == (1, 2)
+    assert config.blocking == 0
+    assert config.min_ctas == 1
+    assert config.max_ctas == backends.NCCL_MAX_CTAS
+    assert group.options.is_high_priority_stream
+
+
+def test_torch_is_told_to_leave_failures_to_us(nccl):
+    assert {name: os.environ[name] for name in backends.NCCL_ENVIRONMENT} == (
+        backends.NCCL_ENVIRONMENT
+    )
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
+
+
+def test_one_gpu_is_shared_where_nccl_can(nccl, monkeypatch):
+    monkeypatch.setattr(gpus, "nccl_version", lambda: (2, 30, 3))
+    backends.nccl()
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+
+
+@pytest.fixture
+def pool():
+    pool = make_pool(1, "gpu")
+    yield pool
+    pool.area.close()
+
+
+@pytest.fixture
+def link(nccl, pool, monkeypatch):
+    """A sender's link, connected; its group's journal is empty."""
+    monkeypatch.setattr(process_group, "connected_store", lambda *place: HashStore())
+    endpoint = b'{"host": "h", "port": 1, "name": "p/1", "message_bytes": 2048}'
+    link = ProcessGroupTransport(nccl, "127.0.0.1").connect(pool, endpoint, 5.0)
+    [group] = ProcessGroupNCCL.made
+    assert group.journal == [("send", 1), "wait", ("recv", 1), "wait"]
+    group.journal.clear()
+    yield link
+    link.close()
+
+
+def test_messages_are_queued_in_order_and_no_wait_has_a_time_out_of_its_own(link, pool):
+    [group] = ProcessGroupNCCL.made
+    digest = pool.new_digest()
+    link.put(slots(18, 1, 5, 2, 3, 9), slots(18, 1, 2, 3, 4, 5), digest, 5.0)
+    # The next message is gathered while one travels, and is sent when that one is through.
+    sends = [("send", 2048), ("send", 2048), ("send", 512)]
+    assert group.journal == [entry for send in sends for entry in (send, "wait")]
+    assert digest.value == pool.digest(Slots((1, 5, 2, 3, 9), 18)).value
+
+
+def test_a_transfer_that_hangs_is_aborted_at_its_deadline(link, pool, monkeypatch):
+    [group] = ProcessGroupNCCL.made
+    mover = link._group._mover
+    settle = mover.settle
+
+    def hanging():
+        assert group.aborted.wait(5.0)  # as kernels that end when their communicator is aborted
+        settle()
+
+    monkeypatch.setattr(mover, "settle", hanging)
+    start = time.monotonic()
+    with pytest.raises(TransferFailed, match="its time was over"):
+        link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 0.1)
+    assert 0.05 < time.monotonic() - start < 2.0
+
+
+def test_an_aborted_link_sends_no_more(link, pool):
+    [group] = ProcessGroupNCCL.made
+    link.abort()
+    with pytest.raises(TransferFailed):
+        link.put(slots(8, 1, 3), slots(8, 1, 2), pool.new_digest(), 5.0)
+    assert group.aborted.is_set()
+
+
+def test_no_timer_is_left_behind(link, pool):
+    link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 60.0)
+    for thread in threading.enumerate():
+        if thread.name == "kv-deadline":
+            thread.join(5.0)
+            assert not thread.is_alive()
+
+
+def lend(staging, num_bytes=8, timeout_s=0.0):
+    return staging.lend(num_bytes, torch.device("cpu"), time.monotonic() + timeout_s)
+
+
+def test_staging_memory_is_lent_again_unless_something_failed():
+    staging = Staging()
+    with lend(staging) as first:
+        assert first.shape == (2, 8)
+    with lend(staging, 4) as again:
+        assert again is first
+    with lend(staging, 16) as larger:
+        assert larger.shape == (2, 16)
+    with pytest.raises(RuntimeError, match="lost"), lend(staging):
+        raise RuntimeError("lost")
+    assert [len(kept[0]) for kept in staging._kept] == [16]
+
+
+def test_no_more_staging_memory_is_lent_than_there_may_be():
+    staging = Staging(max_lent=1)
+    with lend(staging):
+        with pytest.raises(RuntimeError, match="no staging memory"), lend(staging, 8, 0.02):
+            pass
+        lent = threading.Event()
+
+        def wait():
+            with lend(staging, 8, 5.0):
+                lent.set()
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        assert not lent.wait(0.02)
+    assert lent.wait(5.0)
+    waiter.join(5.0)
+
+
+def test_a_pool_of_half_words_is_refused_on_a_gpu():
+    area = types.SimpleNamespace(
+        tensor=torch.zeros(1, 1, 2, 1, 2, 3, dtype=torch.bfloat16), handle=b""
+    )
+    with pytest.raises(ValueError, match="whole words"):
+        KvPool(area.tensor, area)

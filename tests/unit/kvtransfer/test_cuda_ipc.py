@@ -1,0 +1,159 @@
+"""Whose memory a cuda_ipc link opens, when it stops, and what it leaves behind."""
+
+import base64
+import json
+import time
+
+import pytest
+import torch
+
+from baton.errors import InvalidRequest, TransferFailed
+from kvtransfer import cuda_ipc
+from kvtransfer.cuda_driver import CudaError
+from kvtransfer.cuda_ipc import CudaIpcTransport
+from kvtransfer.cuda_memory import CudaArea
+from kvtransfer.pool import KvPool, Slots
+from tests.contract.kvtransfer_driver import CPU, MemfdDriver
+
+SHAPE = (6, 1, 2, 1, 4, 2)  # 64 bytes a block
+NUM_BYTES = 6 * 64
+
+
+@pytest.fixture
+def driver():
+    return MemfdDriver()
+
+
+def make_pool(driver):
+    area = CudaArea(NUM_BYTES, CPU, driver)
+    return KvPool(area.tensor.view(torch.float32).view(SHAPE), area)
+
+
+@pytest.fixture
+def pools(driver):
+    """(sender's, receiver's)"""
+    both = make_pool(driver), make_pool(driver)
+    both[0].tensor.copy_(torch.randn(SHAPE))
+    yield both
+    for pool in both:
+        pool.area.close()
+    assert not driver.mapped
+
+
+@pytest.fixture
+def place(driver, pools):
+    return json.loads(CudaIpcTransport(driver).listen(pools[1]).offer("p", 1))
+
+
+def connect(driver, pool, place):
+    return CudaIpcTransport(driver).connect(pool, json.dumps(place).encode(), 1.0)
+
+
+@pytest.fixture
+def link(driver, pools, place):
+    link = connect(driver, pools[0], place)
+    yield link
+    link.close()
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"nonce": "00" * 16}, "other memory"),
+        ({"handle": base64.b64encode(bytes(64)).decode()}, "cuIpcOpenMemHandle_v2.*ipc: host"),
+        ({"handle": "?"}, "cannot open"),
+        ({"blocks": 7}, "7 blocks do not lie"),
+        ({"bytes": 1 << 40}, "do not lie"),
+        ({"pid": 2**22}, "no such receiver"),
+        ({"gpu": "GPU-1", "nonce": ""}, "memory on GPU-1"),
+    ],
+)
+def test_memory_of_somebody_else_is_not_written(driver, pools, place, change, why):
+    mapped = len(driver.mapped)
+    with pytest.raises(TransferFailed, match=why):
+        connect(driver, pools[0], {**place, **change})
+    assert len(driver.mapped) == mapped
+
+
+@pytest.mark.parametrize("endpoint", [b"", b"[]", b"{}", b"\xff", b"3"])
+def test_an_endpoint_that_is_none_fails(driver, pools, endpoint):
+    with pytest.raises(TransferFailed):
+        CudaIpcTransport(driver).connect(pools[0], endpoint, 1.0)
+
+
+def test_a_put_in_pieces_is_one(link, pools, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "PIECE_BYTES", 64)
+    digest = pools[0].new_digest()
+    local, remote = Slots((0, 2, 4, 5, 1), 18), Slots((5, 4, 3, 2, 0), 18)
+    link.put(local, remote, digest, 1.0)
+    assert digest.value == pools[0].digest(local).value == pools[1].digest(remote).value
+    assert torch.equal(pools[1].tensor[0, ..., :2, :], pools[0].tensor[1, ..., :2, :])
+    assert not pools[1].tensor[0, ..., 2:, :].any()
+
+
+@pytest.mark.parametrize("stop", ["abort", "deadline"])
+def test_a_put_stops_between_pieces(link, pools, monkeypatch, stop):
+    monkeypatch.setattr(cuda_ipc, "PIECE_BYTES", 64)
+    copy = link._mover.copy
+    copied = []
+
+    def stopping(*slots):
+        copied.append(copy(*slots))
+        if len(copied) == 2:
+            link.abort() if stop == "abort" else time.sleep(0.03)
+
+    link._mover.copy = stopping
+    ids = (0, 1, 2, 3, 4, 5)
+    with pytest.raises(TransferFailed, match="aborted" if stop == "abort" else "in time"):
+        link.put(Slots(ids, 24), Slots(ids, 24), pools[0].new_digest(), 0.02)
+    assert len(copied) == 2
+    assert torch.equal(pools[1].tensor[:2], pools[0].tensor[:2])
+    assert not pools[1].tensor[2:].any()
+
+
+def test_a_failing_gpu_fails_the_put(link, pools):
+    def copy(*slots):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    link._mover.copy = copy
+    with pytest.raises(TransferFailed, match="illegal memory access"):
+        link.put(Slots((1,), 4), Slots((2,), 4), pools[0].new_digest(), 1.0)
+
+
+@pytest.mark.parametrize(
+    "local, remote",
+    [
+        (Slots((1,), 4), Slots((6,), 4)),
+        (Slots((1, 1), 8), Slots((2, 3), 8)),
+        (Slots((1,), 4), Slots((2,), 3)),
+    ],
+)
+def test_slots_that_do_not_fit_are_refused(link, pools, local, remote):
+    with pytest.raises(InvalidRequest):
+        link.put(local, remote, pools[0].new_digest(), 1.0)
+    assert not pools[1].tensor.any()
+
+
+def test_a_closed_link_writes_no_more(link, pools):
+    link.close()
+    link.close()
+    with pytest.raises(TransferFailed):
+        link.put(Slots((1,), 4), Slots((2,), 4), pools[0].new_digest(), 1.0)
+
+
+def test_memory_that_cannot_be_closed_is_told_and_the_receiver_too(driver, pools, place, caplog):
+    class Stubborn:
+        """As a GPU that has failed."""
+
+        def __getattr__(self, name):
+            return getattr(driver, name)
+
+        def close(self, device, address):
+            driver.close(device, address)
+            raise CudaError("cuIpcCloseMemHandle", 719, "unspecified launch failure")
+
+    link = connect(Stubborn(), pools[0], place)
+    link.close()
+    assert "stays open: cuIpcCloseMemHandle failed with CUDA error 719" in caplog.text
+    with pytest.raises(TransferFailed):
+        link._receiver.check()

@@ -1,0 +1,67 @@
+"""What the checksums tell apart, and what they do not depend on."""
+
+import pytest
+import torch
+
+from kvtransfer.digest import MIX_1, MIX_2, STEP, Digest, WordDigest, word_sum
+
+MASK = (1 << 64) - 1
+
+
+def by_hand(data, first=0):
+    total = 0
+    for place in range(len(data) // 4):
+        word = int.from_bytes(data[4 * place : 4 * place + 4], "little")
+        x = (word + (first + place) * STEP) & MASK
+        x = ((x ^ (x >> 30)) * MIX_1) & MASK
+        x = ((x ^ (x >> 27)) * MIX_2) & MASK
+        total += x ^ (x >> 31)
+    return total & MASK
+
+
+@pytest.fixture
+def data():
+    return torch.randint(0, 256, (4 * 300,), dtype=torch.uint8, generator=torch.manual_seed(1))
+
+
+@pytest.mark.parametrize("first", [0, 7, (1 << 31) - 2, 1 << 40])
+def test_a_word_sum_is_what_its_formula_says(data, first):
+    assert int(word_sum(data, first)) & MASK == by_hand(data.numpy().tobytes(), first)
+
+
+@pytest.mark.parametrize("kind", [Digest, WordDigest])
+@pytest.mark.parametrize("cut", [0, 4, 400, 1196, 1200])
+def test_chunks_do_not_matter(kind, cut, data, monkeypatch):
+    monkeypatch.setattr("kvtransfer.digest._WORDS_AT_ONCE", 64)
+    whole, cuts = kind(), kind()
+    whole.update(data)
+    cuts.update(data[:cut])
+    cuts.add(data[cut:].numpy().data)
+    assert (cuts.value, cuts.num_bytes) == (whole.value, whole.num_bytes)
+    assert whole.num_bytes == 1200
+    assert 0 <= whole.value <= MASK
+
+
+@pytest.mark.parametrize("kind", [Digest, WordDigest])
+def test_every_changed_bit_and_exchanged_block_changes_it(kind, data):
+    def value(changed):
+        digest = kind()
+        digest.update(changed)
+        return digest.value
+
+    values = {value(data)}
+    for bit in range(8 * 40):
+        changed = data.clone()
+        changed[bit // 8 * 30] ^= 1 << bit % 8
+        values.add(value(changed))
+    values.add(value(torch.cat([data[400:800], data[:400], data[800:]])))
+    values.add(value(torch.cat([data[4:8], data[:4], data[8:]])))
+    values.add(value(data[:-4]))
+    assert len(values) == 1 + 8 * 40 + 3
+
+
+def test_words_of_zero_count():
+    digest, longer = WordDigest(), WordDigest()
+    digest.update(torch.zeros(8, dtype=torch.uint8))
+    longer.update(torch.zeros(12, dtype=torch.uint8))
+    assert digest.value != longer.value
