@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from baton.cli import bench, explain, generate, health, services, status, top, trace, up
+from baton.cli import bench, doctor, explain, generate, health, services, status, top, trace, up
 from baton.cli.extras import mend_of
 from baton.cli.options import HelpFormatter
 from baton.errors import BatonError
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"baton {_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (up, services, generate, status, health, top, explain, trace, bench):
+    for module in (up, services, generate, status, health, doctor, top, explain, trace, bench):
         module.add_commands(commands)
     return root
 

@@ -77,9 +77,11 @@ def render(status: Mapping[str, Any]) -> str:
 
 
 def _worker_columns(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
-    """The columns of the workers' table: why one is not used, only when there is such a one."""
+    """The columns of the workers' table: some are there only when they tell something."""
+    on_gpus = any(worker.get("device", "cpu") != "cpu" for worker in workers)
+    device = {"device": "computes on"} if on_gpus else {}
     reason = {"reason": "reason"} if any(worker["reason"] for worker in workers) else {}
-    return {**_WORKER_COLUMNS, **reason}
+    return {**_WORKER_COLUMNS, **device, **reason}
 
 
 def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -42,6 +42,11 @@ def explanation_of(response: fleet_pb2.ExplainResponse) -> dict[str, Any]:
     return _fields(response)
 
 
+def device_of(record: common_pb2.WorkerRecord) -> str:
+    """What a worker computes on: "H100 80GB HBM3", "cpu"."""
+    return record.hardware.gpu.name.removeprefix("NVIDIA ") or "cpu"
+
+
 def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
     record, load = worker.record, worker.load
     return {
@@ -51,6 +56,7 @@ def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
         "pid": record.pid,
         "state": worker.state,
         "reason": worker.reason,
+        "device": device_of(record),
         "queue_tokens": load.queue_tokens,
         "running": load.running,
         # A worker that has not reported its load yet has registered its pool's size.

@@ -30,6 +30,7 @@ from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer
+from baton.worker import hardware
 from baton.worker.figures import WorkerFigures
 from baton.worker.meter import LoadMeter, load_proto
 from baton.worker.stall import StallWatch
@@ -129,7 +130,7 @@ class Node:
                 settings = loaded.settings
                 place = partial(cores.settle, settings.cpus, settings.nice)
                 await asyncio.wrap_future(self.engine.submit(place))
-                self._describe(loaded)
+                await self._describe(loaded)
                 await self._serve(server, make_servicer(self), registration)
 
     async def drain(self) -> None:
@@ -149,8 +150,9 @@ class Node:
         if self.draining:
             raise Unavailable(f"worker {self.record.incarnation} is draining")
 
-    def _describe(self, loaded: Loaded) -> None:
-        record = self.record
+    async def _describe(self, loaded: Loaded) -> None:
+        record, device = self.record, loaded.runner.pool.device
+        record.hardware.CopyFrom(await asyncio.to_thread(hardware.describe, device))
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
         record.transports.extend(self.role.transports)

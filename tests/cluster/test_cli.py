@@ -20,7 +20,17 @@ from tests.waiting import eventually
 PROMPT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop("
 SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")
 WORKER_KEYS = {
-    *("role", "incarnation", "address", "pid", "state", "reason", "queue_tokens", "running"),
+    *(
+        "role",
+        "incarnation",
+        "address",
+        "pid",
+        "device",
+        "state",
+        "reason",
+        "queue_tokens",
+        "running",
+    ),
     *("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined"),
 }
 TOLD = {

@@ -85,6 +85,7 @@ async def test_status(connect, serve):
         "incarnation": "w",
         "address": "h:1",
         "pid": 42,
+        "device": "cpu",
         "state": "READY",
         "reason": "",
         "queue_tokens": 9,

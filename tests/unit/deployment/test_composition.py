@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requirements
 import yaml
-from check_deployment import BASE, OVERLAYS
+from check_deployment import BASE, COMPOSE, OVERLAYS
 from deployment import composition
 
 
@@ -41,6 +42,52 @@ def test_our_files_are_good() -> None:
 )
 def test_a_mistake_is_told(tmp_path: Path, overlay: str, complaint: str) -> None:
     assert complaint in told(tmp_path, overlay)
+
+
+@pytest.fixture(scope="module")
+def gpu_workers() -> dict[str, Any]:
+    """The workers of the GPU overlay, by service, laid over ours."""
+    over = composition.loaded(COMPOSE / "compose.gpu.yaml")["services"]
+    under = composition.loaded(BASE)["services"]
+    return {name: composition._merged(under.get(name, {}), over[name]) for name in over}
+
+
+def test_each_gpu_worker_sees_every_gpu_and_takes_one_of_its_own(
+    gpu_workers: dict[str, Any],
+) -> None:
+    """What cuda_ipc and NCCL need of containers, so that KV never falls to sockets unsaid."""
+    devices = []
+    for settings in gpu_workers.values():
+        (asked,) = settings["deploy"]["resources"]["reservations"]["devices"]
+        assert asked["count"] == "all" and asked["capabilities"] == ["gpu"]
+        assert (settings["pid"], settings["ipc"]) == ("host", "host")
+        assert settings["ulimits"]["memlock"] == -1
+        environment = settings["environment"]
+        assert "CUDA_VISIBLE_DEVICES" not in environment and environment["NCCL_HOSTID"]
+        devices.append(environment["BATON_OPT_DEVICE"])
+    assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+
+
+def test_a_gpu_s_memory_is_shared_out_by_its_size(gpu_workers: dict[str, Any]) -> None:
+    """The base file's fixed KV cache does not shine through."""
+    for settings in gpu_workers.values():
+        assert not settings["environment"]["BATON_OPT_KV_CACHE"]
+        assert settings["environment"]["BATON_OPT_GPU_MEMORY"] == 0.9
+
+
+def test_further_gpu_workers_have_what_the_first_ones_have(gpu_workers: dict[str, Any]) -> None:
+    """They are written out in full: nothing of the base file may be missing or differ."""
+    own = {"BATON_OPT_DEVICE"}
+    for first, further in (("prefill", "prefill-2"), ("decode", "decode-2")):
+        one, other = gpu_workers[first], gpu_workers[further]
+        assert one.keys() | {"profiles", "networks"} == other.keys()
+        assert other["networks"] == {"default": {"aliases": [first]}}
+        same = one.keys() - {"environment", "volumes"}
+        assert {key: one[key] for key in same} == {key: other[key] for key in same}
+        assert set(one["volumes"]) == set(other["volumes"])
+        environments = (one["environment"], other["environment"])
+        ours, theirs = ({k: e[k] for k in e.keys() - own} for e in environments)
+        assert ours == theirs
 
 
 def test_an_empty_value_leaves_its_option_out(tmp_path: Path) -> None:

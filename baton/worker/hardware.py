@@ -1,0 +1,97 @@
+"""What a worker tells of its hardware: its GPU, what it reaches from there, and versions.
+
+Told for people and for `baton doctor`; nothing that is computed depends on it. A look that fails or
+takes too long is left out: it must not keep a worker from serving.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from baton.v1 import common_pb2
+from baton.worker import nvidia_smi
+from kvtransfer import gpus
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 3.0
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+def describe(device: torch.device, timeout_s: float = LOOK_S) -> common_pb2.Hardware:
+    """What a worker computing on `device` has; blocks for `timeout_s` at most, raises nothing."""
+    found = common_pb2.Hardware(torch_version=torch.__version__, rdma_devices=rdma_devices())
+    if device.type == "cuda":
+        _merge(found, _looks(device, timeout_s), timeout_s)
+    return found
+
+
+def rdma_devices(folder: Path = INFINIBAND) -> list[str]:
+    """Names of this machine's RDMA devices."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
+
+
+Look = Callable[[], common_pb2.Hardware]
+
+
+def _merge(found: common_pb2.Hardware, looks: list[Look], timeout_s: float) -> None:
+    """Adds what each look finds, until the time is over.
+
+    They run on a thread of their own that may be left behind: drivers can hang beyond any time-out.
+    """
+    parts: queue.SimpleQueue[common_pb2.Hardware | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        for look in looks:
+            try:
+                parts.put(look())
+            except Exception as error:
+                log.debug("%s: %s", look.__name__, error)
+        parts.put(None)
+
+    threading.Thread(target=work, name="hardware", daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while (part := parts.get(timeout=max(deadline - time.monotonic(), 0.0))) is not None:
+            found.MergeFrom(part)
+    except queue.Empty:
+        log.debug("the GPU was not described within %g s", timeout_s)
+
+
+def _looks(device: torch.device, timeout_s: float) -> list[Look]:
+    """Quick ones first."""
+
+    def card() -> common_pb2.Hardware:
+        told = torch.cuda.get_device_properties(device)
+        gpu = common_pb2.Gpu(
+            uuid=gpus.uuid(device),
+            name=told.name,
+            capability=f"{told.major}.{told.minor}",
+            memory_bytes=told.total_memory,
+        )
+        return common_pb2.Hardware(gpu=gpu, driver_version=nvidia_smi.driver_version())
+
+    def versions() -> common_pb2.Hardware:
+        nccl = ".".join(map(str, gpus.nccl_version()))
+        return common_pb2.Hardware(cuda_version=torch.version.cuda or "", nccl_version=nccl)
+
+    def neighbours() -> common_pb2.Hardware:
+        own = gpus.uuid(device)
+        visible = [own, *(uuid for uuid in gpus.visible() if uuid != own)]
+        peers = [uuid for uuid in gpus.reachable(device) if uuid != own]
+        return common_pb2.Hardware(visible_gpus=visible, peer_gpus=peers)
+
+    def links() -> common_pb2.Hardware:
+        return common_pb2.Hardware(gpu_links=nvidia_smi.links(gpus.uuid(device), timeout_s))
+
+    return [card, versions, neighbours, links]

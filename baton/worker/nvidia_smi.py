@@ -1,0 +1,123 @@
+"""What `nvidia-smi` tells of a machine's GPUs, read from its text.
+
+It comes with every driver and, in containers, with the capability `utility`; it needs neither torch
+nor a CUDA context. Its layout has changed over the years: what is not recognised is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "nvidia-smi"
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_FIELDS = ("index", "uuid", "name", "memory.total", "compute_cap")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_GPU = re.compile(r"GPU(\d+)")
+_LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU that the driver shows to this process, whatever CUDA_VISIBLE_DEVICES says."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int  # 0: not told
+    capability: str  # "9.0"; empty: not told
+
+
+def cards(timeout_s: float) -> list[Card]:
+    """The GPUs of this machine; none where there is no driver or it does not answer in time."""
+    asked = f"--query-gpu={','.join(_FIELDS)}"
+    return parse_cards(_output(timeout_s, asked, "--format=csv,noheader,nounits"))
+
+
+def links(uuid: str, timeout_s: float) -> list[str]:
+    """How a GPU is connected to the others: "NV18 GPU-...", one for each; see `parse_links`."""
+    deadline = time.monotonic() + timeout_s
+    uuids = {card.index: card.uuid for card in cards(timeout_s)}
+    if len(uuids) < 2:
+        return []
+    return parse_links(_output(deadline - time.monotonic(), "topo", "-m"), uuids, uuid)
+
+
+def driver_version() -> str:
+    """The kernel module's version; empty where it is not loaded."""
+    try:
+        return parse_driver(KERNEL_MODULE.read_text())
+    except OSError:
+        return ""
+
+
+def parse_cards(text: str) -> list[Card]:
+    """The lines of `--query-gpu=index,uuid,name,memory.total,compute_cap` in csv without units."""
+    found = []
+    for line in text.splitlines():
+        values = [value.strip() for value in line.split(",")]
+        if len(values) != len(_FIELDS) or not values[0].isdigit():
+            continue
+        index, uuid, name, mebibytes, capability = values
+        memory = int(mebibytes) * _MIB if mebibytes.isdigit() else 0
+        told = capability if re.fullmatch(r"\d+\.\d+", capability) else ""
+        found.append(Card(int(index), uuid, name, memory, told))
+    return found
+
+
+def parse_links(text: str, uuids: Mapping[int, str], uuid: str) -> list[str]:
+    """One GPU's row in the matrix of `topo -m`: "NV18 GPU-..." for each other GPU.
+
+    Columns of network cards and of affinities, and kinds of links that are not known, are left out.
+    """
+    columns: list[int] = []
+    for line in _COLOURS.sub("", text).splitlines():
+        cells = line.split()
+        names = [_GPU.fullmatch(cell) for cell in cells]
+        if not cells or names[0] is None:
+            continue
+        if not columns:
+            columns = [int(name[1]) for name in names if name]
+        elif uuids.get(int(names[0][1])) == uuid:
+            return _row(cells[1:], columns, uuids)
+    return []
+
+
+def parse_driver(text: str) -> str:
+    """The version in /proc/driver/nvidia/version: "550.90.07"."""
+    match = re.search(r"Kernel Module\b[^\d\n]*(?:x86_64|aarch64)?\s+(\d+(?:\.\d+)+)", text)
+    return match[1] if match else ""
+
+
+def _row(cells: Sequence[str], columns: Sequence[int], uuids: Mapping[int, str]) -> list[str]:
+    return [
+        f"{cell} {uuids[column]}"
+        for column, cell in zip(columns, cells, strict=False)
+        if column in uuids and _LINK.fullmatch(cell)
+    ]
+
+
+def _output(timeout_s: float, *args: str) -> str:
+    """What it prints; empty where it is missing, fails, or is not done in time."""
+    try:
+        done = subprocess.run(
+            [PROGRAM, *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=max(timeout_s, 0.0),
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        log.debug("%s: %s", PROGRAM, error)
+        return ""
+    return done.stdout
