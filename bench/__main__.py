@@ -1,28 +1,38 @@
-"""The command line: `python -m bench engine` and `python -m bench serve`."""
+"""The command line: `python -m bench engine`, `serve` and `gpu`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
 
 from bench import checkpoint, machine
-from bench.engine import run as engine
-from bench.serving import run as serving
 from bench.shapes import SHAPES
 
+ROOMS = {
+    "engine": ("bench.engine.run", "decode steps and prompts, no server around them"),
+    "serve": ("bench.serving.run", "servers under load: interference and a mixed load"),
+    "gpu": ("bench.gpu.run", "kernels, engine and cluster on this machine's GPU"),
+}
 
-def parser() -> argparse.ArgumentParser:
-    """All options."""
+
+def parser(asked: str) -> argparse.ArgumentParser:
+    """All options of the command that is asked for, and the others' names.
+
+    Only its own room is imported: another may need what is not installed.
+    """
     top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     kinds = top.add_subparsers(title="what", metavar="WHAT", required=True)
-    for name, room, text in (
-        ("engine", engine, "decode steps and prompts, no server around them"),
-        ("serve", serving, "servers under load: interference and a mixed load"),
-    ):
+    for name, (module, text) in ROOMS.items():
+        if name != asked:
+            kinds.add_parser(name, help=text)
+            continue
+        room = importlib.import_module(module)
         command = kinds.add_parser(name, help=text, description=room.__doc__)
-        _add_common(command)
+        if name != "gpu":
+            _add_common(command)
         room.add_options(command)
         command.set_defaults(main=room.main)
     return top
@@ -73,5 +83,5 @@ def _cpus(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    args = parser().parse_args()
+    args = parser(sys.argv[1] if len(sys.argv) > 1 else "").parse_args()
     sys.exit(args.main(args))

@@ -11,7 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama-like model with tied embeddings; `biased` gives q, k and v a bias."""
+    """Sizes of a Llama-like model; `biased` gives q, k and v a bias.
+
+    `tied`: the embedding is also what gives the scores. `max_context`: tokens.
+    """
 
     name: str
     like: str
@@ -23,6 +26,9 @@ class Shape:
     intermediate: int
     vocab: int
     biased: bool = False
+    tied: bool = True
+    rope_theta: float = 100000.0
+    max_context: int = 8192
 
     @property
     def head_size(self) -> int:
@@ -32,11 +38,16 @@ class Shape:
     @property
     def num_parameters(self) -> int:
         """Weights, each counted once."""
-        kv = self.kv_heads * self.head_size
-        biases = (self.hidden + 2 * kv) * self.biased
-        attention = 2 * self.hidden * (self.hidden + kv) + biases
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + (self.vocab + 1) * self.hidden
+        biases = (self.hidden + 2 * self.kv_heads * self.head_size) * self.biased
+        layer = self.layer_matrices + biases + 2 * self.hidden
+        embeddings = self.vocab * (1 if self.tied else 2)
+        return self.layers * layer + (embeddings + 1) * self.hidden
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of one layer's matrices."""
+        attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_size)
+        return attention + 3 * self.hidden * self.intermediate
 
     def config(self) -> dict[str, Any]:
         """Its config.json, as Hugging Face transformers writes one."""
@@ -50,11 +61,11 @@ class Shape:
             "head_dim": self.head_size,
             "intermediate_size": self.intermediate,
             "vocab_size": self.vocab,
-            "max_position_embeddings": 8192,
+            "max_position_embeddings": self.max_context,
             "rms_norm_eps": 1e-5,
-            "rope_theta": 100000.0,
+            "rope_theta": self.rope_theta,
             "hidden_act": "silu",
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": self.tied,
             "attention_bias": self.biased,
             "bos_token_id": 0,
             "eos_token_id": 0,
@@ -72,3 +83,22 @@ SHAPES = {
         Shape("L", "Qwen2.5-0.5B", _QWEN, 896, 24, 14, 2, 4864, 151936, biased=True),
     )
 }
+
+# What `python -m bench gpu` runs: too large for the others' cores. `smoke` is for its dry run.
+GPU_SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            "1B", "Llama-3.2-1B", _LLAMA, 2048, 16, 32, 8, 8192, 128256,
+            rope_theta=500000.0, max_context=16384,
+        ),
+        Shape(
+            "8B", "Llama-3.1-8B", _LLAMA, 4096, 32, 32, 8, 14336, 128256,
+            tied=False, rope_theta=500000.0, max_context=16384,
+        ),
+        Shape(
+            "smoke", "nothing real: for dry runs", _LLAMA, 64, 1, 4, 2, 64, 96,
+            tied=False, max_context=512,
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,65 @@
+"""Tables, verdicts and failures as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bench.gpu import report
+from bench.gpu.job import Ceilings, Event, Failed, Note, Row
+from bench.gpu.run import ceilings_of
+from bench.gpu.targets import TARGETS
+
+HEAD: dict[str, Any] = {"date": "2000-01-01", "seconds": 12.3, "smoke": False}
+EVENTS: list[Event] = [
+    Row("machine", "device", {"name": "a GPU", "memory": "80 GiB"}),
+    Row("ceilings", "measured", {"copy GB/s": 3000.0, "matmul TFLOP/s": 700.5}),
+    Row("decode", "batch 1", {"tokens/s": 131.49, "of floor": 0.9123, "its cache": "static"}),
+    Row("decode", "batch 64", {"tokens/s": 5123.4, "error": 0.00123}),
+    Note("decode", "fp8 is left out"),
+    Failed("decode", "batch 256", "RuntimeError: no"),
+]
+
+
+def test_text_has_a_table_for_each_kind_of_row_and_ends_with_what_failed() -> None:
+    lines = list(report.text_of(EVENTS, HEAD))
+    assert lines[0] == "bench gpu, 2000-01-01, 12 s"
+    assert "  name: a GPU" in lines
+    at = next(i for i, line in enumerate(lines) if line.startswith("decode"))
+    assert lines[at].split() == ["decode", "tokens/s", "of", "floor", "its", "cache", "error"]
+    assert lines[at + 1].split() == ["batch", "1", "131", "91.2%", "static", "-"]
+    assert lines[at + 2].split() == ["batch", "64", "5,123", "-", "-", "1.2e-03"]
+    assert lines[at + 3 : at + 5] == ["  fp8 is left out", "  batch 256: FAILED: RuntimeError: no"]
+    assert lines[-2:] == ["failed: 1", "  decode, batch 256: RuntimeError: no"]
+    assert any(line.startswith(TARGETS[0].text) and "not measured" in line for line in lines)
+
+
+def test_what_parts_printed_follows_failures() -> None:
+    head = {**HEAD, "logs": {"machine": [], "engine": ["Traceback", "RuntimeError: no"]}}
+    lines = list(report.text_of(EVENTS, head))
+    assert lines[-3:] == ["\nthe end of what engine printed:", "  Traceback", "  RuntimeError: no"]
+    assert not any("machine printed" in line for line in lines)
+
+
+def test_a_dry_run_says_so_and_judges_nothing() -> None:
+    head = {**HEAD, "smoke": True}
+    text = "\n".join(report.text_of(EVENTS, head))
+    assert report.DRY in text and TARGETS[0].text not in text
+    assert report.json_of(EVENTS, head)["targets"] == []
+
+
+def test_json_has_everything() -> None:
+    found = json.loads(json.dumps(report.json_of(EVENTS, HEAD)))
+    assert found["schema"] == "baton.bench.gpu/1" and found["date"] == "2000-01-01"
+    assert found["tables"]["decode"][0] == {
+        "name": "batch 1", "tokens/s": 131.49, "of floor": 0.9123, "its cache": "static",
+    }  # fmt: skip
+    assert found["notes"] == [{"table": "decode", "text": "fp8 is left out"}]
+    assert found["failed"] == [
+        {"table": "decode", "name": "batch 256", "error": "RuntimeError: no"}
+    ]
+    assert len(found["targets"]) == len(TARGETS)
+
+
+def test_ceilings_are_those_that_the_machine_part_told() -> None:
+    assert [ceilings_of(event) for event in EVENTS[:3]] == [None, Ceilings(3e12, 700.5e12), None]
