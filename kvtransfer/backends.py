@@ -32,6 +32,10 @@ NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
 # A communicator takes some 50 MB of GPU memory, and a decode worker has one for each of its peers.
 NCCL_MAX_LINKS = 16
 
+# Of a transfer. A message is a kernel launch and some waits between streams, tens of microseconds
+# for which nothing travels; one of 4 MiB, as on a CPU, takes no more than 80 at 50 GB/s.
+NCCL_STAGING_BYTES = 32 << 20
+
 NCCL_ENVIRONMENT = {
     # A wait queues; see above. With it torch would look every millisecond, and no sooner.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -40,6 +44,11 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # On an error the watchdog sleeps four times this, whatever it is to do about it, and the group
+    # cannot be freed meanwhile: a lost peer would keep its link's thread for a minute.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # Else every message's Python stack is recorded for a dump that nobody makes.
+    "TORCH_FR_BUFFER_SIZE": "0",
     # Seconds until torch gives up a non-blocking call, a connection among them, which an abort
     # cannot end: torch holds the communicator's lock meanwhile. Its default is half an hour.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
@@ -108,6 +117,8 @@ def _build_gloo(store: PrefixStore, rank: int, host: str, timeout_s: float) -> A
 
 
 def _build_nccl(store: PrefixStore, rank: int, host: str, timeout_s: float) -> Any:
+    # The receiver asks it for the sender's name of the communicator, and no abort ends that.
+    store.set_timeout(at_least_1ms(timeout_s))
     # Ahead of the engine's kernels: a message that waits for a step would wait for milliseconds.
     options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=max(timeout_s, _WATCHDOG_S))

@@ -96,6 +96,7 @@ class _CudaIpcLink(Link):
             octets = driver.view(self._address, blocks * pool.block_bytes)
             self._remote: KvPool | None = KvPool(octets.view(pool.tensor.dtype).view(shape))
             self._mover = GpuMover(pool)
+            self._mover.reach(self._remote)  # else the first put would find out that it cannot
         except BaseException:
             driver.close(pool.device, self._address)
             raise

@@ -146,6 +146,11 @@ class GpuMover(Mover):
         self._ops.checksum(self._pool, slots, self._sums, self._next_word)
         self._num_bytes += self._pool.nbytes(slots)
 
+    def reach(self, target: KvPool) -> None:
+        """Reads a block of another pool, as `copy` will write. Raises what the GPU or Triton do."""
+        with self.turn(WordDigest()):
+            self._ops.checksum(target, Slots((0,), target.block_size), self._sums, 0)
+
     def mark(self) -> torch.cuda.Event | None:
         """A point behind all that was queued so far."""
         return self._lane.mark()

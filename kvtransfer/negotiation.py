@@ -10,7 +10,7 @@ from torch import distributed
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2, handoff_pb2
 from kvtransfer import gpus, movers, pairing
-from kvtransfer.backends import gloo, nccl
+from kvtransfer.backends import NCCL_STAGING_BYTES, gloo, nccl
 from kvtransfer.cuda_ipc import CudaIpcTransport
 from kvtransfer.cuda_memory import CudaArea
 from kvtransfer.pairing import FASTEST_FIRST, Ends, Kind, machine_of, name_of
@@ -37,7 +37,7 @@ def usable(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
     if pool.device.type == "cpu":
         transports.append(ProcessGroupTransport(gloo(), host))
     elif distributed.is_nccl_available():
-        transports.append(ProcessGroupTransport(nccl(), host))
+        transports.append(ProcessGroupTransport(nccl(), host, NCCL_STAGING_BYTES))
     if choice == "auto":
         return transports
     chosen = [transport for transport in transports if transport.name == choice]

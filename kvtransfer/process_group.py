@@ -9,6 +9,7 @@ Everything in which gloo and nccl differ is in `kvtransfer.backends`.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from kvtransfer.pool import KvPool, Slots
 from kvtransfer.seam import Link, Listener, PutStats, Transport
 from kvtransfer.staging import Staging
 from kvtransfer.stores import connected_store, listening_store
+
+log = logging.getLogger(__name__)
 
 _SENDER, _RECEIVER = 0, 1
 
@@ -140,7 +143,10 @@ class _Group:
         with self._guard:
             self._aborted = True
             if self._group is not None:
-                self._group.abort()
+                try:
+                    self._group.abort()
+                except RuntimeError as error:  # NCCL's can; whoever gives a link up has to go on
+                    log.warning("%s: the abort failed: %s", self.backend.name, error)
 
     def close(self) -> None:
         self.abort()

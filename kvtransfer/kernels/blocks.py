@@ -123,7 +123,7 @@ def copy(
 
 
 def checksum(pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) -> None:
-    """As `reference.checksum`."""
+    """As `reference.checksum`; `pool` may lie on another GPU that this one can read."""
     _launch(pool, slots, pool.blocks, None, sums, first_word, ids=(slots, None))
 
 
@@ -139,7 +139,7 @@ def _launch(
 ) -> None:
     """`ids`: which blocks of a pool are read and written; None where staging memory is."""
     num_blocks = len(slots.block_ids)
-    read, written = (_on_device(one, pool.device) for one in ids)
+    read, written = (_on_device(one, sums.device) for one in ids)  # `pool` may be a neighbour's
     rows, row_bytes = pool.rows.shape[1:]
     tile = min(TILE, triton.next_power_of_2(pool.block_bytes // 4))
     words = source.view(-1).view(torch.int32)

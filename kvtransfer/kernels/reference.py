@@ -53,7 +53,7 @@ def checksum(pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) ->
     words = pool.block_bytes // 4
     for first, block, count in runs(slots.block_ids[:full]):
         data = pool.blocks[block : block + count].view(-1)
-        sums += word_sum(data, first_word + first * words)
+        sums += word_sum(data, first_word + first * words).to(sums.device)
     if fill:
         tail = pool.tail(slots.block_ids[full], fill).contiguous().view(-1)
-        sums += word_sum(tail, first_word + full * words)
+        sums += word_sum(tail, first_word + full * words).to(sums.device)

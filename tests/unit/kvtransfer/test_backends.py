@@ -76,11 +76,20 @@ def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
     assert group.options.is_high_priority_stream
 
 
+def test_nobody_waits_longer_for_the_senders_part_of_the_store(nccl):
+    store = HashStore()
+    nccl.build(PrefixStore("p/1", store), 1, "127.0.0.1", 0.05)
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        store.get("0:1")  # as torch does for the communicator's name
+
+
 def test_torch_is_told_to_leave_failures_to_us(nccl):
     assert {name: os.environ[name] for name in backends.NCCL_ENVIRONMENT} == (
         backends.NCCL_ENVIRONMENT
     )
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
+    # Four times this is how long a group with a lost peer could not be freed.
+    assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
 
 
 def test_one_gpu_is_shared_where_nccl_can(nccl, monkeypatch):
@@ -141,6 +150,19 @@ def test_an_aborted_link_sends_no_more(link, pool):
     with pytest.raises(TransferFailed):
         link.put(slots(8, 1, 3), slots(8, 1, 2), pool.new_digest(), 5.0)
     assert group.aborted.is_set()
+
+
+def test_a_link_whose_abort_fails_is_closed_all_the_same(link, pool, monkeypatch, caplog):
+    def abort(group):
+        raise RuntimeError("NCCL timeout in: NCCLUtils.cpp")
+
+    monkeypatch.setattr(ProcessGroupNCCL, "abort", abort)
+    link.abort()
+    with pytest.raises(TransferFailed, match="aborted"):
+        link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 5.0)
+    link.close()
+    assert link._group._group is None
+    assert "nccl: the abort failed: NCCL timeout" in caplog.text
 
 
 def test_no_timer_is_left_behind(link, pool):

@@ -12,6 +12,7 @@ from kvtransfer import cuda_ipc
 from kvtransfer.cuda_driver import CudaError
 from kvtransfer.cuda_ipc import CudaIpcTransport
 from kvtransfer.cuda_memory import CudaArea
+from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
@@ -79,6 +80,18 @@ def test_memory_of_somebody_else_is_not_written(driver, pools, place, change, wh
 def test_an_endpoint_that_is_none_fails(driver, pools, endpoint):
     with pytest.raises(TransferFailed):
         CudaIpcTransport(driver).connect(pools[0], endpoint, 1.0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_memory_that_kernels_cannot_reach_is_no_link(driver, pools, place, monkeypatch, error):
+    def checksum(*arguments):
+        raise error("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    monkeypatch.setattr(reference, "checksum", checksum)
+    mapped = len(driver.mapped)
+    with pytest.raises(TransferFailed, match=r"cannot open .* cannot be accessed from Triton"):
+        connect(driver, pools[0], place)
+    assert len(driver.mapped) == mapped
 
 
 def test_a_put_in_pieces_is_one(link, pools, monkeypatch):
