@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -37,6 +37,15 @@ class StepRunner(Protocol):
 
         None is all of the pool, which is about to be freed.
         """
+
+
+@runtime_checkable
+class CountsRows(Protocol):
+    """A runner that computes more rows than plans ask for."""
+
+    @property
+    def decode_rows(self) -> Mapping[str, int]:
+        """Rows of decode steps so far: "wanted", "padding", or "wasted" on who had left."""
 
 
 class Runner:

@@ -28,6 +28,7 @@ from baton.registry.membership import Membership
 
 log = logging.getLogger(__name__)
 
+_GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels are compiled
 _STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
 _RESTART_GRACE_S = 15.0  # the same when nobody waits at a terminal
 
@@ -207,6 +208,8 @@ class LocalCluster:
         self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
         await self._registry.start()
         shares = await self._shares()
+        if any(share.device for share in shares):
+            self._start_timeout_s = max(self._start_timeout_s, _GPU_START_S)
         for number, port in enumerate(found):
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)

@@ -192,6 +192,12 @@ TABLE: tuple[Instrument, ...] = (
         ("right",),
     ),
     Instrument(
+        "baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
+        "Rows of decode steps on a GPU: wanted, padding up to a graph's batch size, or wasted, "
+        "which were launched ahead for sequences that had ended.",
+        ("kind",),
+    ),
+    Instrument(
         "baton.engine.preemptions", COUNTER, "{preemption}", WORKERS,
         "Sequences that lost their blocks to others and started over.",
     ),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.reports import StepReport
+from baton.engine.runner import CountsRows, StepRunner
 from baton.errors import BatonError
 from baton.metrics import process
 from baton.metrics.recorder import Attributes, Recorder
@@ -96,8 +97,8 @@ class WorkerFigures:
         assert outcome in _RESERVATIONS
         self._recorder.count("baton.reservations", 1, {"outcome": outcome})
 
-    def look_at(self, load: Callable[[], worker_pb2.Load]) -> None:
-        """Has the engine's load read at every look, from now on."""
+    def look_at(self, load: Callable[[], worker_pb2.Load], runner: StepRunner) -> None:
+        """Has the engine's load, and its rows on a GPU, read at every look from now on."""
         observe = self._recorder.observe
         observe("baton.engine.step.age", lambda: _one(load().step_age_ms / 1e3))
         observe("baton.engine.queue", lambda: _one(load().queue_tokens))
@@ -106,6 +107,8 @@ class WorkerFigures:
         observe("baton.engine.tokens.generated", lambda: _one(load().tokens_generated))
         observe("baton.engine.preemptions", lambda: _one(load().preemptions))
         observe("baton.kv.blocks", lambda: _blocks(load()))
+        if isinstance(runner, CountsRows):
+            observe("baton.engine.gpu.rows", lambda: _by_kind(runner.decode_rows))
 
     def _drafted(self, drafts: int, right: int) -> None:
         self._recorder.count("baton.engine.drafts", right, {"right": "yes"})
@@ -131,6 +134,11 @@ def kind_of(report: StepReport) -> str:
 
 def _one(value: float) -> Iterator[tuple[float, Attributes]]:
     yield value, {}
+
+
+def _by_kind(counts: Mapping[str, int]) -> Iterator[tuple[float, Attributes]]:
+    for kind, count in counts.items():
+        yield count, {"kind": kind}
 
 
 def _sequences(load: worker_pb2.Load) -> Iterator[tuple[float, Attributes]]:

@@ -120,7 +120,7 @@ class Node:
                 return
             self.engine = loaded.engine(self._publisher(loop))
             self.engine.ended.add_done_callback(lambda _: self._tell(loop, self._stop.set))
-            self.figures.look_at(self.load)
+            self.figures.look_at(self.load, loaded.runner)
             self.role = make_role(self, loaded)
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse

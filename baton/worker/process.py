@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.worker.node import Node, Role
 from baton.worker.service import WorkerServicer
-from kvtransfer import shm
+from kvtransfer import movers, shm
 from kvtransfer.cuda_memory import CudaArea
 from kvtransfer.pool import KvPool
 from kvtransfer.shm import SharedMemoryArea
@@ -39,13 +40,7 @@ async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
     memory = PoolMemory(config.transport)
 
     def load() -> build.Loaded:
-        device = choices.device_of(config.engine)
-        with cores.confined(config.engine.cpus):
-            loaded = build.load(config.engine, memory.on(device))
-            if not config.engine.simulate:
-                memory.touch()  # KV of models that pretend is small; let others have the memory
-            build.warm_up(loaded)
-        return loaded
+        return _load(config, memory)
 
     def role(node: Node, loaded: build.Loaded) -> Role:
         return make_role(node, loaded, KvPool(loaded.runner.pool, memory.area))
@@ -67,6 +62,22 @@ async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
         await asyncio.to_thread(trace.close)
         memory.close()
     return 0
+
+
+def _load(config: WorkerConfig, memory: PoolMemory) -> build.Loaded:
+    """All that takes long, on a thread: the event loop keeps the worker's lease meanwhile."""
+    settings = config.engine
+    if config.role == "prefill":
+        # Its steps are chunks: what decode steps are prepared with would take memory and be idle.
+        settings = replace(settings, graphs=False, overlap=False)
+    device = choices.device_of(settings)
+    with cores.confined(settings.cpus):
+        loaded = build.load(settings, memory.on(device))
+        if not settings.simulate:
+            memory.touch()  # KV of models that pretend is small; let others have the memory
+        movers.prepare(KvPool(loaded.runner.pool, memory.area))
+        build.warm_up(loaded)
+    return loaded
 
 
 class PoolMemory:

@@ -84,6 +84,7 @@ class Launch:
     mark: Mark
     sources: list[int] = field(default_factory=list)
     fed: list[int] = field(default_factory=list)  # the tokens it took, once the host knows them
+    end: int = 0  # of `Writes`, behind what has ended when this has
 
     def feed(self, tokens: list[int]) -> None:
         """The launch before drew these."""
@@ -139,6 +140,12 @@ class Writes:
 
     def __init__(self) -> None:
         self._pending: deque[tuple[Mark, set[int]]] = deque()
+        self._ended = 0
+
+    @property
+    def end(self) -> int:
+        """The place behind all that was added so far."""
+        return self._ended + len(self._pending)
 
     def add(self, mark: Mark, blocks: Iterable[int]) -> None:
         """What lies before `mark` writes there."""
@@ -156,12 +163,13 @@ class Writes:
         if last >= 0:
             with suppress(Exception):
                 self._pending[last][0].wait()
-        self.ended(last + 1)
+        self.ended(self._ended + last + 1)
 
-    def ended(self, count: int | None = None) -> None:
-        """The oldest `count` were waited for, or whatever lies behind them; None is all."""
-        for _ in range(len(self._pending) if count is None else count):
+    def ended(self, end: int | None = None) -> None:
+        """What lies before that place was waited for, or whatever lies behind it; None is all."""
+        while self._pending and (end is None or self._ended < end):
             self._pending.popleft()
+            self._ended += 1
 
     def __len__(self) -> int:
         return len(self._pending)

@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (8, 0)
 MULTIPLE = 16  # of heads' and blocks' sizes
 MOST_ELEMENTS = 256  # of a head
+# GPUs with 99 KB of shared memory for a program; tiles of larger heads need more.
+SMALL_MEMORY, SMALL_ELEMENTS = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
 MOST_HEADS = 128  # that share a KV head
 Capability = tuple[int, int]
 
@@ -48,6 +50,12 @@ def unsupported(config: ModelConfig, block_size: int, capability: Capability) ->
         return (
             f"heads of {config.head_size} elements, and Triton's kernels need a multiple of "
             f"{MULTIPLE} up to {MOST_ELEMENTS}"
+        )
+    if config.head_size > SMALL_ELEMENTS and capability in SMALL_MEMORY:
+        major, minor = capability
+        return (
+            f"heads of {config.head_size} elements, and a GPU of compute capability {major}.{minor}"
+            f" has shared memory for tiles of {SMALL_ELEMENTS}"
         )
     if (group := config.num_heads // config.num_kv_heads) > MOST_HEADS:
         return f"{group} heads share a KV head, and Triton's kernels take {MOST_HEADS}"

@@ -21,6 +21,7 @@ from baton.engine.gpu.device import Lane, lane_of
 from baton.engine.gpu.draws import is_plain
 from baton.engine.gpu.graphs import DecodeModel, GraphFigures
 from baton.engine.gpu.launches import Counts, GpuSettings, Launcher, Next
+from baton.engine.gpu.rehearsal import rehearse
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import Drawn, drawn_by, sample_rows
 from baton.engine.sampler import Sampler, SampleRow
@@ -59,13 +60,26 @@ class GpuRunner:
         """What ran so far."""
         return self._launcher.counts
 
+    @property
+    def decode_rows(self) -> dict[str, int]:
+        """Rows of decode steps so far, by what became of them; may be asked by any thread."""
+        counts = self.counts
+        return {
+            "wanted": counts.rows - counts.wasted_rows,
+            "padding": counts.padding_rows,
+            "wasted": counts.wasted_rows,
+        }
+
     @torch.inference_mode()
     def prepare(self, progress: Callable[[int, int], None]) -> GraphFigures | None:
         """Captures graphs before requests are served; None where they are off.
 
         progress: called with (captured, of how many). Kernels that were not compiled yet are, which
-        takes most of the time. Raises ConfigError where it cannot be done.
+        takes most of the time; they write into the pool's first block. Raises ConfigError where it
+        cannot be done.
         """
+        if self.settings.chunk_tokens:
+            rehearse(self.model, self.pool, self._lane, self.settings)
         if not self.settings.graphs:
             return None
         try:
@@ -128,10 +142,11 @@ class GpuRunner:
             return self._run_in_parts(ahead, taken, rest)
         launch = self._launcher.launch(_planned(rest)) if rest else ahead
         assert launch is not None, "with none ahead, everybody is left"
-        behind_it = len(self._writes)  # none of these lies behind the launch
+        if rest:
+            launch.end = self._writes.end
         self._ahead = self._launch_ahead(plan, launch)
         tokens = self._launcher.tokens(launch)
-        self._writes.ended(behind_it)
+        self._writes.ended(launch.end)
         if self._ahead is not None:
             self._ahead.feed(tokens)
         places = taken or {sequence: row.at for sequence, row in launch.rows.items()}
@@ -203,6 +218,7 @@ class GpuRunner:
         finally:  # a part of it may be on its way
             written = [row.sequence.block_ids[row.start // size] for row in rows]
             self._writes.add(self._lane.mark(), written)
+        ahead.end = self._writes.end
         self.counts.ahead += 1
         self.counts.ahead_rows += len(rows)
         return ahead

@@ -62,6 +62,7 @@ class TritonMaker:
             block_size=settings.block_size,
             graphs=settings.graphs,
             overlap=settings.overlap,
+            chunk_tokens=settings.chunk_tokens,
         )
         self._runner = GpuRunner(self._model, pool, sampler, limits)
         return self._runner

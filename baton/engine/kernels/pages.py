@@ -120,9 +120,9 @@ def factor_types(query_type: torch.dtype, quantized: bool, interpreted: bool) ->
 
 
 def kernel_key(q: Tensor, pool: Tensor) -> dict[str, int | str]:
-    """What the best sizes of an attention kernel depend on."""
+    """What the best sizes of an attention kernel depend on: heads as tiles hold them, padded."""
     return {
-        "head_size": q.shape[2],
+        "head_size": int(triton.next_power_of_2(q.shape[2])),
         "query_bytes": q.element_size(),
         "kv_bytes": pool.element_size(),
     }

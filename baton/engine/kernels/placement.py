@@ -17,6 +17,10 @@ from baton.engine.kernels.spec import CompileCase, Config, KernelSpec, Key, Tria
 
 CONFIG = Config(num_warps=4, num_stages=1, sizes={"ROWS": 128, "SEQUENCES": 32})
 
+# The three lie apart by multiples of so many elements: kernels would be compiled once more, in the
+# midst of serving, for addresses that are not aligned.
+_ALIGNED = 32
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -82,8 +86,9 @@ def place_rows(
     int32 `[sequences, width]`, with the block of every row.
     """
     assert tables.is_contiguous(), "a sequence's blocks are `width` entries behind the one before"
-    held = torch.empty((3, num_rows), dtype=torch.int32, device=contexts.device)
-    positions, slots, lengths = held.unbind()
+    apart = -(-num_rows // _ALIGNED) * _ALIGNED
+    held = torch.empty((3, apart), dtype=torch.int32, device=contexts.device)
+    positions, slots, lengths = held[:, :num_rows].unbind()
     ends = contexts if counts is None else counts.cumsum(0, dtype=torch.int32)
     _place_rows[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
         contexts,

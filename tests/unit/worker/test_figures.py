@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.reports import Load, Progress, StepReport
+from baton.engine.runner import Runner
 from baton.errors import BatonError, Stale
+from baton.v1 import worker_pb2
 from baton.worker.figures import WorkerFigures, kind_of
 
 LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
@@ -104,3 +107,17 @@ def test_cost_grows_with_time(price: float, at_least: float) -> None:
     figures = WorkerFigures(WorkerConfig("decode", price_per_hour=price))
     (line,) = (one for one in text(figures) if one.startswith("baton_worker_cost_total"))
     assert (float(line.split()[1]) > 0) == (at_least > 0)
+
+
+class _OnGpu(Runner):
+    """A runner that has computed some decode steps."""
+
+    decode_rows: ClassVar = {"wanted": 10, "padding": 6, "wasted": 1}
+
+
+def test_rows_that_nobody_wanted_are_counted_where_there_are_any() -> None:
+    for kind, shown in ((Runner, False), (_OnGpu, True)):
+        figures = WorkerFigures(WorkerConfig("decode"))
+        figures.look_at(worker_pb2.Load, kind.__new__(kind))
+        assert ('baton_engine_gpu_rows_total{kind="padding"} 6' in text(figures)) is shown
+        figures.close()

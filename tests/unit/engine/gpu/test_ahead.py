@@ -93,6 +93,16 @@ class TestBlocksThatOthersWriteInto:
         content = self.reserve_all_and_write(driven, lane)
         assert bool((content == self.CONTENT).all()) == settles
 
+    def test_zeroes_behind_a_step_that_was_ahead_are_not_over_when_that_is(self) -> None:
+        lane = LazyLane()
+        driven = decoding(lane, "a")
+        driven.here.reserve(sequence("gone"))
+        driven.cancel("gone")
+        driven.step()  # takes the row that was on the lane before the zeroes
+        assert lane.pending == 2
+        content = self.reserve_all_and_write(driven, lane)
+        assert bool((content == self.CONTENT).all())
+
     def test_nobody_waits_for_blocks_that_nothing_writes_into(self) -> None:
         lane = LazyLane()
         driven = decoding(lane)
@@ -202,7 +212,7 @@ class TestFailures:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         driven = decoding(HostLane())
-        decode, calls = MODEL.decode, []
+        decode, calls = MODEL.decode, list[int]()
 
         def failing(*arguments: Tensor) -> Tensor:
             calls.append(len(calls))
@@ -453,5 +463,11 @@ def test_writes_are_forgotten_once_they_are_waited_for() -> None:
     assert (lane.pending, len(writes)) == (2, 2)
     writes.settle({1})
     assert (lane.pending, len(writes)) == (2, 2)
+    end = writes.end
     writes.settle(None)
     assert (lane.pending, len(writes)) == (0, 0)
+    writes.add(lane.mark(), [0])
+    writes.ended(end)  # of which all has been forgotten
+    assert len(writes) == 1
+    writes.ended(end + 1)
+    assert len(writes) == 0

@@ -268,6 +268,11 @@ def test_what_is_asked_of_kernels_is_kept(checkpoint: Path) -> None:
         choose_kernels(EngineConfig(kernels="triton"), config, (9, 0), "no triton")
     assert "compute capability 7.5" in unsupported(config, 16, (7, 5))
     assert unsupported(config, 32, (8, 0)) == ""
+    wide = dataclasses.replace(config, head_size=256)
+    assert "8.9" in unsupported(wide, 16, (8, 9)) and not unsupported(wide, 16, (9, 0))
+    assert "up to 256" in unsupported(dataclasses.replace(config, head_size=272), 16, (9, 0))
+    many = dataclasses.replace(config, num_heads=256, num_kv_heads=1)
+    assert "256 heads" in unsupported(many, 16, (9, 0))
 
 
 def test_the_gpu_is_the_engine_threads_before_anything_else(

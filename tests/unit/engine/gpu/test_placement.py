@@ -78,3 +78,11 @@ def test_one_row_each_is_the_same_with_and_without_counts() -> None:
     step = batch([1] * 130, list(range(130)), 16)
     with_counts = place_rows(step.contexts, step.counts, step.tables, 130, 16)
     assert_equal(place_rows(step.contexts, None, step.tables, 130, 16), with_counts)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 33])
+def test_kernels_find_aligned_addresses_whatever_the_number_of_rows(rows: int) -> None:
+    """Triton compiles a kernel once more for others."""
+    got = place_rows(ints([0] * rows), None, torch.zeros((rows, 1), dtype=torch.int32), rows, 16)
+    for part in (got.positions, got.slots, got.lengths):
+        assert part.is_contiguous() and part.data_ptr() % 16 == 0

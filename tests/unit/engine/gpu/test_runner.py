@@ -148,6 +148,7 @@ def test_padding_is_counted() -> None:
     driven.finish()
     counts = driven.runner.counts  # type: ignore[attr-defined]
     assert (counts.rows, counts.padding_rows, counts.launches) == (10, 2, 2)
+    assert driven.runner.decode_rows == {"wanted": 10, "padding": 2, "wasted": 0}  # type: ignore[attr-defined]
 
 
 def test_a_sequence_runs_up_to_the_longest_context() -> None:
