@@ -46,10 +46,12 @@ bench-serve: $(STAMP)
 GPU_ARGS = $(if $(SHAPE),--shape $(SHAPE)) $(if $(MINUTES),--minutes $(MINUTES)) \
 	$(if $(JSON),--json $(JSON)) $(ARGS)
 SEES_GPU = import sys, torch; sys.exit(not torch.cuda.is_available())
+NO_TORCH = import sys, importlib.util as util; sys.exit(util.find_spec("torch") is not None)
 
 gpu:
 	@python=$(PYTHON); \
-	if [ '$(origin PYTHON)' = file ] && $(BIN)/python -c '$(SEES_GPU)' 2>/dev/null; \
+	if [ '$(origin PYTHON)' = file ] && [ -x $(BIN)/python ] && \
+	   { $(BIN)/python -c '$(SEES_GPU)' 2>/dev/null || $$python -c '$(NO_TORCH)'; }; \
 	then python=$(BIN)/python; fi; \
 	exec $$python -m bench gpu $(GPU_ARGS)
 

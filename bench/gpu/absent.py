@@ -39,6 +39,6 @@ def stand_in() -> tuple[str, ...]:
 def _is_there(name: str) -> bool:
     try:
         return not isinstance(importlib.import_module(name), Absent)
-    except ImportError:
+    except Exception:  # protobuf refuses messages of a newer one with errors of its own
         sys.modules[name] = Absent(name)
         return False

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from baton.engine.kernels.decode_attention import decode_attention
@@ -78,8 +79,9 @@ class Decoding:
         if self.job.ceilings:
             cells[OF_COPY] = moved / seconds / self.job.ceilings.copy_bytes_per_s
         if g.kv_dtype == g.dtype:
-            sdpa_s = _others(self.clock, self._sdpa_calls(batch, context, moved))
-            cells[OF_SDPA] = sdpa_s / seconds if sdpa_s else None
+            calls, kind = self._sdpa_calls(batch, context, moved)
+            sdpa_s = _others(self.clock, calls)
+            cells |= {OF_SDPA: sdpa_s / seconds if sdpa_s else None, "SDPA by": kind}
         return cells
 
     def _rotations(self, batch: int, context: int, moved: int) -> int:
@@ -102,8 +104,8 @@ class Decoding:
 
         return [call(at) for at in range(count)]
 
-    def _sdpa_calls(self, batch: int, context: int, moved: int) -> Calls:
-        """The pool's memory, taken for contiguous K and V."""
+    def _sdpa_calls(self, batch: int, context: int, moved: int) -> tuple[Calls, str | None]:
+        """The pool's memory, taken for contiguous K and V; and which kernel it is."""
         g = self.geometry
         size = batch * g.kv_heads * context * g.head_size
         flat = self.pool.view(-1)
@@ -123,7 +125,8 @@ class Decoding:
             k, v = views[at]
             return lambda: F.scaled_dot_product_attention(qs[at], k, v, enable_gqa=True)
 
-        return [call(at) for at in range(count)]
+        kind = _kernel_of_sdpa(qs[0], *views[0], causal=False)
+        return [call(at) for at in range(count)], kind
 
     def _queries(self, batch: int) -> Tensor:
         g = self.geometry
@@ -208,9 +211,9 @@ def prefill(job: Job, clock: Clock, tokens: int, prefix: int) -> dict[str, Cell]
     cells: dict[str, Cell] = {"us": seconds * 1e6, "TFLOP/s": flops / seconds / 1e12}
     if job.ceilings:
         cells[OF_MATMUL] = flops / seconds / job.ceilings.matmul_flops
-    sdpa_s = _others(clock, _sdpa_prefill(g, tokens, total, device))
-    cells[OF_SDPA] = sdpa_s / seconds if sdpa_s else None
-    return cells
+    sdpa, kind = _sdpa_prefill(g, tokens, total, device)
+    sdpa_s = _others(clock, sdpa)
+    return cells | {OF_SDPA: sdpa_s / seconds if sdpa_s else None, "SDPA by": kind}
 
 
 def _others(clock: Clock, calls: Calls) -> float | None:
@@ -220,13 +223,25 @@ def _others(clock: Clock, calls: Calls) -> float | None:
     """
     try:
         return clock.seconds(calls)
-    except RuntimeError as error:
+    except Exception as error:  # whatever version of it is there
         if is_fatal(error):
             raise
         return None
 
 
-def _sdpa_prefill(g: Geometry, tokens: int, total: int, device: torch.device) -> Calls:
+def _kernel_of_sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+    """Which of its kernels SDPA takes: "flash", "cudnn", "efficient", "math"; None: not known."""
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None:
+        return None
+    gqa = q.shape[1] != k.shape[1]
+    kind = SDPBackend(choose(q, k, v, is_causal=causal, enable_gqa=gqa))
+    return str(kind.name).lower().removesuffix("_attention")
+
+
+def _sdpa_prefill(
+    g: Geometry, tokens: int, total: int, device: torch.device
+) -> tuple[Calls, str | None]:
     """With K and V of every query head, which its fastest kernels want behind a prefix."""
     q = torch.randn(2, 1, g.heads, tokens, g.head_size, dtype=g.dtype, device=device)
     k, v = (
@@ -240,4 +255,6 @@ def _sdpa_prefill(g: Geometry, tokens: int, total: int, device: torch.device) ->
         bias = causal_lower_right(tokens, total)
         return lambda: F.scaled_dot_product_attention(q[at], k[at], v[at], attn_mask=bias)
 
-    return [call(0), call(1)]
+    # Behind a prefix the bias chooses for itself.
+    kind = _kernel_of_sdpa(q[0], k[0], v[0], causal=True) if tokens == total else None
+    return [call(0), call(1)], kind

@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu.clock import Clock, clock_of
 from bench.gpu.device import device_of
-from bench.gpu.job import Ceilings, Event, Job, Row
+from bench.gpu.job import Ceilings, Doing, Event, Job, Row
 
 TABLE, RATES = "machine", "ceilings"
 _COPIED, _COPIED_SMOKE = 1 << 30, 1 << 20  # bytes
@@ -27,6 +27,7 @@ def run(job: Job) -> Iterator[Event]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise NoGpu(f"torch {torch.__version__} sees no GPU here; --smoke is a dry run without one")
     yield Row(TABLE, "device", about(device))
+    yield Doing(RATES, "a large copy, and a large product")
     clock = clock_of(device_of(job))
     found = measure(job, device, clock)
     yield Row(

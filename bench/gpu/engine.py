@@ -7,13 +7,13 @@ turn with it. First of all the engine is held against its reference in float32: 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from baton.engine.gpu.linear import supported
 from bench.gpu import floors
 from bench.gpu.clock import clock_of
 from bench.gpu.device import device_of, free
@@ -21,6 +21,7 @@ from bench.gpu.driving import Driver, Limits
 from bench.gpu.job import (
     Case,
     Cell,
+    Doing,
     Event,
     Failed,
     Job,
@@ -32,31 +33,31 @@ from bench.gpu.job import (
     is_fatal,
     told,
 )
-from bench.gpu.our_engine import (
-    BF16,
-    FLOAT32,
-    FP8,
-    Formats,
-    OurEngine,
-    blocks_for,
-    layout_bytes,
-)  # fmt: skip
+from bench.gpu.our_engine import BF16, FLOAT32, FP8, Formats, OurEngine
 from bench.gpu.rival import Rival
+from bench.gpu.sizes import (
+    CHUNK,
+    CONTEXT,
+    PROMPTS,
+    RIVAL_MOST,
+    STEPS,
+    batches_of,
+    blocks,
+    unsupported,
+)
 from bench.gpu.step_parts import Untold, parts_of
 from bench.gpu.targets import DECODE, OF_FLOOR, OF_MATMUL, OF_RIVAL, PREFILL
 from bench.shapes import Shape
 
 EQUAL = "engine against its reference"
-BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
-PROMPTS, CHUNK = (512, 2048, 8192), 2048
-_RIVAL_MOST, _RIVAL_STEPS = 64, 8
+_RIVAL_STEPS = 8
 _PROFILED, _PROFILED_STEPS = (1, 64), 16
-_SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
 _DECODE_CONTEXT = 2048  # of tables, as wide as short sequences have them
 
 
 def run(job: Job) -> Iterator[Event]:
     """Equality, then each shape in bf16 beside transformers, then in fp8."""
+    yield Doing(EQUAL, "float32, greedy")
     yield attempt(EQUAL, "float32, greedy", lambda: equality(job))
     for formats in (BF16, FP8):
         for shape in job.models:
@@ -103,13 +104,17 @@ SMALL = Shape(
 
 @dataclass
 class _Measuring:
-    """One shape in one format, and transformers beside it, if it is."""
+    """One shape in one format, and transformers beside it, if it is.
+
+    troubles: what transformers failed with, in words; it takes nothing from our own figures.
+    """
 
     job: Job
     shape: Shape
     formats: Formats
     ours: OurEngine
     rival: Rival | None
+    troubles: list[str] = field(default_factory=list)
 
     def decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
         """One for each batch."""
@@ -127,12 +132,12 @@ class _Measuring:
         """Steps of one batch size; ours and theirs in turn."""
         job, steps = self.job, self.job.sized(STEPS, STEPS // 2, 2)
         context = job.sized(CONTEXT, CONTEXT, 20)
-        ours, theirs, cache = [], [], ""
-        for _ in range(job.sized(3, 2, 1)):
-            ours.append(driver.decode(batch, context, steps))
-            if self.rival is not None and batch <= _RIVAL_MOST:
-                seconds, cache = self.rival.decode(batch, context, job.sized(_RIVAL_STEPS, 4, 2))
-                theirs.append(seconds)
+        rival = self.rival if batch <= RIVAL_MOST else None
+        ours, theirs, cache = self._in_turn(
+            partial(driver.decode, batch, context, steps),
+            partial(rival.decode, batch, context, job.sized(_RIVAL_STEPS, 4, 2)) if rival else None,
+            f"batch {batch}",
+        )
         step_s = statistics.median(ours)
         cells: dict[str, Cell] = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if job.ceilings:
@@ -146,19 +151,47 @@ class _Measuring:
     def prefill(self, driver: Driver, tokens: int) -> dict[str, Cell]:
         """One prompt in chunks, to its first token."""
         job = self.job
-        driver.prefill(tokens)  # kernels are compiled for what is new in it
-        ours, theirs, cache = [], [], ""
-        for _ in range(job.sized(3, 2, 1)):
-            ours.append(driver.prefill(tokens))
-            if self.rival is not None:
-                seconds, cache = self.rival.prefill(tokens)
-                theirs.append(seconds)
+        if not job.smoke:
+            driver.prefill(tokens)  # kernels are compiled for what is new in it
+        ours, theirs, cache = self._in_turn(
+            partial(driver.prefill, tokens),
+            partial(self.rival.prefill, tokens) if self.rival else None,
+            f"{tokens} tokens",
+        )
         ours_s = statistics.median(ours)
         cells: dict[str, Cell] = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
         if job.ceilings:
             floor = floors.prefill_s(self.shape, tokens, job.ceilings)
             cells |= {"floor ms": floor * 1e3, OF_MATMUL: floor / ours_s}
         return cells | _beside(ours_s, theirs, tokens, cache)
+
+    def _in_turn(
+        self, ours: Callable[[], float], theirs: Callable[[], tuple[float, str]] | None, size: str
+    ) -> tuple[list[float], list[float], str]:
+        """Our seconds of some rounds, theirs between them until they fail, and their cache."""
+        found: tuple[list[float], list[float]] = ([], [])
+        cache = ""
+        for _ in range(self.job.sized(3, 2, 1)):
+            found[0].append(ours())
+            if theirs is None:
+                continue
+            try:
+                seconds, cache = theirs()
+            except Exception as error:  # whatever version of it is there
+                if is_fatal(error):
+                    raise
+                traceback.print_exc()  # to the part's log
+                self.troubles.append(f"{self.shape.name}, {size}: transformers: {told(error)}")
+                theirs = None
+            else:
+                found[1].append(seconds)
+        free(self.job)  # their caches of one size are of no use for the next
+        return *found, cache
+
+    def told(self, table: str) -> Iterator[Event]:
+        """Notes of their troubles, each once."""
+        yield from (Note(table, text) for text in self.troubles)
+        self.troubles.clear()
 
     def sampled(self, driver: Driver, batch: int) -> dict[str, Cell]:
         """The same steps with a draw instead of the likeliest token."""
@@ -184,19 +217,20 @@ def _shape(job: Job, shape: Shape, formats: Formats) -> Iterator[Event]:
         yield Note(DECODE, f"left out, because its time was over: {shape.name} {formats.name}")
         return
     device, title = device_of(job), f"{shape.name} {formats.name}"
-    if why := _unsupported(formats, device):
+    if why := unsupported(formats, device):
         yield Note(DECODE, f"{title} is left out: {why}")
         return
     beside = formats == BF16
-    batches = _batches(job, shape, formats, device, beside=beside)
+    batches = batches_of(job, shape, formats, device, beside=beside)
     if beside and not batches:
-        batches, beside = _batches(job, shape, formats, device, beside=False), False
+        batches, beside = batches_of(job, shape, formats, device, beside=False), False
         yield Note(DECODE, f"{shape.name} without transformers: no memory is left for it")
     if not batches:
         yield Note(DECODE, f"{title} is left out: it does not fit the GPU's memory")
         return
+    yield Doing(DECODE, f"{title}: weights" + (", and transformers" if beside else ""))
     try:
-        ours = OurEngine(shape, formats, device, _blocks(job, max(batches)), graphs=True)
+        ours = OurEngine(shape, formats, device, blocks(job, max(batches)), graphs=True)
     except torch.OutOfMemoryError:
         yield Note(DECODE, f"{title} is left out: it does not fit the GPU's memory")
         return
@@ -213,8 +247,10 @@ def _measured(measuring: _Measuring, batches: list[int]) -> Iterator[Event]:
     job, ours = measuring.job, measuring.ours
     context = job.sized(_DECODE_CONTEXT, _DECODE_CONTEXT, 64)
     limits = Limits(max(batches), context, CHUNK, job.sized(8, 8, 1))
+    yield Doing(DECODE, f"{ours.shape.name} {ours.formats.name}: graphs, and kernels that are new")
     with ours.driver(limits) as driver:
         yield from in_time(job, DECODE, list(measuring.decode_cases(driver, batches)))
+        yield from measuring.told(DECODE)
         if ours.formats == BF16:
             drawn = min(64, max(batches))
             name = f"{decode_name(ours.shape, ours.formats, drawn)}, top-p"
@@ -230,6 +266,7 @@ def _measured(measuring: _Measuring, batches: list[int]) -> Iterator[Event]:
     limits = Limits(8, job.sized(max(PROMPTS) + 64, max(PROMPTS) + 64, 128), chunk)
     with ours.driver(limits, graphs=False) as driver:
         yield from in_time(job, PREFILL, list(measuring.prefill_cases(driver, prompts)))
+        yield from measuring.told(PREFILL)
 
 
 def _profiles(job: Job, driver: Driver, ours: OurEngine, batches: list[int]) -> Iterator[Event]:
@@ -240,6 +277,7 @@ def _profiles(job: Job, driver: Driver, ours: OurEngine, batches: list[int]) -> 
         if job.left_s <= 0:
             yield Note(title, "left out, because its time was over")
             continue
+        yield Doing(title, "profile")
         try:
             parts = parts_of(
                 partial(driver.decode, batch, context, steps),
@@ -248,43 +286,11 @@ def _profiles(job: Job, driver: Driver, ours: OurEngine, batches: list[int]) -> 
         except Untold as error:
             yield Note(title, f"left out: {error}")
             continue
-        except RuntimeError as error:
-            yield Failed(title, "profile", told(error))
+        except Exception as error:
             if is_fatal(error):
                 raise
+            traceback.print_exc()  # to the part's log
+            yield Failed(title, "profile", told(error))
             continue
         for name, cells in parts:
             yield Row(title, name, cells)
-
-
-def _blocks(job: Job, batch: int) -> int:
-    """For decoding, or for the longest prompt if that takes more."""
-    context = job.sized(CONTEXT, CONTEXT, 20)
-    steps = 8 + job.sized(STEPS, STEPS // 2, 2) + 4
-    prompt = job.sized(max(PROMPTS), max(PROMPTS), 33)
-    return max(blocks_for(batch + 2, context + steps), blocks_for(1, prompt + 32)) + 8
-
-
-def _batches(
-    job: Job, shape: Shape, formats: Formats, device: torch.device, *, beside: bool
-) -> list[int]:
-    """Batch sizes whose KV fits beside the weights, and if told so transformers' beside that."""
-    wanted = list(job.sized(BATCHES, (1, 64), (2,)))
-    if device.type != "cuda":
-        return wanted
-    free_bytes = torch.cuda.mem_get_info(device)[0] - _SPARE
-    free_bytes -= shape.num_parameters * formats.storage.weight
-    if beside:
-        theirs = blocks_for(_RIVAL_MOST, CONTEXT + 2 * STEPS)
-        free_bytes -= 2 * shape.num_parameters + 2 * layout_bytes(shape, BF16, theirs)
-    return [
-        batch for batch in wanted if layout_bytes(shape, formats, _blocks(job, batch)) <= free_bytes
-    ]
-
-
-def _unsupported(formats: Formats, device: torch.device) -> str:
-    """Why a GPU does not compute these formats; empty if it does."""
-    if formats.quantization == "none" or device.type != "cuda":
-        return ""
-    capability = torch.cuda.get_device_capability(device)
-    return supported(formats.quantization, capability) or ""

@@ -94,8 +94,18 @@ class Note:
     text: str
 
 
-Event: TypeAlias = Row | Failed | Note
-_KINDS: dict[str, type[Row | Failed | Note]] = {"row": Row, "failed": Failed, "note": Note}
+@dataclass(frozen=True)
+class Doing:
+    """What is measured now: shown while it lasts, and not kept."""
+
+    table: str
+    name: str
+
+
+Event: TypeAlias = Row | Failed | Note | Doing
+_KINDS: dict[str, type[Row | Failed | Note | Doing]] = {
+    "row": Row, "failed": Failed, "note": Note, "doing": Doing,
+}  # fmt: skip
 
 
 def to_line(event: Event) -> str:
@@ -127,11 +137,22 @@ class Unusable(Exception):
     """The device takes no more work from this process."""
 
 
+# As CUDA's runtime API documents them: "the process must be terminated and relaunched". All other
+# errors, as of a launch that was refused or a product that cuBLAS does not have, pass.
+_FATAL = (
+    "illegal memory access", "illegal instruction", "misaligned address", "address space",
+    "invalid program counter", "hardware stack error", "device-side assert", "launch failure",
+    "the launch timed out", "uncorrectable",
+)  # fmt: skip
+
+
 def is_fatal(error: Exception) -> bool:
-    """Whether CUDA refuses every further call of this process after this error."""
-    if "out of memory" in str(error).lower():
-        return False
-    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    """Whether CUDA refuses every further call of this process after this error.
+
+    Torch and Triton both tell in CUDA's words.
+    """
+    text = str(error)
+    return "CUDA" in text and any(words in text for words in _FATAL)
 
 
 def told(error: BaseException) -> str:
@@ -161,4 +182,5 @@ def in_time(job: Job, table: str, cases: Sequence[Case]) -> Iterator[Event]:
             left_out = ", ".join(one for one, _ in cases[at:])
             yield Note(table, f"left out, because its time was over: {left_out}")
             return
+        yield Doing(table, name)
         yield attempt(table, name, measure)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from bench.gpu.job import Event, Failed, Job, from_line
+from bench.gpu.job import Doing, Event, Failed, Job, from_line
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 30.0  # for what a part began just before its time was over
@@ -44,14 +44,17 @@ def run(
             process_group=0,  # what it starts is ended with it
         )
     assert process.stdout is not None
-    failed = False
+    failed, place = False, ""
     try:
         for event in _events(process.stdout, job.seconds + grace_s):
             failed |= isinstance(event, Failed)
+            if isinstance(event, Doing):
+                place = f", at {event.table}, {event.name}"
             yield event
         status = process.wait(_END_S)
     except TimeoutError:
-        yield Failed(job.part, "the whole part", f"not done {grace_s:g} s after its time was over")
+        late = f"not done {grace_s:.0f} s after its time was over{place}"
+        yield Failed(job.part, "the whole part", late)
         return
     except subprocess.TimeoutExpired:
         yield Failed(job.part, "the whole part", "its process does not end")
@@ -59,7 +62,7 @@ def run(
     finally:
         _end(process)
     if status and not failed:
-        yield Failed(job.part, "the whole part", _ending(status, log))
+        yield Failed(job.part, "the whole part", _ending(status, place, log))
 
 
 def environment(job: Job) -> dict[str, str]:
@@ -94,6 +97,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.stdout.close()
 
 
-def _ending(status: int, log: Path) -> str:
+def _ending(status: int, place: str, log: Path) -> str:
     lines = deque(log.read_text(errors="replace").splitlines(), maxlen=_TOLD_LINES)
-    return " | ".join([f"it ended with status {status}", *lines])
+    return " | ".join([f"it ended with status {status}{place}", *lines])

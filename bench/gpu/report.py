@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.gpu.job import Cell, Event, Failed, Note, Row
-from bench.gpu.targets import verdicts
+from bench.gpu.targets import VERDICTS, verdicts
 
 SCHEMA = "baton.bench.gpu/1"
+_OF, _SHARES = "of ", ("of ", "x ")  # how columns begin that hold shares of something
 DRY = "dry run on the CPU, kernels interpreted: the figures mean nothing"
 
 
 def text_of(events: Sequence[Event], head: Mapping[str, Any]) -> Iterator[str]:
-    """Tables in the order in which they began, then the targets, then what failed."""
+    """Tables in the order in which they began, then what failed, and the targets last."""
     yield f"bench gpu, {head['date']}, {head['seconds']:.0f} s"
     if head["smoke"]:
         yield DRY
@@ -21,9 +23,6 @@ def text_of(events: Sequence[Event], head: Mapping[str, Any]) -> Iterator[str]:
         here = [event for event in events if event.table == table]
         yield ""
         yield from _table(table, here)
-    if not head["smoke"] and any(event.table == "ceilings" for event in events):
-        yield ""
-        yield from _targets(verdicts(events))
     failures = [event for event in events if isinstance(event, Failed)]
     if failures:
         yield ""
@@ -33,6 +32,20 @@ def text_of(events: Sequence[Event], head: Mapping[str, Any]) -> Iterator[str]:
             if lines:
                 yield f"\nthe end of what {part} printed:"
                 yield from (f"  {line}" for line in lines)
+    if not head["smoke"] and any(event.table == "ceilings" for event in events):
+        yield ""
+        yield from _targets(verdicts(events))
+
+
+def brief(row: Row) -> str:
+    """A row's first figure and its shares, behind a dash; nothing where it has no figure."""
+    cells = {name: value for name, value in row.cells.items() if isinstance(value, int | float)}
+    told = [
+        f"{_cell(name, value)} {name}"
+        for at, (name, value) in enumerate(cells.items())
+        if at == 0 or name.startswith(_SHARES)
+    ]
+    return f" - {', '.join(told)}" if told else ""
 
 
 def json_of(events: Iterable[Event], head: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +104,7 @@ def _cell(column: str, value: Cell) -> str:
         return "-"
     if isinstance(value, str):
         return value
-    if column.startswith("of "):
+    if column.startswith(_OF):
         return f"{value:.1%}"
     if column in ("error", "bound"):
         return f"{value:.1e}"
@@ -101,8 +114,11 @@ def _cell(column: str, value: Cell) -> str:
 
 
 def _targets(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    lines = [["target", "measured", "verdict"]]
+    lines = [["target", "wanted", "measured", "verdict"]]
     for one in found:
-        value = "-" if one["value"] is None else f"{one['value']:.3g}"
-        lines.append([one["target"], value, one["verdict"]])
+        cell, sign = one["cell"], "<=" if one["at_most"] else ">="
+        wanted = f"{sign} {_cell(cell, one['bound'])}"
+        lines.append([one["target"], wanted, _cell(cell, one["value"]), one["verdict"]])
     yield from _aligned(lines)
+    counts = Counter(one["verdict"] for one in found)
+    yield f"targets: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"

@@ -16,7 +16,7 @@ from baton.engine.model_config import Rope
 from baton.engine.quantize import is_quantized, unpack_rows
 from baton.engine.rope import rope_tables
 from bench.gpu import errors, paged
-from bench.gpu.device import device_of
+from bench.gpu.device import device_of, has_fp8
 from bench.gpu.errors import Case, Error
 from bench.gpu.job import Job
 from bench.gpu.paged import name_of
@@ -29,7 +29,7 @@ _ONE_STEP = {torch.int8: 0.02, torch.float8_e4m3fn: 0.08}  # an 8-bit number may
 def cases(job: Job) -> Iterator[tuple[str, Case]]:
     """A kernel with a type; each call of it draws another shape."""
     device = device_of(job)
-    eight = (torch.int8, torch.float8_e4m3fn)
+    eight = (torch.int8, torch.float8_e4m3fn) if has_fp8(device) else (torch.int8,)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         name = name_of(dtype)
         yield f"add and norm, {name}", _bound(norm, job, device, dtype)

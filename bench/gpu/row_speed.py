@@ -15,7 +15,7 @@ from baton.engine.model_config import Rope
 from baton.engine.rope import rope_tables
 from bench.gpu import paged
 from bench.gpu.clock import Clock, clock_of, rotations
-from bench.gpu.device import device_of
+from bench.gpu.device import device_of, has_fp8
 from bench.gpu.job import Case, Cell, Event, Job, in_time
 from bench.gpu.paged import Geometry
 from bench.gpu.targets import OF_COPY
@@ -72,6 +72,8 @@ def cases(job: Job, clock: Clock) -> Iterator[Case]:
         ("rope and write", _rope, 2 * 2 * qkv),
         ("quantise rows to fp8", _quantise, 3 * shape.hidden),
     )
+    if not has_fp8(device_of(job)):
+        kinds = kinds[:-1]
     for rows in job.sized((64, 8192), (8192,), (5,)):
         for name, make, row_bytes in kinds:
             yield f"{name}, {rows} rows", _case(job, clock, shape, rows, make, rows * row_bytes)

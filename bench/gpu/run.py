@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench.gpu import process, report
-from bench.gpu.job import Ceilings, Event, Failed, Job, Row
+from bench.gpu.job import Ceilings, Doing, Event, Failed, Job, Row
 from bench.gpu.part import PARTS
+from bench.gpu.progress import Progress
 from bench.shapes import GPU_SHAPES
 
 # Of the minutes; what a part leaves over goes to those after it.
 SHARES = {"machine": 0.06, "kernels": 0.20, "speed": 0.22, "engine": 0.36, "cluster": 0.16}
 DEFAULT_FILE = Path("gpu.json")
 _TOLD_LINES = 60  # of a log
+_LAST_OVER = 0.2  # of the last part's time, for what it began before its end
 _STARTING_S = 3.0  # of a part's process, before its own time begins
 
 
@@ -41,8 +43,8 @@ class Settings:
     quick: bool
 
 
-def run(settings: Settings, logs: Path, say: Callable[[str], None]) -> Iterator[Event]:
-    """All events of all parts, as they come."""
+def run(settings: Settings, logs: Path, progress: Progress) -> Iterator[Event]:
+    """All that parts find, as it comes; what they are doing is only shown."""
     until = time.monotonic() + 60 * settings.minutes
     ceilings: Ceilings | None = None
     for at, part in enumerate(settings.parts):
@@ -50,7 +52,7 @@ def run(settings: Settings, logs: Path, say: Callable[[str], None]) -> Iterator[
         if seconds <= 0:
             yield Failed(part, "the whole part", "no time is left: give more --minutes")
             continue
-        say(f"{part}: up to {seconds:.0f} s")
+        progress.say(f"{part}: up to {seconds:.0f} s")
         job = Job(
             part, settings.device, seconds, settings.shapes, settings.smoke, settings.quick,
             ceilings,
@@ -59,17 +61,18 @@ def run(settings: Settings, logs: Path, say: Callable[[str], None]) -> Iterator[
         grace_s = min(process.GRACE_S, max(_STARTING_S, until - time.monotonic() - seconds))
         for event in process.run(job, logs / f"{part}.log", grace_s):
             ceilings = ceilings_of(event) or ceilings
-            if isinstance(event, Row):
-                say(f"  {event.table}: {event.name}")
-            yield event
+            progress.show(event)
+            if not isinstance(event, Doing):
+                yield event
         if part == "machine" and ceilings is None:
             return  # what failed has been told, and would fail everywhere
 
 
 def _seconds(part: str, left: Sequence[str], seconds: float) -> float:
-    """A part's share of what is left, without what it may run over."""
+    """A part's share of what is left, without what it may run over; the last one has no other."""
     share = SHARES[part] / sum(SHARES[one] for one in left)
-    return share * seconds - _STARTING_S
+    over = min(_LAST_OVER * seconds, process.GRACE_S) if len(left) == 1 else 0.0
+    return share * seconds - over - _STARTING_S
 
 
 def ceilings_of(event: Event) -> Ceilings | None:
@@ -91,7 +94,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shape", type=_shapes, default=("8B", "1B"), metavar="NAME,...",
         help="models: 8B and 1B (default: both, as far as they fit)",
     )  # fmt: skip
-    parser.add_argument("--device", default="cuda:0", help="default: cuda:0")
+    parser.add_argument(
+        "--device", type=_device, default="cuda:0", metavar="cuda:N", help="default: cuda:0"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--smoke", action="store_true", help="a dry run on the CPU: no figures")
     parser.add_argument(
@@ -115,7 +120,9 @@ def main(args: argparse.Namespace) -> int:
         "shapes": list(settings.shapes),
     }
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as logs:
-        events = list(run(settings, Path(logs), lambda line: print(line, file=sys.stderr)))
+        progress = Progress(columns=shutil.get_terminal_size().columns)
+        events = list(run(settings, Path(logs), progress))
+        progress.end()
         failed = any(isinstance(event, Failed) for event in events)
         measured = any(isinstance(event, Row) for event in events)
         if failed and measured:
@@ -125,6 +132,7 @@ def main(args: argparse.Namespace) -> int:
     if measured and (not settings.smoke or args.json != DEFAULT_FILE):
         text = json.dumps(report.json_of(events, head), indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
+        print(f"all figures: {args.json}")
     return int(failed)
 
 
@@ -133,6 +141,14 @@ def tail(log: Path) -> list[str]:
     if not log.exists():
         return []
     return log.read_text(errors="replace").splitlines()[-_TOLD_LINES:]
+
+
+def _device(text: str) -> str:
+    """Always with a number, as a thread's device needs one."""
+    kind, _, number = text.partition(":")
+    if kind != "cuda" or not (number or "0").isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is no cuda:N; --smoke is a dry run on the CPU")
+    return f"cuda:{int(number or 0)}"
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def parts_of(
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     # On a CPU only the engine's thread has anything to tell, which is not this one.
-    everywhere = _ExperimentalConfig(profile_all_threads=not on_gpu)
+    everywhere = None if on_gpu else _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[activity], experimental_config=everywhere) as profiler:
         run()
         if on_gpu:

@@ -8,6 +8,8 @@ from typing import Any
 
 from bench.gpu.job import Event, Row
 
+VERDICTS = ("met", "missed", "not measured")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -22,10 +24,11 @@ class Target:
 
     def verdict(self, value: float | None) -> str:
         """Whether a value keeps it."""
+        met, missed, unknown = VERDICTS
         if value is None:
-            return "not measured"
+            return unknown
         kept = value <= self.bound if self.at_most else value >= self.bound
-        return "met" if kept else "missed"
+        return met if kept else missed
 
 
 DECODE_ATTENTION, PREFILL_ATTENTION = "decode attention", "prefill attention"
@@ -68,8 +71,10 @@ def verdicts(events: Iterable[Event]) -> list[dict[str, Any]]:
         found.append(
             {
                 "target": target.text,
+                "cell": target.cell,
                 "value": value,
                 "bound": target.bound,
+                "at_most": target.at_most,
                 "verdict": target.verdict(value),
             }
         )

@@ -51,4 +51,7 @@ def test_bytes_arrive_over_cuda_ipc_and_a_cluster_has_the_tokens_of_one_process(
 ) -> None:
     events = run("cluster", tmp_path)
     assert "cuda_ipc" in rows(events, "transfer")
+    for event in events:
+        if isinstance(event, Note) and event.table == "handoff":
+            pytest.skip(event.text)
     assert rows(events, "handoff")["cuda_ipc"].cells["other tokens"] == 0

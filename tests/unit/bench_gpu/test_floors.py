@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu import attention_speed, engine, floors
+from bench.gpu import attention_speed, engine, floors, sizes
 from bench.gpu.floors import Storage
 from bench.gpu.job import Ceilings, Row
 from bench.gpu.our_engine import BF16
@@ -72,8 +72,8 @@ def test_every_target_names_a_row_that_a_full_run_has() -> None:
             rows.add((DECODE_ATTENTION, attention_speed.decode_name(bf16, batch, context)))
     for prompt in attention_speed.PROMPTS:
         rows.add((PREFILL_ATTENTION, attention_speed.prefill_name(*prompt)))
-    rows |= {(DECODE, engine.decode_name(EIGHT, BF16, batch)) for batch in engine.BATCHES}
-    rows |= {(PREFILL, engine.prefill_name(EIGHT, BF16, n)) for n in engine.PROMPTS}
+    rows |= {(DECODE, engine.decode_name(EIGHT, BF16, batch)) for batch in sizes.BATCHES}
+    rows |= {(PREFILL, engine.prefill_name(EIGHT, BF16, n)) for n in sizes.PROMPTS}
     assert {(target.table, target.row) for target in TARGETS} <= rows
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench.gpu import job as jobs
 from bench.gpu import part, process
-from bench.gpu.job import Ceilings, Event, Failed, Job, Note, Row, Unusable
+from bench.gpu.job import Ceilings, Doing, Event, Failed, Job, Note, Row, Unusable
 
 ROW = Row("table", "a row", {"GB/s": 1.5, "text": "x", "none": None})
 
@@ -36,7 +36,7 @@ def test_a_job_arrives_as_it_was_sent_and_its_time_begins_then(job: Job) -> None
     assert arrived == job and 19 < arrived.left_s <= 20
 
 
-@pytest.mark.parametrize("event", [ROW, Failed("t", "n", "e"), Note("t", "text")])
+@pytest.mark.parametrize("event", [ROW, Failed("t", "n", "e"), Note("t", "text"), Doing("t", "n")])
 def test_events_travel_as_lines(event: Event) -> None:
     assert "\n" not in jobs.to_line(event)
     assert jobs.from_line(jobs.to_line(event)) == event
@@ -53,6 +53,15 @@ def test_a_crash_is_told_with_its_last_words(tmp_path: Path) -> None:
     row, failed = child(tmp_path, body)
     assert row == ROW and isinstance(failed, Failed)
     assert failed.error.startswith("it ended with status -6 | out of luck")
+
+
+def test_a_bad_end_says_what_was_done_then(tmp_path: Path) -> None:
+    body = f"tell({Doing('decode', 'batch 8')!r})\n"
+    _, crashed = child(tmp_path, body + "os.abort()\n")
+    _, late = child(tmp_path, body + "time.sleep(600)\n", seconds=0.5, grace_s=1.0)
+    assert isinstance(crashed, Failed) and isinstance(late, Failed)
+    assert "status -6, at decode, batch 8" in crashed.error
+    assert late.error == "not done 1 s after its time was over, at decode, batch 8"
 
 
 def test_a_failure_that_was_told_is_not_told_twice(tmp_path: Path) -> None:
@@ -98,7 +107,10 @@ def test_a_case_that_fails_leaves_the_others(job: Job) -> None:
         raise ValueError("no\nmore")
 
     found = list(jobs.in_time(job, "t", [("bad", bad), ("good", lambda: {"x": 1})]))
-    assert found == [Failed("t", "bad", "ValueError: no"), Row("t", "good", {"x": 1})]
+    assert found == [
+        Doing("t", "bad"), Failed("t", "bad", "ValueError: no"),
+        Doing("t", "good"), Row("t", "good", {"x": 1}),
+    ]  # fmt: skip
 
 
 def test_nothing_new_begins_when_time_is_over() -> None:
@@ -110,14 +122,18 @@ def test_nothing_new_begins_when_time_is_over() -> None:
 @pytest.mark.parametrize(
     ("text", "fatal"),
     [("CUDA error: an illegal memory access was encountered", True),
-     ("CUDA error: out of memory", False), ("shape mismatch", False)],
+     ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+     ("CUDA error: device-side assert triggered", True),
+     ("CUDA error: out of memory", False), ("shape mismatch", False),
+     ("CUDA error: operation not permitted when stream is capturing", False),
+     ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul", False)],
 )  # fmt: skip
 def test_what_leaves_a_gpu_unusable_ends_the_part(text: str, fatal: bool) -> None:
     def bad() -> dict[str, jobs.Cell]:
         raise RuntimeError(text)
 
     if fatal:
-        with pytest.raises(Unusable, match=r"^case: RuntimeError: CUDA error: an illegal"):
+        with pytest.raises(Unusable, match=r"^case: RuntimeError: .*CUDA"):
             jobs.attempt("t", "case", bad)
     else:
         assert jobs.attempt("t", "case", bad) == Failed("t", "case", f"RuntimeError: {text}")

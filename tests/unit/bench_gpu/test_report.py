@@ -30,14 +30,36 @@ def test_text_has_a_table_for_each_kind_of_row_and_ends_with_what_failed() -> No
     assert lines[at + 1].split() == ["batch", "1", "131", "91.2%", "static", "-"]
     assert lines[at + 2].split() == ["batch", "64", "5,123", "-", "-", "1.2e-03"]
     assert lines[at + 3 : at + 5] == ["  fp8 is left out", "  batch 256: FAILED: RuntimeError: no"]
-    assert lines[-2:] == ["failed: 1", "  decode, batch 256: RuntimeError: no"]
-    assert any(line.startswith(TARGETS[0].text) and "not measured" in line for line in lines)
+    at = lines.index("failed: 1")
+    assert lines[at + 1] == "  decode, batch 256: RuntimeError: no"
+
+
+def test_targets_come_last_with_what_became_of_them() -> None:
+    wanted = TARGETS[3]
+    row = Row(wanted.table, wanted.row, {wanted.cell: 0.91})
+    missed = Row(TARGETS[-1].table, TARGETS[-1].row, {TARGETS[-1].cell: 4.2})
+    *lines, last = list(report.text_of([*EVENTS, row, missed], HEAD))[-len(TARGETS) - 1 :]
+    assert last == f"targets: 1 met, 1 missed, {len(TARGETS) - 2} not measured"
+    assert [line.split()[-4:] for line in (lines[3], lines[-1])] == [
+        [">=", "80.0%", "91.0%", "met"], ["<=", "3", "4.2", "missed"],
+    ]  # fmt: skip
+    assert lines[0].startswith(TARGETS[0].text) and lines[0].endswith("-  not measured")
+
+
+def test_a_row_in_brief_has_its_first_figure_and_its_shares() -> None:
+    assert report.brief(EVENTS[0]) == ""  # type: ignore[arg-type]
+    assert report.brief(EVENTS[2]) == " - 131 tokens/s, 91.2% of floor"  # type: ignore[arg-type]
 
 
 def test_what_parts_printed_follows_failures() -> None:
     head = {**HEAD, "logs": {"machine": [], "engine": ["Traceback", "RuntimeError: no"]}}
     lines = list(report.text_of(EVENTS, head))
-    assert lines[-3:] == ["\nthe end of what engine printed:", "  Traceback", "  RuntimeError: no"]
+    at = lines.index("failed: 1")
+    assert lines[at + 2 : at + 5] == [
+        "\nthe end of what engine printed:",
+        "  Traceback",
+        "  RuntimeError: no",
+    ]
     assert not any("machine printed" in line for line in lines)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import ClusterConfig
+from baton.config import ClusterConfig, EngineConfig
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import cluster as local_cluster
 from baton.local import keeper, ports, readiness
@@ -305,6 +305,13 @@ async def test_etcd_restarts_with_its_data() -> None:
         async with LocalCluster(config, programs=MEMBERS) as guest:
             with pytest.raises(ConfigError, match="was not started here"):
                 await guest.restart_etcd()
+
+
+async def test_workers_on_gpus_may_take_longer_to_start() -> None:
+    on_cpu, on_gpu = cluster(), cluster(engine=EngineConfig(device="cuda:0"))
+    for started, timeout_s in ((on_cpu, 30), (on_gpu, 900)):
+        async with started:
+            assert started._start_timeout_s == timeout_s
 
 
 async def test_programs_and_options_go_by_name_before_role() -> None:
