@@ -106,23 +106,26 @@ class _ShmLink(Link):
         try:
             remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._map = mmap.mmap(remote_fd, num_blocks * pool.block_bytes)
+                mapped = mmap.mmap(remote_fd, num_blocks * pool.block_bytes)
             finally:
                 os.close(remote_fd)
         except BaseException:
             self._receiver.close()
             raise
         shape = (num_blocks, *pool.tensor.shape[1:])
-        area = torch.frombuffer(self._map, dtype=torch.uint8)
+        area = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._map: mmap.mmap | None = mapped
         self._remote: KvPool | None = KvPool(area.view(pool.tensor.dtype).view(shape))
         self._closed = threading.Event()
 
     def map_pages(self) -> None:
         """Begins to map what the receiver has in memory, beside everything else."""
+        mapped = self._map
+        assert mapped is not None
 
         def work() -> None:
             with contextlib.suppress(OSError):  # then pages are mapped when they are written
-                _populate(self._map, _MADV_POPULATE_READ, self._closed)
+                _populate(mapped, _MADV_POPULATE_READ, self._closed)
 
         threading.Thread(target=work, name="kv-map", daemon=True).start()
 
@@ -139,7 +142,9 @@ class _ShmLink(Link):
 
     def close(self) -> None:
         self._receiver.close()
-        self._remote = None
+        # Both hold the mapping, and whoever failed with this link may hold the link for long: an
+        # exception's frames do.
+        self._remote = self._map = None
         self._closed.set()
 
 

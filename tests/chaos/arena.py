@@ -161,7 +161,7 @@ class Arena:
         routers = await checks.busy_routers(self.cluster.addresses)
         tally.violations += [f"router {address}: {what}" for address, what in routers.items()]
         tally.violations += await checks.wait_no_leaks(self.cluster, self._directory, before)
-        tally.violations += checks.memory_of_the_dead(self.cluster)
+        tally.violations += await checks.memory_of_the_dead(self.cluster)
 
     async def _check_traces(
         self, endings: Sequence[tuple[Wish, Ending]], injector: Injector, tally: Tally

@@ -136,8 +136,19 @@ def leaks(before: Mapping[int, Held], after: Mapping[int, Held]) -> list[str]:
     return found
 
 
-def memory_of_the_dead(cluster: LocalCluster) -> list[str]:
-    """Pools that are mapped although the workers they belonged to are gone: one each is right."""
+async def memory_of_the_dead(cluster: LocalCluster) -> list[str]:
+    """Pools that stay mapped although the workers they belonged to are gone: one each is right."""
+
+    async def found() -> list[str]:
+        return _memory_of_the_dead(cluster)
+
+    try:
+        return await eventually(found, lambda more: not more, "", LET_GO_S)
+    except AssertionError:
+        return await found()
+
+
+def _memory_of_the_dead(cluster: LocalCluster) -> list[str]:
     workers = [p.pid for p in cluster.processes.values() if p.running and p.role != "router"]
     mapped = {pid: _mapped(pid) for pid in workers}
     pools = set().union(*mapped.values())

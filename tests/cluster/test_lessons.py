@@ -146,7 +146,7 @@ async def test_a_prefill_worker_lets_go_of_a_dead_decode_workers_memory(
     case = Case(oracle.prompt(100), "greedy")
 
     async def kept() -> list[str]:
-        return memory_of_the_dead(cluster)
+        return await memory_of_the_dead(cluster)
 
     async with AsyncClient(cluster.address) as client:
         for _ in range(2):

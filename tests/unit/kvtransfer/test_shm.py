@@ -55,6 +55,18 @@ def test_memory_of_somebody_else_is_not_mapped(pool, change):
     assert descriptors() == before
 
 
+def test_a_closed_link_maps_nothing_though_somebody_holds_it_still(pool):
+    def mappings():
+        return Path("/proc/self/maps").read_text().count(pool.area.name)
+
+    transport = shm.ShmTransport()
+    before = mappings()
+    link = transport.connect(pool, transport.listen(pool).offer("p", 1), 1.0)
+    assert mappings() == before + 1
+    link.close()
+    assert mappings() == before
+
+
 @pytest.mark.parametrize("endpoint", [b"", b"[]", b"{}", b"\xff"])
 def test_an_endpoint_that_is_none_fails(pool, endpoint):
     with pytest.raises(TransferFailed):
