@@ -9,11 +9,12 @@ from torch import Tensor
 
 from baton.engine.kv_cache import KvLayout, allocate_pool
 from baton.engine.linear import Matrix
-from baton.engine.model_config import ModelConfig, Rope
+from baton.engine.model_config import ModelConfig
 from baton.engine.quantize import Int8Weight
 from baton.engine.weights import LayerWeights, Weights, random_weights
 from tests.unit.engine import either
 from tests.unit.engine.paged import NUM_BLOCKS, PagedRun, PagedSequence
+from tests.unit.engine.small_config import small_config
 
 CPU = torch.device("cpu")
 MATRICES = ("qkv", "o", "gate_up", "down")
@@ -33,33 +34,13 @@ class Kind:
         return f"{self.kernels}-{str(self.dtype).removeprefix('torch.')}-{held or 'plain'}"
 
 
-def small_config(window: int | None = None, tied: bool = False) -> ModelConfig:
-    return ModelConfig(
-        architecture="Qwen2ForCausalLM",
-        vocab_size=300,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=32,
-        intermediate_size=100,
-        rms_eps=1e-6,
-        rope=Rope(10000.0),
-        windows=(None, window),
-        tie_embeddings=tied,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        max_context=2048,
-        eos_token_ids=(),
-        dtype="float32",
-    )
+def qwen_config(window: int | None = None, tied: bool = False) -> ModelConfig:
+    return small_config(window, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=tied)
 
 
 def run_of(kind: Kind, window: int | None = None) -> PagedRun:
     """A pool and a model with weights wide enough for sharp attention."""
-    config = small_config(window)
+    config = qwen_config(window)
     weights = random_weights(config, kind.dtype, CPU, seed=3)
     weights = Weights(
         weights.embedding,

@@ -9,7 +9,7 @@ from baton.config import EngineConfig
 from baton.engine import choices
 from baton.engine.kv_cache import plan_layout
 from baton.errors import ConfigError
-from tests.unit.engine.quantized import small_config
+from tests.unit.engine.quantized import qwen_config
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -62,7 +62,7 @@ def test_the_compute_type_is_a_pools_unless_told(monkeypatch: pytest.MonkeyPatch
                                      (0, 4, 63), (60, 4, 60)],
 )  # fmt: skip
 def test_model_settings_and_pool_limit_a_sequence(asked: int, blocks: int, longest: int) -> None:
-    config = small_config()
+    config = qwen_config()
     layout = plan_layout(config, torch.float32, 16, blocks, 0)
     settings = EngineConfig(max_context=asked)
     assert choices.max_context(settings, config, layout) == longest

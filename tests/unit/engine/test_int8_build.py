@@ -18,7 +18,7 @@ from baton.engine.quantize import SCALE_BYTES, Int8Weight
 from baton.engine.weights import Weights, load_weights, random_weights
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import SMALL, make_checkpoint
-from tests.unit.engine.quantized import MATRICES, small_config
+from tests.unit.engine.quantized import MATRICES, qwen_config
 
 CPU = torch.device("cpu")
 SETTINGS = {
@@ -65,7 +65,7 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(
 
 
 def test_random_weights_are_the_same_ones_quantised() -> None:
-    config = small_config(tied=True)
+    config = qwen_config(tied=True)
     full = random_weights(config, torch.bfloat16, CPU, seed=5)
     check_quantised(
         full, random_weights(config, torch.bfloat16, CPU, seed=5, prepare=Int8Weight.of)

@@ -10,7 +10,7 @@ from baton.engine.attention import AttentionBatch, PrefillSegment, attend, write
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.quantize import SCALE_BYTES, pack_rows, unpack_rows
 from baton.errors import ConfigError
-from tests.unit.engine.quantized import small_config
+from tests.unit.engine.quantized import qwen_config
 
 LAYERS, LAYER, HEADS, KV_HEADS, HEAD_SIZE = 3, 1, 6, 2, 16
 BLOCKS, SCALE = 40, HEAD_SIZE**-0.5
@@ -41,7 +41,7 @@ def test_sizes() -> None:
 
 
 def test_a_budget_holds_more_blocks() -> None:
-    config = small_config()
+    config = qwen_config()
     planned = {
         dtype: plan_layout(config, dtype, 16, 0, 1 << 20) for dtype in (torch.bfloat16, torch.int8)
     }

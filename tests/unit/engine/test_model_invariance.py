@@ -14,11 +14,11 @@ from torch import Tensor
 
 from baton.engine.linear import linear, silu_gate
 from baton.engine.model import Model
-from baton.engine.model_config import ModelConfig, Rope
 from baton.engine.native.model import NativeModel
 from baton.engine.weights import random_weights
 from tests.unit.engine import either
 from tests.unit.engine.paged import PagedRun, PagedSequence
+from tests.unit.engine.small_config import small_config
 
 CPU = torch.device("cpu")
 MakeModel = Callable[..., Model | NativeModel]
@@ -54,27 +54,8 @@ def a_small_model(
     inner: int,
     window: int | None = None,
 ) -> Model | NativeModel:
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=300,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=32,
-        intermediate_size=inner,
-        rms_eps=1e-6,
-        rope=Rope(10000.0),
-        windows=(None, window),
-        tie_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        max_context=2048,
-        eos_token_ids=(),
-        dtype="float32",
-    )
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "intermediate_size": inner}
+    config = small_config(window, **sizes)
     weights = random_weights(config, dtype, CPU, seed=3)
     for layer in weights.layers:
         # Wide enough for sharp attention and large activations.

@@ -15,13 +15,13 @@ from baton.engine.model import Model
 from baton.engine.model_config import ModelConfig
 from baton.engine.weights import LayerWeights, Weights, random_weights
 from tests.unit.engine.paged import NUM_BLOCKS, PagedRun
-from tests.unit.engine.quantized import small_config
+from tests.unit.engine.quantized import qwen_config
 
 CPU = torch.device("cpu")
 MATRICES = ("qkv", "o", "gate_up", "down")
 
 TINY = replace(
-    small_config(),
+    qwen_config(),
     vocab_size=96,
     hidden_size=32,
     head_size=16,

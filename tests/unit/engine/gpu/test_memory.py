@@ -10,10 +10,10 @@ from baton.engine.gpu import memory
 from baton.engine.gpu.memory import Usage
 from baton.engine.kv_cache import KvLayout
 from baton.errors import ConfigError
-from tests.unit.engine.quantized import small_config
+from tests.unit.engine.quantized import qwen_config
 
 MIB, GIB = 1 << 20, 1 << 30
-CONFIG = small_config()  # 2 layers, 2 KV heads of 32: 512 B a token in bfloat16
+CONFIG = qwen_config()  # 2 layers, 2 KV heads of 32: 512 B a token in bfloat16
 BLOCK = 16 * 512
 ROOMY = Usage(total=80 * GIB, free=63 * GIB, weights=16 * GIB, activations=2 * GIB, graphs=1 * GIB)
 

@@ -9,37 +9,29 @@ import torch
 from torch import Tensor
 
 from baton.engine.model import Model
-from baton.engine.model_config import ModelConfig, Rope
 from baton.engine.native import library
 from baton.engine.native.model import NativeModel
 from baton.engine.native.structures import PHASES
 from baton.engine.quantize import Int8Weight
 from baton.engine.weights import random_weights
 from tests.unit.engine.paged import PagedRun, PagedSequence
+from tests.unit.engine.small_config import small_config
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="no native library can be built here"
 )
 CPU = torch.device("cpu")
-CONFIG = ModelConfig(
+CONFIG = small_config(
+    window=40,
     architecture="Qwen3ForCausalLM",
     vocab_size=301,
     hidden_size=96,
-    num_layers=2,
     num_heads=6,
-    num_kv_heads=2,
-    head_size=32,
-    intermediate_size=100,
-    rms_eps=1e-6,
-    rope=Rope(10000.0),
-    windows=(None, 40),
     tie_embeddings=True,
     qkv_bias=True,
     o_bias=True,
-    mlp_bias=False,
     qk_norm=True,
     max_context=512,
-    eos_token_ids=(),
     dtype="bfloat16",
 )
 TOKENS = torch.randint(0, 301, (90,), generator=torch.Generator().manual_seed(1)).tolist()
