@@ -105,7 +105,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 
 
 def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
-    """Wraps a unary servicer method so that what it raises becomes its status."""
+    """Wraps a servicer method that answers or writes, so that what it raises becomes its status."""
 
     @wraps(method)
     async def call(self: Any, request: Any, context: Any) -> T:

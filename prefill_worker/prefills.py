@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
@@ -106,9 +106,12 @@ class Prefills:
         await self._links.close()
 
     async def run(
-        self, request: prefill_pb2.PrefillRequest, trace: Context
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """The prompt's messages: started, first token, committed. Closing it stops the work.
+        self,
+        request: prefill_pb2.PrefillRequest,
+        trace: Context,
+        send: Callable[[prefill_pb2.PrefillResponse], Awaitable[None]],
+    ) -> None:
+        """Sends the prompt's messages: started, first token, committed. Cancelling stops it.
 
         Raises InvalidRequest, Unavailable, Overloaded, DeadlineExceeded, and what handoffs raise.
         """
@@ -128,7 +131,7 @@ class Prefills:
                 try:
                     async with asyncio.timeout(spec.time_left_ms / 1000 or None):
                         async for response in responses:
-                            yield response
+                            await send(response)
                 except TimeoutError:
                     raise DeadlineExceeded("the deadline passed during prefill") from None
 

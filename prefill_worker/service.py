@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from opentelemetry.context import Context
@@ -15,10 +14,13 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 class RunsPrompts(Protocol):
     """What the service needs."""
 
-    def run(
-        self, request: prefill_pb2.PrefillRequest, trace: Context
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """The prompt's messages."""
+    async def run(
+        self,
+        request: prefill_pb2.PrefillRequest,
+        trace: Context,
+        send: Callable[[prefill_pb2.PrefillResponse], Awaitable[None]],
+    ) -> None:
+        """Sends the prompt's messages."""
         ...
 
 
@@ -28,12 +30,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, prefills: RunsPrompts) -> None:
         self._prefills = prefills
 
-    @rpc.streaming
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: Any
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+    @rpc.unary
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> None:
         """Runs one prompt."""
         trace = telemetry.extract(context.invocation_metadata())
-        async with contextlib.aclosing(self._prefills.run(request, trace)) as responses:
-            async for response in responses:
-                yield response
+        await self._prefills.run(request, trace, context.write)

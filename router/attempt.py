@@ -13,6 +13,9 @@ from router.member import Event, Member
 from router.snapshot import Assigned
 
 _COMMIT_ACK_S = 1.0
+MAX_UNREAD_BYTES = 1 << 20  # of one request's output that wait for a caller who reads slowly
+_BACKLOG = 8  # outputs: more are joined, so that what is behind costs less a token
+_OUTPUT_BYTES = 128  # what an output takes besides its message
 T = TypeVar("T")
 
 
@@ -23,6 +26,7 @@ class Output:
     token_ids: list[int]
     logprobs: list[common_pb2.PositionLogprobs]
     finish_reason: common_pb2.FinishReason
+    num_bytes: int = 0  # memory it takes while it waits
 
     def singly(self) -> Iterator[Output]:
         """The same tokens, one at a time."""
@@ -35,8 +39,11 @@ class Output:
 class Attempt:
     """Brings the two workers' messages into the order the caller must see."""
 
-    def __init__(self, handoff_id: str) -> None:
+    def __init__(self, handoff_id: str, on_unread: Callable[[], None] = lambda: None) -> None:
+        """`on_unread` is called when more than MAX_UNREAD_BYTES of output wait to be read."""
         self.handoff_id = handoff_id
+        self._on_unread = on_unread
+        self._unread_bytes = 0
         self.on_decoding: Callable[[], None] = lambda: None  # decode has brought its first token
         # Workers to blame if the attempt fails now; none stands for the decode worker.
         self.suspects: set[str] = set()
@@ -111,8 +118,14 @@ class Attempt:
             self._handed_over = True
             self.suspects.clear()
             self.finished_on_decode = bool(event.finish_reason)
-            output = Output(list(event.token_ids), list(event.logprobs), event.finish_reason)
-            self._queue.put_nowait(output)
+            self._put(
+                Output(
+                    list(event.token_ids),
+                    list(event.logprobs),
+                    event.finish_reason,
+                    event.ByteSize() + _OUTPUT_BYTES,
+                )
+            )
 
     async def unless_lost(self, call: Awaitable[T]) -> T:
         """The call's result; raises as soon as the decode worker is lost, and cancels the call."""
@@ -137,6 +150,9 @@ class Attempt:
             item = await self._queue.get()
             if isinstance(item, BatonError):
                 raise item
+            self._unread_bytes -= item.num_bytes
+            if self._queue.qsize() > _BACKLOG:
+                item = self._joined(item)
             yield item
             if item.finish_reason:
                 return
@@ -151,6 +167,29 @@ class Attempt:
         finally:
             self._prefill.cancel()
             await asyncio.gather(self._prefill, return_exceptions=True)
+
+    def _put(self, output: Output) -> None:
+        self._unread_bytes += output.num_bytes
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self._on_unread()  # the request ends: nothing more is kept of it
+        else:
+            self._queue.put_nowait(output)
+
+    def _joined(self, first: Output) -> Output:
+        """An output and all that wait behind it as one, up to an error, which is raised next."""
+        token_ids, logprobs = [*first.token_ids], [*first.logprobs]
+        reason = first.finish_reason
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if isinstance(item, BatonError):
+                self._queue = asyncio.Queue()  # what came behind it is not to be delivered
+                self._queue.put_nowait(item)
+                break
+            self._unread_bytes -= item.num_bytes
+            token_ids += item.token_ids
+            logprobs += item.logprobs
+            reason = item.finish_reason
+        return Output(token_ids, logprobs, reason)
 
     def _prefill_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # by `close`

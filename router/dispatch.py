@@ -112,7 +112,7 @@ class Dispatch:
         handoff_id = f"{story.ask.request_id}-{story.attempts}"
         with telemetry.span(self._tracer, "router.attempt", parent) as span:
             trace = telemetry.context_of(span)
-            attempt = Attempt(handoff_id)
+            attempt = Attempt(handoff_id, story.on_unread)
             placed = await self._reserve(story, attempt, trace)
             choice, decode, reserved = placed.choice, placed.decode, placed.reserved
             attempt.on_decoding = partial(self._fleet.health.succeeded, choice.decode.incarnation)

@@ -9,18 +9,20 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from baton import telemetry
-from baton.errors import DeadlineExceeded, Unavailable
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
 from baton.text import AnyTokenizer
 from baton.v1 import common_pb2, inference_pb2
 from router import feasibility
 from router.admission import Admission
-from router.attempt import Output
+from router.attempt import MAX_UNREAD_BYTES, Output
 from router.dispatch import Dispatch
 from router.fleet import Fleet
 from router.line import Line
@@ -30,6 +32,7 @@ from router.tally import Seen, Tally
 from router.tenants import Visit
 from router.text_stream import TextStream
 
+UNREAD_S = 10.0  # that one response may wait for a caller who does not read
 _STOP = common_pb2.FINISH_REASON_STOP
 _ENDS = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -44,6 +47,77 @@ class Caller:
 
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
+
+
+# Takes a response on its way to the caller; waits while the caller reads too slowly.
+Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+
+
+class _Sending:
+    """Sends one request's responses, until its deadline at the latest, whatever its caller does.
+
+    A scope in the request's own task: a deadline around a generator's `yield` would cancel what
+    the generator's consumer waits for, and end nothing (PEP 789).
+    """
+
+    def __init__(self, story: Story, send: Send, listed: set[_Sending]) -> None:
+        """It is in `listed` while it may be ended."""
+        self._story = story
+        self._send = send
+        self._listed = listed
+        self._scope = asyncio.timeout(story.ask.time_left_s)
+        self._error: BatonError | None = None
+        self._since: float | None = None  # when the response was sent that waits to be read
+        self._check: asyncio.TimerHandle | None = None
+        story.on_unread = lambda: self.end(
+            Cancelled(f"the caller left {MAX_UNREAD_BYTES >> 10} KiB of output unread")
+        )
+
+    async def __call__(self, response: inference_pb2.GenerateResponse) -> None:
+        """Sends a response."""
+        self._since = asyncio.get_running_loop().time()
+        await self._send(response)
+        self._since = None
+
+    @property
+    def after(self) -> str:
+        """How far the request has come, in words."""
+        return f"after {len(self._story.delivered)} tokens"
+
+    def end(self, error: BatonError) -> None:
+        """Ends the request with an error from outside its task, unless it has ended."""
+        if self._error is None and not self._scope.expired():
+            self._error = error
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        self._listed.add(self)
+        self._look()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._check is not None
+        self._check.cancel()
+        self._listed.discard(self)
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:
+            late = DeadlineExceeded(f"the deadline passed {self.after}")
+            raise self._error or late from None
+
+    def _look(self) -> None:
+        """Ends the request if its caller has not read for too long; else looks again."""
+        loop = asyncio.get_running_loop()
+        due = (loop.time() if self._since is None else self._since) + UNREAD_S
+        if due <= loop.time():
+            self.end(Cancelled(f"the caller did not read its output for {UNREAD_S:.0f} s"))
+        self._check = loop.call_at(max(due, loop.time() + 1.0), self._look)
 
 
 class Door:
@@ -64,8 +138,7 @@ class Door:
         self._tracer = tracer
         self._idle = asyncio.Event()
         self._idle.set()
-        self._limits: set[asyncio.Timeout] = set()  # of requests that run
-        self._giving_up = False
+        self._sending: set[_Sending] = set()  # of requests that run
         self.running = 0
         self.draining = False
         # Of an HTTP Accept header: (content type, body). For whoever serves /metrics beside us.
@@ -75,6 +148,11 @@ class Door:
     def tokenizer(self) -> AnyTokenizer:
         """The served model's."""
         return self._admission.tokenizer
+
+    @property
+    def default_timeout_s(self) -> float:
+        """The deadline of requests that bring none."""
+        return self._admission.default_timeout_s
 
     @property
     def tally(self) -> Tally:
@@ -87,9 +165,12 @@ class Door:
         return "the router is draining" if self.draining else self._fleet.snapshot().why_not_ready
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, caller: Caller
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """One completion: started, deltas, finish. Closing it cancels the request everywhere."""
+        self, request: inference_pb2.GenerateRequest, caller: Caller, send: Send
+    ) -> None:
+        """Sends one completion: started, deltas, finish. Cancelling it cancels it everywhere.
+
+        Raises Cancelled where the caller leaves its output unread for too long.
+        """
         parent = telemetry.extract(caller.metadata)
         with (
             self._counted(),
@@ -98,11 +179,7 @@ class Door:
         ):
             seen.span, seen.trace_id = span, telemetry.trace_id_of(span)
             seen.held, seen.operation = telemetry.is_held(span), _operation(request)
-            generating = self._generate(request, caller, span, seen)
-            async with contextlib.aclosing(generating) as responses:
-                async for response in responses:
-                    seen.finished = response.HasField("finish")
-                    yield response
+            await self._generate(request, caller, span, seen, send)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
@@ -132,14 +209,18 @@ class Door:
 
     def give_up(self) -> None:
         """Ends what still runs with UNAVAILABLE, so that callers go on at another router."""
-        self._giving_up = True
-        now = asyncio.get_running_loop().time()
-        for limit in self._limits:
-            limit.reschedule(now)
+        for sending in self._sending:
+            left = f"the router left {sending.after}: go on at another one"
+            sending.end(Unavailable(left))
 
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, caller: Caller, span: Span, seen: Seen
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        span: Span,
+        seen: Seen,
+        send: Send,
+    ) -> None:
         self._check_open(bool(request.resumed_token_ids))
         tenant = self._admission.tenants.of(caller.metadata)
         seen.tenant = tenant.name
@@ -166,40 +247,22 @@ class Door:
                     time.monotonic(),
                     self._dispatch.wants(story),
                 )
-            with telemetry.span(self._tracer, "router.begin", telemetry.context_of(span)):
-                yield inference_pb2.GenerateResponse(
-                    started=inference_pb2.Started(
-                        request_id=request_id,
-                        trace_id=telemetry.trace_id_of(span),
-                        prompt_tokens=len(ask.prompt),
-                        resumed_tokens=len(ask.resumed),
+            async with _Sending(story, send, self._sending) as sending:
+                with telemetry.span(self._tracer, "router.begin", telemetry.context_of(span)):
+                    await sending(
+                        inference_pb2.GenerateResponse(
+                            started=inference_pb2.Started(
+                                request_id=request_id,
+                                trace_id=telemetry.trace_id_of(span),
+                                prompt_tokens=len(ask.prompt),
+                                resumed_tokens=len(ask.resumed),
+                            )
+                        )
                     )
-                )
-            async with contextlib.aclosing(self._in_time(story, visit, seen)) as responses:
-                async for response in responses:
-                    yield response
+                await self._deliver(story, visit, seen, sending)
 
-    async def _in_time(
-        self, story: Story, visit: Visit, seen: Seen
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Deltas, then the finish, unless the deadline passes or this router leaves before."""
-        limit = asyncio.timeout(story.ask.time_left_s)
-        self._limits.add(limit)
-        try:
-            async with limit, contextlib.aclosing(self._stream(story, visit, seen)) as responses:
-                async for response in responses:
-                    yield response
-        except TimeoutError:
-            after = f"after {len(story.delivered)} tokens"
-            if self._giving_up:
-                raise Unavailable(f"the router left {after}: go on at another one") from None
-            raise DeadlineExceeded(f"the deadline passed {after}") from None
-        finally:
-            self._limits.discard(limit)
-
-    async def _stream(
-        self, story: Story, visit: Visit, seen: Seen
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def _deliver(self, story: Story, visit: Visit, seen: Seen, sending: _Sending) -> None:
+        """Deltas, then the finish."""
         assert seen.span is not None
         span = seen.span
         text = TextStream(self._admission.tokenizer, story.ask)
@@ -211,7 +274,7 @@ class Door:
                 said = text.advance(output.token_ids, _ENDS[output.finish_reason])
                 reason = _STOP if text.stop is not None else output.finish_reason
                 first = len(story.delivered) == len(output.token_ids)
-                yield inference_pb2.GenerateResponse(delta=_delta(said, output, reason))
+                await sending(inference_pb2.GenerateResponse(delta=_delta(said, output, reason)))
                 if first:
                     self._record_first_token(story, span)
                     self.tally.first_token(seen)
@@ -219,13 +282,16 @@ class Door:
                     break  # the workers do not know of stop strings
         span.set_attribute("gen_ai.usage.output_tokens", len(story.delivered))
         with telemetry.span(self._tracer, "router.finish", telemetry.context_of(span)):
-            yield inference_pb2.GenerateResponse(
-                finish=inference_pb2.Finish(
-                    reason=reason,
-                    stop=text.stop or "",
-                    usage=story.usage(),
-                    timing=story.timing(),
-                    route=story.final_route(),
+            seen.finished = True
+            await sending(
+                inference_pb2.GenerateResponse(
+                    finish=inference_pb2.Finish(
+                        reason=reason,
+                        stop=text.stop or "",
+                        usage=story.usage(),
+                        timing=story.timing(),
+                        route=story.final_route(),
+                    )
                 )
             )
 

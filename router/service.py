@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from baton import rpc
@@ -17,15 +15,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, door: Door) -> None:
         self._door = door
 
-    @rpc.streaming
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    @rpc.unary
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Streams one completion."""
-        generating = self._door.generate(request, caller_of(context))
-        async with contextlib.aclosing(generating) as responses:
-            async for response in responses:
-                yield response
+        await self._door.generate(request, caller_of(context), context.write)
 
     @rpc.unary
     async def Tokenize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.sampling import SamplingParams
@@ -57,6 +57,8 @@ class Story:
     transfer_bytes: int = 0
     transfer_ms: float = 0.0
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
+    # Called when more output waits than is kept for a caller who does not read it.
+    on_unread: Callable[[], None] = field(default=lambda: None, repr=False)
     _wants: Wants | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

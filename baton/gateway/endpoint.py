@@ -6,23 +6,22 @@ Until the first token an error is an HTTP status; after it, the last event of th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, Cancelled, InvalidRequest
+from baton.errors import BatonError, InvalidRequest
 from baton.gateway import choices, schema
 from baton.gateway.errors import HttpError, failure_of
 from baton.gateway.request import Body, Wish
 from baton.gateway.shapes import DONE, REASONS, Choice, Head, Shape
-from baton.gateway.wire import EVENTS_TYPE, NO_CACHE, Exchange, parse
+from baton.gateway.wire import EVENTS_TYPE, NO_CACHE, ClientGone, Exchange, parse
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
 from router.door import Caller, Door
@@ -68,7 +67,7 @@ class Endpoint(ABC):
             body = await body_of(exchange, self._schema)
             async with exchange.while_there():
                 await self.answer(body, caller, exchange)
-        except Cancelled as error:
+        except ClientGone as error:
             log.debug("%s: %s", scope["path"], error)
         except Exception as error:
             if exchange.started:
@@ -138,12 +137,14 @@ class _Run:
     async def whole(self) -> None:
         """Answers when all is done."""
         wish = self.wish
-        async with contextlib.aclosing(self._deltas()) as deltas:
-            async for index, delta in deltas:
-                choice = self._choices[index]
-                choice.text.append(delta.text)
-                choice.token_ids.extend(delta.token_ids)
-                choice.positions.extend(delta.logprobs)
+
+        async def keep(index: int, delta: inference_pb2.Delta) -> None:
+            choice = self._choices[index]
+            choice.text.append(delta.text)
+            choice.token_ids.extend(delta.token_ids)
+            choice.positions.extend(delta.logprobs)
+
+        await self._generate(keep)
         echoes = [self._text(prompt) for prompt in wish.echoes]
         answer = self._head.whole(
             self._choices, wish.n, token_ids=wish.return_token_ids, echoes=echoes
@@ -153,41 +154,46 @@ class _Run:
     async def stream(self) -> None:
         """Answers with a chunk for each step."""
         exchange, head, last = self.exchange, "", DONE
+
+        async def write(index: int, delta: inference_pb2.Delta) -> None:
+            nonlocal head
+            if not exchange.started:
+                head = self._head.opening()
+                await exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._names()])
+            await exchange.write(self._chunk(head, index, delta))
+
         try:
-            async with contextlib.aclosing(self._deltas()) as deltas:
-                async for index, delta in deltas:
-                    if not exchange.started:
-                        head = self._head.opening()
-                        await exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._names()])
-                    await exchange.write(self._chunk(head, index, delta))
+            await self._generate(write)
             if self.wish.include_usage:
                 last = self._head.usage_chunk(self._choices, self.wish.n) + DONE
         except Exception as error:
-            if not exchange.started or isinstance(error, Cancelled):
+            if not exchange.started or isinstance(error, ClientGone):
                 raise
             if isinstance(error, BatonError):
                 log.warning("request %s failed in its stream: %s", self._head.request_id, error)
             last = b"data: " + failure_of(error).body + b"\n\n" + DONE
-        await exchange.write(last, more=False)
+        await exchange.end(last)
 
-    async def _deltas(self) -> AsyncGenerator[tuple[int, inference_pb2.Delta], None]:
-        """New output, with the number of its choice; keeps what else the door tells."""
-        wish = self.wish
-        running = choices.responses(self.door, wish.requests, wish.n, self.caller)
-        async with contextlib.aclosing(running) as responses:
-            async for index, response in responses:
-                kind = response.WhichOneof("event")
-                if kind == "delta":
-                    delta = response.delta
-                    if delta.finish_reason:
-                        self._choices[index].reason = REASONS[delta.finish_reason]
-                    yield index, delta
-                elif kind == "started":
-                    self._begin(response.started)
-                else:
-                    finish, choice = response.finish, self._choices[index]
-                    choice.usage, choice.stop = finish.usage, finish.stop or None
-                    choice.reason = REASONS[finish.reason]
+    async def _generate(
+        self, on_delta: Callable[[int, inference_pb2.Delta], Awaitable[None]]
+    ) -> None:
+        """Gives new output to `on_delta`, with its choice's number; keeps what else is told."""
+
+        async def take(index: int, response: inference_pb2.GenerateResponse) -> None:
+            kind, choice = response.WhichOneof("event"), self._choices[index]
+            if kind == "delta":
+                delta = response.delta
+                if delta.finish_reason:
+                    choice.reason = REASONS[delta.finish_reason]
+                await on_delta(index, delta)
+            elif kind == "started":
+                self._begin(response.started)
+            else:
+                finish = response.finish
+                choice.usage, choice.stop = finish.usage, finish.stop or None
+                choice.reason = REASONS[finish.reason]
+
+        await choices.run(self.door, self.wish.requests, self.wish.n, self.caller, take)
 
     def _begin(self, started: inference_pb2.Started) -> None:
         """The first choice to start names the request."""

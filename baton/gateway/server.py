@@ -11,9 +11,11 @@ from contextlib import AbstractAsyncContextManager
 
 import uvicorn
 from starlette.routing import BaseRoute
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import ConfigError
 from baton.gateway.app import app_of
+from baton.gateway.wire import WRITE_ON
 from router.door import Door
 from router.main import Frontend
 
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections: they, not we, should hang up
+_UNREAD_MS = 60_000  # that a client may leave sent bytes unread before its connection is reset
 _STOP_GRACE_S = 2  # for the last bytes of streams that ended while the router drained
 
 
@@ -46,6 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
             listener.bind(address)
             listener.listen(_BACKLOG)
         except BaseException:
@@ -80,11 +84,33 @@ async def serving(
         await server.shutdown(sockets=[listener])
 
 
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, which tells each exchange how to write on to a client that does not read."""
+
+    _unread = False  # the client does not read what this connection still keeps for it
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self.scope[WRITE_ON] = self._write_on  # type: ignore[literal-required]
+
+    def on_response_complete(self) -> None:
+        """An answer is written, which is the connection's last where the client does not read."""
+        if self._unread:
+            self.transport.close()
+        super().on_response_complete()
+
+    def _write_on(self) -> None:
+        if self.flow.write_paused:
+            self._unread = True
+            self.flow.resume_writing()
+
+
 def _server(door: Door, routes: Sequence[BaseRoute]) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app_of(door, routes),
-            http="httptools",
+            http=_Protocol,
             ws="none",
             loop="none",
             lifespan="off",

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope, Send
@@ -21,11 +21,17 @@ from router.door import Caller
 Header = tuple[bytes, bytes]
 
 JSON_TYPE: Header = (b"content-type", b"application/json")
+# Where the server puts a function into the scope: writes no longer wait for the client to read.
+WRITE_ON = "baton.write_on"
 EVENTS_TYPE: Header = (b"content-type", b"text/event-stream; charset=utf-8")
 NO_CACHE: Header = (b"cache-control", b"no-cache")
 TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class ClientGone(Cancelled):
+    """The client has hung up: nobody reads what would be answered."""
 
 
 class Exchange:
@@ -34,6 +40,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
+        self._write_on: Callable[[], None] = scope.get(WRITE_ON, lambda: None)
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started = False
 
@@ -65,12 +72,12 @@ class Exchange:
         return named
 
     async def body(self, most_bytes: int) -> bytes | None:
-        """The request's body; None when it is larger. Raises Cancelled when the client leaves."""
+        """The request's body; None when it is larger. Raises ClientGone when the client leaves."""
         parts, size = [], 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise Cancelled("the client left while it sent its request")
+                raise ClientGone("the client left while it sent its request")
             size += len(part := message.get("body", b""))
             if size > most_bytes:
                 return None
@@ -87,15 +94,23 @@ class Exchange:
         """Sends a part of the body; waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
+    async def end(self, data: bytes) -> None:
+        """Sends the last part of the body, which a client that reads too slowly gets when it reads.
+
+        Waits for nobody: the connection keeps these few bytes.
+        """
+        self._write_on()
+        await self.write(data, more=False)
+
     async def answer(self, status: int, body: bytes, headers: list[Header]) -> None:
         """Sends all of a JSON answer."""
         length = (b"content-length", b"%d" % len(body))
         await self.start(status, [JSON_TYPE, length, *headers])
-        await self.write(body, more=False)
+        await self.end(body)
 
     @contextlib.asynccontextmanager
     async def while_there(self) -> AsyncIterator[None]:
-        """Cancels what runs inside, and raises Cancelled, when the client hangs up.
+        """Cancels what runs inside, and raises ClientGone, when the client hangs up.
 
         Leave it without waiting for anything after the answer's last part.
         """
@@ -114,7 +129,7 @@ class Exchange:
             yield
         except asyncio.CancelledError:
             if gone and not task.uncancel():
-                raise Cancelled("the client has gone") from None
+                raise ClientGone("the client has gone") from None
             raise
         finally:
             watching.cancel()

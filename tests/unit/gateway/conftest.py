@@ -32,7 +32,7 @@ class Gateway:
         return self.cluster.decodes[0]
 
     async def __aenter__(self):
-        listener = listen("127.0.0.1", 0)
+        self.listener = listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         await self._stack.enter_async_context(serving(self.door, listener, self._routes))

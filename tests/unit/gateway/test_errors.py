@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from baton import errors
 from baton.gateway.endpoint import MAX_BODY_BYTES
 from baton.gateway.errors import CLIENT_GONE, failure_of
+from router import door
 from router.tenants import Tenants
 from tests.unit.router.scripted_workers import PATIENCE_S
 
@@ -234,12 +236,11 @@ async def test_one_failed_choice_ends_all(gateway_of):
     gateway.decode.runs = [lambda *run: begun.set()]
     generate = gateway.door.generate
 
-    async def refusing(request, caller):
+    async def refusing(request, caller, send):
         if request.text == "a":
             await begun.wait()
             raise errors.Overloaded("no room for this one")
-        async for response in generate(request, caller):
-            yield response
+        await generate(request, caller, send)
 
     gateway.door.generate = refusing
     response = await gateway.complete(prompt=["a", "b"])
@@ -271,6 +272,53 @@ async def test_a_stream_that_outlives_the_drain_is_told(gateway_of):
         gateway.door.give_up()
         *_, last = await events_of(running)
     assert last["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("end", ["deadline", "drain", "unread"])
+async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_last(
+    gateway_of, monkeypatch, end, n
+):
+    if end == "unread":
+        monkeypatch.setattr(door, "UNREAD_S", 0.5)
+    gateway = await gateway_of(default_timeout_s=1.0 if end == "deadline" else 600.0)
+    gateway.decode.runs = [gateway.decode.flood] * n
+    body = {"prompt": PROMPT, "n": n, "max_tokens": 5, "stream": True, "return_token_ids": True}
+    gateway.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # soon full
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.settimeout(PATIENCE_S)
+        client.connect(("127.0.0.1", gateway.port))
+        client.sendall(asked(body))
+        await until_stuck(gateway.door.tally)
+        if end == "drain":
+            gateway.door.give_up()
+        await gateway.idle()  # while nothing has been read
+        await gateway.cluster.all_freed()
+        answer = await asyncio.to_thread(read_all, client)
+    *_, last, done = answer.split(b"data: ")
+    code = {"deadline": b"deadline_exceeded", "drain": b"unavailable", "unread": b"cancelled"}[end]
+    assert b'"code": "' + code + b'"' in last
+    assert done == b"[DONE]\n\n\r\n0\r\n\r\n"
+
+
+async def until_stuck(tally):
+    """Waits until no more is taken of output that does not end."""
+    taken = 0
+    while not taken or taken != tally.output_tokens:
+        taken = tally.output_tokens
+        await asyncio.sleep(0.1)
+
+
+def asked(body):
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n"
+    return head.encode() + b"content-type: application/json\r\n\r\n" + text
+
+
+def read_all(client):
+    """Up to the end of the connection, which is not kept for a client that did not read."""
+    return b"".join(iter(lambda: client.recv(1 << 20), b""))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -371,10 +370,17 @@ async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -
     wanted = spec("h", prompt(20))
     reserved = await pair.router.reserve(wanted)
     request = prefill_pb2.PrefillRequest(sequence=wanted, target=target(pair.decode, reserved))
-    running = pair.prefill.node.role.run(request, Context())
-    async with contextlib.aclosing(running) as told:
-        assert (await anext(told)).HasField("started")
-        assert len(await pair.router.tokens("h")) > 1
-        assert (await anext(told)).HasField("first_token")
-        assert (await anext(told)).HasField("committed")
+    told, read = [], asyncio.Event()
+
+    async def send(message: prefill_pb2.PrefillResponse) -> None:
+        told.append(message.WhichOneof("event"))
+        if not message.HasField("started"):
+            await read.wait()
+
+    running = asyncio.create_task(pair.prefill.node.role.run(request, Context(), send))
+    assert len(await pair.router.tokens("h")) > 1
+    assert told == ["started", "first_token"]
+    read.set()
+    await running
+    assert told == ["started", "first_token", "committed"]
     assert await pair.clean()

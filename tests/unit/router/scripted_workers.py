@@ -315,6 +315,16 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
                 self.release(sequence.handoff_id)
                 return
 
+    def flood(self, sequence, ahead):
+        """Sends tokens without an end, until the sequence is released: more than is ever read."""
+
+        async def steps():
+            while sequence.handoff_id in self.held:
+                self.send(sequence.handoff_id, *[token(sequence, ahead)[0]] * 500)
+                await asyncio.sleep(0.001)
+
+        self.flooding = asyncio.create_task(steps())
+
     def release(self, handoff_id):
         self.held.discard(handoff_id)
         if not self.held:

@@ -19,6 +19,7 @@ from baton.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
+from router import attempt, door
 from router.admission import Admission
 from router.door import Door
 from router.fleet_service import FleetServicer
@@ -227,6 +228,46 @@ async def test_the_routers_own_deadline_ends_every_wait_on_silent_workers(router
     assert decode.requests == [] or await decode.cancelled.get() == (
         decode.requests[0].sequence.handoff_id
     )
+
+
+async def test_the_deadline_ends_the_stream_of_a_caller_who_reads_as_it_comes(router_of):
+    router = await router_of(default_timeout_s=0.5)
+    decode = router.cluster.decodes[0]
+    decode.runs = [decode.flood] * 8
+    calls = [router.generate() for _ in range(8)]
+    errors = await asyncio.gather(*map(failure_of, calls))
+    assert {error.code() for error in errors} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    await router.cluster.all_freed()
+
+
+@pytest.mark.parametrize("end", ["deadline", "drain", "seconds", "bytes"])
+async def test_a_caller_who_does_not_read_holds_nothing_and_is_told_why(
+    router_of, monkeypatch, end
+):
+    if end == "seconds":
+        monkeypatch.setattr(door, "UNREAD_S", 0.5)
+    if end == "bytes":
+        monkeypatch.setattr(attempt, "MAX_UNREAD_BYTES", 1 << 16)
+    router = await router_of(default_timeout_s=0.5 if end == "deadline" else 600.0)
+    decode = router.cluster.decodes[0]
+    decode.runs = [decode.flood]
+    call = aiter(router.generate())
+    assert (await anext(call)).HasField("started")
+    if end == "drain":
+        router.door.give_up()
+    async with asyncio.timeout(PATIENCE_S):
+        await router.door.idle()
+        assert await decode.cancelled.get() == decode.requests[0].sequence.handoff_id
+    error = await failure_of(call)
+    code, told = {
+        "deadline": (grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed after"),
+        "drain": (grpc.StatusCode.UNAVAILABLE, "go on at another one"),
+        "seconds": (grpc.StatusCode.CANCELLED, "did not read its output for"),
+        "bytes": (grpc.StatusCode.CANCELLED, "of output unread"),
+    }[end]
+    assert error.code() is code
+    assert told in error.details()
+    assert router.door.tally.ended == {code.name: 1}
 
 
 async def test_the_deadline_does_not_wait_for_a_stopped_worker_to_hear_of_it(router_of):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -159,11 +160,9 @@ async def test_get_status_tells_what_happened(cluster_of, tmp_path):
 
     cluster.prefills[0].scripts = [breaks]
     async with asyncio.timeout(PATIENCE_S):
-        async for _ in door.generate(request(), Caller()):
-            pass
+        await door.generate(request(), Caller(), AsyncMock())
         with pytest.raises(InvalidRequest):
-            async for _ in door.generate(request(tokens=(10**6,)), Caller()):
-                pass
+            await door.generate(request(tokens=(10**6,)), Caller(), AsyncMock())
         router = (await servicer.GetStatus(fleet_pb2.GetStatusRequest(), None)).router
         await cluster.dispatch.close()
     assert dict(router.counts.ended) == {"OK": 1, "INVALID_ARGUMENT": 1}
