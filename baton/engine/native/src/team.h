@@ -13,23 +13,22 @@ class Team {
    public:
     // What the threads of a team share; lives as long as they work.
     struct Shared {
-        explicit Shared(int threads) : threads(threads) {}
-        const int threads;
         std::atomic<int> arrived{0};
         std::atomic<unsigned> round{0};
         std::atomic<int> next[3] = {};
     };
 
-    Team(Shared& shared, int thread) : thread(thread), shared_(shared) {}
+    Team(Shared& shared, int thread, int threads)
+        : thread(thread), threads_(threads), shared_(shared) {}
 
     const int thread;
-    int threads() const { return shared_.threads; }
+    int threads() const { return threads_; }
 
     // Calls work(i) for every i below count, each on whichever thread is free, and returns when all
     // have been done. A thread that the machine holds up delays the others by one piece at most.
     template <class Work>
     void share(int count, const Work& work) {
-        if (shared_.threads == 1) {
+        if (threads_ == 1) {
             for (int i = 0; i < count; i++) work(i);
             return;
         }
@@ -42,9 +41,9 @@ class Team {
 
     // Returns when every thread has come here.
     void barrier() {
-        if (shared_.threads == 1) return;
+        if (threads_ == 1) return;
         const unsigned round = shared_.round.load(std::memory_order_relaxed);
-        if (shared_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == shared_.threads) {
+        if (shared_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
             shared_.arrived.store(0, std::memory_order_relaxed);
             shared_.round.store(round + 1, std::memory_order_release);
             shared_.round.notify_all();
@@ -60,22 +59,24 @@ class Team {
 
    private:
     static constexpr int SPINS = 4096;  // some 50 microseconds, longer than most waits
+    const int threads_;
     Shared& shared_;
     unsigned turn_ = 0;
 };
 
-// Runs work(team) on so many threads at once.
+// Runs work(team) on so many threads at once, or on fewer where OpenMP grants fewer: OMP_THREAD_LIMIT
+// and OMP_DYNAMIC may say so. A barrier waits for those that are there.
 template <class Work>
 void with_team(int threads, const Work& work) {
-    Team::Shared shared(threads);
+    Team::Shared shared;
     if (threads == 1) {
-        Team team(shared, 0);
+        Team team(shared, 0, 1);
         work(team);
         return;
     }
 #pragma omp parallel num_threads(threads)
     {
-        Team team(shared, omp_get_thread_num());
+        Team team(shared, omp_get_thread_num(), omp_get_num_threads());
         work(team);
     }
 }

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -124,3 +128,31 @@ def test_rows_whose_scores_nobody_wants_change_nothing(dtype: torch.dtype) -> No
     assert torch.equal(scores_of(run, sequence, 40, [0, 17, 39]), whole[[50, 67, 89]])
     # The keys that the last layer left behind are those of the first chunk, too.
     assert torch.equal(scores_of(run, other, 90, [89]), whole[89:])
+
+
+BY_THREE_THREADS = """
+import torch
+from tests.unit.engine.native.test_model import digest
+torch.set_num_threads(3)
+print(digest())
+"""
+
+
+def digest() -> str:
+    """Of the bits of all logits of a prompt in three chunks."""
+    model = NativeModel(CONFIG, random_weights(CONFIG, torch.float32, CPU, 3), torch.float32)
+    return hashlib.sha256(logits(model, (37, 1, 52)).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("limit", ["1", "2"])
+def test_fewer_threads_than_asked_for_compute_the_same(limit: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", BY_THREE_THREADS],
+        env={**os.environ, "OMP_THREAD_LIMIT": limit},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [digest()]
