@@ -243,7 +243,7 @@ def _add_memory_options(group: Options) -> None:
         ("--block-size", "tokens", "in one KV block"),
         ("--max-context", "tokens", "of prompt and output together (default: the model's)"),
         ("--max-batch", "sequences", "in one engine step"),
-        ("--chunk-tokens", "tokens", "computed in one engine step at most"),
+        ("--chunk-tokens", "tokens", "of prompts and drafts in one engine step, at most"),
     ):
         name = option.strip("-").replace("-", "_")
         default = getattr(_ENGINE, name)

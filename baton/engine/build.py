@@ -216,7 +216,7 @@ def _refuse_what_needs_a_gpu(settings: EngineConfig) -> None:
 
 
 def warm_up(loaded: Loaded) -> None:
-    """Runs one chunk and one single-token step, so that no request pays for first-time costs.
+    """Runs the largest step and a single-token one, so that no request pays for first-time costs.
 
     Writes into the pool before any sequence owns a block of it. A GPU's graphs are captured first.
     """
@@ -224,5 +224,6 @@ def warm_up(loaded: Loaded) -> None:
     chunk = min(loaded.settings.chunk_tokens, loaded.max_context)
     blocks = list(range(-(-chunk // loaded.layout.block_size)))
     sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
-    loaded.runner.run(Plan([Work(sequence, 0, chunk)]))
+    single = Work(Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1)
+    loaded.runner.run(Plan([single] * loaded.settings.max_batch + [Work(sequence, 0, chunk)]))
     loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))

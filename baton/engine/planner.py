@@ -3,10 +3,11 @@
 One idea carries all of it: computed tokens catch up with known tokens. A long prompt catches up in
 chunks, a cached prefix has caught up before it starts, a preempted sequence starts over, and a
 decoding one is always exactly one token behind. (After vLLM v1's scheduler.) Those that are one
-token behind go first; the others share what is left of the budget, earliest due first, so that a
-short prompt overtakes a long one between two chunks and, because no due ever changes, nobody is
-overtaken for ever. What budget is left when everybody has had a turn goes to drafts, guesses of
-the tokens behind the last known ones. Torch-free; moves block numbers, never bytes.
+token behind all get their token, whatever the budget: the batch bounds them. The others share the
+budget of a step, earliest due first, so that a short prompt overtakes a long one between two chunks
+and, because no due ever changes, nobody is overtaken for ever. What budget is left when everybody
+has had a turn goes to drafts, guesses of the tokens behind the last known ones. A step so has at
+most `chunk_tokens + max_batch` rows. Torch-free; moves block numbers, never bytes.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class Planner:
         """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
         plan = Plan()
         running = set(self.running) if self._lookahead else set()
-        budget = self._decode(plan, self._chunk_tokens)
-        budget = self._catch_up(plan, budget)
+        self._decode(plan)
+        budget = self._catch_up(plan, self._chunk_tokens)
         if self.drafting is not None:
             self._draft(plan, budget, self.drafting)
         if self._lookahead:
@@ -179,34 +180,30 @@ class Planner:
             parent = sequence.parent_hash(index)
             self.blocks.publish(sequence.block_ids[index], block_hash, parent, tokens)
 
-    def _decode(self, plan: Plan, budget: int) -> int:
-        """Plans the running sequences that are one token behind; what is left of the budget.
+    def _decode(self, plan: Plan) -> None:
+        """Plans the running sequences that are one token behind.
 
         Who is preempted meanwhile is due later than all that are planned already.
         """
         for sequence in [s for s in self.running if s.num_pending == 1]:
-            if budget == 0:
-                break
             # One without blocks was preempted a moment ago.
             if sequence.block_ids and self._make_room(sequence):
-                budget -= _append(plan, sequence, budget)
-        return budget
+                _append(plan, sequence, 1)
 
     def _catch_up(self, plan: Plan, budget: int) -> int:
         """Plans all others, earliest due first, and takes new ones into the batch on the way; what
         is left of the budget.
 
-        Those who are one token behind keep a token of the budget each. The first of the waiting
-        that finds no blocks is not passed by others that need some: they could keep it out for
-        ever.
+        Those who are ready are one token behind, and take nothing of the budget. The first of the
+        waiting that finds no blocks is not passed by others that need some: they could keep it out
+        for ever.
         """
         behind = self._behind()
-        kept = min(budget, len(self.ready), self.max_batch - len(self.running))
         groups = [behind, self.ready, self.holding, self.waiting]
         while groups := [group for group in groups if group]:
             group = min(groups, key=lambda group: group.first.turn)
             sequence = group.first
-            room = budget if group is self.ready else budget - kept
+            room = 1 if group is self.ready else budget
             full = group is not behind and len(self.running) >= self.max_batch
             if room <= 0 or full or (group is self.waiting and not self.reserve(sequence)):
                 groups.remove(group)
@@ -214,8 +211,8 @@ class Planner:
             group.discard(sequence)
             if group is not behind:
                 self.running.add(sequence)
-            kept -= group is self.ready
-            budget -= _append(plan, sequence, room)
+            count = _append(plan, sequence, room)
+            budget -= 0 if group is self.ready else count
         return budget
 
     def _draft(self, plan: Plan, budget: int, drafting: Drafting) -> None:

@@ -113,7 +113,7 @@ def _measured(plan: _Plan, model: StepModel, sampler: Sampler, weights: int) -> 
     block = plan_layout(config, plan.kv_dtype, settings.block_size, 1, 0)
     context = _longest_context(plan)
     trial = Trial(model, sampler, block, context, gpu.device)
-    rows = max(settings.chunk_tokens, settings.max_batch)
+    rows = settings.chunk_tokens + settings.max_batch
     drawn = min(rows, settings.max_batch * (1 + settings.speculate))
     log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
     chunk = gpu.peak_of(lambda: trial.chunk(rows, drawn))

@@ -27,7 +27,7 @@ class GpuSettings:
     block_size: int
     graphs: bool = True  # capture decode steps; without, they are launched kernel by kernel
     overlap: bool = True  # launch the next step before the last one's tokens are there
-    chunk_tokens: int = 0  # rows of the largest step that is rehearsed; 0: none is
+    chunk_tokens: int = 0  # of prompts in the largest step; 0: no step is rehearsed
 
     @property
     def table_width(self) -> int:

@@ -127,7 +127,7 @@ def table(
         f"each, {dtype}"
     )
     weights = "" if settings.quantization == "none" else settings.quantization
-    steps = f"up to {settings.chunk_tokens} tokens, {settings.max_batch} sequences a step"
+    steps = f"up to {settings.chunk_tokens} prompt tokens, {settings.max_batch} sequences a step"
     rows = (
         ("weights", usage.weights, weights),
         ("activations", usage.activations, steps),

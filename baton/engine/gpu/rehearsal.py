@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
 def kinds(settings: GpuSettings) -> Iterator[Kind]:
     """Steps that between them launch whatever an engine's steps can."""
-    most = min(settings.chunk_tokens, settings.max_context)
+    most = min(settings.chunk_tokens + settings.max_batch, settings.max_context)
     # Where a measured configuration reaches no further, others may hold for rows without a power of
     # two among them.
     for rows in sorted({*_doublings(2, most), *_doublings(3, most)}):

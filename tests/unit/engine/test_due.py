@@ -87,7 +87,7 @@ def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_is_due_first() -> No
     assert planner.reserve(arrived, extra_tokens=1)
     arrived.num_computed = 5  # as if taken in
     planner.add(arrived)
-    assert rounds(planner, 1) == [("arrived", 5, 1), ("prompt", 0, 7)]
+    assert rounds(planner, 1) == [("arrived", 5, 1), ("prompt", 0, 8)]
 
 
 def test_places_in_the_batch_go_by_turn_too() -> None:
@@ -181,7 +181,11 @@ def test_turns_are_kept_and_everybody_finishes(
             alive[sequence.seq_id] = sequence, length + 4
         before = Before.of(planner)
         plan = planner.plan()
-        assert plan.num_tokens <= chunk
+        assert plan.num_tokens <= chunk + max_batch
+        planned = {work.sequence for work in plan.work}
+        for sequence in before.running:
+            if before.pending[sequence.seq_id] == 1:
+                assert sequence in planned or sequence not in planner.running
         assert len(planner.running) <= max_batch
         check_order(planner, before, plan)
         run(planner, plan)

@@ -50,7 +50,7 @@ def test_decoding_sequences_go_before_prompts() -> None:
     planner.add(make_sequence("short", 2))
     run(planner, planner.plan())
     planner.add(make_sequence("long", 30, first=100))
-    assert shape(planner.plan()) == [("short", 2, 1), ("long", 0, 7)]
+    assert shape(planner.plan()) == [("short", 2, 1), ("long", 0, 8)]
 
 
 def test_an_older_prompt_does_not_starve_a_decoding_sequence() -> None:
@@ -62,7 +62,26 @@ def test_an_older_prompt_does_not_starve_a_decoding_sequence() -> None:
     planner.add(late)
     for start in (0, 1):  # not in the batch yet, then in it
         plan = planner.plan()
-        assert shape(plan) == [("late", start, 1), ("long", 8 + 7 * start, 7)]
+        assert shape(plan) == [("late", start, 1), ("long", 8 + 8 * start, 8)]
+        run(planner, plan)
+
+
+def test_a_batch_above_the_chunk_budget_starves_nobody() -> None:
+    planner = make_planner(num_blocks=64, chunk_tokens=4, max_batch=9)
+    streams = [make_sequence(f"s{i}", 3, first=100 * i) for i in range(8)]
+    for sequence in streams[:6]:
+        planner.add(sequence)
+    while any(sequence.num_pending != 1 for sequence in streams[:6]):
+        run(planner, planner.plan())
+    for sequence in streams[6:]:  # their KV has come
+        assert planner.reserve(sequence, extra_tokens=1)
+        sequence.num_computed = 2
+        planner.add(sequence)
+    planner.add(make_sequence("prompt", 20, first=900, due=-1.0))
+    for step in range(5):
+        plan = planner.plan()
+        assert {name for name, _, count in shape(plan) if count == 1} == {f"s{i}" for i in range(8)}
+        assert shape(plan)[-1] == ("prompt", 4 * step, 4)
         run(planner, plan)
 
 
@@ -146,7 +165,7 @@ def test_everybody_finishes_and_nothing_stays_held(
         planner.add(sequence)
     for _ in range(2000):
         plan = planner.plan()
-        assert plan.num_tokens <= chunk
+        assert plan.num_tokens <= chunk + planner.max_batch
         run(planner, plan)
         for sequence in [s for s in alive if s.num_tokens >= goal[s.seq_id]]:
             planner.remove(sequence)

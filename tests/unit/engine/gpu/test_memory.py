@@ -122,7 +122,7 @@ def test_the_table_tells_all_of_it() -> None:
     assert text.splitlines() == [
         "GPU memory of cuda:1 Card: 80.00 GiB, of which --gpu-memory 0.9 is 72.00 GiB",
         "  weights       16.00 GiB  fp8",
-        "  activations    2.00 GiB  up to 256 tokens, 8 sequences a step",
+        "  activations    2.00 GiB  up to 256 prompt tokens, 8 sequences a step",
         "  graphs         1.00 GiB  reserved",
         "  KV             0.00 GiB  1000 blocks of 16 tokens, 0.00 MiB each, int8",
         "  others         1.00 GiB  other processes, and CUDA itself",
