@@ -25,6 +25,10 @@ class CacheEntry:
     parent: int
     tokens: tuple[int, ...]
 
+    def holds(self, parent: int, tokens: tuple[int, ...]) -> bool:
+        """Whether it is these tokens after that block."""
+        return self.parent == parent and self.tokens == tokens
+
 
 @dataclass
 class CacheChanges:
@@ -88,19 +92,23 @@ class BlockPool:
             self._refs[block] = 1
         return blocks
 
-    def match(self, tokens: Sequence[int], salt: str) -> list[int]:
+    def match(self, tokens: Sequence[int], salt: str, hashes: list[int] | None = None) -> list[int]:
         """Cached blocks that hold the longest prefix of `tokens`, now held by the caller too.
 
-        At least one token is left out, because its logits still have to be computed.
+        At least one token is left out, because its logits still have to be computed. hashes: those
+        of the leading blocks that are known; what is computed here is added to it.
         """
+        hashes = [] if hashes is None else hashes
         matched: list[int] = []
         parent, size = root_hash(salt), self.block_size
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            chunk = tuple(tokens[start : start + size])
-            found = self._lookup(parent, chunk) if self._prefix_cache else None
-            if found is None:
+        for index in range((len(tokens) - 1) // size if self._prefix_cache else 0):
+            chunk = tuple(tokens[index * size : (index + 1) * size])
+            if index == len(hashes):
+                hashes.append(block_hash(parent, chunk))
+            block = self._by_hash.get(hashes[index])
+            if block is None or not self._entries[block][1].holds(parent, chunk):
                 break
-            parent, block = found
+            parent = hashes[index]
             matched.append(block)
         for block in matched:
             self._evictable.pop(block, None)
@@ -163,14 +171,6 @@ class BlockPool:
         assert not self._quarantined & self._entries.keys(), "a quarantined block caches nothing"
         assert groups[1] <= self._entries.keys(), "an evictable block caches something"
         assert {h: b for b, (h, _) in self._entries.items()} == self._by_hash, "index is exact"
-
-    def _lookup(self, parent: int, chunk: tuple[int, ...]) -> tuple[int, int] | None:
-        """(hash, block) of a cached block with exactly this content after `parent`."""
-        wanted = block_hash(parent, chunk)
-        block = self._by_hash.get(wanted)
-        if block is None or self._entries[block][1] != CacheEntry(parent, chunk):
-            return None
-        return wanted, block
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)

@@ -123,7 +123,9 @@ class Planner:
         """
         blocks = self.blocks
         if not sequence.block_ids:
-            sequence.block_ids = blocks.match(sequence.tokens, sequence.cache_salt)
+            sequence.block_ids = blocks.match(
+                sequence.tokens, sequence.cache_salt, sequence.block_hashes
+            )
             sequence.num_computed = len(sequence.block_ids) * blocks.block_size
             if not sequence.preemptions:
                 sequence.num_cached = sequence.num_computed

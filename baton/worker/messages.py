@@ -9,6 +9,7 @@ from baton.engine.build import Loaded
 from baton.engine.sampler import TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
+from baton.prefix import hash_chain
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
 
@@ -21,15 +22,20 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker's model can take; beyond it a sequence would fail the step of a whole batch."""
+    """What a worker's model can take; beyond it a sequence would fail the step of a whole batch.
+
+    block_size: tokens of a KV block, for the hashes of prompts.
+    """
 
     vocab_size: int
     max_context: int
+    block_size: int
 
     @classmethod
     def of(cls, loaded: Loaded) -> Limits:
         """Those of a loaded model."""
-        return cls(loaded.model_config.vocab_size, loaded.max_context)
+        block_size = loaded.layout.block_size
+        return cls(loaded.model_config.vocab_size, loaded.max_context, block_size)
 
     def check_token(self, token_id: int, field: str) -> None:
         """Raises InvalidRequest when the model knows no such token."""
@@ -42,7 +48,10 @@ class Limits:
 def sequence_of(
     spec: common_pb2.SequenceSpec, limits: Limits, park_after: int | None = None
 ) -> Sequence:
-    """The engine's sequence for what a router asks for. Raises InvalidRequest."""
+    """The engine's sequence for what a router asks for. Raises InvalidRequest.
+
+    Its blocks are hashed here, so that a long prompt's do not hold up the engine's thread.
+    """
     num_tokens, params = len(spec.token_ids), SamplingParams.from_proto(spec.sampling)
     if not spec.handoff_id:
         raise InvalidRequest("a sequence needs an id", "sequence.handoff_id")
@@ -58,14 +67,16 @@ def sequence_of(
         )
     limits.check_token(max(spec.token_ids), "sequence.token_ids")
     params.validate(limits.vocab_size)
+    tokens = list(spec.token_ids)
     return Sequence(
         seq_id=spec.handoff_id,
-        tokens=list(spec.token_ids),
+        tokens=tokens,
         prompt_tokens=spec.prompt_tokens,
         params=params,
         cache_salt=spec.cache_salt,
         due=time.monotonic() + spec.due_ms / 1000,
         park_after=park_after,
+        block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
     )
 
 

@@ -1,8 +1,10 @@
 """The planner: chunks, decode first, cache hits, preemption and resume, all from two numbers."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton import prefix
 from baton.engine.blocks import BlockPool
 from baton.engine.planner import Plan, Planner
 from baton.engine.sequence import Sequence
@@ -147,6 +149,27 @@ def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them() ->
     planner.add(reserved)  # its KV has come
     assert shape(planner.plan()) == [("reserved", 0, 8)]
     assert planner.num_waiting == 1
+
+
+def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = make_planner(num_blocks=16, chunk_tokens=64)
+    first = make_sequence("first", 40)
+    planner.add(first)
+    run(planner, planner.plan())
+    hashed, hash64 = [], prefix._hash64
+
+    def watched(data: bytes) -> int:
+        hashed.append(len(data))
+        return hash64(data)
+
+    monkeypatch.setattr(prefix, "_hash64", watched)
+    planner.add(make_sequence("waits", 64))  # 40 of its tokens are cached, and yet it has no room
+    for _ in range(20):
+        run(planner, planner.plan())
+    assert planner.num_waiting == 1
+    # The root of the empty salt has no bytes; two blocks belong to the first one's output.
+    of_a_block = 8 + 4 * SIZE
+    assert sum(hashed) <= (64 // SIZE + 20 // SIZE) * of_a_block
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import prefix
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.loop import Engine
@@ -16,6 +17,8 @@ from baton.engine.reports import StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Unavailable
 from baton.sampling import SamplingParams
+from baton.v1 import common_pb2
+from baton.worker.messages import Limits, sequence_of
 
 WAIT_S = 10.0
 
@@ -107,3 +110,25 @@ def test_work_that_raises_tells_its_caller_alone(loaded: build.Loaded) -> None:
         engine.submit(lambda: 1 // 0).result(WAIT_S)
     assert engine.load().result(WAIT_S).blocks_total == 16
     engine.stop()
+
+
+def test_it_hashes_no_prompt(loaded: build.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one's blocks would hold up every stream, when it is reserved and at its Commit."""
+    hashed, hash64 = [], prefix._hash64
+
+    def watched(data: bytes) -> int:
+        if threading.current_thread().name == "engine":
+            hashed.append(len(data))
+        return hash64(data)
+
+    monkeypatch.setattr(prefix, "_hash64", watched)
+    engine = started(loaded, lambda report: None)
+    sampling = common_pb2.SamplingParams(max_tokens=3, ignore_eos=True)
+    asked = common_pb2.SequenceSpec(
+        handoff_id="a", token_ids=[5] * 200, prompt_tokens=200, sampling=sampling
+    )
+    engine.reserve(sequence_of(asked, Limits.of(loaded))).result(WAIT_S)
+    engine.resume("a", 200, 7).result(WAIT_S)
+    assert len(engine.cached_hashes().result(WAIT_S)) == 12
+    engine.stop()
+    assert sum(hashed) == 0
