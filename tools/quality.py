@@ -193,7 +193,7 @@ def main() -> None:
     if not isinstance(loaded_tokenizer, Tokenizer):
         raise SystemExit(f"{options.model} has no tokenizer.json: nothing can be read")
     window = min(WINDOW, loaded_tokenizer.max_context or WINDOW)
-    settings = dataclasses.replace(settings, kv_blocks=-(-window // settings.block_size))
+    settings = dataclasses.replace(settings, kv_blocks=window // settings.block_size + 1)
     ways = {
         name: Way(dataclasses.replace(settings, **changes))  # type: ignore[arg-type]
         for name, changes in WAYS.items()

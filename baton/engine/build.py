@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -151,6 +151,8 @@ def _on_cpu(
     if settings.simulate:
         pace = Pace.parse(settings.simulate)
         return Parts(SimulatedRunner(pace, pool, sampler, config.vocab_size), layout)
+    # What a model keeps for each position, it keeps for those that a sequence can have here.
+    config = replace(config, max_context=choices.max_context(settings, config, layout))
     return Parts(Runner(_model(settings, path, config, dtype, device), pool, sampler), layout)
 
 

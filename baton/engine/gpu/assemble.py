@@ -55,9 +55,12 @@ def assemble(
     Raises ConfigError for what the GPU or its memory cannot do, CheckpointError.
     """
     gpu.use()
+    kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype)
+    # What a model keeps for each position, it keeps for those that a sequence can have here.
+    context = _longest_context(settings, config, kv_dtype)
+    config = dataclasses.replace(config, max_context=context)
     maker = _maker(settings, config, gpu)
     refuse_formats(settings, gpu.capability, maker)
-    kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype)
     plan = _Plan(settings, path, config, dtype, kv_dtype, gpu, maker)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     before = gpu.allocated()
@@ -111,7 +114,7 @@ def _measured(plan: _Plan, model: StepModel, sampler: Sampler, weights: int) -> 
     """What the engine's largest steps take; this compiles most of its kernels, too."""
     settings, config, gpu = plan.settings, plan.config, plan.gpu
     block = plan_layout(config, plan.kv_dtype, settings.block_size, 1, 0)
-    context = _longest_context(plan)
+    context = config.max_context
     trial = Trial(model, sampler, block, context, gpu.device)
     rows = settings.chunk_tokens + settings.max_batch
     drawn = min(rows, settings.max_batch * (1 + settings.speculate))
@@ -124,13 +127,12 @@ def _measured(plan: _Plan, model: StepModel, sampler: Sampler, weights: int) -> 
     return Usage(total, free, weights, max(chunk, decode), graphs)
 
 
-def _longest_context(plan: _Plan) -> int:
+def _longest_context(settings: EngineConfig, config: ModelConfig, kv_dtype: torch.dtype) -> int:
     """As far as is known before the pool is: in tokens, at least 2."""
-    settings, config = plan.settings, plan.config
     if not (settings.kv_blocks or settings.kv_cache_bytes):
         return longest_context(settings, config)
     asked = plan_layout(
-        config, plan.kv_dtype, settings.block_size, settings.kv_blocks, settings.kv_cache_bytes
+        config, kv_dtype, settings.block_size, settings.kv_blocks, settings.kv_cache_bytes
     )
     return max(2, max_context(settings, config, asked))
 

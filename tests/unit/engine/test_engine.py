@@ -9,11 +9,16 @@ from pathlib import Path
 from types import TracebackType
 
 import pytest
+from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine import build
+from baton.engine import build, model
 from baton.engine.loop import Engine
+from baton.engine.model_config import Rope
+from baton.engine.native import library
+from baton.engine.native import model as native_model
 from baton.engine.reports import Progress, StepReport
+from baton.engine.rope import rope_tables
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, Overloaded, Stale
 from baton.sampling import SamplingParams
@@ -149,6 +154,26 @@ class TestEqualTokens:
             rest = Sequence("rest", [*prompt, *whole[:9]], len(prompt), params)
             bench.engine.add(rest).result(10)
             assert bench.finish({"rest"})["rest"] == whole[9:]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_what_is_kept_for_each_position_ends_where_sequences_do(
+    kernels: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Angles for all of a model's own context would take a gigabyte at a million tokens."""
+    if kernels == "native" and library.load() is None:
+        pytest.skip("no native library can be built here")
+    asked = []
+
+    def watched(rope: Rope, head_size: int, max_context: int) -> tuple[Tensor, Tensor]:
+        asked.append(max_context)
+        return rope_tables(rope, head_size, max_context)
+
+    monkeypatch.setattr(model, "rope_tables", watched)
+    monkeypatch.setattr(native_model, "rope_tables", watched)
+    load(directory, kernels=kernels, max_context=70)
+    load(directory, kernels=kernels, kv_blocks=4)
+    assert asked == [70, 63]
 
 
 def test_a_handoff_within_one_pool_continues_like_one_sequence(loaded: build.Loaded) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from baton.engine.linear import linear, silu_gate
 from baton.engine.model import Model
+from baton.engine.model_config import Rope
 from baton.engine.native.model import NativeModel
+from baton.engine.rope import rope_tables
 from baton.engine.weights import random_weights
 from tests.unit.engine import either
 from tests.unit.engine.paged import PagedRun, PagedSequence
@@ -167,3 +169,11 @@ def test_thread_counts_agree(small_model: MakeModel) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
+
+
+def test_a_positions_angles_are_the_same_whatever_the_longest_context() -> None:
+    """Workers with other limits take over each other's KV."""
+    long = rope_tables(Rope(theta=10_000.0), 96, 4096)
+    for size in (1, 2, 63, 64, 100, 1023, 4000):
+        short = rope_tables(Rope(theta=10_000.0), 96, size)
+        assert all(torch.equal(s, table[:size]) for s, table in zip(short, long, strict=True))

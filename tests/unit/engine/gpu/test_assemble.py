@@ -147,6 +147,7 @@ def test_switches_reach_the_runner(checkpoint: Path, overlap: bool, graphs: bool
     assert bool(maker.num_graphs(32)) == graphs
     parts = assembled(checkpoint, overlap=overlap, graphs=graphs)
     assert isinstance(parts.runner, GpuRunner)
+    assert len(parts.runner.model._cos) == 32  # not the checkpoint's own context
     limits = parts.runner.settings
     assert (limits.overlap, limits.graphs) == (overlap, graphs)
     assert (limits.max_batch, limits.max_context, limits.block_size) == (2, 32, 16)
