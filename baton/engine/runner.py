@@ -87,10 +87,11 @@ def sample_rows(work: Work) -> Iterator[SampleRow]:
     its own.
     """
     sequence, draft = work.sequence, work.draft
-    yield SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens)
+    counts = sequence.token_counts
+    yield SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens, 0, counts)
     for end in range(1, len(draft) + 1):
         known = [*sequence.tokens, *draft[:end]]
-        yield SampleRow(sequence.params, known, sequence.prompt_tokens)
+        yield SampleRow(sequence.params, known, sequence.prompt_tokens, end, counts)
 
 
 def drawn_by(sampling: list[Work], sampled: Sampled) -> dict[str, Drawn]:

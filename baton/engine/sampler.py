@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from baton.engine import filters, randomness, row_draws
+from baton.engine.token_counts import TokenCounts
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
 
@@ -32,11 +33,16 @@ GREEDY_BELOW = 1e-5
 
 
 class SampleRow(NamedTuple):
-    """One sequence that wants its next token. `token_ids` is prompt and output so far."""
+    """One sequence that wants its next token. `token_ids` is prompt and output so far.
+
+    counts: the sequence's, which spare counting its tokens again in every step.
+    """
 
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_tokens: int  # how many of token_ids are the caller's prompt
+    drafts: int = 0  # how many of them, the last, are guesses
+    counts: TokenCounts | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -184,13 +190,10 @@ class _Changes:
     def add_penalties(self, i: int, row: SampleRow) -> None:
         """Row `i`'s penalties: repetition counts prompt and output, the others output alone."""
         params = row.params
-        output, times = np.unique(_array(row.token_ids[row.prompt_tokens :]), return_counts=True)
+        kept = row.counts or TokenCounts()
+        seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.drafts)
         if params.repetition_penalty == 1.0:
-            seen, counts = output, times
-        else:
-            seen = np.unique(_array(row.token_ids))
-            counts = np.zeros(len(seen), np.int64)
-            counts[seen.searchsorted(output)] = times
+            seen, counts = seen[counts > 0], counts[counts > 0]
         subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
         repetition = np.full(len(seen), params.repetition_penalty)
         self._penalties.append(np.stack([seen + i * self._vocab_size, repetition, subtracted]))
@@ -219,10 +222,6 @@ def _counts_tokens(params: SamplingParams) -> bool:
     return bool(
         params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
     )
-
-
-def _array(token_ids: Sequence[int]) -> np.ndarray:
-    return np.asarray(token_ids, dtype=np.int64)
 
 
 def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.engine.drafts import Drafter
+from baton.engine.token_counts import TokenCounts
 from baton.prefix import block_hash, root_hash
 from baton.sampling import SamplingParams
 
@@ -32,6 +33,7 @@ class Sequence:
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
+    token_counts: TokenCounts = field(default_factory=TokenCounts)  # as far as penalties ask
     drafter: Drafter | None = None  # set by the planner of an engine that drafts
 
     @property

@@ -111,7 +111,15 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+PENALISED = SamplingParams(
+    max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2,
+    ignore_eos=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SEEDED, PENALISED], ids=["greedy", "seeded", "penalised"]
+)
 class TestEqualTokens:
     """One sequence's tokens do not depend on how they came about."""
 

@@ -1,10 +1,18 @@
 """The sampler: draws, ties, penalties, masks, logprobs, endings."""
 
+from collections import Counter, UserList
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.engine import filters
+from baton.engine.planner import Work
+from baton.engine.runner import sample_rows
 from baton.engine.sampler import Sampler, SampleRow, finish_reason
+from baton.engine.sequence import Sequence
+from baton.engine.token_counts import TokenCounts
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
 
@@ -148,6 +156,51 @@ def test_repetition_counts_the_prompt_and_the_others_do_not(sampler):
 
     assert greedy(repetition_penalty=2.0) == [20]
     assert greedy(frequency_penalty=2.0, presence_penalty=2.0) == [5]
+
+
+TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(TOKENS, st.lists(st.tuples(TOKENS, st.integers(0, 5)), max_size=6))
+def test_counts_that_are_kept_are_those_of_all_tokens(prompt, grown):
+    """Steps of several tokens, some of them drafts, of which any number may have been wrong."""
+    kept, tokens = TokenCounts(), list(prompt)
+    for step, drafts in [([], 0), *grown]:
+        tokens += step
+        guessed = [*tokens, *range(6, 6 + drafts)]
+        ids, times = kept.of(guessed, len(prompt), drafts)
+        output = Counter(guessed[len(prompt) :])
+        expected = {token_id: output[token_id] for token_id in guessed}
+        assert dict(zip(ids.tolist(), times.tolist(), strict=True)) == expected
+        assert len(ids) == len(expected)
+
+
+class Watched(UserList):
+    """Tokens that count how often they are looked at."""
+
+    reads = 0
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        self.reads += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_penalties_look_at_new_tokens_only(sampler):
+    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5)
+    tokens = Watched(i % VOCAB for i in range(2000))
+    sequence = Sequence("s", tokens, 1500, params, num_computed=1999)
+    logits = random_logits(1, seed=3)
+    for step in range(10):
+        rows = list(sample_rows(Work(sequence, len(tokens) - 1, 1)))
+        (token_id,) = sampler.sample(logits, rows).token_ids
+        anew = SampleRow(params, list(tokens.data), 1500)
+        assert [token_id] == sampler.sample(logits, [anew]).token_ids
+        tokens.append(token_id)
+        if not step:
+            tokens.reads = 0
+    assert tokens.reads < 100
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

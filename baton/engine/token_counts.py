@@ -1,0 +1,67 @@
+"""How often each token occurs in a sequence, for its penalties: kept from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """Counts of one sequence, whose tokens only ever grow. Engine thread only.
+
+    They follow from its tokens: on whatever worker, and after whatever preemption, they are the
+    same, up to their order.
+    """
+
+    def __init__(self) -> None:
+        self._counted = 0  # tokens
+        self._places: dict[int, int] = {}  # token -> where it is in the two below
+        self._ids = np.empty(0, np.int64)
+        self._times = np.empty(0, np.int64)  # in the output; 0: in the prompt only
+
+    def of(self, token_ids: Sequence[int], prompt_tokens: int, drafts: int) -> tuple[Ints, Ints]:
+        """(distinct tokens, how often each occurs behind the prompt), valid until the next call.
+
+        The last `drafts` of `token_ids` are output that may turn out to be none.
+        """
+        known = len(token_ids) - drafts
+        assert self._counted <= known and prompt_tokens <= known, "tokens only grow"
+        if not self._counted:
+            self._count_all(np.asarray(token_ids[:known], np.int64), prompt_tokens)
+        for at in range(self._counted, known):
+            self._add(token_ids[at])
+        self._counted = known
+        ids, times = self._ids[: len(self._places)], self._times[: len(self._places)]
+        return self._with_drafts(ids, times, token_ids[known:]) if drafts else (ids, times)
+
+    def _count_all(self, token_ids: Ints, prompt_tokens: int) -> None:
+        ids = np.unique(token_ids)
+        output, times = np.unique(token_ids[prompt_tokens:], return_counts=True)
+        self._places = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+        self._ids, self._times = ids, np.zeros(len(ids), np.int64)
+        self._times[ids.searchsorted(output)] = times
+        self._counted = len(token_ids)
+
+    def _add(self, token_id: int) -> None:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):  # twice as much, so that growing is rare
+            room = np.zeros(len(self._ids) + 64, np.int64)
+            self._ids = np.concatenate([self._ids, room])
+            self._times = np.concatenate([self._times, room])
+        self._ids[place] = token_id
+        self._times[place] += 1
+
+    def _with_drafts(self, ids: Ints, times: Ints, drafts: Sequence[int]) -> tuple[Ints, Ints]:
+        times, new = times.copy(), dict[int, int]()
+        for token_id in drafts:
+            place = self._places.get(token_id)
+            if place is None:
+                new[token_id] = new.get(token_id, 0) + 1
+            else:
+                times[place] += 1
+        new_ids, new_times = (np.array(list(part), np.int64) for part in (new, new.values()))
+        return np.concatenate([ids, new_ids]), np.concatenate([times, new_times])
