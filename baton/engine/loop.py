@@ -154,9 +154,9 @@ class Engine:
         while not self._stopping:
             self._admit()
             plan = self._planner.plan()
-            started_ns = time.time_ns()
+            started = time.time_ns(), time.monotonic_ns()
             drawn, failure = self._compute(plan)
-            self._publish(plan, drawn, failure, started_ns)
+            self._publish(plan, drawn, failure, started)
             self._count_failures(plan, failure)
 
     def _admit(self) -> None:
@@ -190,15 +190,21 @@ class Engine:
             raise InternalError(f"{self._failed_steps} steps in a row failed; the last: {failure}")
 
     def _publish(
-        self, plan: Plan, drawn: dict[str, Drawn], failure: str | None, started_ns: int
+        self,
+        plan: Plan,
+        drawn: dict[str, Drawn],
+        failure: str | None,
+        started: tuple[int, int],
     ) -> None:
+        """started: by the wall clock, for spans, and by the monotonic one, for durations."""
+        started_ns, began_ns = started
         if failure is None:
             progress = [self._advance(work, drawn.get(work.sequence.seq_id)) for work in plan.work]
         else:
             progress = [self._give_up(work.sequence, failure) for work in plan.work]
         report = StepReport(
             started_ns,
-            time.time_ns(),
+            started_ns + time.monotonic_ns() - began_ns,
             plan.num_tokens,
             progress,
             self._here.load(self._steps),

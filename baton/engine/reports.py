@@ -46,7 +46,10 @@ class Load:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step as the world hears of it; times are `time.time_ns`."""
+    """One step as the world hears of it.
+
+    started_ns is `time.time_ns`; ended_ns is as much later as the step took by a monotonic clock.
+    """
 
     started_ns: int
     ended_ns: int

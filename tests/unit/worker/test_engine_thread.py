@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 
 from baton import prefix
 from baton.config import EngineConfig
-from baton.engine import build
+from baton.engine import build, loop
 from baton.engine.loop import Engine
 from baton.engine.reports import StepReport
 from baton.engine.sequence import Sequence
@@ -132,3 +133,17 @@ def test_it_hashes_no_prompt(loaded: build.Loaded, monkeypatch: pytest.MonkeyPat
     assert len(engine.cached_hashes().result(WAIT_S)) == 12
     engine.stop()
     assert sum(hashed) == 0
+
+
+def test_a_step_takes_no_time_by_a_wall_clock_that_is_set(
+    loaded: build.Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates, and through them what routers promise, are made of how long steps took."""
+    reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+    hours = itertools.count(0, -3600 * 10**9)
+    monkeypatch.setattr(loop.time, "time_ns", lambda: 10**18 + next(hours))
+    engine = started(loaded, reports.put)
+    engine.add(endless("a")).result(WAIT_S)
+    steps = [reports.get(timeout=WAIT_S) for _ in range(5)]
+    engine.stop()
+    assert all(0 < step.ended_ns - step.started_ns < WAIT_S * 1e9 for step in steps)
