@@ -135,7 +135,7 @@ def test_it_hashes_no_prompt(loaded: build.Loaded, monkeypatch: pytest.MonkeyPat
     assert sum(hashed) == 0
 
 
-def test_a_step_takes_no_time_by_a_wall_clock_that_is_set(
+def test_setting_the_clock_does_not_change_how_long_steps_took(
     loaded: build.Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rates, and through them what routers promise, are made of how long steps took."""
