@@ -240,7 +240,7 @@ class Door:
             story = Story(ask, seen.arrived, seen.arrived_ns)
             self._dispatch.tally.let_in(seen, story)
             with telemetry.span(self._tracer, "router.check", telemetry.context_of(span)):
-                feasibility.check(
+                story.predicted_ttft_s = feasibility.check(
                     ask,
                     self._fleet.snapshot(),
                     self._line,

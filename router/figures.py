@@ -78,7 +78,11 @@ class Figures(Listener):
     def first_token(self, seen: Seen) -> None:
         """A request has its first token."""
         assert seen.story is not None
-        self._record("gen_ai.server.time_to_first_token", seen, seen.story.ttft_s, _example(seen))
+        story, example = seen.story, _example(seen)
+        self._record("gen_ai.server.time_to_first_token", seen, story.ttft_s, example)
+        if story.predicted_ttft_s and story.ttft_s and not story.ask.resumed:
+            ratio = story.predicted_ttft_s / story.ttft_s
+            self._recorder.record("baton.request.ttft_prediction", ratio, context=example)
 
     def failed_over(self, error: BatonError) -> None:
         """An attempt failed and another follows."""

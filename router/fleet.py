@@ -79,6 +79,11 @@ class Fleet:
         """All workers now."""
         return without_failing(self._seen(), self.health)
 
+    def tokens_in_flight(self) -> int:
+        """Prompt tokens that prefill workers have and did not compute yet."""
+        members = (m for m in self._members.values() if m.record.role == _PREFILL)
+        return sum(member.view.queue_tokens for member in members)
+
     def _seen(self) -> Snapshot:
         """All workers as they and their connections tell."""
         views = [member.view for member in self._members.values()]

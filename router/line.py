@@ -26,8 +26,9 @@ MOST_REFUSED = 4  # tries without success for one news: bounds what a full fleet
 SLOW_TRY_S = 0.002
 MOST_TRYING = 16  # at a time: what is promised to one is not seen as taken by the next everywhere
 RETRY_AFTER_S = (0.5, 30.0)
-# Of the drain rate, in seconds of standing in line: what counts, and what is too little to tell.
-_MEMORY_S, _LEAST_S = 5.0, 0.5
+# Of the drain rate: what counts, in seconds of standing in line or, where that is longer, in
+# placements; and how many seconds are too few to tell.
+_MEMORY_S, _MEMORY_PLACED, _LEAST_S = 5.0, 12, 0.5
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -60,49 +61,79 @@ class _Waiter:
 
 
 class DrainRate:
-    """Tokens placed a second while somebody waits: a mean that forgets, over waiting time only."""
+    """Tokens a second that the fleet does while somebody waits: work by the time that it took.
 
-    def __init__(self, clock: Clock) -> None:
+    Both are forgotten together, and only at placements, so that a line that moves twice a minute
+    has a rate as sure as that of one that moves all the time. The work lies between what has left
+    the fleet's queues and all that was placed: one large prompt changes nothing before its time
+    has shown.
+    """
+
+    def __init__(self, clock: Clock, in_flight: Callable[[], int]) -> None:
         self._clock = clock
-        self._since = 0.0  # up to here waiting time is counted; only means something while busy
+        self._in_flight = in_flight
+        self._now = clock()
+        self._queued = 0  # tokens in flight at that time
         self._busy = False
-        self._tokens = 0.0
-        self._seconds = 0.0
+        self._done = 0.0  # tokens known to be computed, and
+        self._placed = 0.0  # those that may be, in
+        self._seconds = 0.0  # of waiting until the last placement, and
+        self._since_s = 0.0  # since then
 
     def waiting(self, busy: bool) -> None:
         """Whether somebody waits from now on."""
         self._advance()
+        if busy and not self._busy:
+            self._placed += self._queued
         self._busy = busy
 
     def placed(self, num_tokens: int) -> None:
-        """Somebody who waited has left with room."""
+        """Somebody who waited has left with room; from then on its tokens may be in flight."""
         self._advance()
-        self._tokens += num_tokens
+        kept = max(math.exp(-self._since_s / _MEMORY_S), 1 - 1 / _MEMORY_PLACED)
+        self._done = (self._done + num_tokens) * kept
+        self._placed = self._placed * kept + num_tokens
+        self._seconds = (self._seconds + self._since_s) * kept
+        self._since_s = 0.0
 
-    def value(self) -> float:
-        """Tokens a second; 0 before anything is measured."""
+    def value(self, next_tokens: int, assumed: float = 0.0) -> float:
+        """Tokens a second, where the next to be placed has so many.
+
+        `assumed` counts as far as nothing that was measured speaks against it.
+        """
         self._advance()
-        return self._tokens / self._seconds if self._seconds >= _LEAST_S else 0.0
+        seconds = self._seconds + self._since_s
+        if seconds < _LEAST_S:
+            return assumed
+        least = self._done / seconds
+        most = max(self._done, self._placed + next_tokens) / seconds
+        return min(max(assumed or most, least), most)
 
     def _advance(self) -> None:
-        now = self._clock()
-        if self._busy and now > self._since:
-            kept = math.exp((self._since - now) / _MEMORY_S)
-            self._tokens *= kept
-            self._seconds = self._seconds * kept + (1 - kept) * _MEMORY_S
-        self._since = now
+        """What was in flight and no longer is, is done."""
+        before, self._now = self._now, self._clock()
+        queued, self._queued = self._queued, self._in_flight()
+        if self._busy:
+            self._since_s += self._now - before
+            self._done += queued - self._queued
 
 
 class Line:
     """Those who wait for room. Event-loop thread only."""
 
-    def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        most: int,
+        clock: Clock = time.monotonic,
+        in_flight: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`most` may wait; `in_flight` tells the tokens that workers have and did not compute."""
         self._most = most
         self._clock = clock
         self._waiting: list[_Waiter] = []  # in order of due, then of arrival
         self._stirred = asyncio.Event()  # somebody came or went
         self._caller: asyncio.Task[None] | None = None  # calls waiters up while there are any
-        self._rate = DrainRate(clock)
+        self._rate = DrainRate(clock, in_flight)
 
     @property
     def depth(self) -> int:
@@ -114,14 +145,13 @@ class Line:
         end = bisect.bisect_right(self._waiting, due, key=_due)
         return sum(waiter.ticket.num_tokens for waiter in self._waiting[:end])
 
-    def wait_s(self, due: float, assumed_rate: float = 0.0) -> float:
-        """Expected wait in the line of one that is due then, by the measured drain rate.
+    def drain_rate(self, assumed: float = 0.0) -> float:
+        """Tokens a second that leave the line for a worker; `assumed` until that is measured.
 
-        `assumed_rate` (tokens a second) counts until something is measured; 0 where nothing is
-        known: then nothing is expected either.
+        0 where nothing is known: then nothing can be expected either.
         """
-        rate = self._rate.value() or assumed_rate
-        return self.tokens_before(due) / rate if rate > 0 else 0.0
+        first = self._waiting[0].ticket.num_tokens if self._waiting else 0
+        return self._rate.value(first, assumed)
 
     def slack_s(
         self, due: float, tenant: str, assumed_rate: float = 0.0, safety: float = 1.0
@@ -132,7 +162,7 @@ class Line:
         and a tenant with nothing waiting is free to go first: that is its share. `safety` is the
         factor by which things may take longer than expected.
         """
-        rate = self._rate.value() or assumed_rate
+        rate = self.drain_rate(assumed_rate)
         waiting = [waiter.ticket for waiter in self._waiting]
         if rate <= 0 or all(ticket.tenant != tenant for ticket in waiting):
             return math.inf
@@ -242,7 +272,9 @@ class Line:
     def retry_after_s(self) -> float:
         """By then half of the line is expected to have gone."""
         shortest, longest = RETRY_AFTER_S
-        return min(longest, max(shortest, self.wait_s(math.inf) / 2))
+        rate = self.drain_rate()
+        half_s = self.tokens_before(math.inf) / rate / 2 if rate else 0.0
+        return min(longest, max(shortest, half_s))
 
 
 async def _let_try(waiter: _Waiter) -> None:

@@ -115,7 +115,7 @@ async def _serve(
         recovery_s=config.recovery_s,
         local_prefill_max_tokens=config.local_prefill_max_tokens,
     )
-    line = Line(config.max_queue)
+    line = Line(config.max_queue, in_flight=fleet.tokens_in_flight)
     dispatch = Dispatch(fleet, line, settings, trace.tracer)
     door = Door(admission, line, dispatch, fleet, trace.tracer)
     slos = slo.parse_all(config.slos)

@@ -14,7 +14,16 @@ from router.pairs import Choice, Pair, pairs_of
 from router.snapshot import Snapshot
 from router.wants import Wants
 
-__all__ = ["RETRY_AFTER_S", "Choice", "Wants", "judge", "pick", "predicted_ttft_s", "why"]
+__all__ = [
+    "RETRY_AFTER_S",
+    "Choice",
+    "Wants",
+    "has_room",
+    "judge",
+    "pick",
+    "predicted_ttft_s",
+    "why",
+]
 
 RETRY_AFTER_S = 1.0
 _REASONS_TOLD = 8  # in one message
@@ -46,6 +55,11 @@ def judge(snapshot: Snapshot, wants: Wants) -> list[Choice]:
     ranked = sorted(pairs_of(snapshot, wants), key=Pair.rank)
     choices = [pair.choice(len(ranked)) for pair in ranked]
     return sorted(choices, key=lambda choice: bool(choice.refused))
+
+
+def has_room(snapshot: Snapshot, wants: Wants) -> bool:
+    """Whether a pair that can be used takes the request now."""
+    return any(not pair.unusable and not pair.no_room for pair in pairs_of(snapshot, wants))
 
 
 def predicted_ttft_s(snapshot: Snapshot, wants: Wants) -> float:

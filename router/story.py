@@ -50,6 +50,7 @@ class Story:
     workers: set[str] = field(default_factory=set)  # that were asked for anything
     failed_workers: set[str] = field(default_factory=set)
     cached_tokens: int | None = None
+    predicted_ttft_s: float = 0.0  # when it was let in; 0: nothing was known
     placed_at: float | None = None
     first_at: float | None = None
     last_at: float | None = None

@@ -34,10 +34,11 @@ STEP_S = (
     0.5, 1.0, 2.0, 5.0,
 )  # fmt: skip
 BYTES_PER_S = tuple(n * 1e9 for n in (0.01, 0.03, 0.1, 0.3, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
+RATIO = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOKENS = tuple(float(4**n) for n in range(11))  # as the conventions advise
 SEQUENCES = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0)
 
-_UNITS = {"s": "seconds", "By": "bytes", "By/s": "bytes_per_second"}
+_UNITS = {"1": "ratio", "s": "seconds", "By": "bytes", "By/s": "bytes_per_second"}
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,11 @@ TABLE: tuple[Instrument, ...] = (
         "baton.request.queue_time", HISTOGRAM, "s", (ROUTER,),
         "From arrival until a decode worker held blocks for the request the first time.",
         (), WAIT_S,
+    ),
+    Instrument(
+        "baton.request.ttft_prediction", HISTOGRAM, "1", (ROUTER,),
+        "Time to first token that was predicted when the request was let in, by the actual one.",
+        (), RATIO,
     ),
     Instrument(
         "baton.failovers", COUNTER, "{attempt}", (ROUTER,),

@@ -116,6 +116,9 @@ OVERVIEW = Dashboard(
                   "Every single gap, pauses of a failover included."),
             Panel("Wait for blocks", "s", quantiles("baton_request_queue_time_seconds"),
                   "From arrival until a decode worker held blocks."),
+            Panel("Predicted by actual time to first token", "short",
+                  quantiles("baton_request_ttft_prediction_ratio"),
+                  "1 where the router knew what a request would wait."),
             Panel("Goodput over time", "percentunit", (Query(
                 f'{rate("baton_slo_requests_total", """{met="true"}""", "slo")} / '
                 f'{rate("baton_slo_requests_total", "", "slo")}', "{{slo}}"),), limits=GOODPUT),

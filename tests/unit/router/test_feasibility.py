@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import heapq
 import itertools
 import math
 import random
@@ -11,11 +12,13 @@ import pytest
 from baton.errors import Overloaded
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2, worker_pb2
+from router import placement
 from router.feasibility import DOUBT, SAFETY, check, prefill_rate, promised
 from router.line import RETRY_AFTER_S, Line, Ticket
 from router.snapshot import Assigned, Snapshot, WorkerView
 from router.story import Ask
 from router.turns import Claim, Turns
+from router.wants import Wants
 
 NOW = 500.0
 RATE = 1000.0
@@ -98,7 +101,7 @@ async def test_without_a_target_only_the_deadline_counts(line):
 async def test_the_line_in_front_counts_and_what_is_behind_does_not(line):
     standing = await line(Ticket(NOW - 1, 2000, "x"), Ticket(NOW + 1, 50_000, "y"))
     check(ask(100, target_s=3.0), fleet(), standing, NOW)
-    with pytest.raises(Overloaded, match="others go first") as caught:
+    with pytest.raises(Overloaded, match="2000 tokens go first at 1000 tokens/s") as caught:
         check(ask(100, target_s=2.0), fleet(), standing, NOW)
     assert caught.value.retry_after_s == pytest.approx(2.1 * SAFETY - 2.0, rel=0.1)
 
@@ -129,11 +132,28 @@ async def test_nothing_is_refused_while_nothing_is_known(line):
     check(ask(1000, target_s=0.1), fleet(worker("p", 0)), standing, NOW)
 
 
+async def test_a_turn_is_no_time_while_nothing_is_known(line):
+    check(ask(100, timeout_s=10.0, due=NOW + 30), fleet(worker("p", 0)), await line(), NOW)
+    with pytest.raises(Overloaded, match=r"expected in 37.50 s .* turn ends in 30.00 s"):
+        check(
+            ask(100, timeout_s=10.0, due=NOW + 30), fleet(worker("p", queue=1)), await line(), NOW
+        )
+
+
+async def test_a_refusal_tells_what_decided(line):
+    standing = await line(Ticket(NOW - 1, 2000, "x"))
+    with pytest.raises(Overloaded) as caught:
+        check(ask(100, target_s=2.0), fleet(worker("p", queue=500)), standing, NOW)
+    told = str(caught.value)
+    assert "expected in 3.25 s and wanted in 2.00 s" in told  # (2 + 0.6) * 1.25
+    assert "2000 tokens go first at 1000 tokens/s, the best pair takes 0.60 s" in told
+
+
 async def test_a_newcomer_must_not_break_its_own_tenants_promise(line):
     later = Ticket(NOW + 1, 1000, "x", tenant="t", promised=NOW + 1.05)
     standing = await line(later)
     busy = fleet(worker("p", queue=1))
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match=r"earlier request of its tenant .* takes 0.13 s"):
         check(ask(100, target_s=5.0), busy, standing, NOW)
     check(ask(100, target_s=5.0, tenant="other"), busy, standing, NOW)
     check(ask(100, target_s=5.0, due=NOW + 2), busy, standing, NOW)
@@ -175,8 +195,8 @@ class Router:
     def tokens_before(self, due):
         return sum(job.left for d, _, job in self.waiting if d <= due)
 
-    def wait_s(self, due, assumed_rate=0.0):
-        return self.tokens_before(due) / RATE
+    def drain_rate(self, assumed=0.0):
+        return RATE
 
     def slack_s(self, due, tenant, assumed_rate=0.0, safety=1.0):
         if all(job.tenant != tenant for _, _, job in self.waiting):
@@ -256,3 +276,169 @@ def test_at_five_times_the_capacity_who_may_enter_makes_it(sizes, tenants):
     shortest, longest = RETRY_AFTER_S
     assert all(shortest <= job.refused <= longest for job in jobs if job.refused is not None)
     assert not router.waiting
+
+
+class Served:
+    """Requests that `check` predicts and the real line and placement place, on a fleet that is
+    simulated: prefill in chunks, then so many decode slots or KV blocks held for a while."""
+
+    def __init__(self, workers=1, slots=0, blocks=1 << 20, hold_s=0.0):
+        self.now, self.rate, self.hold_s = NOW, RATE, hold_s
+        self.slots, self.blocks, self.held, self.running = slots, blocks, 0, 0
+        self.queues = [[] for _ in range(workers)]
+        self.news, self.dice = asyncio.Event(), random.Random(5)
+        self.line = Line(10**6, lambda: self.now, lambda: sum(j.tokens for j in self.in_flight))
+        self.jobs, self.tasks, self.events, self.numbers = [], [], [], itertools.count()
+
+    @property
+    def in_flight(self):
+        return [job for queue in self.queues for job in queue]
+
+    def at(self, seconds, act):
+        heapq.heappush(self.events, (seconds, next(self.numbers), act))
+
+    async def run(self):
+        while self.events:
+            seconds, _, act = heapq.heappop(self.events)
+            self.now = max(self.now, NOW + seconds)
+            act()
+            for _ in range(12):
+                await asyncio.sleep(0)
+        await asyncio.gather(*self.tasks)
+
+    def snapshot(self):
+        prefill = [worker(f"{n}", self.rate) for n in range(len(self.queues))]
+        for n, queue in enumerate(self.queues):
+            prefill[n].load.queue_tokens = int(sum(job.left for job in queue))
+            sent = tuple(Assigned(job.tokens, job.due) for job in queue)
+            prefill[n] = dataclasses.replace(prefill[n], assigned=sent)
+        decode = worker("d", self.rate)
+        decode.record.max_batch, decode.load.running = self.slots, self.running
+        decode.load.blocks_free = max(0, self.blocks - self.held)
+        return Snapshot(tuple(prefill), (decode,))
+
+    def come(self, tokens):
+        job = Job(self.now, tokens, "t")
+        job.due, wants = self.now, Wants((1,) * tokens, self.now, "", 16)
+        asked = ask(tokens, timeout_s=1e7, due=self.now)
+        job.predicted = check(asked, self.snapshot(), self.line, self.now, wants)
+        self.jobs.append(job)
+
+        async def attempt():
+            choice = placement.pick(self.snapshot(), wants)
+            self.running, self.held = self.running + 1, self.held + tokens // 16 + 1
+            if choice.decode_prefills:
+                self.at(self.now - NOW + tokens / self.rate, lambda: self.first_token(job))
+                return
+            queue = self.queues[int(choice.prefill.incarnation)]
+            queue.append(job)
+            if len(queue) == 1:
+                self.compute(queue)
+
+        ticket = Ticket(self.now, tokens, "r", "t")
+        placing = self.line.place(ticket, attempt, lambda: self.news)
+        self.tasks.append(asyncio.create_task(placing))
+
+    def compute(self, queue):
+        job, chunk = queue[0], min(256, queue[0].left)
+
+        def computed():
+            job.left -= chunk
+            if not job.left:
+                queue.remove(job)
+                self.first_token(job)
+            if queue:
+                self.compute(queue)
+            self.tell()
+
+        self.at(self.now - NOW + chunk / self.rate, computed)
+
+    def first_token(self, job):
+        job.done = self.now
+        held_s = self.hold_s * self.dice.uniform(0.7, 1.3)
+        self.at(self.now - NOW + held_s, lambda: self.leave(job))
+
+    def leave(self, job):
+        self.running, self.held = self.running - 1, self.held - (job.tokens // 16 + 1)
+        self.tell()
+
+    def tell(self):
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+def poisson(rate, until, size=lambda dice: 100):
+    """(when, tokens) of arrivals."""
+    dice, at = random.Random(5), 0.0
+    while (at := at + dice.expovariate(rate)) < until:
+        yield at, size(dice)
+
+
+def bursts(number, size, every_s):
+    return ((n * every_s + i * 0.01, 100 + i) for n in range(number) for i in range(size))
+
+
+def rarely_large(dice):
+    return 8000 if dice.random() < 0.02 else 100
+
+
+def mixed(dice):
+    return int(math.exp(dice.uniform(math.log(16), math.log(4000))))
+
+
+@pytest.mark.parametrize(
+    ("served", "arrivals", "step_s", "known_s"),
+    [
+        # step_s: what one placement takes; known_s: when the router has seen a few of them
+        pytest.param(Served, poisson(12, 30), 0.3, 0, id="steady"),
+        pytest.param(lambda: Served(4), poisson(48, 5), 0.3, 0, id="steady-4-workers"),
+        pytest.param(Served, bursts(3, 60, 20), 0.3, 0, id="bursts"),
+        pytest.param(Served, poisson(6, 60, rarely_large), 8, 0, id="rarely-large"),
+        pytest.param(Served, poisson(1.6, 90, mixed), 4, 0, id="mixed-sizes"),
+        pytest.param(lambda: Served(4), poisson(6, 15, mixed), 4, 0, id="mixed-sizes-4-workers"),
+        pytest.param(lambda: Served(slots=8, hold_s=4), poisson(3, 60), 1, 8, id="slots"),
+        pytest.param(lambda: Served(slots=4, hold_s=120), poisson(0.06, 2000), 40, 300, id="gaps"),
+        pytest.param(lambda: Served(slots=1, hold_s=60), poisson(0.04, 2000), 60, 400, id="lone"),
+        pytest.param(
+            lambda: Served(slots=16, hold_s=30), bursts(3, 60, 100), 20, 30, id="bursts-for-slots"
+        ),
+        pytest.param(
+            lambda: Served(blocks=1000, hold_s=4), poisson(8, 30, rarely_large), 4, 4, id="blocks"
+        ),
+    ],
+)
+async def test_what_is_predicted_is_within_twice_of_what_happens(served, arrivals, step_s, known_s):
+    one = served()
+    for at, tokens in arrivals:
+        one.at(at, lambda tokens=tokens: one.come(tokens))
+    await one.run()
+    known = [job for job in one.jobs if job.at >= NOW + known_s]
+    assert len(known) > 30 and max(job.done - job.at for job in known) > 2 * step_s
+    for job in known:
+        took = job.done - job.at
+        assert took / 2 - step_s <= job.predicted <= 2 * took + step_s, (job.at - NOW, took)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "served", "hertz", "until_s", "grace_s"),
+    [
+        ("rate", RATE / 4, Served, 12, 24, 6),
+        ("rate", 4 * RATE, Served, 12, 24, 6),
+        ("hold_s", 16, lambda: Served(slots=8, hold_s=4), 3, 90, 25),
+        ("hold_s", 1, lambda: Served(slots=8, hold_s=4), 3, 60, 10),
+    ],
+)
+async def test_a_change_of_speed_is_learnt_from_a_few_placements(
+    name, value, served, hertz, until_s, grace_s
+):
+    """`grace_s` after it; whoever waits over the change cannot be told the truth."""
+    one, changed_s = served(), until_s / 2
+    for at, tokens in poisson(hertz, until_s):
+        one.at(at, lambda tokens=tokens: one.come(tokens))
+    one.at(changed_s, lambda: setattr(one, name, value))
+    await one.run()
+    after = [job for job in one.jobs if job.at >= NOW + changed_s + grace_s]
+    assert len(after) > 30
+    for job in after:
+        took = job.done - job.at
+        assert took / 2 - 1 <= job.predicted <= 2 * took + 1, (job.at - NOW, took)

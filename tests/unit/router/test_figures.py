@@ -36,12 +36,22 @@ class World:
         self.figures = Figures(self.recorder, "tiny", slos)
         self.tally.listeners = (self.figures,)
 
-    def request(self, error=None, tokens=3, ttft_s=0.1, tpot_s=0.01, placed=True, **fields):
+    def request(
+        self,
+        error=None,
+        tokens=3,
+        ttft_s=0.1,
+        tpot_s=0.01,
+        placed=True,
+        predicted_ttft_s=0.0,
+        **fields,
+    ):
         """One request from door to end."""
         try:
             with self.tally.request() as seen:
                 seen.operation, seen.tenant = "chat", "t"
                 told = story(tenant="t", **fields)
+                told.predicted_ttft_s = predicted_ttft_s
                 self.tally.let_in(seen, told)
                 told.attempts = 1
                 if placed:
@@ -91,6 +101,13 @@ def test_a_request_that_ends_well(world):
     for slo in ("fast", "slow"):
         assert value("baton_slo_requests_total", slo=slo, met="true") == 1
         assert value("baton_slo_requests_total", slo=slo, met="false") == 0
+
+
+def test_what_was_predicted_is_told_by_what_happened(world):
+    for predicted_s in (0.3, 0.0):  # 0: nothing was known
+        world.request(ttft_s=0.1, predicted_ttft_s=predicted_s)
+    assert world.value("baton_request_ttft_prediction_ratio_count") == 1
+    assert world.value("baton_request_ttft_prediction_ratio_sum") == pytest.approx(3.0)
 
 
 def test_one_output_token_has_no_time_per_token(world):
@@ -200,7 +217,7 @@ async def test_ejections_are_counted(world, cluster_of):
 
 def test_all_that_a_router_lists_is_measured(world):
     world.figures.look_at(SimpleNamespace(running=0), SimpleNamespace(depth=0), _Empty())
-    world.request()
+    world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
     page = world.recorder.render("")[1].decode()
     for one in table.of("router").values():

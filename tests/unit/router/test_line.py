@@ -353,12 +353,12 @@ async def test_a_large_one_gets_its_turn_among_small_ones_that_never_end(fleet, 
         await asyncio.gather(*others, return_exceptions=True)
 
 
-async def test_tokens_and_time_before_a_due(line, fleet, standing):
+async def test_tokens_before_a_due(line, fleet, standing):
     for due, tokens in ((1.0, 100), (2.0, 10), (3.0, 1)):
         await standing(due, tokens=tokens)
     assert [line.tokens_before(due) for due in (0.5, 1.0, 2.5, 9.0)] == [0, 100, 110, 111]
-    assert line.wait_s(9.0) == 0.0  # nothing measured, nothing known
-    assert line.wait_s(9.0, assumed_rate=111.0) == pytest.approx(1.0)
+    assert line.drain_rate() == 0.0  # nothing measured, nothing known
+    assert line.drain_rate(assumed=111.0) == 111.0
 
 
 async def test_the_measured_rate_counts_before_an_assumed_one(line, fleet, standing):
@@ -368,15 +368,16 @@ async def test_the_measured_rate_counts_before_an_assumed_one(line, fleet, stand
         fleet.now += 0.5
         fleet.give(10)
         await settled()
-    assert line.wait_s(math.inf, assumed_rate=1e9) == pytest.approx(20 / 20, rel=0.2)
+    assert line.drain_rate(assumed=1e9) == pytest.approx(20, rel=0.4)
     fleet.give(20)
     await settled()
     assert line.depth == 0
+    before = line.drain_rate(1e9)
     fleet.now += 1000.0  # nobody waits: this tells nothing
+    assert line.drain_rate(1e9) == before == pytest.approx(20, rel=0.5)
     await standing(1.0, tokens=20)
-    assert line.wait_s(math.inf) == pytest.approx(20 / 20, rel=0.4)
-    fleet.now += 1000.0
-    assert line.wait_s(math.inf) > 10.0  # nothing has moved since
+    fleet.now += 100.0
+    assert line.drain_rate(1e9) < 2.0  # nothing has moved since
 
 
 async def test_slack_is_the_least_of_later_promises_unless_the_tenant_is_new(line, fleet, standing):
@@ -391,32 +392,68 @@ async def test_slack_is_the_least_of_later_promises_unless_the_tenant_is_new(lin
     assert line.slack_s(3.5, "a", 100.0) == line.slack_s(0, "c", 100.0) == math.inf
 
 
+class Drained:
+    """A drain rate on a clock of its own, over a fleet with `queued` tokens in flight."""
+
+    def __init__(self, busy=True):
+        self.now, self.queued = 0.0, 0
+        self.rate = DrainRate(lambda: self.now, lambda: self.queued)
+        self.rate.waiting(busy)
+
+    def place(self, tokens, every_s, times=1):
+        for _ in range(times):
+            self.now += every_s
+            self.rate.placed(tokens)
+
+
 def test_the_drain_rate_counts_waiting_time_only():
-    now = 0.0
-    rate = DrainRate(lambda: now)
-    assert rate.value() == 0.0
-    rate.waiting(True)
-    for _ in range(100):
-        now += 0.1
-        rate.placed(50)
-    assert rate.value() == pytest.approx(500, rel=0.05)
-    rate.waiting(False)
-    now += 1000.0
-    assert rate.value() == pytest.approx(500, rel=0.05)
-    rate.waiting(True)
-    for _ in range(400):
-        now += 0.1
-        rate.placed(10)
-    assert rate.value() == pytest.approx(100, rel=0.05)
+    one = Drained()
+    assert one.rate.value(0) == 0.0
+    one.place(50, 0.1, times=100)
+    assert one.rate.value(50) == pytest.approx(500, rel=0.05)
+    one.rate.waiting(False)
+    one.now += 1000.0
+    assert one.rate.value(50) == pytest.approx(500, rel=0.05)
+    one.rate.waiting(True)
+    one.place(10, 0.1, times=400)
+    assert one.rate.value(10) == pytest.approx(100, rel=0.05)
+
+
+@pytest.mark.parametrize("every_s", [0.01, 1.0, 30.0, 600.0])
+def test_however_rarely_the_line_moves_its_rate_is_work_by_time(every_s):
+    one = Drained()
+    one.place(300, every_s, times=2000 if every_s < 1 else 40)
+    for share in (0.0, 0.5, 0.99):
+        one.now = one.now + share * every_s
+        assert one.rate.value(300, 1e9) == pytest.approx(300 / every_s, rel=0.2)
+
+
+def test_a_large_prompt_changes_nothing_before_its_time_has_shown():
+    one = Drained()
+    one.place(100, 0.1, times=200)
+    one.queued += 20_000  # it computes for 20 s, and nothing is placed meanwhile
+    one.rate.placed(20_000)
+    for _ in range(19):
+        one.now += 1.0
+        assert one.rate.value(100, 1000.0) == pytest.approx(1000, rel=0.1)
+    one.now, one.queued = one.now + 1.0, 0
+    one.place(100, 0.1, times=10)
+    assert one.rate.value(100, 1000.0) == pytest.approx(1000, rel=0.2)
+
+
+def test_a_large_prompt_at_the_front_changes_nothing_while_room_for_it_gathers():
+    one = Drained()
+    one.place(100, 0.1, times=200)
+    one.now += 19.0
+    assert one.rate.value(20_000, 1000.0) == pytest.approx(1000, rel=0.1)
+    assert one.rate.value(100, 1000.0) < 300  # a small one would have gone
 
 
 def test_a_first_moment_is_no_measurement():
-    now = 0.0
-    rate = DrainRate(lambda: now)
-    rate.waiting(True)
-    now += 0.001
-    rate.placed(10_000)
-    assert rate.value() == 0.0
+    one = Drained()
+    one.place(10_000, 0.001)
+    assert one.rate.value(1) == 0.0
+    assert one.rate.value(1, assumed=7.0) == 7.0
 
 
 async def test_a_line_that_ends_leaves_no_task(fleet):
