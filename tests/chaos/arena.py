@@ -26,7 +26,7 @@ import psutil
 
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig
-from baton.errors import DeadlineExceeded
+from baton.errors import ConfigError, DeadlineExceeded
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
@@ -38,7 +38,7 @@ from tests.chaos.plan import plan
 from tests.chaos.proxy import Proxy
 from tests.chaos.sockets import owner
 from tests.chaos.tally import Tally
-from tests.chaos.wishes import Ending, Run, Wish, complaint
+from tests.chaos.wishes import CUT, Ending, Run, Wish, complaint
 
 ROOT = Path(__file__).parents[2]
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20)  # float32: tokens can be compared
@@ -119,7 +119,8 @@ class Arena:
         endings: list[tuple[Wish, Ending]] = []
         async with AsyncClient(self.cluster.targets) as client:
             on_end = lambda wish, ending: endings.append((wish, ending))  # noqa: E731
-            load = Load(client, runs, seed, self.config.callers, on_end)
+            gateways = dict(zip(self._routers(), self.cluster.http_addresses, strict=True))
+            load = Load(client, gateways, runs, seed, self.config.callers, on_end)
             progress = asyncio.create_task(self._tell_progress(load, injector))
             try:
                 until_s = asyncio.get_running_loop().time() + seconds
@@ -140,6 +141,8 @@ class Arena:
             while_s = (ending.began_s, ending.ended_s)
             # While one router is well, the SDK goes on there, whatever has been delivered.
             excused = injector.routers_hurt(*while_s, every=True)
+            if wish.http:  # goes on nowhere else, but is cut only by its own router's death
+                excused = injector.router_hurt(ending.router, *while_s, killed=ending.broke == CUT)
             role_down = injector.role_down(*while_s)
             wrong = complaint(wish, ending, excused, role_down)
             tally.count(ending, wrong, role_down or injector.routers_hurt(*while_s))
@@ -223,7 +226,8 @@ class Arena:
             env=self._environment(),
         )
         await enter(self.cluster)
-        self._used_ports |= {int(a.rpartition(":")[2]) for a in self.cluster.addresses}
+        addresses = (*self.cluster.addresses, *self.cluster.http_addresses)
+        self._used_ports |= {int(address.rpartition(":")[2]) for address in addresses}
         self._note_processes()
 
     def _cluster_config(self, otlp: str) -> ClusterConfig:
@@ -234,6 +238,7 @@ class Arena:
             routers=self.config.routers,
             transport=self.config.transport,
             port=0,
+            http_port=_http_port(self.config.routers),
             otlp=otlp,
             log_level="info",
         )
@@ -248,10 +253,12 @@ class Arena:
         }
 
     def _injector(self) -> Injector:
-        routers = [p.name for p in self.cluster.processes.values() if p.role == "router"]
-        addresses = dict(zip(routers, self.cluster.addresses, strict=True))
+        addresses = dict(zip(self._routers(), self.cluster.addresses, strict=True))
         control = self._directory / "kv.json"
         return Injector(self.cluster, self.proxies, control, addresses.__getitem__, self._say)
+
+    def _routers(self) -> list[str]:
+        return [p.name for p in self.cluster.processes.values() if p.role == "router"]
 
     def _spoilt(self) -> Counter[str]:
         """KV faults that were done since this was asked last."""
@@ -270,6 +277,15 @@ class Arena:
     def _name_of(self, port: int) -> str:
         """Which process of the cluster has a connection from this local port."""
         return owner(port, {name: child.pid for name, child in self.cluster.processes.items()})
+
+
+def _http_port(routers: int) -> int:
+    """The first of as many free ports in a row."""
+    for _ in range(50):
+        first = ports.free()
+        with contextlib.suppress(ConfigError):
+            return ports.consecutive("127.0.0.1", first, routers)[0]
+    raise AssertionError(f"no {routers} free ports in a row")
 
 
 def logs(arena: Arena) -> str:

@@ -91,6 +91,15 @@ class Injector:
             one.overlaps(from_s, until_s) and self._role(one.name) == "router" for one in self.hurts
         )
 
+    def router_hurt(self, name: str, from_s: float, until_s: float, killed: bool = False) -> bool:
+        """Whether this router was hurt between the two, or was `killed` then."""
+        return any(
+            one.name == name
+            and one.overlaps(from_s, until_s)
+            and (not killed or one.kind == "kill")
+            for one in self.hurts
+        )
+
     def killed(self, from_s: float, until_s: float) -> bool:
         """Whether a process lost its memory, with the spans in it, between the two."""
         return any(one.kind == "kill" and from_s <= one.from_s <= until_s for one in self.hurts)

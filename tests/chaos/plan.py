@@ -33,7 +33,7 @@ LASTING: Mapping[Kind, tuple[float, float]] = {
 KV_FAULTS = ("corrupt", "lose", "fail", "delay")
 ROUTER_KINDS: tuple[Kind, ...] = ("kill", "stop", "drain")
 # Of the faults that may hit a router or a worker, this share hits a router.
-ROUTER_SHARE = 0.15
+ROUTER_SHARE = 0.25
 
 
 @dataclass(frozen=True)

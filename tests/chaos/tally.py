@@ -16,6 +16,7 @@ class Tally:
     kv_faults: Counter[str] = field(default_factory=Counter)
     skipped: int = 0
     endings: Counter[str] = field(default_factory=Counter)
+    http: Counter[str] = field(default_factory=Counter)  # of the endings, streams over HTTP
     failovers: int = 0
     mismatches: int = 0
     endless: int = 0
@@ -36,6 +37,8 @@ class Tally:
     def count(self, ending: Ending, complaint: str, excused: bool) -> None:
         """Adds one request; `excused` if a router was hurt or a role was down while it ran."""
         self.endings[ending.status] += 1
+        if ending.router:
+            self.http[ending.broke or ending.status] += 1
         self.endless += not ending.over
         self.mismatches += complaint.startswith(MISMATCH)
         if ending.completion is not None and ending.completion.route.attempts > 1:
@@ -53,6 +56,7 @@ class Tally:
             ("faults", f"{self.faults.total()} ({_listed(self.faults)}), {self.skipped} skipped"),
             ("KV transfers spoilt", f"{self.kv_faults.total()} ({_listed(self.kv_faults)})"),
             ("requests", f"{self.requests} ({_listed(self.endings)})"),
+            ("of them over HTTP", f"{self.http.total()} ({_listed(self.http)})"),
             ("failovers", f"{self.failovers} requests completed after more than one attempt"),
             ("mismatches", self.mismatches),
             ("requests without an end", self.endless),

@@ -55,6 +55,14 @@ def test_one_router_hurt_is_not_every_router_hurt(injector: Injector) -> None:
     assert injector.routers_hurt(15.0, 19.0, every=True)
 
 
+def test_a_stream_over_http_depends_on_its_own_router(injector: Injector) -> None:
+    injector.hurts += [Hurt("router-0", "kill", 10.0, 20.0), Hurt("router-1", "drain", 30.0, 40.0)]
+    assert injector.router_hurt("router-0", 15.0, 16.0, killed=True)
+    assert not injector.router_hurt("router-1", 15.0, 16.0)
+    assert injector.router_hurt("router-1", 35.0, 36.0)
+    assert not injector.router_hurt("router-1", 35.0, 36.0, killed=True)
+
+
 def test_only_a_kill_takes_spans_with_it(injector: Injector) -> None:
     injector.hurts += [Hurt("decode-0", "stop", 10.0, 20.0), Hurt("decode-1", "kill", 30.0, 40.0)]
     assert not injector.killed(0.0, 29.0)

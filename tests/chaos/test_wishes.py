@@ -17,7 +17,17 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
-from tests.chaos.wishes import Ending, Run, Wish, complaint, wish
+from tests.chaos.wishes import (
+    CUT,
+    REFUSED,
+    TOLD,
+    UNREACHED,
+    Ending,
+    Run,
+    Wish,
+    complaint,
+    wish,
+)
 
 TOKENS = tuple(range(100, 140))
 TEXT = "".join(chr(97 + i % 26) for i in range(40))
@@ -116,6 +126,26 @@ def test_a_role_that_is_down_excuses_unavailable_alone() -> None:
     assert complaint(asked, failed(InternalError("bug")), False, True)
 
 
+@pytest.mark.parametrize(
+    ("broke", "router_hurt", "role_down", "advice_s", "allowed"),
+    [
+        (CUT, False, True, 0.0, False),  # of its own router's death alone
+        (CUT, True, False, 0.0, True),
+        (UNREACHED, False, True, 0.0, False),
+        (UNREACHED, True, False, 0.0, True),
+        (REFUSED, False, False, 1.0, True),
+        (REFUSED, True, True, 0.0, False),  # without advice
+        (TOLD, False, False, 0.0, False),
+        (TOLD, False, True, 0.0, True),
+    ],
+)
+def test_streams_over_http_that_were_cut_are_told_from_those_refused(
+    broke: str, router_hurt: bool, role_down: bool, advice_s: float, allowed: bool
+) -> None:
+    ending = Ending((), 1.0, 2.0, error=Unavailable("x", advice_s), router="router", broke=broke)
+    assert (complaint(Wish(RUN, 5, http=True), ending, router_hurt, role_down) == "") is allowed
+
+
 def test_a_short_deadline_may_pass_but_is_told_in_time() -> None:
     hasty = Wish(RUN, 40, timeout_s=0.5)
     assert complaint(hasty, failed(DeadlineExceeded("late"), 3, 0.6), False, False) == ""
@@ -137,5 +167,6 @@ def test_wishes_are_of_every_kind_and_repeatable() -> None:
         [one for one in wishes if one.cancel_after is not None],
         [one for one in wishes if one.stop],
         [one for one in wishes if one.logprobs],
+        [one for one in wishes if one.http],
     )
     assert all(len(kind) > 10 for kind in kinds)

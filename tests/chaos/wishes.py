@@ -10,7 +10,7 @@ import ast
 import inspect
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.client import Completion, TokenLogprobs
@@ -28,6 +28,10 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
 PATIENT_S = 90.0  # nobody may need this long
 PROMPTNESS_S = 10.0  # a passed deadline is told within this, on a machine that has much to do
 MISMATCH = "other tokens than the oracle's"
+HTTP_SHARE = 0.4  # of requests that ask for no log-probabilities
+# How a stream over HTTP fails: a status that is an error; no answer at all; its connection ends
+# after the first byte, but before its last event; an event tells the error.
+REFUSED, UNREACHED, CUT, TOLD = "refused", "not reached", "cut", "ended by an error event"
 _LOGPROB_TOLERANCE = 1e-3
 
 
@@ -45,7 +49,7 @@ class Wish:
     """One request: the first `max_tokens` of a run, or less if `stop` is met.
 
     `cancel_after` tokens the caller gives it up. With a `timeout_s` below PATIENT_S it may end with
-    DEADLINE_EXCEEDED.
+    DEADLINE_EXCEEDED. With `http` it is a stream of one router's gateway, which nobody resumes.
     """
 
     run: Run
@@ -55,6 +59,7 @@ class Wish:
     logprobs: bool = False
     cancel_after: int | None = None
     timeout_s: float = PATIENT_S
+    http: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,6 +72,18 @@ class Wish:
             "timeout": self.timeout_s,
             **({"stop": self.stop} if self.stop else {}),
             **({"logprobs": 1} if self.logprobs else {}),
+        }
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """For `POST /v1/completions`."""
+        options = {key: value for key, value in self.options.items() if key != "timeout"}
+        return {
+            **options,
+            "prompt": list(self.run.prompt),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
         }
 
     @property
@@ -91,6 +108,8 @@ class Ending:
     error: BatonError | None = None
     cancelled: bool = False
     over: bool = True
+    router: str = ""  # whose gateway was asked; empty for the SDK, which asks any
+    broke: str = ""  # how a stream of the gateway's failed: one of REFUSED, UNREACHED, CUT, TOLD
 
     @property
     def status(self) -> str:
@@ -118,6 +137,11 @@ def oracle_runs(new_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[Run]:
 
 def wish(dice: random.Random, runs: Sequence[Run]) -> Wish:
     """The next request of a caller, whatever comes."""
+    made = _wish(dice, runs)
+    return replace(made, http=not made.logprobs and dice.random() < HTTP_SHARE)
+
+
+def _wish(dice: random.Random, runs: Sequence[Run]) -> Wish:
     run = dice.choice(runs)
     most = len(run.whole.token_ids)
     max_tokens = dice.randint(1, most)
@@ -136,7 +160,8 @@ def complaint(wish: Wish, ending: Ending, router_hurt: bool, role_down: bool) ->
     """What is wrong with how a request ended; empty if nothing is.
 
     `router_hurt` and `role_down` tell whether, while it ran, there was a moment without a healthy
-    router, or without a healthy worker of some role.
+    router, or without a healthy worker of some role. Of a stream over HTTP `router_hurt` is about
+    its own router: killed, where it was cut.
     """
     if not ending.over:
         return "it did not end"
@@ -160,10 +185,18 @@ def _complaint_of_error(
     if isinstance(error, Overloaded):
         return said if count or error.retry_after_s <= 0 else ""
     if isinstance(error, Unavailable):
-        return "" if router_hurt or role_down else said
+        return "" if _is_excused(ending, error, router_hurt, role_down) else said
     if isinstance(error, Cancelled) and router_hurt:
         return ""  # gRPC's word for a call whose server was stopped
     return said
+
+
+def _is_excused(ending: Ending, error: Unavailable, router_hurt: bool, role_down: bool) -> bool:
+    if ending.broke in (CUT, UNREACHED):
+        return router_hurt
+    if ending.broke == REFUSED:
+        return error.retry_after_s > 0
+    return router_hurt or role_down
 
 
 def _complaint_of_whole(wish: Wish, done: Completion) -> str:
