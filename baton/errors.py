@@ -6,6 +6,16 @@ that an error keeps its meaning across processes. This module knows neither gRPC
 
 from __future__ import annotations
 
+MAX_QUOTED_CHARS = 200
+
+
+def quoted(value: object) -> str:
+    """What a message shows of a caller's value, which may be megabytes."""
+    shown = repr(value[:MAX_QUOTED_CHARS] if isinstance(value, str) else value)
+    if len(shown) <= MAX_QUOTED_CHARS:
+        return shown
+    return shown[: MAX_QUOTED_CHARS - 1] + "…"
+
 
 class BatonError(Exception):
     """Base of all errors; `str()` names the cause and, where there is one, the mend."""

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, quoted
 from baton.v1 import common_pb2
 
 DEFAULT_MAX_TOKENS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = (1 << 64) - 1
 
 
@@ -49,6 +51,7 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first setting that is out of range."""
+        _check_counts(len(self.logit_bias), len(self.stop_token_ids))
         checks = (
             ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -67,7 +70,8 @@ class SamplingParams:
         for name, valid, expected in checks:
             if not valid:
                 raise InvalidRequest(
-                    f"{name} must be {expected}, not {getattr(self, name)}", f"sampling.{name}"
+                    f"{name} must be {expected}, not {quoted(getattr(self, name))}",
+                    f"sampling.{name}",
                 )
 
     def to_proto(self) -> common_pb2.SamplingParams:
@@ -91,7 +95,11 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
-        """The settings a message stands for; unset optional fields take their defaults."""
+        """The settings a message stands for; unset optional fields take their defaults.
+
+        Raises InvalidRequest for more entries than are taken, before any is copied.
+        """
+        _check_counts(len(message.logit_bias), len(message.stop_token_ids))
 
         def optional(name: str, default: float) -> float:
             return getattr(message, name) if message.HasField(name) else default
@@ -112,3 +120,15 @@ class SamplingParams:
             ignore_eos=message.ignore_eos,
             logprobs=message.logprobs if message.HasField("logprobs") else None,
         )
+
+
+def _check_counts(num_biases: int, num_stop_token_ids: int) -> None:
+    counts = (
+        ("logit_bias", num_biases, MAX_LOGIT_BIAS),
+        ("stop_token_ids", num_stop_token_ids, MAX_STOP_TOKEN_IDS),
+    )
+    for name, count, most in counts:
+        if count > most:
+            raise InvalidRequest(
+                f"{name} may have {most} entries at most, not {count}", f"sampling.{name}"
+            )

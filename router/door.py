@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from opentelemetry.trace import Span, SpanKind, Tracer
 
@@ -21,7 +21,7 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
 from baton.text import AnyTokenizer
 from baton.v1 import common_pb2, inference_pb2
 from router import feasibility
-from router.admission import Admission
+from router.admission import Admission, Choices
 from router.attempt import MAX_UNREAD_BYTES, Output
 from router.dispatch import Dispatch
 from router.fleet import Fleet
@@ -31,6 +31,8 @@ from router.story import Ask, Story
 from router.tally import Seen, Tally
 from router.tenants import Visit
 from router.text_stream import TextStream
+
+T = TypeVar("T")
 
 UNREAD_S = 10.0  # that one response may wait for a caller who does not read
 _STOP = common_pb2.FINISH_REASON_STOP
@@ -164,12 +166,27 @@ class Door:
         """Why new requests are not taken; empty when they are."""
         return "the router is draining" if self.draining else self._fleet.snapshot().why_not_ready
 
+    def check_key(self, caller: Caller) -> None:
+        """Raises Unauthenticated unless the caller may ask for anything."""
+        self._admission.tenants.of(caller.metadata)
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Runs what takes long on one of the few threads that texts are tokenized on."""
+        return await self._admission.in_thread(work, *args)
+
     async def generate(
-        self, request: inference_pb2.GenerateRequest, caller: Caller, send: Send
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        send: Send,
+        choices: Choices | None = None,
+        number: int = 0,
     ) -> None:
         """Sends one completion: started, deltas, finish. Cancelling it cancels it everywhere.
 
-        Raises Cancelled where the caller leaves its output unread for too long.
+        Of several choices it is the one with that number; number 0 must have its first token before
+        the others of its prompt begin. Raises Cancelled where the caller leaves its output unread
+        for too long.
         """
         parent = telemetry.extract(caller.metadata)
         with (
@@ -179,25 +196,25 @@ class Door:
         ):
             seen.span, seen.trace_id = span, telemetry.trace_id_of(span)
             seen.held, seen.operation = telemetry.is_held(span), _operation(request)
-            await self._generate(request, caller, span, seen, send)
+            await self._generate(request, caller, span, seen, send, choices, number)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text or a conversation."""
-        self._admission.tenants.of(caller.metadata)
+        tenant = self._admission.tenants.of(caller.metadata)
         self._admission.check_model(request.model)
-        return inference_pb2.TokenizeResponse(
-            token_ids=await self._admission.tokenize(request),
-            max_context=self._max_context(),
-        )
+        tenant.tokenized()
+        token_ids = await self._admission.tokenize(request, self._fleet.snapshot().max_context)
+        tenant.use(len(token_ids))
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
     def models(self, caller: Caller) -> list[inference_pb2.Model]:
         """The one model this router serves."""
         self._admission.tenants.of(caller.metadata)
         model = inference_pb2.Model(
             name=self._admission.model,
-            max_context=self._max_context(),
+            max_context=self.max_context,
             vocab_size=self.tokenizer.vocab_size,
             chat=self.tokenizer.has_chat_template,
         )
@@ -220,6 +237,8 @@ class Door:
         span: Span,
         seen: Seen,
         send: Send,
+        choices: Choices | None,
+        number: int,
     ) -> None:
         self._check_open(bool(request.resumed_token_ids))
         tenant = self._admission.tenants.of(caller.metadata)
@@ -232,9 +251,11 @@ class Door:
                 self._fleet.snapshot().max_context,
                 request_id,
                 tenant,
+                choices,
+                number,
             )
             self._check_ready()
-            ask, visit = self._admission.enter(ask, tenant, request.priority)
+            ask, visit = self._admission.enter(ask, tenant, request.priority, choices, number)
         _describe(span, ask, self._admission.model)
         with visit:
             story = Story(ask, seen.arrived, seen.arrived_ns)
@@ -311,7 +332,9 @@ class Door:
         if why_not := self._fleet.snapshot().why_not_ready:
             raise Unavailable(why_not, RETRY_AFTER_S)
 
-    def _max_context(self) -> int:
+    @property
+    def max_context(self) -> int:
+        """Longest sequence, tokens; 0 where nobody has told yet."""
         own, workers = self._admission.tokenizer.max_context, self._fleet.snapshot().max_context
         return min(own, workers) if own and workers else own or workers
 

@@ -9,17 +9,21 @@ without limits, and keys are ignored.
     weight = 2.0                   # share of the fleet next to other tenants that want some
     priority = "high"              # low: a quarter of the share; high: four times
     requests_per_minute = 600
-    tokens_per_minute = 1000000    # prompt and output; what a request does not use is given back
+    tokens_per_minute = 1000000    # prompt and output
     burst_seconds = 60             # so many seconds' worth may come at once
     max_prompt_tokens = 8192
-    max_running = 32
+    max_running = 32               # choices count one by one
     [default]                      # callers without a key; without this table they are refused
+
+A body with several prompts or choices is one request. Its tokens are charged as they are used:
+each prompt once, and every choice's output, of which a little is reserved beforehand.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,6 +36,7 @@ from router.buckets import Bucket
 from router.tenant_file import DEFAULT, Limits, TenantEntry, read_tenants
 from router.turns import Claim, Turn, Turns
 
+_RESERVED_OUTPUT = 256  # tokens charged at the start of a choice; more are charged as they come
 _BUSY_RETRY_S = 1.0  # when as many run as may: one of them ends, nobody knows when
 
 Clock = Callable[[], float]
@@ -63,17 +68,28 @@ class Tenant:
         max_tokens: int,
         seconds_of_work: float,
         priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
+        *,
+        choices: int = 1,
     ) -> Visit:
         """Lets a request in: charges it and gives it its turn; leave the Visit's block to end it.
 
+        With several choices it is the first of so many; 0 is a further one, which costs no request.
         Raises Overloaded, with the time until it fits, at a limit; InvalidRequest where it never
         fits.
         """
-        self.check_requests()
-        self.charge(1, prompt_tokens + max_tokens)
+        self._check_size(prompt_tokens + max_tokens * max(1, choices))
+        reserved = min(max_tokens, _RESERVED_OUTPUT)
+        if choices:
+            self.check_requests(choices)
+        else:
+            self.check_running()
+        self._check_tokens(prompt_tokens + reserved * max(1, choices))
+        requests = min(1, choices)
+        self._requests.take(requests)
+        self._tokens.take(prompt_tokens + reserved)
         self._running += 1
         turn = self._turns.take(self._claim, seconds_of_work, priority)
-        return Visit(self, turn, prompt_tokens, max_tokens)
+        return Visit(self, turn, requests, prompt_tokens, reserved)
 
     def due_now(
         self,
@@ -83,26 +99,49 @@ class Tenant:
         """When a request that came now would be due (time.monotonic()); nothing is charged."""
         return self._turns.look(self._claim, seconds_of_work, priority).due
 
-    def check_requests(self) -> None:
-        """Raises Overloaded while no request at all may enter: cheap, before any other work."""
-        if self._running >= self.limits.max_running:
-            raise Overloaded(f"{self._running} requests of this tenant run already", _BUSY_RETRY_S)
+    def check_requests(self, choices: int = 1) -> None:
+        """Raises Overloaded while no such request may enter: cheap, before any other work."""
+        self.check_running(choices)
         if (wait_s := self._requests.wait_s(1)) > 0:
             raise Overloaded("this tenant's requests a minute are used up", wait_s)
 
-    def charge(self, requests: int, tokens: int) -> None:
-        """Takes requests and tokens from both buckets, or from neither. Raises as `enter`."""
+    def check_running(self, choices: int = 1) -> None:
+        """Raises Overloaded while so many more may not run, InvalidRequest if they never may."""
+        if choices > self.limits.max_running:
+            raise InvalidRequest(
+                f"{choices} choices run at once and this tenant may run {self.limits.max_running}: "
+                "ask for fewer",
+                "n",
+            )
+        if self._running + choices > self.limits.max_running:
+            raise Overloaded(f"{self._running} requests of this tenant run already", _BUSY_RETRY_S)
+
+    def most_output(self, prompt_tokens: int, choices: int) -> int:
+        """Most output tokens of each choice where the request leaves that open; at least 1."""
+        size = min(self._tokens.size, sys.maxsize)
+        return max(1, int(size - prompt_tokens) // choices)
+
+    def tokenized(self) -> None:
+        """Charges a request that is answered at once; `use` charges its tokens afterwards."""
+        self.check_requests()
+        self._check_tokens(0)
+        self._requests.take(1)
+
+    def use(self, tokens: int) -> None:
+        """Charges tokens that were not reserved; where they are not there, the next ones wait."""
+        self._tokens.take(tokens)
+
+    def _check_size(self, tokens: int) -> None:
         if tokens > self._tokens.size:
             raise InvalidRequest(
                 f"prompt and output may take {tokens} tokens and this tenant gets "
                 f"{self._tokens.size:.0f} at once: ask for fewer",
                 "sampling.max_tokens",
             )
-        wait_s = max(self._requests.wait_s(requests), self._tokens.wait_s(tokens))
-        if wait_s > 0:
-            raise Overloaded("this tenant's requests or tokens a minute are used up", wait_s)
-        self._requests.take(requests)
-        self._tokens.take(tokens)
+
+    def _check_tokens(self, tokens: int) -> None:
+        if (wait_s := self._tokens.wait_s(tokens)) > 0:
+            raise Overloaded("this tenant's tokens a minute are used up", wait_s)
 
     def refund(self, requests: int, tokens: int) -> None:
         """Gives back what was charged and not used."""
@@ -122,23 +161,28 @@ class Tenant:
 class Visit:
     """A request's stay with its tenant: what it was charged, and its turn.
 
-    `with tenant.enter(...) as visit:` around the request. At the end tokens that were not used are
-    given back; all of it, and the request too, if it was refused before its first token.
+    `with tenant.enter(...) as visit:` around the request. At the end reserved tokens that were not
+    used are given back; all of it, and the request too, if it was refused before its first token.
     """
 
-    def __init__(self, tenant: Tenant, turn: Turn, prompt_tokens: int, max_tokens: int) -> None:
+    def __init__(
+        self, tenant: Tenant, turn: Turn, requests: int, prompt_tokens: int, reserved: int
+    ) -> None:
         self.due = turn.due  # time.monotonic()
         self._tenant = tenant
         self._turn = turn
+        self._requests = requests
         self._prompt_tokens = prompt_tokens
-        self._max_tokens = max_tokens
-        self._delivered = 0
+        self._reserved = reserved  # output tokens, charged and not delivered yet
+        self._began = False
 
     def delivered(self, count: int) -> None:
         """So many more tokens went to the caller."""
-        if not self._delivered:
+        if not self._began:
+            self._began = True
             self._tenant.computed(self._turn)
-        self._delivered += count
+        self._tenant.use(max(0, count - self._reserved))
+        self._reserved = max(0, self._reserved - count)
 
     def __enter__(self) -> Self:
         return self
@@ -150,9 +194,10 @@ class Visit:
         trace: TracebackType | None,
     ) -> None:
         self._tenant.leave(self._turn)
-        refused = isinstance(error, RetryableError) and not self._delivered
-        unused = self._max_tokens - self._delivered
-        self._tenant.refund(int(refused), unused + self._prompt_tokens * refused)
+        refused = isinstance(error, RetryableError) and not self._began
+        self._tenant.refund(
+            self._requests * refused, self._reserved + self._prompt_tokens * refused
+        )
 
 
 class Tenants:

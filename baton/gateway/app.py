@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from baton.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from baton.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import fields
 from baton.gateway.endpoint import Endpoint, Generation
 from baton.gateway.errors import HttpError, failure_of
@@ -59,8 +59,7 @@ class Tokenizing(Endpoint):
     """/tokenize, as vLLM has it."""
 
     def __init__(self, door: Door) -> None:
-        super().__init__(fields.TOKENIZE)
-        self._door = door
+        super().__init__(door, fields.TOKENIZE)
 
     async def answer(self, body: Body, caller: Caller, exchange: Exchange) -> None:
         """Tells token ids, how many they are and how many the model takes."""
@@ -99,7 +98,7 @@ class Told:
         for model in self._known(request):
             if model.name == name:
                 return JSONResponse(_model(model))
-        raise ModelNotFound(f"model {name!r} is not served here")
+        raise ModelNotFound(f"model {quoted(name)} is not served here")
 
     async def health(self, request: Request) -> Response:
         """That this process answers."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, quoted
 from baton.gateway import choices, schema
 from baton.gateway.errors import HttpError, failure_of
 from baton.gateway.request import Body, Wish
@@ -29,25 +29,50 @@ from router.door import Caller, Door
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
+_MIN_BODY_BYTES = 2 << 20  # taken however short the context is: several prompts may come together
+_BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
+_LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
 BODY_TIMEOUT_S = 60.0
 _QUOTED = {reason: json.dumps(name) for reason, name in REASONS.items()}
-_JSON_TYPES = (b"application/json", b"")
 
 
-async def body_of(exchange: Exchange, expected: schema.Schema) -> dict[str, Any]:
+def max_body_bytes(max_context: int) -> int:
+    """Largest body that is read; `max_context` 0 is not known."""
+    most = max_context * _BODY_BYTES_PER_TOKEN or MAX_BODY_BYTES
+    return min(max(most, _MIN_BODY_BYTES), MAX_BODY_BYTES)
+
+
+async def body_of(exchange: Exchange, expected: schema.Schema, door: Door) -> dict[str, Any]:
     """The request's body, checked. Raises InvalidRequest or HttpError."""
-    kind = exchange.header(b"content-type").partition(b";")[0].strip().lower()
-    if kind not in _JSON_TYPES:
-        raise HttpError(415, "the body must be JSON: send content-type: application/json")
+    max_bytes = max_body_bytes(door.max_context)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            text = await exchange.body(MAX_BODY_BYTES)
+            text = await exchange.body(max_bytes, MAX_BODY_BYTES)
     except TimeoutError:
         raise HttpError(408, f"the body took more than {BODY_TIMEOUT_S:.0f} s to come") from None
     if text is None:
         close = ((b"connection", b"close"),)  # what is left of it is not read
-        raise HttpError(413, f"the body is over {MAX_BODY_BYTES >> 20} MiB", close)
-    body = parse(text)
+        raise HttpError(413, f"the body is over {max_bytes} bytes", close)
+    kind = exchange.header(b"content-type").decode("latin-1")
+    if len(text) <= _LARGE_BODY_BYTES:
+        return _checked(text, kind, expected, door.max_context)
+    return await door.in_thread(_checked, text, kind, expected, door.max_context)
+
+
+def _checked(text: bytes, kind: str, expected: schema.Schema, max_context: int) -> dict[str, Any]:
+    """What a body holds. JSON is read under any content-type: `curl -d` sends a form's.
+
+    That lets web pages post here, but not with a key, which is no cookie that a browser adds.
+    """
+    schema.check_extent(text, max_context)
+    try:
+        body = parse(text)
+    except InvalidRequest as error:
+        if "json" in kind.lower():
+            raise
+        raise InvalidRequest(
+            f"{error} (its content-type is {quoted(kind)}: send application/json)"
+        ) from error
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     schema.check_object(body, expected)
@@ -57,14 +82,16 @@ async def body_of(exchange: Exchange, expected: schema.Schema) -> dict[str, Any]
 class Endpoint(ABC):
     """An ASGI application that answers POSTs of one schema; `answer` is what it does."""
 
-    def __init__(self, expected: schema.Schema) -> None:
+    def __init__(self, door: Door, expected: schema.Schema) -> None:
+        self._door = door
         self._schema = expected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
             caller = exchange.caller
-            body = await body_of(exchange, self._schema)
+            self._door.check_key(caller)
+            body = await body_of(exchange, self._schema, self._door)
             async with exchange.while_there():
                 await self.answer(body, caller, exchange)
         except ClientGone as error:
@@ -93,8 +120,7 @@ class Generation(Endpoint):
         names: Mapping[str, Sequence[str]],
     ) -> None:
         """`names` says how the door's fields may be called in this API's bodies."""
-        super().__init__(expected)
-        self._door = door
+        super().__init__(door, expected)
         self._shape = shape
         self._wish_of = wish_of
         self._names = names
@@ -129,7 +155,7 @@ class _Run:
         tokenizer, shape = self.door.tokenizer, self.shape
         self._choices = [
             Choice(shape.logprobs(tokenizer) if self.wish.logprobs else None)
-            for _ in self.wish.requests
+            for _ in range(len(self.wish.requests) * self.wish.n)
         ]
         self._head = Head(shape, "", int(time.time()), self.wish.model)
         self._trace_id = ""

@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from baton.gateway.schema import DIGITS, UNSUPPORTED
-from baton.sampling import MAX_TOP_LOGPROBS
+from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from baton.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS
+from router.admission import MAX_MESSAGES
 
 MAX_CHOICES = 1024  # prompts times n
+MAX_CHOICES_SIZE = 4 << 20  # n times the characters or token ids of the prompts, where n > 1
 MAX_N = 128
 MAX_PROMPTS = 1024
 _UINT32 = (1 << 32) - 1
@@ -45,6 +48,7 @@ def _only(*neutral: Any) -> dict[str, Any]:
 
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": _UINT32}
 _TOKEN_IDS = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 _SAMPLING: Table = {
     "temperature": _number("0 is greedy. 1 by default.", minimum=0, maximum=100),
@@ -61,6 +65,7 @@ _SAMPLING: Table = {
         "description": "Added to the logits of these token ids.",
         "propertyNames": {"pattern": DIGITS, "maxLength": 9},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_LOGIT_BIAS,
     },
     "seed": _integer(
         "Same seed, same output. Choice i of n is drawn with seed + i.", -(1 << 63), (1 << 64) - 1
@@ -68,8 +73,8 @@ _SAMPLING: Table = {
     "stop": {
         "description": "Text that ends the output, and is not part of it.",
         "anyOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 16},
+            _STOP,
+            {"type": "array", "items": _STOP, "maxItems": MAX_STOPS},
             {"type": "null"},
         ],
     },
@@ -77,7 +82,7 @@ _SAMPLING: Table = {
         "type": ["array", "null"],
         "description": "Tokens that end the output.",
         "items": _TOKEN_ID,
-        "maxItems": 1024,
+        "maxItems": MAX_STOP_TOKEN_IDS,
     },
     "include_stop_str_in_output": _flag("Keep the stop string in the text."),
     "ignore_eos": _flag("Go on after end-of-sequence, up to max_tokens."),
@@ -162,6 +167,7 @@ MESSAGES: dict[str, Any] = {
     "type": "array",
     "description": "The conversation, oldest turn first; the model's chat template renders it.",
     "minItems": 1,
+    "maxItems": MAX_MESSAGES,
     "items": {
         "type": "object",
         "required": ["role"],

@@ -43,7 +43,7 @@ def _post(text: str, body: Part, answer: str, streams: bool = False) -> Part:
     content: Part = {"application/json": {"schema": _ref(answer)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    errors = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
+    errors = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
     timeout = {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}
     return {
         "post": {

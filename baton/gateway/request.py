@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.gateway.fields import MAX_CHOICES
+from baton.gateway.fields import MAX_CHOICES, MAX_CHOICES_SIZE
 from baton.v1 import common_pb2, inference_pb2
 
 Body = Mapping[str, Any]
@@ -31,7 +31,7 @@ _SAME = (
 class Wish:
     """What is to be generated and told. Choice i belongs to prompt i // n."""
 
-    requests: Sequence[inference_pb2.GenerateRequest]
+    requests: Sequence[inference_pb2.GenerateRequest]  # one for each prompt
     n: int
     stream: bool
     include_usage: bool
@@ -60,7 +60,8 @@ def completion_wish(body: Body) -> Wish:
         else:
             request.token_ids.ids.extend(prompt)
         bases.append(request)
-    return _wish(body, bases, n, logprobs is not None, prompts if echo else ())
+    size = sum(map(len, prompts))
+    return _wish(body, bases, size, logprobs is not None, prompts if echo else ())
 
 
 def chat_wish(body: Body) -> Wish:
@@ -72,7 +73,8 @@ def chat_wish(body: Body) -> Wish:
     most = body.get("max_completion_tokens") or body.get("max_tokens") or _WHATEVER_FITS
     base = _base(body, most, logprobs)
     base.chat.CopyFrom(chat_of(body["messages"]))
-    return _wish(body, [base], body.get("n") or 1, logprobs is not None)
+    size = sum(len(message.content) for message in base.chat.messages)
+    return _wish(body, [base], size, logprobs is not None)
 
 
 def tokenize_request(body: Body) -> inference_pb2.TokenizeRequest:
@@ -118,17 +120,25 @@ def _prompts(prompt: Any) -> Sequence[str | Sequence[int]]:
 def _wish(
     body: Body,
     bases: Sequence[inference_pb2.GenerateRequest],
-    n: int,
+    size: int,
     logprobs: bool,
     echoes: Sequence[str | Sequence[int]] = (),
 ) -> Wish:
+    """`size` is of all prompts, in characters or token ids."""
+    n = body.get("n") or 1
     if len(bases) * n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n may be {MAX_CHOICES} at most", "n")
+    if n > 1 and size * n > MAX_CHOICES_SIZE:
+        raise InvalidRequest(
+            f"n times the prompts' length may be {MAX_CHOICES_SIZE} characters or token ids at "
+            f"most, not {n} times {size}",
+            "n",
+        )
     stream, options = bool(body.get("stream")), body.get("stream_options")
     if options and not stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     return Wish(
-        requests=[_choice(base, i) for base in bases for i in range(n)] if n > 1 else bases,
+        requests=bases,
         n=n,
         stream=stream,
         include_usage=bool(options and options.get("include_usage")),
@@ -137,15 +147,6 @@ def _wish(
         return_token_ids=bool(body.get("return_token_ids")),
         echoes=echoes,
     )
-
-
-def _choice(base: inference_pb2.GenerateRequest, number: int) -> inference_pb2.GenerateRequest:
-    """One of n: the same with a seed of its own."""
-    request = inference_pb2.GenerateRequest()
-    request.CopyFrom(base)
-    if base.sampling.HasField("seed"):
-        request.sampling.seed = (base.sampling.seed + number) % _SEEDS
-    return request
 
 
 def _base(body: Body, max_tokens: int, logprobs: int | None) -> inference_pb2.GenerateRequest:

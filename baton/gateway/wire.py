@@ -71,16 +71,24 @@ class Exchange:
             named.append((b"x-trace-id", trace_id.encode()))
         return named
 
-    async def body(self, most_bytes: int) -> bytes | None:
-        """The request's body; None when it is larger. Raises ClientGone when the client leaves."""
-        parts, size = [], 0
+    async def body(self, most_bytes: int, dropped_bytes: int) -> bytes | None:
+        """The request's body; None when it is larger. Raises ClientGone when the client leaves.
+
+        Of a larger one so much is read all the same, and dropped: a client that still sends when
+        its connection is closed does not see the answer.
+        """
+        parts: list[bytes] = []
+        size = 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone("the client left while it sent its request")
             size += len(part := message.get("body", b""))
             if size > most_bytes:
-                return None
+                parts.clear()
+                if size > dropped_bytes or not message.get("more_body", False):
+                    return None
+                continue
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts) if len(parts) > 1 else part

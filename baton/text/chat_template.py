@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from baton.errors import CheckpointError, InvalidRequest
+from baton.errors import MAX_QUOTED_CHARS, CheckpointError, InvalidRequest
 
 MAX_RENDERED_CHARS = 16 << 20
 
@@ -60,7 +60,8 @@ class ChatTemplate:
             raise InvalidRequest("the chat template asked for too much memory", "chat") from error
         # A template is a program: whatever it raises, this conversation cannot be rendered.
         except Exception as error:
-            raise InvalidRequest(f"the chat template refused: {error}", "chat") from error
+            reason = str(error)[:MAX_QUOTED_CHARS]  # it may quote the conversation
+            raise InvalidRequest(f"the chat template refused: {reason}", "chat") from error
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         variables: dict[str, Any] = {

@@ -61,10 +61,13 @@ BAD = [
     ({"prompt": 5}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
-    ({"prompt": [[1], "a"]}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt[1]"),
     ({"prompt": [1, 999]}, "prompt"),
     ({"prompt": [1] * 40}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [1, 2, -1]}, "prompt[2]"),
+    ({"prompt": [1, True]}, "prompt[1]"),
+    ({"prompt": [[1], [2, 1 << 32]]}, "prompt[1][1]"),
+    ({"prompt": "a" * (1 << 16), "n": 128}, "n"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 0}, "top_p"),
@@ -82,6 +85,8 @@ BAD = [
     ({"logit_bias": {"3": 101}}, "logit_bias.3"),
     ({"stop": [""]}, "stop[0]"),
     ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 257}, "stop"),
+    ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias"),
     ({"stop_token_ids": [999]}, "stop_token_ids"),
     ({"priority": "urgent"}, "priority"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -100,6 +105,7 @@ BAD_CHATS = [
     ),
     ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "user", "content": "x" * 99}]}, "messages"),
+    ({"messages": [{"role": "user"}] * 4097}, "messages"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),
@@ -154,9 +160,20 @@ async def test_a_body_that_is_none_is_refused(gateway_of, text, status):
     assert (await gateway.complete()).status_code == 200
 
 
-async def test_only_json_is_read(gateway_of):
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+async def test_json_is_read_whatever_it_is_called(gateway_of, kind):
+    """`curl -d` calls it a form."""
     gateway = await gateway_of()
-    error_of(await gateway.client.post("/v1/completions", data={"prompt": "a"}), 415)
+    headers = {"content-type": kind} if kind else {}
+    body = json.dumps({"prompt": "a", "max_tokens": 2})
+    response = await gateway.client.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 200
+
+
+async def test_what_is_not_json_is_refused_with_its_content_type(gateway_of):
+    gateway = await gateway_of()
+    error = error_of(await gateway.client.post("/v1/completions", data={"prompt": "a"}), 400)
+    assert "content-type is 'application/x-www-form-urlencoded'" in error["message"]
 
 
 async def test_unknown_paths_methods_and_models(gateway_of):
@@ -230,17 +247,17 @@ async def test_an_error_in_a_stream_is_its_last_event(gateway_of):
 
 
 async def test_one_failed_choice_ends_all(gateway_of):
-    """The first prompt is refused, the second would go on for ever."""
+    """The second prompt is refused, the first would go on for ever."""
     gateway = await gateway_of(default_timeout_s=600.0)
     begun = asyncio.Event()
     gateway.decode.runs = [lambda *run: begun.set()]
     generate = gateway.door.generate
 
-    async def refusing(request, caller, send):
-        if request.text == "a":
+    async def refusing(request, *args):
+        if request.text == "b":
             await begun.wait()
             raise errors.Overloaded("no room for this one")
-        await generate(request, caller, send)
+        await generate(request, *args)
 
     gateway.door.generate = refusing
     response = await gateway.complete(prompt=["a", "b"])

@@ -90,9 +90,9 @@ async def test_urgency_target_and_salt_reach_the_door(gateway_of):
     gateway = await gateway_of()
     seen, generate = [], gateway.door.generate
 
-    def watched(request, caller, send):
+    def watched(request, *args):
         seen.append(request)
-        return generate(request, caller, send)
+        return generate(request, *args)
 
     gateway.door.generate = watched
     for value in ("low", "normal", "high", 1, 0, -1, None):
