@@ -3,12 +3,13 @@
 import asyncio
 import json
 import socket
+import threading
 
 import httpx
 import pytest
 
 from baton import errors
-from baton.gateway.endpoint import MAX_BODY_BYTES
+from baton.gateway.endpoint import MAX_BODY_BYTES, max_body_bytes
 from baton.gateway.errors import CLIENT_GONE, failure_of
 from router import door
 from router.tenants import Tenants
@@ -225,6 +226,75 @@ async def test_keys_are_the_tenants(gateway_of, tmp_path):
     assert (await gateway.complete(good)).status_code == 200
     assert (await gateway.client.get("/v1/models", headers=good)).status_code == 200
     assert (await gateway.post("/tokenize", {"prompt": "x"}, good)).status_code == 200
+
+
+async def test_without_a_key_nothing_of_a_body_is_read(gateway_of, tmp_path):
+    file = tmp_path / "tenants.toml"
+    (tmp_path / "key").write_text("secret")
+    file.write_text('[tenants.search]\nkey_files = ["key"]\n')
+    gateway = await gateway_of(tenants=Tenants.load(file))
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n{")
+    async with asyncio.timeout(PATIENCE_S):
+        assert b" 401 " in await reader.readline()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "inside", [b"[]," * 40_000, b"1," * 300_000, b'{"a":"[,"},' * 20_000, b'"",' * 300_000]
+)
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    gateway_of, monkeypatch, inside
+):
+    gateway = await gateway_of()
+    monkeypatch.setattr("baton.gateway.endpoint.parse", lambda _: pytest.fail("it was parsed"))
+    body = b'{"prompt": "a", "z": [' + inside + b"1]}"
+    error = error_of(await gateway.client.post("/v1/completions", content=body), 400)
+    assert "the body has more than" in error["message"]
+
+
+async def test_text_may_have_as_many_commas_and_braces_as_it_likes(gateway_of):
+    gateway = await gateway_of()
+    text = '{"a\\\\": [1, 2]},' * 60_000
+    assert len(json.dumps({"prompt": text})) > 1 << 20
+    message = error_of(await gateway.complete(prompt=text), 400)["message"]
+    assert "characters and the context holds" in message
+
+
+def test_the_largest_body_follows_from_the_context():
+    assert max_body_bytes(0) == max_body_bytes(1 << 24) == MAX_BODY_BYTES
+    assert max_body_bytes(4096) == 2 << 20
+    assert max_body_bytes(1 << 18) == 4 << 20
+
+
+async def test_a_large_body_is_parsed_on_a_thread(gateway_of, monkeypatch):
+    gateway, threads = await gateway_of(), []
+
+    def watched(text):
+        threads.append(threading.current_thread())
+        return json.loads(text)
+
+    monkeypatch.setattr("baton.gateway.endpoint.parse", watched)
+    for size in (10, 100_000):
+        await gateway.complete(user="x" * size)
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_a_body_is_one_request_to_its_tenant_however_many_choices(gateway_of, tmp_path):
+    file = tmp_path / "tenants.toml"
+    file.write_text("[default]\nrequests_per_minute = 3\ntokens_per_minute = 1000\n")
+    gateway = await gateway_of(tenants=Tenants.load(file))
+    assert len((await gateway.complete(n=10)).json()["choices"]) == 10
+    assert len((await gateway.complete(prompt=["a", "b"], n=2)).json()["choices"]) == 4
+    assert (await gateway.post("/tokenize", {"prompt": "a" * 50})).status_code == 200
+    tenant = gateway.door._admission.tenants.of(None)
+    used = (len(PROMPT) + 10 * 5) + (2 + 4 * 5) + 50
+    assert tenant._tokens._level == pytest.approx(1000 - used, abs=20)
+    for response in (
+        await gateway.complete(),
+        await gateway.post("/tokenize", {"prompt": "a"}),
+    ):
+        assert error_of(response, 429)["code"] == "rate_limit_exceeded"
 
 
 async def test_the_deadline_in_the_header_ends_the_request(gateway_of):

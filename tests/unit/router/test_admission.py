@@ -14,8 +14,9 @@ from baton.errors import (
     Overloaded,
     Unauthenticated,
 )
+from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from baton.v1 import common_pb2, inference_pb2
-from router.admission import Admission
+from router.admission import MAX_MESSAGES, Admission, Choices
 from router.tenants import Tenants
 
 from .texts import byte_tokenizer, ids_only_tokenizer
@@ -94,6 +95,18 @@ async def test_the_name_of_the_model_may_be_given_or_left_out(door):
         (request(token_ids=ids(257)), "token_ids"),
         (request(token_ids=ids(1 << 31)), "token_ids"),
         (request("x" * 32), "input"),
+        (request("x" * 513), "input"),
+        (request(chat=chat(("user", "x" * 513))), "input"),
+        (request(chat=chat(*[("", "")] * (MAX_MESSAGES + 1))), "chat"),
+        (request(token_ids=ids(*[1] * 32)), "input"),
+        (
+            request(sampling=sampling(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1))),
+            "sampling.logit_bias",
+        ),
+        (
+            request(sampling=sampling(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1))),
+            "sampling.stop_token_ids",
+        ),
         (request(stop=[""]), "stop"),
         (request(stop=["x"] * 17), "stop"),
         (request(stop=["x" * 257]), "stop"),
@@ -209,6 +222,61 @@ async def test_the_smallest_limit_of_a_prompt_counts(tmp_path, routers, tenants,
 async def test_a_requests_own_target_goes_before_the_routers(tmp_path, own_ms, target_s):
     door = Admission("tiny", byte_tokenizer(tmp_path), 60.0, ttft_target_s=2.0)
     assert (await admit(door, request(ttft_target_ms=own_ms))).ttft_target_s == target_s
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(door, monkeypatch):
+    monkeypatch.setattr(Admission, "in_thread", lambda *_: pytest.fail("it was tokenized"))
+    for asked in (request("x" * 10_000), request(chat=chat(("user", "x" * 10_000)))):
+        with pytest.raises(InvalidRequest, match="characters and the context holds 32 tokens"):
+            await admit(door, asked)
+
+
+async def test_a_message_quotes_200_characters_of_a_value_at_most(door):
+    for asked, error in (
+        (request(model="m" * 100_000), ModelNotFound),
+        (request(sampling=sampling(logit_bias=dict.fromkeys(range(1000), 1))), InvalidRequest),
+    ):
+        with pytest.raises(error) as caught:
+            await admit(door, asked)
+        assert len(str(caught.value)) < 300
+
+
+async def test_texts_are_tokenized_on_a_few_threads_of_their_own(door, monkeypatch):
+    names = []
+
+    def encode_chat(*_):
+        names.append(threading.current_thread().name)
+        time.sleep(0.001)
+        return [1]
+
+    monkeypatch.setattr(type(door.tokenizer), "encode_chat", encode_chat)
+    asked = request(chat=chat(("user", "Hi")))
+    await asyncio.gather(*(admit(door, asked) for _ in range(64)))
+    assert len(names) == 64
+    assert {name.partition("_")[0] for name in names} == {"text"}
+    assert len(set(names)) <= 4
+
+
+async def test_choices_of_a_prompt_share_its_tokens_and_have_seeds_of_their_own(door, monkeypatch):
+    choices, asked = Choices(total=3), request("Hi", sampling=sampling(seed=(1 << 64) - 2))
+    first = await door.admit(asked, None, 0, "r1", choices=choices)
+    monkeypatch.setattr(Admission, "tokenize", lambda *_: pytest.fail("tokenized again"))
+    others = [await door.admit(asked, None, 0, "r1", choices=choices, number=i) for i in (1, 2)]
+    assert all(other.prompt is first.prompt for other in others)
+    assert [other.params.seed for other in others] == [(1 << 64) - 1, 0]
+
+
+async def test_a_chat_without_a_limit_is_let_in_where_the_bucket_is_smaller(tmp_path):
+    tenants = limited_tenants(tmp_path, "tokens_per_minute = 1000")
+    tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=5000)
+    door = Admission("tiny", tokenizer, 60.0, tenants=tenants)
+    asked = request("x" * 100, sampling=sampling(max_tokens=(1 << 32) - 1))
+    for total, most in ((1, 900), (3, 300)):
+        ask = await door.admit(asked, None, 0, "r1", choices=Choices(total=total))
+        assert ask.params.max_tokens == most
+    _, visit = door.enter(ask, tenants.of(None), 0)
+    with visit:
+        door.enter(ask, tenants.of(None), 0)  # what the first may use is not held back
 
 
 async def test_a_priority_that_nobody_knows_is_refused(door):

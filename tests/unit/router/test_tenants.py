@@ -234,6 +234,48 @@ def test_what_is_not_used_is_given_back(tenant_with, delivered, error, tokens, r
     assert level(tenant) == pytest.approx((tokens, requests))
 
 
+def test_output_beyond_what_was_reserved_is_charged_as_it_comes(tenant_with):
+    """A chat that may fill the context does not hold the whole bucket from its start."""
+    tenant = tenant_with("tokens_per_minute = 6000")
+    with tenant.enter(100, 5900, 0.0) as visit, tenant.enter(100, 5900, 0.0):
+        before = level(tenant)[0]
+        visit.delivered(1000)
+        assert level(tenant)[0] < before
+    assert level(tenant)[0] == pytest.approx(6000 - 200 - 1000)
+
+
+def test_more_output_than_the_bucket_has_makes_the_next_ones_wait(tenant_with):
+    tenant = tenant_with("tokens_per_minute = 6000")
+    for _ in range(2):
+        with tenant.enter(100, 5900, 0.0) as visit:
+            visit.delivered(4000)
+    with pytest.raises(Overloaded, match="tokens a minute") as caught:
+        tenant.enter(1, 1, 0.0)
+    assert caught.value.retry_after_s == pytest.approx(22.02)  # 8,200 of 6,000 are used
+
+
+def test_a_further_choice_costs_no_request_and_its_own_output(tenant_with):
+    tenant = tenant_with("tokens_per_minute = 6000\nrequests_per_minute = 60")
+    with tenant.enter(100, 10, 0.0, choices=100) as first:
+        first.delivered(10)
+        for _ in range(99):
+            with tenant.enter(0, 10, 0.0, choices=0) as further:
+                further.delivered(10)
+    assert level(tenant) == pytest.approx((6000 - 100 - 1000, 59))
+
+
+def test_choices_that_do_not_fit_together_are_refused_before_the_first(tenant_with):
+    tenant = tenant_with("tokens_per_minute = 6000\nmax_running = 8")
+    with pytest.raises(InvalidRequest, match="gets 6000 at once"):
+        tenant.enter(100, 1000, 0.0, choices=6)
+    with pytest.raises(InvalidRequest, match="9 choices run at once") as caught:
+        tenant.enter(1, 1, 0.0, choices=9)
+    assert caught.value.field == "n"
+    tenant.enter(1, 1, 0.0)
+    with pytest.raises(Overloaded):
+        tenant.enter(1, 1, 0.0, choices=8)
+
+
 def test_a_visit_takes_its_turn_until_its_prompt_is_computed(tenant_with, clock):
     tenant = tenant_with("priority = 'high'")
     clock.now += 1000.0

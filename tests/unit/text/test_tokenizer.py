@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +67,33 @@ def test_encode_adds_special_tokens_and_encode_chat_does_not(write: ModelWriter)
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode("hello")[0] == 1
     assert tokenizer.encode_chat([("user", "hello")]) == tokenizer.encode("hello")[1:]
+
+
+def test_a_text_that_is_too_long_is_not_tokenized_to_its_end(
+    write: ModelWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
+    text = "hello wo " * 100_000
+    num_tokens = len(tokenizer.encode(text))
+    assert len(tokenizer.encode(text, num_tokens)) == num_tokens
+    for encode, field in (
+        (tokenizer.encode, "text"),
+        (lambda text, most: tokenizer.encode_chat([("user", text)], most), "chat"),
+    ):
+        with pytest.raises(InvalidRequest, match="the context holds 1000") as caught:
+            encode(text, 1000)
+        assert caught.value.field == field
+        assert int(str(caught.value).split()[4]) < num_tokens / 2
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(write: ModelWriter) -> None:
+    tokenizer, turns = load_tokenizer(write()), 0
+    thread = threading.Thread(target=tokenizer.encode, args=["hello wo " * 100_000])
+    thread.start()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 20  # about 1 where the interpreter lock is held
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(write: ModelWriter) -> None:
