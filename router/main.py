@@ -18,7 +18,7 @@ from baton.config import RouterConfig, model_path
 from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
-from baton.server import Health, bind, settle
+from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import AnyTokenizer, Tokenizer, load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
@@ -49,7 +49,7 @@ Frontend = Callable[[Door], AbstractAsyncContextManager[None]]
 
 def run(config: RouterConfig, frontends: Sequence[Frontend] = ()) -> int:
     """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin."""
-    return uvloop.run(_run(config, frontends))
+    return uvloop.run(_run(config, frontends), loop_factory=EventLoop)
 
 
 async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:

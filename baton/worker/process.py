@@ -19,6 +19,7 @@ from baton.engine.kv_cache import Allocate
 from baton.errors import ConfigError
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
+from baton.server import EventLoop
 from baton.worker.node import Node, Role
 from baton.worker.service import WorkerServicer
 from kvtransfer import movers, shm
@@ -33,7 +34,7 @@ MakeRole = Callable[[Node, build.Loaded, KvPool], Role]
 
 def run(config: WorkerConfig, make_role: MakeRole) -> int:
     """Runs one worker until it has drained; 0. Raises ConfigError when it cannot begin."""
-    return uvloop.run(_run(config, make_role))
+    return uvloop.run(_run(config, make_role), loop_factory=EventLoop)
 
 
 async def _run(config: WorkerConfig, make_role: MakeRole) -> int:

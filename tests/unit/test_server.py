@@ -1,0 +1,52 @@
+"""What routers and workers run on: an event loop whose long turns do not starve gRPC."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import grpc
+import pytest
+
+from baton.server import EventLoop
+
+CALLS, MESSAGES = 150, 4
+TURNS = 200  # far fewer than events
+
+
+class Repeater(grpc.GenericRpcHandler):
+    """Answers every call with some messages."""
+
+    def service(self, details):
+        def stream(request, context):
+            return (b"" for _ in range(MESSAGES))
+
+        return grpc.unary_stream_rpc_method_handler(stream)
+
+
+@pytest.fixture
+def address():
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[Repeater()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_events_of_grpc_do_not_come_one_a_turn(address):
+    async def turns():
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
+
+            async def call():
+                return [_ async for _ in channel.unary_stream("/any/call")(b"")]
+
+            running = [asyncio.create_task(call()) for _ in range(CALLS)]
+            for turn in count():
+                time.sleep(0.005)  # noqa: ASYNC251 - the turn is long
+                await asyncio.sleep(0)
+                if all(task.done() for task in running):
+                    assert all(len(task.result()) == MESSAGES for task in running)
+                    return turn
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        assert runner.run(turns()) < TURNS
