@@ -1,6 +1,7 @@
 """What is told beside completions, and how the server treats its connections."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import ConfigError
-from baton.gateway import frontend
+from baton.gateway import frontend, server
 from baton.gateway.server import listen
 from baton.gateway.tokens import ChatLogprobs, CompletionLogprobs
 from baton.v1 import common_pb2
@@ -144,6 +145,140 @@ async def test_a_chunk_comes_with_its_token_and_not_later(gateway_of):
         assert len(paused) == 1
         gateway.decode.run_to_end(*paused[0])
         assert [line async for line in lines][-1] == "data: [DONE]"
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+GET = b"GET /health HTTP/1.1\r\n"
+
+
+async def said(gateway, *parts):
+    """What the server says to a client that sends this and waits, until the server hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    heard = b""
+    with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(PATIENCE_S):
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0)
+            while more := await reader.read(1 << 16):
+                heard += more
+    return heard
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        POST + b"x: " + b"a" * (1 << 20),
+        POST + b"a: b\r\n" * 1000 + b"content-length: 2\r\n\r\n{}",
+        b"GET /" + b"a" * (1 << 20),
+        CHUNKED + b"0\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+        CHUNKED + b"0\r\nx: " + b"a" * (1 << 20),
+        CHUNKED + b"1;" + b"a" * (1 << 20),
+        CHUNKED + b"1\r\n \r\n" * 100_000,
+        b"\r\n" * (1 << 20),
+    ],
+    ids=["header", "headers", "url", "trailers", "trailer", "extension", "chunks", "empty lines"],
+)
+async def test_what_is_not_a_body_is_limited(gateway_of, monkeypatch, sent):
+    parsed, feed = [], server.Connection.on_header
+    monkeypatch.setattr(
+        server.Connection, "on_header", lambda *args: (parsed.append(1), feed(*args))
+    )
+    heard = await said(await gateway_of(), sent)
+    assert heard.startswith(b"HTTP/1.1 431 ")
+    assert b'"message": "too many ' in heard
+    assert len(parsed) <= server.MAX_HEADERS + 1
+
+
+async def test_a_large_body_in_chunks_is_within_the_limits(gateway_of):
+    gateway = await gateway_of()
+    chunks = b"200\r\n" + b" " * 512 + b"\r\n"
+    first = CHUNKED.replace(b"\r\n", b"\r\nconnection: close\r\n", 1).replace(b"{}", b"  ")
+    heard = await said(gateway, first + chunks * 20_000 + b"0\r\n\r\n")
+    assert heard.startswith(b"HTTP/1.1 400 ")
+    assert b"the body is not JSON" in heard
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ((), b""),
+        ((POST,), b"HTTP/1.1 408 "),
+        ((b"POST",), b"HTTP/1.1 408 "),
+        ((POST + b"content-length: 9\r\n\r\n{",), b"HTTP/1.1 408 "),
+        ((POST.replace(b"v1", b"v0") + b"content-length: 9\r\n\r\n{",), b"HTTP/1.1 404 "),
+        ((GET + b"\r\n", b"\r\n"), b"HTTP/1.1 200 "),
+        ((GET + b"\r\n", GET), b"HTTP/1.1 200 "),
+    ],
+    ids=["nothing", "headers", "method", "body", "unread body", "empty line", "second request"],
+)
+async def test_who_sends_half_a_request_is_hung_up_on(gateway_of, monkeypatch, sent, status):
+    for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
+        monkeypatch.setattr(server, name, 0.1)
+    monkeypatch.setattr("tests.unit.gateway.test_served.PATIENCE_S", 2.0)
+    heard = await said(await gateway_of(), *sent)
+    assert heard.startswith(status)
+    assert bool(heard) is bool(status)
+
+
+async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway_of, monkeypatch):
+    for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
+        monkeypatch.setattr(server, name, 0.05)
+    gateway = await gateway_of()
+
+    def later(*run):
+        asyncio.get_running_loop().call_later(0.3, gateway.decode.run_to_end, *run)
+
+    gateway.decode.runs = [later, later]
+    assert len(await gateway.events()) == 5
+    body = b'{"prompt":[1,2,3],"max_tokens":5,"ignore_eos":true}'
+    request = POST + b"content-length: %d\r\n\r\n" % len(body) + body
+    heard = await said(gateway, request + GET)  # half of the next one while this one is answered
+    assert heard.count(b"HTTP/1.1") == 2
+    assert heard.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in heard
+
+
+async def test_trailers_do_not_replace_headers(gateway_of):
+    gateway = await gateway_of()
+    keys, generate = [], gateway.door.generate
+
+    def watched(request, caller):
+        keys.append(dict(caller.metadata)["authorization"])
+        return generate(request, caller)
+
+    gateway.door.generate = watched
+    body = b'{"prompt":[1,2,3],"max_tokens":5,"ignore_eos":true}'
+    heard = await said(
+        gateway,
+        POST + b"connection: close\r\nauthorization: Bearer mine\r\n"
+        b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n"
+        b"authorization: Bearer theirs\r\n\r\n" % (len(body), body),
+    )
+    assert heard.startswith(b"HTTP/1.1 200 ")
+    assert keys == [b"Bearer mine"]
+
+
+async def test_connections_and_requests_at_a_time_are_limited(gateway_of, monkeypatch):
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(server, "MAX_REQUESTS", 0)
+    gateway = await gateway_of()
+    assert (await gateway.client.get("/health")).status_code == 200
+    busy = await gateway.complete()
+    assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+    assert "too many requests at a time" in busy.json()["error"]["message"]
+    heard = await said(gateway)  # the client keeps its connection
+    assert heard.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in heard
+    assert b"too many connections" in heard
+
+
+@pytest.mark.parametrize(("requests", "answers"), [(10, 10), (1000, 0)])
+async def test_pipelined_requests_are_limited(gateway_of, requests, answers):
+    last = GET + b"connection: close\r\n\r\n"
+    heard = await said(await gateway_of(), (GET + b"\r\n") * (requests - 1) + last)
+    assert heard.count(b"HTTP/1.1 200 ") == answers
 
 
 def test_a_taken_port_is_told_before_anything_begins():
