@@ -33,5 +33,12 @@ def hash_chain(token_ids: Sequence[int], block_size: int, salt: str = "") -> lis
     return hashes
 
 
+def token_digest(token_ids: Sequence[int], salt: str = "") -> bytes:
+    """What a handoff is bound to: all tokens of a sequence, and whose prefix cache they go to."""
+    digest = hashlib.blake2b(root_hash(salt).to_bytes(8, "little"), digest_size=16)
+    digest.update(array("I", token_ids).tobytes())
+    return digest.digest()
+
+
 def _hash64(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

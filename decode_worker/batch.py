@@ -43,6 +43,7 @@ class Batch:
             host_id(),
             usable,
             self._reservations,
+            node.find_prefill,
             timeout_s=config.transfer_timeout_s,
         )
         self._reservations.receiver = self._receiver

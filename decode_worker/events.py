@@ -1,4 +1,8 @@
-"""Event streams: one for each router, one message for each engine step."""
+"""Event streams: one for each router, one message for each engine step.
+
+A stream goes by an id that its router keeps to itself, for a second stream of an id replaces the
+first; so it is not logged either.
+"""
 
 from __future__ import annotations
 
@@ -22,49 +26,53 @@ class EventStreams:
 
     def __init__(self) -> None:
         self._queues: dict[str, Messages] = {}
+        self._routers: dict[str, str] = {}  # whose they are, for the log
         self._closed = False
 
-    def __contains__(self, router_id: str) -> bool:
-        return router_id in self._queues
+    def __contains__(self, stream_id: str) -> bool:
+        return stream_id in self._queues
 
-    def send(self, router_id: str, events: Iterable[decode_pb2.SequenceEvent]) -> bool:
+    def send(self, stream_id: str, events: Iterable[decode_pb2.SequenceEvent]) -> bool:
         """Queues one message; False when the router did not read and is cut off here and now."""
-        queue = self._queues.get(router_id)
+        queue = self._queues.get(stream_id)
         if queue is None:
             return True
         if queue.qsize() < MAX_BACKLOG:
             queue.put_nowait(decode_pb2.StreamEventsResponse(events=events))
             return True
-        log.warning("router %s is %d messages behind: cutting it off", router_id, MAX_BACKLOG)
+        name = self._routers.get(stream_id)
+        log.warning("router %s is %d messages behind: cutting it off", name, MAX_BACKLOG)
         while not queue.empty():
             queue.get_nowait()
-        self._end(router_id)
+        self._end(stream_id)
         return False
 
-    def register(self, router_id: str) -> Messages:
+    def register(self, stream_id: str, router_id: str) -> Messages:
         """From now on events for this router are kept. A second stream replaces the first.
 
         Raises Unavailable when this worker has closed its streams.
         """
         if self._closed:
             raise Unavailable("the decode worker has drained")
-        self._end(router_id)
-        return self._queues.setdefault(router_id, asyncio.Queue())
+        self._end(stream_id)
+        self._routers[stream_id] = router_id
+        return self._queues.setdefault(stream_id, asyncio.Queue())
 
-    def leave(self, router_id: str, messages: Messages) -> bool:
+    def leave(self, stream_id: str, messages: Messages) -> bool:
         """This stream is over; whether the router is now without one."""
-        if self._queues.get(router_id) is messages:
-            del self._queues[router_id]
-        return router_id not in self._queues
+        if self._queues.get(stream_id) is messages:
+            del self._queues[stream_id], self._routers[stream_id]
+        return stream_id not in self._queues
 
     def close(self) -> None:
         """Ends every stream after what is queued."""
         self._closed = True
-        for router_id in list(self._queues):
-            self._end(router_id)
+        for stream_id in list(self._queues):
+            self._end(stream_id)
 
-    def _end(self, router_id: str) -> None:
-        if queue := self._queues.pop(router_id, None):
+    def _end(self, stream_id: str) -> None:
+        if queue := self._queues.pop(stream_id, None):
+            del self._routers[stream_id]
             queue.put_nowait(None)
 
 

@@ -21,6 +21,7 @@ from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest, Stale, Unavailable
 from baton.log_format import about
+from baton.prefix import token_digest
 from baton.v1 import decode_pb2
 from baton.worker.messages import FINISH_REASONS, Limits, logprobs_proto, sequence_of
 from decode_worker.events import EventStreams
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 class Entry:
     """One sequence that holds blocks here."""
 
-    router_id: str
+    stream_id: str
     sequence: Sequence
     num_tokens: int  # known when it was reserved; the handoff covers all of them
     deadline: float | None  # loop time
@@ -76,8 +77,8 @@ class Reservations:
 
         Raises Overloaded when there is no room, Unavailable when the router does not listen.
         """
-        if request.router_id not in self._streams:
-            raise Unavailable(f"router {request.router_id} has no event stream open here")
+        if request.stream_id not in self._streams:
+            raise Unavailable("the router has no event stream open here")
         spec = request.sequence
         if spec.handoff_id in self._entries:
             raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
@@ -111,9 +112,9 @@ class Reservations:
         if endings:
             await asyncio.wait(endings)
 
-    def cancel_router(self, router_id: str) -> None:
+    def cancel_stream(self, stream_id: str) -> None:
         """A router's stream broke: nobody waits for its sequences any more."""
-        for handoff_id in [h for h, e in self._entries.items() if e.router_id == router_id]:
+        for handoff_id in [h for h, e in self._entries.items() if e.stream_id == stream_id]:
             self._start_ending(handoff_id, "the router's event stream broke")
 
     async def idle(self) -> None:
@@ -165,12 +166,12 @@ class Reservations:
                 continue
             entry.spans.step(report.started_ns, report.ended_ns, progress)
             if event := _event(progress):
-                news.setdefault(entry.router_id, []).append(event)
+                news.setdefault(entry.stream_id, []).append(event)
             if progress.finish_reason or progress.abort_reason:
                 self._forget(progress.seq_id)
                 entry.spans.end(progress.finish_reason or "failed")
-        for router_id, events in news.items():
-            self._tell(router_id, events)
+        for stream_id, events in news.items():
+            self._tell(stream_id, events)
 
     # Inside.
 
@@ -179,7 +180,7 @@ class Reservations:
         now = asyncio.get_running_loop().time()
         deadline = now + spec.time_left_ms / 1000 if spec.time_left_ms else None
         sequence = sequence_of(spec, self._limits)
-        entry = Entry(request.router_id, sequence, sequence.num_tokens, deadline, spans)
+        entry = Entry(request.stream_id, sequence, sequence.num_tokens, deadline, spans)
         self._entries[spec.handoff_id] = entry
         self._idle.clear()
         self._renew(spec.handoff_id, entry)
@@ -190,8 +191,13 @@ class Reservations:
         reserved = await asyncio.wrap_future(self._engine.reserve(entry.sequence))
         if self._entries.get(handoff_id) is not entry:
             raise Stale("the request was cancelled while it was being reserved")
+        sequence = entry.sequence
         entry.blocks = ReservedBlocks(
-            reserved.block_ids, entry.num_tokens, reserved.num_cached, self._block_size
+            reserved.block_ids,
+            entry.num_tokens,
+            reserved.num_cached,
+            self._block_size,
+            token_digest(sequence.tokens, sequence.cache_salt),
         )
         return entry.blocks
 
@@ -233,11 +239,11 @@ class Reservations:
         entry.spans.end(reason)
         event = decode_pb2.SequenceEvent(handoff_id=handoff_id, abort_reason=reason)
         self._free(handoff_id, entry)
-        self._tell(entry.router_id, [event])
+        self._tell(entry.stream_id, [event])
 
-    def _tell(self, router_id: str, events: list[decode_pb2.SequenceEvent]) -> None:
-        if not self._streams.send(router_id, events):
-            self.cancel_router(router_id)
+    def _tell(self, stream_id: str, events: list[decode_pb2.SequenceEvent]) -> None:
+        if not self._streams.send(stream_id, events):
+            self.cancel_stream(stream_id)
 
     def _free(self, handoff_id: str, entry: Entry) -> asyncio.Task[None]:
         """Frees the blocks, or quarantines those that a sender may still write into.

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from baton import rpc, telemetry
-from baton.errors import Overloaded, Unavailable
+from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.worker.node import Node
 from decode_worker.events import EventStreams, next_message
@@ -53,15 +53,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.StreamEventsRequest, context: Any
     ) -> AsyncGenerator[decode_pb2.StreamEventsResponse, None]:
         """A router's events and signs of life, until it hangs up."""
-        router_id, silence_s = request.router_id, request.heartbeat_ms / 1000
+        stream_id, silence_s = request.stream_id, request.heartbeat_ms / 1000
+        if not stream_id:
+            raise InvalidRequest("an event stream needs an id", "stream_id")
         # The router gave up what it waited for on an earlier stream when that one broke.
-        self._reservations.cancel_router(router_id)
-        messages = self._streams.register(router_id)
+        self._reservations.cancel_stream(stream_id)
+        messages = self._streams.register(stream_id, request.router_id)
         try:
             await context.send_initial_metadata(())
             while (message := await next_message(messages, silence_s)) is not None:
                 yield message
             raise Unavailable("the event stream was closed by the decode worker")
         finally:
-            if self._streams.leave(router_id, messages):
-                self._reservations.cancel_router(router_id)
+            if self._streams.leave(stream_id, messages):
+                self._reservations.cancel_stream(stream_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,7 @@ import grpc
 
 from baton import rpc
 from baton.errors import KvMismatch, TransferFailed
-from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2
+from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc
 from kvtransfer import gpus
 from kvtransfer.pair_link import PairLink
 from kvtransfer.pairing import ONE_HOST
@@ -37,56 +36,52 @@ class Connector:
         transports: Sequence[Transport],
         descriptor: common_pb2.KvDescriptor,
         incarnation: str,
-        host_id: str,
         *,
         timeout_s: float,
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
-        self._pool, self._descriptor = pool, descriptor
-        self._incarnation, self._host_id = incarnation, host_id
+        self._pool, self._descriptor, self._incarnation = pool, descriptor, incarnation
         self._transports = {transport.kind: transport for transport in transports}
         self._timeout_s, self._credentials = timeout_s, credentials
         self._unusable: dict[str, set[Kind]] = {}  # by peer, the oldest first
 
-    async def connect(self, target: prefill_pb2.HandoffTarget) -> PairLink:
+    async def connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
         """A new link. Raises KvMismatch, Stale, Overloaded, Unavailable, TransferFailed."""
-        channel = rpc.channel(target.address, self._credentials)
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{target.incarnation}")
+        peer = decode.incarnation
+        channel = rpc.channel(decode.address, self._credentials)
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
         try:
             stub = handoff_pb2_grpc.HandoffServiceStub(channel)
             while True:
                 with rpc.translated():
-                    offer = await stub.Offer(self._offer(target), timeout=self._timeout_s)
+                    offer = await stub.Offer(self._offer(peer), timeout=self._timeout_s)
                 transport = self._transports.get(offer.transport)
                 if transport is None:
-                    name = target.incarnation
-                    raise KvMismatch(f"decode {name} chose a transport we did not offer")
+                    raise KvMismatch(f"decode {peer} chose a transport we did not offer")
                 try:
-                    link = await self._connected(thread, transport, offer)
+                    link = await self._connected(thread, transport, offer.endpoint, decode.pid)
                     break
                 except TransferFailed as error:
-                    if not self._leave_out(target.incarnation, transport, error):
+                    if not self._leave_out(peer, transport, error):
                         raise
         except BaseException:
             thread.shutdown(wait=False)
             await channel.close(None)
             raise
-        return PairLink(target.incarnation, offer.epoch, transport, link, thread, channel)
+        return PairLink(peer, decode.address, offer.epoch, transport, link, thread, channel)
 
     async def _connected(
-        self, thread: ThreadPoolExecutor, transport: Transport, offer: handoff_pb2.OfferResponse
+        self, thread: ThreadPoolExecutor, transport: Transport, endpoint: bytes, pid: int
     ) -> Link:
         run = asyncio.get_running_loop().run_in_executor
-        return await run(thread, transport.connect, self._pool, offer.endpoint, self._timeout_s)
+        return await run(thread, transport.connect, self._pool, endpoint, pid, self._timeout_s)
 
-    def _offer(self, target: prefill_pb2.HandoffTarget) -> handoff_pb2.OfferRequest:
+    def _offer(self, peer: str) -> handoff_pb2.OfferRequest:
         return handoff_pb2.OfferRequest(
             incarnation=self._incarnation,
-            target_incarnation=target.incarnation,
-            host_id=self._host_id,
+            target_incarnation=peer,
             kv=self._descriptor,
-            transports=self._left(target.incarnation),
-            pid=os.getpid(),
+            transports=self._left(peer),
             reachable_gpus=gpus.reachable(self._pool.device),
         )
 

@@ -54,15 +54,14 @@ class CudaIpcTransport(Transport):
             "whole_bytes": area.whole_bytes,
             "blocks": pool.num_blocks,
             "gpu": gpus.uuid(pool.device),
-            "pid": os.getpid(),
         }
         return OneSidedListener(json.dumps(place).encode())
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
-            place = json.loads(endpoint)
-            process = os.pidfd_open(int(place["pid"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            place = dict(json.loads(endpoint))
+            process = os.pidfd_open(pid)
+        except (OSError, ValueError, TypeError) as error:
             raise TransferFailed(f"cuda_ipc: no such receiver: {error}") from error
         receiver = Receiver(self.name, process)
         try:

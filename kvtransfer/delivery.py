@@ -43,6 +43,7 @@ class Order:
     handoff_id: str
     target: prefill_pb2.HandoffTarget
     num_tokens: int
+    token_digest: bytes
     deadline: Deadline
     cap_s: float
     incarnation: str
@@ -180,6 +181,7 @@ class Delivery:
             num_bytes=self.digest.num_bytes,
             checksum=self.digest.value,
             first_token_id=commit.first_token_id,
+            token_digest=self._order.token_digest,
         )
         start = time.perf_counter()
         await self._call(self.link.stub.Commit, request)

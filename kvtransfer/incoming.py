@@ -17,13 +17,15 @@ class ReservedBlocks:
     """Blocks held for one sequence of `num_tokens` tokens.
 
     `block_ids` cover the whole sequence in order (more may follow); its first `cached_tokens`, a
-    multiple of `block_size`, are valid already, perhaps shared, and never written.
+    multiple of `block_size`, are valid already, perhaps shared, and never written. `token_digest`
+    (`baton.prefix`) is that of the sequence: only its KV may come in.
     """
 
     block_ids: tuple[int, ...]
     num_tokens: int
     cached_tokens: int
     block_size: int
+    token_digest: bytes
 
 
 class Reservations(Protocol):
@@ -90,8 +92,16 @@ class Incoming:
         return self._between(first_token, end)
 
     def verify(self, request: handoff_pb2.CommitRequest, arrived: Digest) -> None:
-        """Raises KvCorrupted unless exactly what was reserved and sent is here."""
+        """Raises KvCorrupted unless exactly what was reserved and sent is here.
+
+        InvalidRequest when it is the KV of other tokens than those that were reserved for.
+        """
         reserved = self.reserved
+        if request.token_digest != reserved.token_digest:
+            raise InvalidRequest(
+                f"handoff {self.handoff_id}: other tokens were prefilled than were reserved",
+                "token_digest",
+            )
         for what, theirs, ours in (
             ("tokens", request.num_tokens, reserved.num_tokens),
             ("tokens announced", self.next_token, reserved.num_tokens),

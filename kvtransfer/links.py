@@ -29,7 +29,7 @@ from kvtransfer.aborts import Aborts
 from kvtransfer.connector import Connector
 from kvtransfer.pair_link import PairLink
 from kvtransfer.pool import KvPool
-from kvtransfer.seam import Transport
+from kvtransfer.seam import FindWorker, Transport
 from kvtransfer.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -51,21 +51,20 @@ class LinkPool:
         transports: Sequence[Transport],
         descriptor: common_pb2.KvDescriptor,
         incarnation: str,
-        host_id: str,
+        find_decode: FindWorker,
         *,
         cap: int = 16,
         backoff_s: float = 1.0,
         connect_timeout_s: float = 5.0,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self.pool, self.incarnation = pool, incarnation
+        self.pool, self.incarnation, self._find_decode = pool, incarnation, find_decode
         self._cap, self._backoff_s, self._connect_s = cap, backoff_s, connect_timeout_s
         self._connect = Connector(
             pool,
             transports,
             descriptor,
             incarnation,
-            host_id,
             timeout_s=connect_timeout_s,
             credentials=credentials,
         ).connect
@@ -87,13 +86,17 @@ class LinkPool:
         KvMismatch, Stale, TransferFailed, DeadlineExceeded.
         """
         peer = target.incarnation
+        decode: common_pb2.WorkerRecord | None = None
         while (link := self._links.get(peer)) is None:
             if peer not in self._opening:
                 if self._closed:
                     raise Unavailable("the prefill worker is closing its links")
                 if not again:
                     self._check_quarantine(peer)
-                self._opening[peer] = asyncio.create_task(self._open(target))
+                if decode is None:  # somebody else may open the link meanwhile
+                    decode = await self._find_decode(peer)
+                    continue
+                self._opening[peer] = asyncio.create_task(self._open(decode))
             # Shielded: others may wait for the same link. Its own time is bounded.
             opening = asyncio.shield(self._opening[peer])
             try:
@@ -178,11 +181,11 @@ class LinkPool:
             await asyncio.gather(*self._closing)
         await self.aborts.close()
 
-    async def _open(self, target: prefill_pb2.HandoffTarget) -> PairLink:
-        peer = target.incarnation
+    async def _open(self, decode: common_pb2.WorkerRecord) -> PairLink:
+        peer = decode.incarnation
         try:
             self._make_room()
-            link = await self._connect(target)
+            link = await self._connect(decode)
         except (KvMismatch, Stale, Overloaded):
             raise
         except BatonError as error:

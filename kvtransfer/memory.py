@@ -27,7 +27,7 @@ class MemoryTransport(Transport):
         self._pools[endpoint] = pool
         return _MemoryListener(endpoint, self._pools)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         return _MemoryLink(pool, endpoint, self._pools)
 
 

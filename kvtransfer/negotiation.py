@@ -58,11 +58,13 @@ def check_same(
         )
 
 
-def ends_of(request: handoff_pb2.OfferRequest, host_id: str, pool: KvPool) -> Ends:
+def ends_of(
+    request: handoff_pb2.OfferRequest, sender: common_pb2.WorkerRecord, host_id: str, pool: KvPool
+) -> Ends:
     """What the receiver of an Offer, on `host_id` with `pool`, knows of both ends."""
     return Ends(
-        same_host=request.host_id == host_id,
-        same_machine=machine_of(request.host_id) == machine_of(host_id),
+        same_host=sender.host_id == host_id,
+        same_machine=machine_of(sender.host_id) == machine_of(host_id),
         gpu=gpus.uuid(pool.device),
         reachable=tuple(request.reachable_gpus),
         nccl=gpus.nccl_version(),

@@ -22,13 +22,14 @@ class PairLink:
     def __init__(
         self,
         peer: str,
+        address: str,
         epoch: int,
         transport: Transport,
         link: Link,
         thread: ThreadPoolExecutor,
         channel: grpc.aio.Channel,
     ) -> None:
-        self.peer, self.epoch, self.transport = peer, epoch, transport
+        self.peer, self.address, self.epoch, self.transport = peer, address, epoch, transport
         self.stub = handoff_pb2_grpc.HandoffServiceStub(channel)
         # Held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's order.
         self.turn = asyncio.Lock()

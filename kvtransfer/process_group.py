@@ -55,7 +55,7 @@ class ProcessGroupTransport(Transport):
     def listen(self, pool: KvPool) -> Listener:
         return _Listener(self._backend, self._staging, self._host, self._message_bytes, pool)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
             place = json.loads(endpoint)
             host, port, name = str(place["host"]), int(place["port"]), str(place["name"])

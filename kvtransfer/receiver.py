@@ -20,7 +20,7 @@ from kvtransfer.digest import Digest
 from kvtransfer.incoming import Incoming, Reservations, ReservedBlocks
 from kvtransfer.peers import Peer, Peers
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.seam import Transport
+from kvtransfer.seam import FindWorker, Transport
 from kvtransfer.waiting import uninterrupted
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class HandoffReceiver:
         host_id: str,
         transports: Sequence[Transport],
         reservations: Reservations,
+        find_prefill: FindWorker,
         *,
         timeout_s: float = 10.0,
         max_links: int = 64,
@@ -48,6 +49,7 @@ class HandoffReceiver:
         self._pool, self._descriptor = pool, descriptor
         self._incarnation, self._host_id = incarnation, host_id
         self._transports, self._reservations = transports, reservations
+        self._find_prefill = find_prefill
         self._timeout_s = timeout_s
         self._incoming: dict[str, Incoming] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -60,13 +62,17 @@ class HandoffReceiver:
         )
 
     async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
-        """A new link, which ends the peer's earlier one. Raises Stale, KvMismatch, Overloaded."""
+        """A new link, which ends the peer's earlier one.
+
+        Raises Stale, KvMismatch, Overloaded, TransferFailed.
+        """
         if request.target_incarnation != self._incarnation:
             raise Stale(f"decode {request.target_incarnation} is gone; this is {self._incarnation}")
         negotiation.check_same(request.kv, self._descriptor, request.incarnation, self._incarnation)
-        ends = negotiation.ends_of(request, self._host_id, self._pool)
+        sender = await self._find_prefill(request.incarnation)
+        ends = negotiation.ends_of(request, sender, self._host_id, self._pool)
         transport = negotiation.choose(request.transports, self._transports, ends=ends)
-        pid = request.pid if ends.same_host else 0
+        pid = sender.pid if ends.same_host else 0
         endpoint, peer = await self._peers.open(request.incarnation, transport, pid)
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 

@@ -10,7 +10,7 @@ for each link. What goes wrong is raised as TransferFailed, after which the link
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,6 +19,9 @@ from kvtransfer.digest import Digest
 from kvtransfer.pool import KvPool, Slots
 
 Kind: TypeAlias = common_pb2.Transport
+# The registry's record of a worker, by incarnation; raises TransferFailed when it has none. Where a
+# worker is, and which process it is, is believed from there alone and never from a message.
+FindWorker: TypeAlias = Callable[[str], Awaitable[common_pb2.WorkerRecord]]
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,12 @@ class Transport(ABC):
         """The receiving end of `pool`."""
 
     @abstractmethod
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
-        """A link that sends from `pool` to whoever made `endpoint`. Raises TransferFailed."""
+    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
+        """A link that sends from `pool` to the process that made `endpoint`.
+
+        `pid` is that process by its record; a transport of one host opens no other's memory.
+        Raises TransferFailed.
+        """
 
 
 class OneSidedListener(Listener):

@@ -75,16 +75,19 @@ class HandoffSender:
         num_tokens: int,
         timeout_s: float,
         parent: Context | None = None,
+        token_digest: bytes = b"",
     ) -> Handoff:
         """One handoff, as an async context manager that aborts what was not committed.
 
         `num_tokens` is the length of the whole sequence, cached tokens included; `timeout_s` is the
-        request's time left; `parent` is the span that `kv.transfer` belongs to.
+        request's time left; `parent` is the span that `kv.transfer` belongs to; `token_digest` is
+        that of the tokens whose KV is sent, and Commit fails where other ones were reserved.
         """
         order = Order(
             handoff_id,
             target,
             num_tokens,
+            token_digest,
             Deadline(timeout_s),
             self.step_timeout_s,
             self.links.incarnation,
@@ -106,7 +109,7 @@ class Handoff:
         self._resends = 0
         self._start_ns = 0
         self._link: PairLink | None = None
-        self._heard_of = False  # the decode worker may have taken a message of ours in
+        self._address = ""  # of the decode worker, once it may have taken a message of ours in
         self._task: asyncio.Task[TransferStats]
         self._ended = False
 
@@ -176,12 +179,12 @@ class Handoff:
             if (failure := self._task.exception()) is None:
                 return  # committed after all, though nobody waited for it
             reason = f"{type(failure).__name__}: {failure}"
-        if not self._heard_of:
+        if not self._address:
             # Nothing was granted, and the router that reserved the blocks cancels them; if it is
             # gone itself, its broken event stream does.
             return
-        address, request = self._order.target.address, self._order.abort_request(reason)
-        tried = self._links.aborts.send(address, request, self._order.metadata)
+        request = self._order.abort_request(reason)
+        tried = self._links.aborts.send(self._address, request, self._order.metadata)
         await asyncio.wait({tried}, timeout=self._abort_wait_s)
 
     async def _run(self) -> TransferStats:
@@ -189,7 +192,7 @@ class Handoff:
         try:
             async with asyncio.timeout(order.deadline.left_s(float("inf"))):
                 self._link = await self._links.acquire(order.target, order.deadline)
-                self._heard_of = True
+                self._address = self._link.address
                 while True:
                     delivery = Delivery(order, self._links, self._link)
                     try:

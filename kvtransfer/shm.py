@@ -2,7 +2,8 @@
 
 The pool lies in a memfd. A process of the same user and pid namespace (see `baton.config.host_id`)
 opens it through /proc; it has no name in any file system, so nothing is left behind however a
-process ends.
+process ends. Only that memfd is written to: one of the process that the registry names, with its
+secret name, of the pool's size, and sealed, so that it keeps its size.
 
 A first write into a page costs many times what copying it does, so both ends have theirs mapped
 before: the receiver when it is told to `touch`, the sender while the link is idle.
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import mmap
 import os
+import secrets
 import threading
 import time
-import uuid
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from kvtransfer.seam import Link, Listener, OneSidedListener, PutStats, Transpor
 
 # From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOUCHED_AT_ONCE = 4 << 20  # a moment: the interpreter is held for as long
 
 
@@ -41,11 +44,12 @@ class SharedMemoryArea:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.name = f"baton-kv-{uuid.uuid4().hex}"
+        self.name = f"baton-kv-{secrets.token_hex(16)}"
         self.nbytes = nbytes
-        self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self.fd, nbytes)
         except BaseException:
             os.close(self.fd)
@@ -79,15 +83,13 @@ class ShmTransport(Transport):
     def listen(self, pool: KvPool) -> Listener:
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
-        place = {"pid": os.getpid(), "fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
+        place = {"fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
         return OneSidedListener(json.dumps({**place, "touched": area.touched}).encode())
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
             place = json.loads(endpoint)
-            link = _ShmLink(
-                pool, int(place["pid"]), int(place["fd"]), place["name"], place["blocks"]
-            )
+            link = _ShmLink(pool, pid, int(place["fd"]), place["name"], place["blocks"])
             if place["touched"]:
                 link.map_pages()
             return link
@@ -98,14 +100,14 @@ class ShmTransport(Transport):
 class _ShmLink(Link):
     def __init__(self, pool: KvPool, pid: int, fd: int, name: str, num_blocks: int) -> None:
         self._pool = pool
-        # A pid can be reused, a memfd's random name cannot: it proves whose memory this is.
         path = Path(f"/proc/{pid}/fd/{fd}")
-        if name not in str(path.readlink()):
-            raise ValueError(f"{path} is not {name}")
+        _check_name(path, name)  # opening something else may have effects of its own
         self._receiver = Receiver("shm", os.pidfd_open(pid))
         try:
             remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
+                _check_name(Path(f"/proc/self/fd/{remote_fd}"), name)
+                _check_memory(remote_fd, num_blocks * pool.block_bytes)
                 mapped = mmap.mmap(remote_fd, num_blocks * pool.block_bytes)
             finally:
                 os.close(remote_fd)
@@ -146,6 +148,19 @@ class _ShmLink(Link):
         # exception's frames do.
         self._remote = self._map = None
         self._closed.set()
+
+
+def _check_name(path: Path, name: str) -> None:
+    """Raises ValueError unless an open file is the memfd of that name: a pid can be reused."""
+    if str(path.readlink()) != f"/memfd:{name} (deleted)":
+        raise ValueError(f"{path} is not {name}")
+
+
+def _check_memory(fd: int, nbytes: int) -> None:
+    """Raises ValueError unless a file has that size for good; OSError when it cannot be sealed."""
+    size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if size != nbytes or seals & _SEALS != _SEALS:
+        raise ValueError(f"it has {size} bytes, not {nbytes}, or is not sealed")
 
 
 def _populate(area: mmap.mmap, advice: int, stop: threading.Event) -> bool:

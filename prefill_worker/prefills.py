@@ -17,11 +17,12 @@ import grpc
 from opentelemetry.context import Context
 
 from baton import telemetry
-from baton.config import host_id, split_address
+from baton.config import split_address
 from baton.engine.build import Loaded
 from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
+from baton.prefix import token_digest
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from baton.worker.messages import FINISH_REASONS, Limits, logprobs_proto, sequence_of
 from baton.worker.node import Node
@@ -67,7 +68,9 @@ class Prefills:
         self._node = node
         self._block_size = loaded.layout.block_size
         self._limits = Limits.of(loaded)
-        self._links = LinkPool(pool, usable, loaded.descriptor, config.incarnation, host_id())
+        self._links = LinkPool(
+            pool, usable, loaded.descriptor, config.incarnation, node.find_decode
+        )
         self._sender = HandoffSender(
             self._links, node.telemetry.tracer, step_timeout_s=config.transfer_timeout_s
         )
@@ -156,6 +159,7 @@ class Prefills:
                 prompt.num_tokens,
                 spec.time_left_ms / 1000 or self._node.config.lease_s,
                 prompt.trace,
+                token_digest(sequence.tokens, sequence.cache_salt),
             )
             async with handoff:
                 computing = self._compute(prompt, handoff)

@@ -45,7 +45,6 @@ CANCEL_TIMEOUT_S = 2.0
 class Settings:
     """What dispatch is told by configuration."""
 
-    router_id: str
     max_attempts: int  # in a row without a token
     recovery_s: float  # that a request waits for a role that nobody fills
     local_prefill_max_tokens: int
@@ -198,7 +197,7 @@ class Dispatch:
         self, story: Story, attempt: Attempt, choice: Choice, decode: Member, trace: Context
     ) -> decode_pb2.ReserveResponse:
         request = decode_pb2.ReserveRequest(
-            router_id=self._settings.router_id,
+            stream_id=decode.stream_id,
             sequence=story.spec(attempt.handoff_id),
             local_prefill_max_tokens=choice.local_prefill_max_tokens,
         )
@@ -233,11 +232,9 @@ class Dispatch:
         request = prefill_pb2.PrefillRequest(
             sequence=story.spec(attempt.handoff_id),
             target=prefill_pb2.HandoffTarget(
-                address=choice.decode.record.address,
                 incarnation=reserved.incarnation,
                 reservation_token=reserved.reservation_token,
                 cached_tokens=reserved.cached_tokens,
-                host_id=choice.decode.record.host_id,
             ),
         )
         member.subscribe(attempt.handoff_id, attempt.on_prefill_lost)

@@ -110,7 +110,6 @@ async def _serve(
     frontends: Sequence[Frontend],
 ) -> None:
     settings = Settings(
-        router_id=config.incarnation,
         max_attempts=config.max_attempts,
         recovery_s=config.recovery_s,
         local_prefill_max_tokens=config.local_prefill_max_tokens,

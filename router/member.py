@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 
 import grpc
@@ -63,6 +64,8 @@ class Member:
         self.pairs: list[worker_pb2.PairStatus] = []
         self.assigned: dict[str, Assigned] = {}  # by handoff id
         self.cached = CachedPrefixes()
+        # A secret of ours and the worker's: whoever knows a stream's id can take the stream over.
+        self.stream_id = secrets.token_hex(16)
         self._router_id = router_id
         self._mismatch = mismatch
         self._patience = patience
@@ -206,7 +209,9 @@ class Member:
     async def _stream_events(self, line: Lifeline) -> None:
         await self._check_identity(line)
         request = decode_pb2.StreamEventsRequest(
-            router_id=self._router_id, heartbeat_ms=self._patience.heartbeat_ms
+            router_id=self._router_id,
+            stream_id=self.stream_id,
+            heartbeat_ms=self._patience.heartbeat_ms,
         )
         call = self.decode.StreamEvents(request)
         try:

@@ -6,7 +6,8 @@ Readers who are slow miss intermediate snapshots, never the newest one, so nothi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from types import MappingProxyType
 
 from baton.v1.common_pb2 import WorkerRecord
@@ -32,7 +33,18 @@ class Membership:
         """False while the store cannot be reached and `records` may be out of date."""
         return self._connected
 
-    async def changes(self) -> AsyncIterator[Mapping[str, WorkerRecord]]:
+    async def find(self, incarnation: str, timeout_s: float) -> WorkerRecord | None:
+        """A member's record, or None; a member that is not known yet has `timeout_s` to come."""
+        try:
+            async with asyncio.timeout(timeout_s), aclosing(self.changes()) as changes:
+                async for records in changes:
+                    if incarnation in records:
+                        return records[incarnation]
+        except TimeoutError:
+            pass
+        return None
+
+    async def changes(self) -> AsyncGenerator[Mapping[str, WorkerRecord], None]:
         """Yields `records` now and whenever they or `connected` change; ends with the watch."""
         seen = -1
         while not self._closed:

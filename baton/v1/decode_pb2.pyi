@@ -8,14 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "sequence", "local_prefill_max_tokens")
-    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("stream_id", "sequence", "local_prefill_max_tokens")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    router_id: str
+    stream_id: str
     sequence: _common_pb2.SequenceSpec
     local_prefill_max_tokens: int
-    def __init__(self, router_id: _Optional[str] = ..., sequence: _Optional[_Union[_common_pb2.SequenceSpec, _Mapping]] = ..., local_prefill_max_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[str] = ..., sequence: _Optional[_Union[_common_pb2.SequenceSpec, _Mapping]] = ..., local_prefill_max_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("reservation_token", "cached_tokens", "started", "incarnation")
@@ -40,12 +40,14 @@ class CancelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StreamEventsRequest(_message.Message):
-    __slots__ = ("router_id", "heartbeat_ms")
+    __slots__ = ("router_id", "heartbeat_ms", "stream_id")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     heartbeat_ms: int
-    def __init__(self, router_id: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
+    stream_id: str
+    def __init__(self, router_id: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ..., stream_id: _Optional[str] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
     __slots__ = ("handoff_id", "token_ids", "logprobs", "finish_reason", "abort_reason")

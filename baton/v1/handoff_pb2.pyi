@@ -8,22 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OfferRequest(_message.Message):
-    __slots__ = ("incarnation", "target_incarnation", "host_id", "kv", "transports", "pid", "reachable_gpus")
+    __slots__ = ("incarnation", "target_incarnation", "kv", "transports", "reachable_gpus")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    HOST_ID_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
     REACHABLE_GPUS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     target_incarnation: str
-    host_id: str
     kv: _common_pb2.KvDescriptor
     transports: _containers.RepeatedScalarFieldContainer[_common_pb2.Transport]
-    pid: int
     reachable_gpus: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., kv: _Optional[_Union[_common_pb2.KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_common_pb2.Transport, str]]] = ..., pid: _Optional[int] = ..., reachable_gpus: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., kv: _Optional[_Union[_common_pb2.KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_common_pb2.Transport, str]]] = ..., reachable_gpus: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OfferResponse(_message.Message):
     __slots__ = ("transport", "epoch", "endpoint")
@@ -58,7 +54,7 @@ class ReadyResponse(_message.Message):
     def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("handoff_id", "reservation_token", "incarnation", "epoch", "num_tokens", "num_bytes", "checksum", "first_token_id")
+    __slots__ = ("handoff_id", "reservation_token", "incarnation", "epoch", "num_tokens", "num_bytes", "checksum", "first_token_id", "token_digest")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +63,7 @@ class CommitRequest(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     reservation_token: str
     incarnation: str
@@ -75,7 +72,8 @@ class CommitRequest(_message.Message):
     num_bytes: int
     checksum: int
     first_token_id: int
-    def __init__(self, handoff_id: _Optional[str] = ..., reservation_token: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., first_token_id: _Optional[int] = ...) -> None: ...
+    token_digest: bytes
+    def __init__(self, handoff_id: _Optional[str] = ..., reservation_token: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., first_token_id: _Optional[int] = ..., token_digest: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ()

@@ -76,7 +76,7 @@ class HandoffServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Ends a handoff: length and checksum are verified, then decoding starts.
+        """Ends a handoff: tokens, length and checksum are verified, then decoding starts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,18 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HandoffTarget(_message.Message):
-    __slots__ = ("address", "incarnation", "reservation_token", "cached_tokens", "host_id")
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("incarnation", "reservation_token", "cached_tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    HOST_ID_FIELD_NUMBER: _ClassVar[int]
-    address: str
     incarnation: str
     reservation_token: str
     cached_tokens: int
-    host_id: str
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., reservation_token: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., reservation_token: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "target")

@@ -23,8 +23,8 @@ from baton.engine import cores
 from baton.engine.build import Loaded
 from baton.engine.loop import Engine
 from baton.engine.reports import StepReport
-from baton.errors import InternalError, Unavailable
-from baton.registry import Registration, Registry
+from baton.errors import InternalError, TransferFailed, Unavailable
+from baton.registry import Membership, Registration, Registry
 from baton.server import Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
@@ -44,6 +44,7 @@ _ROLES = {
 STOP_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
 REGISTRY_TIMEOUT_S = 5.0
+NEWCOMER_S = 1.0  # that the record of a worker which a router knows already may take to get here
 
 
 class Role(Protocol):
@@ -85,6 +86,7 @@ class Node:
             model=config.served_name,
         )
         self._registry = registry
+        self._members: Membership
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
         self._failure: Exception | None = None  # that nothing which runs can survive
@@ -113,7 +115,10 @@ class Node:
             loop.add_signal_handler(number, self._stop.set)
         server, address = bind(self.config.host, self.config.port)
         self.record.address = self.config.advertise or address
-        async with self._registry.register(self.record) as registration:
+        async with (
+            self._registry.register(self.record) as registration,
+            self._registry.watch() as self._members,
+        ):
             loaded = await asyncio.to_thread(load)
             if self.draining:
                 log.info("told to stop while loading")
@@ -144,6 +149,20 @@ class Node:
         load.CopyFrom(self.meter.load)
         load.step_age_ms = self.engine.step_age_s * 1e3
         return load
+
+    async def find_prefill(self, incarnation: str) -> common_pb2.WorkerRecord:
+        """The registry's record of a prefill worker. Raises TransferFailed when it has none."""
+        return await self._find(incarnation, "prefill")
+
+    async def find_decode(self, incarnation: str) -> common_pb2.WorkerRecord:
+        """The registry's record of a decode worker. Raises TransferFailed when it has none."""
+        return await self._find(incarnation, "decode")
+
+    async def _find(self, incarnation: str, role: str) -> common_pb2.WorkerRecord:
+        record = await self._members.find(incarnation, NEWCOMER_S)
+        if record is None or record.role != _ROLES[role]:
+            raise TransferFailed(f"the registry has no {role} worker {incarnation}")
+        return record
 
     def refuse_if_draining(self) -> None:
         """Raises Unavailable when new work is not taken any more."""

@@ -66,9 +66,9 @@ class SufferingTransport(Transport):
     def listen(self, pool: KvPool) -> Listener:
         return self._inner.listen(pool)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         source = pool if self.one_sided else _StagedPool(pool.tensor, pool.area)
-        link = self._inner.connect(source, endpoint, timeout_s)
+        link = self._inner.connect(source, endpoint, pid, timeout_s)
         return _SufferingLink(link, pool, self.one_sided, self._control)
 
 

@@ -6,6 +6,7 @@ Who sends what is the machine's choice; here is what a sender then knows, and wh
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from baton.errors import KvCorrupted, Overloaded, Stale, Unavailable
+from baton.prefix import token_digest
 from baton.v1 import handoff_pb2 as pb
 
 from .handoff_world import LEASE_S, Handoff, World, content_of, names, prompt, spec
@@ -151,6 +152,7 @@ class Moves(RuleBasedStateMachine):
             num_bytes=digest.num_bytes,
             checksum=digest.value,
             first_token_id=999,
+            token_digest=token_digest(handoff.tokens),
         )
         if change == "epoch":
             request.epoch = writer.epochs[-1] if handoff.epoch != writer.epochs[-1] else 0

@@ -98,6 +98,11 @@ class CheckingRunner:
         return Drawn((OUTPUT + sequence.num_tokens,)) if work.samples else None
 
 
+async def find(incarnation):
+    """The registry's record of a prefill process."""
+    return common_pb2.WorkerRecord(incarnation=incarnation, host_id="another")
+
+
 def content_of(pool, block):
     """The block's slots, as the tokens they stand for."""
     return pool[block, 0, 0, 0, :, 0].tolist()
@@ -121,11 +126,14 @@ class World:
             self.engine, self.streams, Limits(1000, 64, BLOCK_SIZE), BLOCK_SIZE, LEASE_S
         )
         self.receiver = HandoffReceiver(
-            KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations
+            KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations, find
         )
         self.reservations.receiver = self.receiver
         self.calls, self.errors = set(), []
         self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
+        self.loop._default_executor = (
+            Inline()
+        )  # what waits for a real thread is not at rest in time
         self._patch = mock.patch.object(peers, "ThreadPoolExecutor", Inline)
         self._patch.start()
 
@@ -165,19 +173,19 @@ class World:
         self.loop.now += seconds
         self.settle()
 
-    def listen(self, router_id):
+    def listen(self, stream_id):
         """As the servicer does when a router opens its stream, for the first time or again."""
-        self.reservations.cancel_router(router_id)
-        self.queues[router_id] = self.streams.register(router_id)
+        self.reservations.cancel_stream(stream_id)
+        self.queues[stream_id] = self.streams.register(stream_id, "router")
 
-    def hang_up(self, router_id):
+    def hang_up(self, stream_id):
         """As the servicer does when the router's stream breaks."""
-        if self.streams.leave(router_id, self.queues.pop(router_id)):
-            self.reservations.cancel_router(router_id)
+        if self.streams.leave(stream_id, self.queues.pop(stream_id)):
+            self.reservations.cancel_stream(stream_id)
 
-    async def reserve(self, router_id, spec, local):
+    async def reserve(self, stream_id, spec, local):
         request = decode_pb2.ReserveRequest(
-            router_id=router_id, sequence=spec, local_prefill_max_tokens=local
+            stream_id=stream_id, sequence=spec, local_prefill_max_tokens=local
         )
         spans = DecodeSpans(NoOpTracer(), Context())
         return await self.reservations.reserve(request, "d", spans)
@@ -235,12 +243,11 @@ class Writer:
             pb.OfferRequest(
                 incarnation=self.incarnation,
                 target_incarnation="d",
-                host_id="host",
                 kv=DESCRIPTOR,
                 transports=[common_pb2.TRANSPORT_MEMORY],
             )
         )
-        self.link = self.world.transport.connect(self.pool, response.endpoint, 1.0)
+        self.link = self.world.transport.connect(self.pool, response.endpoint, 0, 1.0)
         self.epochs.append(response.epoch)
 
     def put(self, handoff, kind):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,7 @@ from opentelemetry.trace import NoOpTracer
 
 from baton import rpc
 from baton.config import host_id
-from baton.errors import Stale
+from baton.errors import Stale, TransferFailed
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
 from kvtransfer import movers, shm
 from kvtransfer.backends import gloo
@@ -82,7 +83,7 @@ class Pair:
         self.listener = transport.listen(self.target)
         endpoint = self.listener.offer(peer, epoch)
         accepted = self.thread.submit(self.listener.accept, peer, epoch, 5.0)
-        self.link = transport.connect(self.source, endpoint, 5.0)
+        self.link = transport.connect(self.source, endpoint, os.getpid(), 5.0)
         accepted.result(5)
 
     def post(self, remote, timeout_s=5.0, digest=None):
@@ -111,6 +112,24 @@ class Pair:
         self.thread.shutdown()
         for pool in (self.source, self.target):
             pool.area.close()
+
+
+RECORDS = {}  # the registry, by incarnation
+
+
+def register(incarnation, port=0, pid=None, host=None):
+    RECORDS[incarnation] = common_pb2.WorkerRecord(
+        incarnation=incarnation,
+        address=f"127.0.0.1:{port}",
+        pid=pid or os.getpid(),
+        host_id=host or host_id(),
+    )
+
+
+async def find(incarnation):
+    if incarnation not in RECORDS:
+        raise TransferFailed(f"the registry has no worker {incarnation}")
+    return RECORDS[incarnation]
 
 
 class Held:
@@ -144,7 +163,14 @@ class Decode:
         self.before = self.pool.tensor.clone()
         self.held = Held()
         self.receiver = HandoffReceiver(
-            self.pool, DESCRIPTOR, incarnation, self.host, [transport, *more], self.held, **options
+            self.pool,
+            DESCRIPTOR,
+            incarnation,
+            self.host,
+            [transport, *more],
+            self.held,
+            find,
+            **options,
         )
         self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
@@ -154,6 +180,7 @@ class Decode:
     async def __aenter__(self):
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
+        register(self.incarnation, self.port)
         return self
 
     async def __aexit__(self, *_):
@@ -180,17 +207,13 @@ class Decode:
         setattr(self.receiver, method, changed)
 
     def reserve(self, handoff_id, num_tokens, *ids, cached=0):
-        self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, BLOCK_SIZE)
-        return target(self.incarnation, self.port, handoff_id, cached)
+        self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, BLOCK_SIZE, b"")
+        return target(self.incarnation, handoff_id, cached)
 
 
-def target(incarnation, port, handoff_id, cached=0):
+def target(incarnation, handoff_id, cached=0):
     return prefill_pb2.HandoffTarget(
-        address=f"127.0.0.1:{port}",
-        incarnation=incarnation,
-        reservation_token=f"token-{handoff_id}",
-        cached_tokens=cached,
-        host_id=host_id(),
+        incarnation=incarnation, reservation_token=f"token-{handoff_id}", cached_tokens=cached
     )
 
 
@@ -210,8 +233,9 @@ class Prefill:
         **options,
     ):
         self.pool = pool or make_pool(1, POOLS.get(transport.name, "host"))
+        register(incarnation)
         self.links = LinkPool(
-            self.pool, [transport, *more], descriptor, incarnation, host_id(), **options
+            self.pool, [transport, *more], descriptor, incarnation, find, **options
         )
         self.sender = HandoffSender(
             self.links, tracer or NoOpTracer(), step_timeout_s=step_s, abort_wait_s=abort_wait_s

@@ -7,18 +7,20 @@ is committed, and ends with its input;
 
 import asyncio
 import hashlib
+import os
 import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kvtransfer_parts import TRANSPORTS, Decode, make_pool
+from kvtransfer_parts import TRANSPORTS, Decode, make_pool, register
 
 REMOTE = (9, 4, 5, 6, 20)
 
 
 async def decode(name):
+    register("p", pid=os.getppid())
     async with Decode(TRANSPORTS[name]()) as worker:
         worker.reserve("h", 18, *REMOTE)
         worker.reserve("next", 4, 0)
@@ -37,7 +39,7 @@ async def decode(name):
 
 
 def hang(endpoint):
-    link = TRANSPORTS["gloo"]().connect(make_pool(1), bytes.fromhex(endpoint), 5.0)
+    link = TRANSPORTS["gloo"]().connect(make_pool(1), bytes.fromhex(endpoint), os.getppid(), 5.0)
     print("connected", flush=True)
     signal.pause()
     link.close()

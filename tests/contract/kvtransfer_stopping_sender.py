@@ -1,8 +1,8 @@
 """The other process of `test_kvtransfer_fencing`: a sender that stops itself in the middle.
 
-Reads one line of JSON: the target and the KV descriptor (protobuf, hexadecimal), the number of
-tokens and where to stop: "before" the put, after the grant, or "amid" it. Fills its pool with ones,
-hands over, and prints how that ended.
+Reads one line of JSON: the target and the decode worker's record (protobuf, hexadecimal), the
+number of tokens and where to stop: "before" the put, after the grant, or "amid" it. Fills its pool
+with ones, hands over, and prints how that ended.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ import threading
 import torch
 from opentelemetry.trace import NoOpTracer
 
-from baton.config import host_id
 from baton.errors import BatonError
 from baton.v1 import common_pb2, prefill_pb2
 from kvtransfer import pool as pools
@@ -57,13 +56,16 @@ def stopping_amid(stop):
 async def main():
     order = json.loads(sys.stdin.readline())
     to = prefill_pb2.HandoffTarget.FromString(bytes.fromhex(order["target"]))
-    kv = common_pb2.KvDescriptor.FromString(bytes.fromhex(order["kv"]))
+    record = common_pb2.WorkerRecord.FromString(bytes.fromhex(order["decode"]))
+    kv = record.kv
+
+    async def find(incarnation):
+        return record
+
     {"before": stopping_before, "amid": stopping_amid}[order["where"]](stop_once())
     blocks = -(-order["num_tokens"] // kv.block_size)
     shape = (2 * blocks, kv.num_layers, 2, kv.num_kv_heads, kv.block_size, kv.head_size)
-    links = LinkPool(
-        pools.KvPool(torch.ones(shape)), [shm.ShmTransport()], kv, "stopped", host_id()
-    )
+    links = LinkPool(pools.KvPool(torch.ones(shape)), [shm.ShmTransport()], kv, "stopped", find)
     sender = HandoffSender(links, NoOpTracer())
     try:
         async with sender.open(to, "h", order["num_tokens"], 120.0) as handoff:

@@ -44,9 +44,10 @@ async def stopped_sender(decode, reserved, where):
         env=environment,
     )
     try:
+        decode.knows_prefill("stopped", process.pid)
         order = {
             "target": target(decode, reserved).SerializeToString().hex(),
-            "kv": decode.node.record.kv.SerializeToString().hex(),
+            "decode": decode.node.record.SerializeToString().hex(),
             "num_tokens": NUM_TOKENS,
             "where": where,
         }

@@ -32,6 +32,7 @@ from .kvtransfer_parts import (
     Prefill,
     expect_only,
     joined,
+    register,
     slots,
 )
 
@@ -218,6 +219,7 @@ async def test_another_incarnation_is_stale():
     async with joined("memory") as (prefill, decode):
         to = decode.reserve("h", 4, 1)
         to.incarnation = "before"
+        register("before", decode.port)
         with pytest.raises(Stale):
             await prefill.hand_over(to, "h", slots(4, 1))
 
@@ -404,8 +406,30 @@ async def test_reservation_that_changes_under_a_receive_discards_it():
         async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
             handoff.send(0, slots(4, 5))
             await decode.asked()
-            decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, BLOCK_SIZE)
+            decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, BLOCK_SIZE, b"")
             handoff.send(4, slots(4, 6))
             with pytest.raises(Stale):
                 await handoff.commit(8, 7)
         assert decode.held.committed_tokens == {}
+
+
+async def test_other_tokens_than_reserved_are_refused_and_the_link_stays():
+    async with joined("shm") as (prefill, decode):
+        to = decode.reserve("h", 4, 1)
+        async with prefill.sender.open(to, "h", 4, 10.0, token_digest=b"others") as handoff:
+            handoff.send(0, slots(4, 5))
+            with pytest.raises(InvalidRequest, match="other tokens") as refused:
+                await handoff.commit(4, 7)
+        assert refused.value.field == "token_digest"
+        assert decode.held.committed_tokens == {}
+        assert "other tokens" in decode.held.reasons["h"]
+        assert [pair.state for pair in prefill.links.status()] == ["OPEN"]
+
+
+async def test_a_worker_that_is_not_registered_gets_no_link_and_shuts_no_pair():
+    async with joined("shm") as (prefill, decode):
+        to = decode.reserve("h", 4, 1)
+        to.incarnation = "stranger"
+        with pytest.raises(TransferFailed, match="registry has no worker stranger"):
+            await prefill.hand_over(to, "h", slots(4, 1))
+        assert prefill.links.status() == []

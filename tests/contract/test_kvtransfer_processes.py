@@ -14,7 +14,7 @@ from baton.errors import TransferFailed, Unavailable
 from kvtransfer.pool import Digest
 from kvtransfer.waiting import Deadline
 
-from .kvtransfer_parts import TRANSPORTS, Prefill, make_pool, slots, target
+from .kvtransfer_parts import TRANSPORTS, Prefill, make_pool, register, slots, target
 
 PEER = Path(__file__).parent / "kvtransfer_peer.py"
 REMOTE = (9, 4, 5, 6, 20)
@@ -57,7 +57,8 @@ def expected_content(source):
 @pytest.mark.parametrize("name", ["shm", "gloo", "cuda_ipc"])
 async def test_handoff_to_another_process(name):
     async with peer("decode", name) as (process, line), Prefill(TRANSPORTS[name]()) as prefill:
-        to = target("d", int(await line()), "h")
+        register("d", int(await line()), process.pid)
+        to = target("d", "h")
         stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(10, 3, 8, 7))
         assert stats.transport == name
         assert await line() == expected_content(prefill.pool)
@@ -68,7 +69,8 @@ async def test_handoff_to_another_process(name):
 @pytest.mark.parametrize("name", ["shm", "gloo", "cuda_ipc"])
 async def test_killed_receiver_fails_the_handoff_at_once(name):
     async with peer("decode", name) as (process, line), Prefill(TRANSPORTS[name]()) as prefill:
-        to = target("d", int(await line()), "h")
+        register("d", int(await line()), process.pid)
+        to = target("d", "h")
         await prefill.hand_over(to, "h", slots(18, 1, 2, 3, 8, 7))
         process.kill()
         await process.wait()
@@ -85,7 +87,8 @@ async def test_killed_receiver_fails_the_handoff_at_once(name):
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
 async def test_killed_receiver_fails_a_put_into_its_memory(name):
     async with peer("decode", name) as (process, line), Prefill(TRANSPORTS[name]()) as prefill:
-        to = target("d", int(await line()), "h")
+        register("d", int(await line()), process.pid)
+        to = target("d", "h")
         await prefill.hand_over(to, "h", slots(18, 1, 2, 3, 8, 7))
         link = await prefill.links.acquire(to, Deadline(5.0))
         process.kill()

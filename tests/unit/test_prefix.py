@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.prefix import block_hash, hash_chain, root_hash
+from baton.prefix import block_hash, hash_chain, root_hash, token_digest
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
@@ -61,3 +61,17 @@ def test_a_chain_can_be_continued_block_by_block() -> None:
     blocks = [tokens[start : start + 8] for start in range(0, 40, 8)]
     for (parent, name), block in zip(itertools.pairwise(parents), blocks, strict=True):
         assert block_hash(parent, block) == name
+
+
+def test_a_digest_names_all_tokens_their_order_and_the_tenant() -> None:
+    same = token_digest([1, 2, 3], "a")
+    assert len(same) == 16
+    assert same == token_digest([1, 2, 3], "a")
+    others = [
+        ([1, 2, 4], "a"),
+        ([1, 3, 2], "a"),
+        ([1, 2], "a"),
+        ([1, 2, 3, 0], "a"),
+        ([1, 2, 3], ""),
+    ]
+    assert same not in {token_digest(tokens, salt) for tokens, salt in others}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from baton import rpc
-from baton.config import host_id
-from baton.errors import InvalidRequest, Stale, Unavailable
+from baton.errors import InvalidRequest, Stale, TransferFailed, Unavailable
 from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, decode_pb2, handoff_pb2
+from baton.worker import node
 from decode_worker import events
 from tests.unit.worker.running import PATIENCE_S, Router, Worker, prompt, spec
 
@@ -39,9 +39,10 @@ class Writer:
             "incarnation": "writer",
         }
         record = self._decode.node.record
+        self._decode.knows_prefill("writer", self._pid)
         offer = handoff_pb2.OfferRequest(
-            incarnation="writer", target_incarnation=record.incarnation, host_id=host_id(),
-            kv=record.kv, transports=[common_pb2.TRANSPORT_SHM], pid=self._pid,
+            incarnation="writer", target_incarnation=record.incarnation,
+            kv=record.kv, transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
         self._epoch = (await self._decode.handoff.Offer(offer, timeout=PATIENCE_S)).epoch
         ready = handoff_pb2.ReadyRequest(
@@ -159,7 +160,7 @@ async def test_a_router_that_does_not_read_is_cut_off(
         await fast.reserve(spec("b", prompt(20), max_tokens=50), local=20)
         monkeypatch.setattr(events, "MAX_BACKLOG", 0)  # nothing can be kept for later
         streams = decode.node.role._streams  # type: ignore[attr-defined]
-        assert not streams.send("slow", [decode_pb2.SequenceEvent(handoff_id="a")])
+        assert not streams.send(slow.stream_id, [decode_pb2.SequenceEvent(handoff_id="a")])
         monkeypatch.undo()
         with pytest.raises(Unavailable):
             await slow.ended
@@ -172,12 +173,12 @@ async def test_cutting_off_does_not_wait_for_the_router_to_read(
 ) -> None:
     monkeypatch.setattr(events, "MAX_BACKLOG", 3)
     streams = decode.node.role._streams  # type: ignore[attr-defined]
-    unread = streams.register("mute")  # as a stream whose write is stuck
     mute = Router(decode, "mute")
+    unread = streams.register(mute.stream_id, "mute")  # as a stream whose write is stuck
     await mute.reserve(spec("b", prompt(20)))
     await mute.reserve(spec("a", prompt(20), max_tokens=200), local=20)
     assert await decode.clean()
-    assert "mute" not in streams
+    assert mute.stream_id not in streams
     assert [unread.get_nowait() for _ in range(unread.qsize())] == [None]
     assert (await decode.blocks()).steps < 100
 
@@ -271,3 +272,83 @@ async def test_reservations_are_given_back_when_draining_takes_too_long(
             await router.ended
         assert "draining" in (await router.event("stuck")).abort_reason
         await asyncio.wait_for(decode.life, PATIENCE_S)
+
+
+async def test_a_routers_public_name_takes_nothing_of_it(decode: Worker) -> None:
+    """Whoever opens a stream in its name gets an own one, and its sequences go on."""
+    async with Router(decode) as router:
+        await router.reserve(spec("a", prompt(20), max_tokens=100), local=20)
+        await router.event("a")
+        stranger = Router(decode, router.router_id)
+        stranger.stream_id = router.router_id
+        async with stranger:
+            assert len(await router.tokens("a")) > 90
+        assert stranger.messages == []
+        assert await decode.clean()
+
+
+async def test_a_stream_without_an_id_is_refused(decode: Worker) -> None:
+    nameless = Router(decode)
+    nameless.stream_id = ""
+    with pytest.raises(InvalidRequest) as refused:
+        async with nameless:
+            await nameless.ended
+    assert refused.value.field == "stream_id"
+
+
+async def test_only_a_registered_prefill_worker_gets_a_link(
+    decode: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "NEWCOMER_S", 0.05)
+    record = decode.node.record
+    for incarnation in ("nobody", record.incarnation):
+        offer = handoff_pb2.OfferRequest(
+            incarnation=incarnation, target_incarnation=record.incarnation,
+            kv=record.kv, transports=record.transports,
+        )  # fmt: skip
+        with pytest.raises(TransferFailed, match="no prefill worker"), rpc.translated():
+            await decode.handoff.Offer(offer, timeout=PATIENCE_S)
+
+
+async def test_a_prefill_worker_that_has_just_come_gets_its_link(decode: Worker) -> None:
+    record = decode.node.record
+    offer = handoff_pb2.OfferRequest(
+        incarnation="new", target_incarnation=record.incarnation,
+        kv=record.kv, transports=record.transports,
+    )  # fmt: skip
+    offering = decode.handoff.Offer(offer, timeout=PATIENCE_S)
+    asyncio.get_running_loop().call_later(0.1, decode.knows_prefill, "new")
+    assert (await offering).epoch > 0
+
+
+async def test_links_go_on_while_the_registry_is_away(decode: Worker, store: MemoryStore) -> None:
+    async with Router(decode) as router:
+        writer = Writer(decode)
+        decode.knows_prefill("writer")
+        store.stop()
+        decode.knows_prefill = lambda *_: None  # type: ignore[method-assign]
+        await writer.grant("a", await router.reserve(spec("a", prompt(20))), 20)
+        await writer.abort()
+        store.start()
+        assert await decode.clean()
+
+
+async def test_a_pid_in_a_message_proves_no_death(decode: Worker) -> None:
+    """The fields' old numbers; a process that has ended would give up what the true one writes."""
+    async with Router(decode) as router:
+        writer = Writer(decode)
+        await writer.grant("a", await router.reserve(spec("a", prompt(20))), 20)
+        record = decode.node.record
+        offer = handoff_pb2.OfferRequest(
+            incarnation="writer", target_incarnation=record.incarnation,
+            kv=record.kv, transports=record.transports,
+        )  # fmt: skip
+        host = record.host_id.encode()
+        offer.MergeFromString(
+            bytes([3 << 3 | 2, len(host)]) + host + bytes([6 << 3]) + b"\xff\xff\xff\x01"
+        )
+        await decode.handoff.Offer(offer, timeout=PATIENCE_S)
+        await asyncio.sleep(0.1)
+        assert decode.node.role._receiver.writing("a")  # type: ignore[attr-defined]
+        await writer.abort()
+        assert await decode.clean()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from baton import rpc
-from baton.config import host_id
 from baton.errors import KvCorrupted, Stale
+from baton.prefix import token_digest
 from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2
 from tests.unit.worker.running import PATIENCE_S, Router, Worker, prompt, spec, target
@@ -45,15 +45,19 @@ class Sender:
     async def fail_to_commit(self) -> None:
         """Takes a new link and the grant, and commits what never arrived."""
         record = self._decode.node.record
+        self._decode.knows_prefill("sender")
         offer = handoff_pb2.OfferRequest(
-            incarnation="sender", target_incarnation=record.incarnation, host_id=host_id(),
+            incarnation="sender", target_incarnation=record.incarnation,
             kv=record.kv, transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
         epoch = (await self._decode.handoff.Offer(offer, timeout=PATIENCE_S)).epoch
         ready = handoff_pb2.ReadyRequest(**self._named, epoch=epoch, num_tokens=NUM_TOKENS)
         with rpc.translated():
             await self._decode.handoff.Ready(ready, timeout=PATIENCE_S)
-        commit = handoff_pb2.CommitRequest(**self._named, epoch=epoch, num_tokens=NUM_TOKENS)
+        commit = handoff_pb2.CommitRequest(
+            **self._named, epoch=epoch, num_tokens=NUM_TOKENS,
+            token_digest=token_digest(prompt(NUM_TOKENS)),
+        )  # fmt: skip
         with pytest.raises(KvCorrupted), rpc.translated():
             await self._decode.handoff.Commit(commit, timeout=PATIENCE_S)
 

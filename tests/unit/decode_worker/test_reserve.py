@@ -149,7 +149,9 @@ async def test_a_caller_that_hangs_up_while_the_engine_is_busy_leaves_nothing(
         decode.node.engine.submit(gate.wait)
         for name, local in (("reserved", 0), ("started", 20)):
             request = decode_pb2.ReserveRequest(
-                router_id="router", sequence=spec(name, prompt(20)), local_prefill_max_tokens=local
+                stream_id=router.stream_id,
+                sequence=spec(name, prompt(20)),
+                local_prefill_max_tokens=local,
             )
             entered = asked(decode, "reserve")
             call = decode.decode.Reserve(request)

@@ -110,7 +110,7 @@ def link(nccl, pool, monkeypatch):
     """A sender's link, connected; its group's journal is empty."""
     monkeypatch.setattr(process_group, "connected_store", lambda *place: HashStore())
     endpoint = b'{"host": "h", "port": 1, "name": "p/1", "message_bytes": 2048}'
-    link = ProcessGroupTransport(nccl, "127.0.0.1").connect(pool, endpoint, 5.0)
+    link = ProcessGroupTransport(nccl, "127.0.0.1").connect(pool, endpoint, 0, 5.0)
     [group] = ProcessGroupNCCL.made
     assert group.journal == [("send", 1), "wait", ("recv", 1), "wait"]
     group.journal.clear()

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import time
 
 import pytest
@@ -46,8 +47,9 @@ def place(driver, pools):
     return json.loads(CudaIpcTransport(driver).listen(pools[1]).offer("p", 1))
 
 
-def connect(driver, pool, place):
-    return CudaIpcTransport(driver).connect(pool, json.dumps(place).encode(), 1.0)
+def connect(driver, pool, place, pid=0):
+    endpoint = json.dumps(place).encode()
+    return CudaIpcTransport(driver).connect(pool, endpoint, pid or os.getpid(), 1.0)
 
 
 @pytest.fixture
@@ -65,7 +67,6 @@ def link(driver, pools, place):
         ({"handle": "?"}, "cannot open"),
         ({"blocks": 7}, "7 blocks do not lie"),
         ({"bytes": 1 << 40}, "do not lie"),
-        ({"pid": 2**22}, "no such receiver"),
         ({"gpu": "GPU-1", "nonce": ""}, "memory on GPU-1"),
     ],
 )
@@ -76,10 +77,15 @@ def test_memory_of_somebody_else_is_not_written(driver, pools, place, change, wh
     assert len(driver.mapped) == mapped
 
 
+def test_a_process_that_is_gone_is_no_receiver(driver, pools, place):
+    with pytest.raises(TransferFailed, match="no such receiver"):
+        connect(driver, pools[0], place, pid=2**22)
+
+
 @pytest.mark.parametrize("endpoint", [b"", b"[]", b"{}", b"\xff", b"3"])
 def test_an_endpoint_that_is_none_fails(driver, pools, endpoint):
     with pytest.raises(TransferFailed):
-        CudaIpcTransport(driver).connect(pools[0], endpoint, 1.0)
+        CudaIpcTransport(driver).connect(pools[0], endpoint, os.getpid(), 1.0)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])

@@ -135,12 +135,13 @@ def test_two_workers_on_one_gpu_use_nccl_from_2_30_on():
 
 
 def test_what_an_offer_tells_of_both_ends():
-    request = handoff_pb2.OfferRequest(host_id="boot/pid:1/0", reachable_gpus=["GPU-a"])
+    request = handoff_pb2.OfferRequest(reachable_gpus=["GPU-a"])
+    sender = common_pb2.WorkerRecord(host_id="boot/pid:1/0")
     pool = KvPool(torch.zeros(1, 1, 2, 1, 2, 1))
-    found = ends_of(request, "boot/pid:2/0", pool)
+    found = ends_of(request, sender, "boot/pid:2/0", pool)
     assert (found.same_host, found.same_machine, found.gpu) == (False, True, "")
     assert found.reachable == ("GPU-a",)
-    assert not ends_of(request, "other/pid:1/0", pool).same_machine
+    assert not ends_of(request, sender, "other/pid:1/0", pool).same_machine
 
 
 def test_a_cpu_reaches_no_gpu():

@@ -44,15 +44,50 @@ def test_area_is_zeroed_writable_and_leaves_no_descriptor():
 
 
 @pytest.mark.parametrize(
-    "change", [{"name": "baton-kv-other"}, {"fd": 9999}, {"pid": 2**22}, {"blocks": 99999}]
+    "change, pid",
+    [
+        ({"name": "baton-kv-other"}, None),
+        ({"name": "baton-kv-"}, None),
+        ({"fd": 9999}, None),
+        ({}, 2**22),
+        ({}, os.getppid()),
+        ({"blocks": 99999}, None),
+        ({"blocks": 1}, None),
+    ],
 )
-def test_memory_of_somebody_else_is_not_mapped(pool, change):
+def test_memory_of_somebody_else_is_not_mapped(pool, change, pid):
     transport = shm.ShmTransport()
     place = json.loads(transport.listen(pool).offer("p", 1))
     before = descriptors()
     with pytest.raises(TransferFailed, match="cannot map"):
-        transport.connect(pool, json.dumps({**place, **change}).encode(), 1.0)
+        endpoint = json.dumps({**place, **change}).encode()
+        transport.connect(pool, endpoint, pid or os.getpid(), 1.0)
     assert descriptors() == before
+
+
+def endpoint_of(fd, name):
+    return json.dumps({"fd": fd, "name": name, "blocks": 2, "touched": False}).encode()
+
+
+def test_memory_that_is_not_sealed_is_not_mapped(pool):
+    fd = os.memfd_create("baton-kv-unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, pool.area.nbytes)
+    try:
+        with pytest.raises(TransferFailed, match="not sealed"):
+            shm.ShmTransport().connect(pool, endpoint_of(fd, "baton-kv-unsealed"), os.getpid(), 1.0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(pool.area.fd, 0)  # the receiver's own cannot shrink under a sender
+    finally:
+        os.close(fd)
+
+
+def test_a_file_is_not_written_whatever_its_name_contains(pool, tmp_path):
+    path = tmp_path / f"memfd:{pool.area.name} (deleted)"
+    path.write_bytes(bytes(pool.area.nbytes))
+    with path.open("r+b") as file, pytest.raises(TransferFailed, match="cannot map"):
+        shm.ShmTransport().connect(
+            pool, endpoint_of(file.fileno(), pool.area.name), os.getpid(), 1.0
+        )
 
 
 def test_a_closed_link_maps_nothing_though_somebody_holds_it_still(pool):
@@ -61,7 +96,7 @@ def test_a_closed_link_maps_nothing_though_somebody_holds_it_still(pool):
 
     transport = shm.ShmTransport()
     before = mappings()
-    link = transport.connect(pool, transport.listen(pool).offer("p", 1), 1.0)
+    link = transport.connect(pool, transport.listen(pool).offer("p", 1), os.getpid(), 1.0)
     assert mappings() == before + 1
     link.close()
     assert mappings() == before
@@ -70,7 +105,7 @@ def test_a_closed_link_maps_nothing_though_somebody_holds_it_still(pool):
 @pytest.mark.parametrize("endpoint", [b"", b"[]", b"{}", b"\xff"])
 def test_an_endpoint_that_is_none_fails(pool, endpoint):
     with pytest.raises(TransferFailed):
-        shm.ShmTransport().connect(pool, endpoint, 1.0)
+        shm.ShmTransport().connect(pool, endpoint, os.getpid(), 1.0)
 
 
 def test_a_pool_elsewhere_than_its_area_is_refused(pool):
@@ -106,7 +141,7 @@ def large():
 
 def joined(pool):
     transport = shm.ShmTransport()
-    return transport.connect(pool, transport.listen(pool).offer("p", 1), 1.0)
+    return transport.connect(pool, transport.listen(pool).offer("p", 1), os.getpid(), 1.0)
 
 
 def mapping_threads():

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from opentelemetry.context import Context
 
 from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
 from baton.registry.memory import MemoryStore
-from baton.v1 import common_pb2, prefill_pb2
+from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2
 from tests.unit.worker.running import (
     PATIENCE_S,
     Paced,
@@ -249,9 +250,9 @@ async def test_decode_gone_is_a_retryable_failure(directory: Path, store: Memory
         assert await prefill.clean()
 
 
-async def test_another_process_at_decodes_address_is_refused(pair: Pair) -> None:
+async def test_a_decode_worker_that_is_not_registered_is_refused(pair: Pair) -> None:
     wanted = spec("a", prompt(40))
-    with pytest.raises(Exception, match="is gone"):
+    with pytest.raises(Exception, match="registry has no decode worker earlier"):
         await messages(await pair.start(wanted, incarnation="earlier"))
     await pair.router.cancel("a")
     assert await pair.clean()
@@ -383,4 +384,47 @@ async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -
     read.set()
     await running
     assert told == ["started", "first_token", "committed"]
+    assert await pair.clean()
+
+
+class Stranger(handoff_pb2_grpc.HandoffServiceServicer):
+    """Takes Offers as a decode worker would, and belongs to nobody's cluster."""
+
+    def __init__(self) -> None:
+        self.offers: list[handoff_pb2.OfferRequest] = []
+
+    async def Offer(self, request: handoff_pb2.OfferRequest, context: Any) -> Any:
+        self.offers.append(request)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "got you")
+
+
+async def test_an_address_in_a_message_leads_nowhere(pair: Pair) -> None:
+    """Neither to whoever listens there, nor to a quarantine of the true pair."""
+    stranger, server = Stranger(), grpc.aio.server()
+    handoff_pb2_grpc.add_HandoffServiceServicer_to_server(stranger, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}".encode()
+    await server.start()
+    try:
+        wanted = spec("a", prompt(40))
+        to = target(pair.decode, await pair.router.reserve(wanted))
+        to.MergeFromString(bytes([1 << 3 | 2, len(address)]) + address)  # the field's old number
+        assert len(await messages(pair.call(wanted, to))) == 3
+    finally:
+        await server.stop(None)
+    assert stranger.offers == []
+    assert [status.state for status in pair.prefill.node.role.pairs()] == ["OPEN"]
+    await pair.router.tokens("a")
+    assert await pair.clean()
+
+
+async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair: Pair) -> None:
+    reserved = await pair.router.reserve(spec("a", prompt(40), cache_salt="tenant"))
+    others = spec("a", prompt(40, start=9), cache_salt="tenant")
+    with pytest.raises(InvalidRequest) as refused:
+        await messages(pair.call(others, target(pair.decode, reserved)))
+    assert refused.value.field == "token_digest"
+    assert await pair.decode.clean()
+    again = await pair.router.reserve(spec("b", prompt(40), cache_salt="tenant"))
+    assert again.cached_tokens == 0
+    await pair.router.cancel("b")
     assert await pair.clean()

@@ -57,3 +57,17 @@ async def test_close_ends_readers_who_wait_and_readers_to_come():
     membership.close()
     assert await waiting is None
     assert [snapshot async for snapshot in membership.changes()] == []
+
+
+async def test_a_member_is_found_also_one_that_comes_a_moment_later():
+    membership = Membership()
+    finding = asyncio.create_task(membership.find("d1", 10.0))
+    await asyncio.sleep(0)
+    record = WorkerRecord(incarnation="d1", address="here:1")
+    membership.publish({"d1": record}, connected=True)
+    assert await finding == record
+    membership.publish({"d1": record}, connected=False)  # the last known ones count in an outage
+    assert await membership.find("d1", 0.0) == record
+    assert await membership.find("d2", 0.01) is None
+    membership.close()
+    assert await membership.find("d2", 10.0) is None

@@ -275,7 +275,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
         if self.refuses_streams:
             raise Unavailable("no event streams here")
         await self._awake["StreamEvents"].wait()
-        stream = self.streams[request.router_id] = asyncio.Queue()
+        stream = self.streams[request.stream_id] = asyncio.Queue()
         await context.send_initial_metadata(())
         self.stream_opened.set()
         try:
@@ -350,7 +350,7 @@ class Cluster:
         self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
         self.store = MemoryStore()
         self.tracer = tracer or trace.NoOpTracer()
-        self.settings = Settings("router", max_attempts, recovery_s, 4)
+        self.settings = Settings(max_attempts, recovery_s, 4)
         self.patience = patience or Patience(silence_s=PATIENCE_S)  # a slow machine is not silent
         self.max_queue = max_queue
         self.registrations = {}

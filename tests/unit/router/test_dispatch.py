@@ -33,11 +33,13 @@ async def test_a_request_is_reserved_prefilled_and_decoded(cluster_of):
     asked = story()
     assert await cluster.run(asked) == (counting(5), LENGTH)
     (reserve,), (prefill,) = cluster.decodes[0].requests, cluster.prefills[0].requests
-    assert (reserve.router_id, reserve.local_prefill_max_tokens) == ("router", 4)
+    assert [reserve.stream_id] == list(cluster.decodes[0].streams)
+    assert len(reserve.stream_id) == 32  # none that is shown anywhere
+    assert reserve.local_prefill_max_tokens == 4
     assert list(reserve.sequence.token_ids) == [1, 2, 3]
     assert reserve.sequence.handoff_id == prefill.sequence.handoff_id == "r-1"
     assert prefill.target.reservation_token == "secret"
-    assert prefill.target.address == cluster.decodes[0].record.address
+    assert prefill.target.incarnation == cluster.decodes[0].record.incarnation
     assert asked.final_route() == common_pb2.Route(
         prefill="p0", decode="d0", transport=common_pb2.TRANSPORT_SHM, attempts=1
     )

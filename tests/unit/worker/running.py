@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 
 from baton import rpc
-from baton.config import EngineConfig, RegistryConfig, WorkerConfig
+from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
 from baton.engine import build
 from baton.engine.planner import Plan
 from baton.engine.reports import Load
@@ -71,9 +72,21 @@ class Worker:
         self.spans = OpenSpans()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(self.spans)
-        self.registry = MemoryRegistry(store)
+        self.store, self.registry = store, MemoryRegistry(store)
         self.node = Node(self.config, self.registry, Telemetry(provider.get_tracer("test")))
         self._area: shm.SharedMemoryArea | None = None
+
+    def knows_prefill(self, incarnation: str, pid: int = 0) -> None:
+        """Another process of this host is registered as a prefill worker."""
+        self.store.put(
+            common_pb2.WorkerRecord(
+                incarnation=incarnation,
+                role=common_pb2.WORKER_ROLE_PREFILL,
+                host_id=host_id(),
+                pid=pid or os.getpid(),
+            )
+        )
+        self.store.settle()
 
     async def run(self) -> None:
         """The node's whole life."""
@@ -179,7 +192,7 @@ class Router:
     """Listens to a decode worker's events; `events` has them by sequence, `messages` by step."""
 
     def __init__(self, decode: Worker, router_id: str = "router", heartbeat_ms: int = 0) -> None:
-        self.router_id = router_id
+        self.router_id, self.stream_id = router_id, f"stream of {router_id}"
         self.heartbeat_ms = heartbeat_ms
         self.messages: list[decode_pb2.StreamEventsResponse] = []
         self._decode = decode
@@ -188,7 +201,7 @@ class Router:
 
     async def __aenter__(self) -> Router:
         request = decode_pb2.StreamEventsRequest(
-            router_id=self.router_id, heartbeat_ms=self.heartbeat_ms
+            router_id=self.router_id, stream_id=self.stream_id, heartbeat_ms=self.heartbeat_ms
         )
         self.call = self._decode.decode.StreamEvents(request)
         await asyncio.wait_for(self.call.initial_metadata(), PATIENCE_S)
@@ -203,7 +216,7 @@ class Router:
     async def reserve(self, spec: common_pb2.SequenceSpec, local: int = 0) -> Any:
         """Reserves for this router; `local` is the most tokens decode computes by itself."""
         request = decode_pb2.ReserveRequest(
-            router_id=self.router_id, sequence=spec, local_prefill_max_tokens=local
+            stream_id=self.stream_id, sequence=spec, local_prefill_max_tokens=local
         )
         with rpc.translated():
             return await self._decode.decode.Reserve(request, timeout=PATIENCE_S)
@@ -295,10 +308,8 @@ def target(decode: Worker, reserved: Any, **fields: Any) -> prefill_pb2.HandoffT
     """Where a prefill worker is to hand over what was reserved."""
     record = decode.node.record
     values = {
-        "address": record.address,
         "incarnation": record.incarnation,
         "reservation_token": reserved.reservation_token,
         "cached_tokens": reserved.cached_tokens,
-        "host_id": record.host_id,
     }
     return prefill_pb2.HandoffTarget(**{**values, **fields})
