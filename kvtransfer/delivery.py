@@ -15,9 +15,11 @@ from kvtransfer.aborts import Metadata
 from kvtransfer.links import LinkPool
 from kvtransfer.pair_link import PairLink
 from kvtransfer.pool import Slots
+from kvtransfer.seam import PutStats
 from kvtransfer.waiting import Deadline, uninterrupted
 
 _WITHDRAW_S = 2.0
+_PUT_GRACE_S = 1.0  # for a put that is out of time to end by itself
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Delivery:
         self.wait_s = self.wire_s = self.hidden_s = 0.0
         self._order, self._links = order, links
         self._granted: tuple[int, ...] = ()
+        self._last_put: asyncio.Future[PutStats] | None = None
 
     async def run(self, outbox: Outbox) -> None:
         """Says everything up to Commit, and returns when that was answered.
@@ -111,6 +114,21 @@ class Delivery:
                 self.hidden_s = self.wire_s
             index += 1
         await self._commit(item)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a put goes on that did not end in time."""
+        return self._last_put is not None and not self._last_put.done()
+
+    def when_written(self, then: Callable[[], object]) -> None:
+        """Calls `then` when that put has ended."""
+
+        def ended(put: asyncio.Future[PutStats]) -> None:
+            put.exception()  # it was given up long ago
+            then()
+
+        assert self._last_put is not None
+        self._last_put.add_done_callback(ended)
 
     async def withdraw(self, reason: str) -> None:
         """Tells that all will be sent again. Raises BatonError when that cannot be."""
@@ -145,7 +163,13 @@ class Delivery:
         remote = Slots(ids, slots.num_tokens)
         with self._links.judging(self.link, self._order.deadline):
             timeout_s = self._order.deadline.left_s(self._order.cap_s)
-            stats = await self.link.put(slots, remote, self.digest, timeout_s)
+            put = asyncio.ensure_future(self.link.put(slots, remote, self.digest, timeout_s))
+            self._last_put = put
+            # A put sleeps until a GPU is done, which one that hangs never is.
+            await asyncio.wait({put}, timeout=timeout_s + _PUT_GRACE_S)
+            if not put.done():
+                raise TransferFailed(f"a put to decode {self.link.peer} does not end")
+            stats = put.result()
         self.wire_s += stats.wire_s
         self.chunks += 1
 

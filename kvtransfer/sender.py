@@ -19,7 +19,7 @@ from opentelemetry.trace import Tracer
 from baton import telemetry
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
 from baton.log_format import about
-from baton.v1 import prefill_pb2
+from baton.v1 import handoff_pb2, prefill_pb2
 from kvtransfer.delivery import Chunk, Commit, Delivery, Order, Outbox
 from kvtransfer.links import LinkPool
 from kvtransfer.pair_link import PairLink
@@ -110,6 +110,7 @@ class Handoff:
         self._start_ns = 0
         self._link: PairLink | None = None
         self._address = ""  # of the decode worker, once it may have taken a message of ours in
+        self._delivery: Delivery | None = None
         self._task: asyncio.Task[TransferStats]
         self._ended = False
 
@@ -161,7 +162,8 @@ class Handoff:
 
     async def abort(self, reason: str) -> None:
         """Gives up, unless committed. When it returns nothing more is written; the decode worker
-        has been told, or is told in the background."""
+        has been told, or is told in the background. A put that does not end in time is left to
+        itself: its bytes are for nobody, and the decode worker is told when it has ended."""
         if not self._ended:
             self._ended = True
             await uninterrupted(self._abort(reason))
@@ -173,7 +175,7 @@ class Handoff:
         raise InvalidRequest("the handoff was committed already")
 
     async def _abort(self, reason: str) -> None:
-        self._task.cancel()  # a put that runs is finished first
+        self._task.cancel()  # a put that runs is finished first, if it ends in time
         await asyncio.wait({self._task})
         if not self._task.cancelled():
             if (failure := self._task.exception()) is None:
@@ -184,8 +186,13 @@ class Handoff:
             # gone itself, its broken event stream does.
             return
         request = self._order.abort_request(reason)
-        tried = self._links.aborts.send(self._address, request, self._order.metadata)
-        await asyncio.wait({tried}, timeout=self._abort_wait_s)
+        if self._delivery is not None and self._delivery.writing:
+            self._delivery.when_written(lambda: self._send_abort(request))
+        else:
+            await asyncio.wait({self._send_abort(request)}, timeout=self._abort_wait_s)
+
+    def _send_abort(self, request: handoff_pb2.AbortRequest) -> asyncio.Future[None]:
+        return self._links.aborts.send(self._address, request, self._order.metadata)
 
     async def _run(self) -> TransferStats:
         order = self._order
@@ -194,7 +201,7 @@ class Handoff:
                 self._link = await self._links.acquire(order.target, order.deadline)
                 self._address = self._link.address
                 while True:
-                    delivery = Delivery(order, self._links, self._link)
+                    self._delivery = delivery = Delivery(order, self._links, self._link)
                     try:
                         await delivery.run(self._outbox)
                         return self._finished(delivery)
@@ -210,7 +217,7 @@ class Handoff:
         that the reservation is still there.
         """
         self._start_ns = self._start_ns or delivery.start_ns
-        if self._resends == MAX_RESENDS:
+        if self._resends == MAX_RESENDS or delivery.writing:
             raise failure
         self._resends += 1
         order = self._order

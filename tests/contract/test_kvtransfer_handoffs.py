@@ -19,6 +19,7 @@ from baton.errors import (
 )
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
+from kvtransfer import delivery
 from kvtransfer.incoming import ReservedBlocks
 from kvtransfer.waiting import Deadline
 from tests.waiting import eventually
@@ -433,3 +434,38 @@ async def test_a_worker_that_is_not_registered_gets_no_link_and_shuts_no_pair():
         with pytest.raises(TransferFailed, match="registry has no worker stranger"):
             await prefill.hand_over(to, "h", slots(4, 1))
         assert prefill.links.status() == []
+
+
+@pytest.mark.parametrize("timeout_s, error", [(0.3, DeadlineExceeded), (30.0, TransferFailed)])
+async def test_a_put_that_never_ends_holds_nobody_longer_than_its_time(
+    monkeypatch, timeout_s, error
+):
+    """As one that waits for a GPU that hangs. Only its end tells the decode worker of the abort."""
+    monkeypatch.setattr(delivery, "_PUT_GRACE_S", 0.1)
+    async with joined("memory", prefill={"step_s": 0.5}) as (prefill, decode):
+        link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
+        put, hangs = link._link.put, threading.Event()
+
+        def hanging(*arguments):
+            hangs.wait(10)
+            return put(*arguments)
+
+        link._link.put = hanging
+
+        async def run():
+            to = decode.reserve("h", 8, 1, 2)
+            async with prefill.sender.open(to, "h", 8, timeout_s) as handoff:
+                handoff.send(0, slots(8, 5, 6))
+                await handoff.commit(8, 7)
+
+        try:
+            with pytest.raises(error):
+                await asyncio.wait_for(run(), 5)
+            assert decode.receiver.writing("h")
+            assert decode.held.reasons == {}
+            assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
+        finally:
+            hangs.set()
+        await asyncio.wait_for(decode.held.ended.wait(), 5)
+        assert not decode.receiver.writing("h")
+        prefill.links.release(link)
