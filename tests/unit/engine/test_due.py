@@ -148,8 +148,9 @@ def check_order(planner: Planner, before: Before, plan: Plan) -> None:
     for sequence in in_reach:
         if got.get(sequence.seq_id, 0) >= sequence.num_pending:
             continue
-        if sequence in before.waiting and sequence in planner.waiting:
-            # It found no place or no blocks: then nobody due later found any after it.
+        if sequence in planner.waiting:
+            # It found no place or no blocks, or lost them: then nobody due later found any after
+            # it. Those who hold theirs compete with it no more.
             assert all(s.turn < sequence.turn for s in joined if s in before.waiting)
         elif sequence not in before.running and sequence not in planner.running:
             assert all(s.turn < sequence.turn for s in joined)
