@@ -7,13 +7,16 @@ as google.rpc RetryInfo and BadRequest details, as clients of any language expec
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import wraps
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from baton import errors
@@ -37,6 +40,8 @@ OPTIONS: list[tuple[str, Any]] = [
 SERVER_OPTIONS = [*OPTIONS, ("grpc.so_reuseport", 0)]
 
 _STATUS_DETAILS = "grpc-status-details-bin"
+_MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
+_LOG_EVERY_S = 10.0
 
 # First match wins when turning an error into a code; the last of equals wins the other way.
 _CODES: list[tuple[type[errors.BatonError], grpc.StatusCode]] = [
@@ -57,6 +62,7 @@ _ERRORS = {code: cls for cls, code in _CODES}
 # An error that shares its code with others travels with its name.
 _NAMED = {cls.__name__: cls for cls, code in _CODES if _ERRORS[code] is not cls}
 _DOMAIN = "baton"
+_ARITY = {False: "unary", True: "stream"}
 
 T = TypeVar("T")
 
@@ -92,27 +98,21 @@ def translated() -> Iterator[None]:
         raise error_of(rpc_error) from rpc_error
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
-    """Ends the current call with the status of `error`."""
-    code = code_of(error)
-    if code is grpc.StatusCode.INTERNAL and not isinstance(error, errors.BatonError):
-        log.exception("unexpected error in an RPC", exc_info=error)
-        text = f"unexpected {type(error).__name__}: {error}"
-    else:
-        text = str(error)
-    await context.abort(code, text, trailing_metadata=_write_details(code, error, text))
-    raise AssertionError("abort returned")
+def server() -> grpc.aio.Server:
+    """An asyncio server with our options, for which no port is open yet."""
+    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_MalformedRequests(),))
 
 
-def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T | None]]:
     """Wraps a servicer method that answers or writes, so that what it raises becomes its status."""
 
     @wraps(method)
-    async def call(self: Any, request: Any, context: Any) -> T:
+    async def call(self: Any, request: Any, context: Any) -> T | None:
         try:
             return await method(self, request, context)
         except Exception as error:
-            await abort(context, error)
+            _set_status(context, error)
+            return None
 
     return call
 
@@ -127,11 +127,96 @@ def streaming(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIte
             async for response in responses:
                 yield response
         except Exception as error:
-            await abort(context, error)
+            _set_status(context, error)
         finally:
             await responses.aclose()  # type: ignore[attr-defined]
 
     return call
+
+
+def _set_status(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
+    """Gives the current call, which must return now, the status of `error`.
+
+    Not by `context.abort`: the context would keep its exception, whose traceback keeps the context
+    and with it the request, until a full garbage collection.
+    """
+    code = code_of(error)
+    if code is grpc.StatusCode.INTERNAL and not isinstance(error, errors.BatonError):
+        log.exception("unexpected error in an RPC", exc_info=error)
+        text = f"unexpected {type(error).__name__}: {error}"
+    else:
+        text = str(error)
+    text = text.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")
+    context.set_code(code)
+    context.set_details(text)
+    if details := _write_details(code, error, text):
+        context.set_trailing_metadata(details)
+
+
+class _Malformed(errors.InvalidRequest):
+    """Bytes that are no message of the method's request type."""
+
+
+class _MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses malformed requests to any service of a server, with a line in the log now and then.
+
+    gRPC by itself answers UNKNOWN and logs a traceback for each.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Any] = {}
+        self._log_after = 0.0
+        self._unlogged = 0
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """The handler of a method, made to refuse; None for a method that no service has."""
+        method = handler_call_details.method
+        if (handler := self._handlers.get(method)) is None:
+            handler = await continuation(handler_call_details)
+            if handler is not None:
+                handler = self._handlers[method] = self._refusing(handler, method)
+        return handler
+
+    def _refusing(self, handler: Any, method: str) -> Any:
+        kind = f"{_ARITY[handler.request_streaming]}_{_ARITY[handler.response_streaming]}"
+        behaviour, parse = getattr(handler, kind), handler.request_deserializer
+
+        def deserialize(raw: bytes) -> Any:
+            try:
+                return parse(raw)
+            except DecodeError:
+                malformed = _Malformed(f"the request of {method} is not a message of its type")
+            if handler.request_streaming:
+                raise malformed
+            return malformed  # what is raised here would not reach the behaviour
+
+        async def respond(request: Any, context: Any) -> Any:
+            if isinstance(request, _Malformed):
+                return self._refuse(context, request)
+            return await behaviour(request, context)
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            if isinstance(request, _Malformed):
+                self._refuse(context, request)
+                return
+            try:
+                async with contextlib.aclosing(behaviour(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except _Malformed as error:
+                self._refuse(context, error)
+
+        wrapped = stream if inspect.isasyncgenfunction(behaviour) else respond
+        return handler._replace(**{"request_deserializer": deserialize, kind: wrapped})
+
+    def _refuse(self, context: Any, error: _Malformed) -> None:
+        _set_status(context, error)
+        self._unlogged += 1
+        if (now := time.monotonic()) >= self._log_after:
+            log.warning(
+                "%s (from %s; %d such since the last line)", error, context.peer(), self._unlogged
+            )
+            self._log_after, self._unlogged = now + _LOG_EVERY_S, 0
 
 
 def channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
@@ -150,9 +235,7 @@ def _write_details(
         delay.FromMilliseconds(int(error.retry_after_s * 1000))
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     if isinstance(error, errors.InvalidRequest) and error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=str(error)
-        )
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
     if (name := type(error).__name__) in _NAMED:
         details.append(_packed(error_details_pb2.ErrorInfo(reason=name, domain=_DOMAIN)))

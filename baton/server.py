@@ -15,8 +15,8 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton import rpc
 from baton.errors import ConfigError
-from baton.rpc import SERVER_OPTIONS
 
 
 def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
@@ -24,7 +24,7 @@ def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
 
     Raises ConfigError when the port is taken.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = rpc.server()
     wanted = f"{host}:{port}"
     try:
         bound = server.add_insecure_port(wanted)

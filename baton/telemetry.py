@@ -30,6 +30,7 @@ from baton.errors import ConfigError, InvalidRequest
 
 _TRACE_ID = re.compile("[0-9a-f]{32}")
 _PROPAGATOR = TraceContextTextMapPropagator()
+_MAX_STATUS_CHARS = 1000  # spans are held by the thousand, and an error may quote a whole request
 Attributes = Mapping[str, str | int | float | bool]
 
 
@@ -151,7 +152,7 @@ def span(
         entered.set_attribute("baton.cancelled", True)
         raise
     except Exception as error:
-        entered.set_status(StatusCode.ERROR, str(error))
+        entered.set_status(StatusCode.ERROR, str(error)[:_MAX_STATUS_CHARS])
         raise
     finally:
         entered.end()

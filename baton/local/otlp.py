@@ -29,7 +29,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._server: grpc.aio.Server | None = None
 
     async def __aenter__(self) -> Self:
-        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._server = rpc.server()
         register: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
         register(self, self._server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceServicer(self.store), self._server)

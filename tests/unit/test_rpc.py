@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import grpc
 import pytest
 import pytest_asyncio
 from grpc import StatusCode
 
 from baton import errors, rpc
+from baton.server import Health, bind
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 TABLE = [
@@ -52,20 +54,30 @@ def test_every_error_that_can_meet_a_caller_is_in_the_table() -> None:
     assert product - at_start <= {cls for cls, _ in [*TABLE, *ONE_WAY]}
 
 
+class Work:
+    """What a call holds while it runs."""
+
+
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
     """Fails as it was told to, through the wrappers that all services use."""
 
     def __init__(self) -> None:
-        self.error: Exception = errors.InternalError("not told")
+        self.error: Exception | type[Exception] = errors.InternalError("not told")
         self.closed = asyncio.Event()
+        self.channel: Any = None
+        self.work: Any = None  # a reference to what the last call held
 
     @rpc.unary
     async def Tokenize(self, request: Any, context: Any) -> Any:
+        work = Work()
+        self.work = weakref.ref(work)
         raise self.error
 
     @rpc.streaming
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            work = Work()
+            self.work = weakref.ref(work)
             yield inference_pb2.GenerateResponse()
             if request.text == "wait":
                 await asyncio.Event().wait()
@@ -77,11 +89,13 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 @pytest_asyncio.fixture
 async def scripted() -> AsyncIterator[tuple[Scripted, inference_pb2_grpc.InferenceServiceStub]]:
     """A server on loopback and a stub for it."""
-    server, servicer = grpc.aio.server(options=rpc.SERVER_OPTIONS), Scripted()
+    servicer = Scripted()
+    server, address = bind("127.0.0.1", 0)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    Health().add_to(server, ["baton.v1.InferenceService"])
     await server.start()
-    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+    async with rpc.channel(address) as channel:
+        servicer.channel = channel
         yield servicer, inference_pb2_grpc.InferenceServiceStub(channel)
     await server.stop(None)
 
@@ -174,3 +188,60 @@ async def test_nobody_listening_is_unavailable() -> None:
         assert isinstance(
             await failure(inference_pb2_grpc.InferenceServiceStub(channel)), errors.Unavailable
         )
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """What dies during the test dies by its last reference."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_a_call_that_failed_leaves_nothing_to_the_garbage_collector(
+    scripted: Any, no_gc: None
+) -> None:
+    """Large requests that are refused would otherwise stay in memory for minutes."""
+    servicer, stub = scripted
+    servicer.error = errors.Stale  # the class: an instance would keep its traceback
+    for fail in (failure, stream_failure):
+        await fail(stub)
+        for _ in range(100):  # until the server is done with the call
+            await asyncio.sleep(0.01)
+            if servicer.work() is None:
+                break
+        assert servicer.work() is None
+
+
+@pytest.mark.parametrize("char", ["x", "\N{GRINNING FACE}"])
+async def test_a_long_text_is_cut_instead_of_breaking_the_status(scripted: Any, char: str) -> None:
+    servicer, stub = scripted
+    servicer.error = errors.InvalidRequest("bad: " + char * 100_000, "input")
+    received = await failure(stub)
+    assert isinstance(received, errors.InvalidRequest)
+    assert str(received).startswith(f"bad: {char * 100}")
+    assert received.field == "input"
+
+
+METHODS = [
+    "/baton.v1.InferenceService/Tokenize",
+    "/baton.v1.InferenceService/Generate",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+]
+
+
+async def test_malformed_requests_are_refused_with_one_line(
+    scripted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel = scripted[0].channel
+    for method in METHODS * 5:
+        arity = "stream" if "Reflection" in method else "unary"
+        raw: Any = b"\xff\xff" if arity == "unary" else iter([b"\xff\xff"])
+        with pytest.raises(errors.InvalidRequest, match=method), rpc.translated():
+            async for _ in getattr(channel, f"{arity}_stream")(method)(raw, timeout=10):
+                pass
+    (record,) = caplog.records
+    assert record.name == "baton.rpc" and record.exc_info is None

@@ -84,6 +84,14 @@ def test_a_failure_is_marked(recorded: Recorded) -> None:
     assert done.status.description == "full"
 
 
+def test_a_span_does_not_keep_a_whole_request(recorded: Recorded) -> None:
+    """Thousands of spans are held, and a caller can make an error as long as its request."""
+    with pytest.raises(Overloaded), telemetry.span(recorded.tracer, "root", Context()):
+        raise Overloaded("full " + "x" * 1_000_000)
+    (root,) = recorded.spans
+    assert root.status.description is not None and len(root.status.description) <= 1000
+
+
 @pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit])
 def test_giving_up_is_no_failure(recorded: Recorded, error: type[BaseException]) -> None:
     with pytest.raises(error), telemetry.span(recorded.tracer, "work", Context()):
