@@ -7,13 +7,25 @@ import os
 import select
 from collections.abc import Callable
 
-from baton.errors import TransferFailed
+from baton.errors import InvalidRequest, TransferFailed
+
+_MAX_PID = 1 << 22  # of Linux
+
+
+def check_pid(pid: int) -> None:
+    """Raises InvalidRequest for a number that no process can have."""
+    if not 0 < pid <= _MAX_PID:
+        raise InvalidRequest(f"pid must be from 1 to {_MAX_PID}, not {pid}", "pid")
 
 
 class ProcessWatch:
-    """Calls `on_exit` once, on the event loop, when process `pid` has ended."""
+    """Calls `on_exit` once, on the event loop, when process `pid` has ended.
+
+    Raises InvalidRequest for what `check_pid` refuses.
+    """
 
     def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
+        check_pid(pid)
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._fd = -1

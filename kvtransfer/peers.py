@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.errors import Overloaded, TransferFailed, Unavailable
-from kvtransfer.liveness import ProcessWatch
+from kvtransfer.liveness import ProcessWatch, check_pid
 from kvtransfer.pool import KvPool
 from kvtransfer.seam import Kind, Listener, Transport
 
@@ -59,8 +59,11 @@ class Peers:
     async def open(self, incarnation: str, transport: Transport, pid: int) -> tuple[bytes, Peer]:
         """The endpoint of a new link, and the link, which ends the peer's earlier one.
 
-        `pid` is that of a process of this host, else 0. Raises Overloaded, TransferFailed.
+        `pid` is that of a process of this host, else 0. Raises InvalidRequest, Overloaded,
+        TransferFailed.
         """
+        if pid:
+            check_pid(pid)
         self._make_room(transport)
         endpoint, peer = await self._listen(incarnation, transport)
         self.drop(incarnation)

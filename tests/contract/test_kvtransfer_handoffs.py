@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from baton import rpc
+from baton.config import host_id
 from baton.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -21,6 +22,7 @@ from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import delivery
 from kvtransfer.incoming import ReservedBlocks
+from kvtransfer.liveness import ProcessWatch
 from kvtransfer.waiting import Deadline
 from tests.waiting import eventually
 
@@ -252,6 +254,26 @@ async def test_descriptors_that_differ_are_named():
         to = decode.reserve("h", 4, 1)
         with pytest.raises(KvMismatch, match=r"prefill p and decode d.*num_kv_heads: 3 != 0"):
             await prefill.hand_over(to, "h", slots(4, 1))
+
+
+@pytest.mark.parametrize("pid", [1 << 31, (1 << 32) - 1])
+async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
+    async with Decode(TRANSPORTS["shm"]()) as decode:
+        offer = pb.OfferRequest(
+            incarnation="p", target_incarnation="d", host_id=host_id(), kv=DESCRIPTOR,
+            transports=[common_pb2.TRANSPORT_SHM], pid=pid,
+        )  # fmt: skip
+        with pytest.raises(InvalidRequest, match="pid") as refused:
+            await decode.receiver.offer(offer)
+        assert refused.value.field == "pid"
+        with pytest.raises(Unavailable, match="is gone"):
+            await decode.receiver.ready(pb.ReadyRequest(incarnation="p", epoch=1))
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1 << 40])
+async def test_no_such_pid_is_watched(pid):
+    with pytest.raises(InvalidRequest):
+        ProcessWatch(pid, lambda: None)
 
 
 async def test_shm_is_not_chosen_between_hosts():
