@@ -18,8 +18,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ FLAGS = (
 )
 BUILD_TIMEOUT_S = 300.0
 TURN_TIMEOUT_S = 120.0  # to wait for another process that builds the same
+PROGRESS_S = 2.0  # between two lines for whoever waits
 
 
 @dataclass(frozen=True)
@@ -152,16 +153,32 @@ def _compile(target: Target, path: Path) -> None:
         raise BuildFailed(f"{COMPILER} is not installed")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
-        with ThreadPoolExecutor(len(objects)) as pool:
-            commands = (
+        _run_all(
+            [
                 [compiler, *FLAGS, *target.flags, "-c", str(source), "-o", str(result)]
                 for source, result in zip(_sources(), objects, strict=True)
-            )
-            list(pool.map(_run, commands))
+            ]
+        )
         built = Path(folder) / path.name
         _run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(built)])
         built.rename(path)
-    log.info("compiled native kernels in %.1f s", time.monotonic() - started)
+    log.warning("compiled native kernels in %.1f s", time.monotonic() - started)
+
+
+def _run_all(commands: Sequence[list[str]]) -> None:
+    """Runs the commands side by side, and logs every few seconds how many have ended."""
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(commands)) as pool:
+        left = {pool.submit(_run, command) for command in commands}
+        while left:
+            done, left = wait(left, PROGRESS_S, FIRST_EXCEPTION)
+            for ended in done:
+                ended.result()
+            if left:
+                log.warning(
+                    "compiling native kernels: %d of %d files after %.0f s",
+                    len(commands) - len(left), len(commands), time.monotonic() - started,
+                )  # fmt: skip
 
 
 def _run(command: list[str]) -> None:

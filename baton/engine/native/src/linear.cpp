@@ -146,8 +146,9 @@ struct Panel {
         multiply(padded, P::GROUP, from + size_t(groups) * PANEL * P::GROUP, 0, 1, sums);
     }
 
+    // Not inlined for every tile: that would be half of the compiler's time, and no faster.
     template <int ROWS, int VECTORS>
-    void write(const Sum (&sums)[ROWS][VECTORS], int v, int row, int first) const {
+    [[gnu::noinline]] void write(const Sum (&sums)[ROWS][VECTORS], int v, int row, int first) const {
         const int count = weights.out - first;
         if (count <= 0) return;
         const Finish finish(weights, (const Element*)weights.bias, first, count);
