@@ -161,6 +161,10 @@ def api_key_of(path: Path | None, default: str | None) -> str | None:
 def _run_local(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
     threads = args.threads or len(args.cpus)
     engine = options.filled(EngineConfig, args, model=args.model or "demo", threads=threads)
+    args.extra = "worker"  # whichever of its libraries is missing
+    from baton.local.model_check import check_model
+
+    check_model(engine)
     limit_cpu(threads, args.cpus)
     from baton.local.single import run_local
 

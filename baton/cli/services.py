@@ -49,7 +49,7 @@ def add_commands(commands: options.Commands) -> None:
         options.add_registry_options(parser)
         telemetry.add_options(parser)
         _add_die_with_parent(parser)
-        parser.set_defaults(run=_run_worker, role=role)
+        parser.set_defaults(run=_run_worker, role=role, extra="worker")
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
@@ -95,6 +95,9 @@ def _run_router(args: argparse.Namespace) -> int:
 def _run_worker(args: argparse.Namespace) -> int:
     _prepare(args)
     config = worker_config(args)
+    from baton.local.model_check import check_model
+
+    check_model(config.engine, worker=True)  # it takes longer to import torch
     limit_cpu(config.engine.threads, config.engine.cpus)
     if config.role == "prefill":
         from prefill_worker import main as prefill

@@ -7,17 +7,20 @@ tensors. Every error is a CheckpointError that names the file, and the tensor if
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.errors import CheckpointError
+from baton.text import model_files
+from baton.text.model_files import open_regular, parse_json, quoted, read_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+MAX_HEADER_BYTES = 16 << 20  # a tensor takes about 150, and no supported model has 10,000
+MAX_NAME, MAX_DIMENSIONS, MAX_SIZE = 256, 8, 1 << 48
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 # The fingerprint reads this much of a file's data at this many places.
@@ -38,14 +41,9 @@ class StoredTensor:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; raises CheckpointError when it is missing or is not one."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file, read_bytes(file, model_files.MAX_JSON_BYTES))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -76,27 +74,36 @@ def _sharded_tensors(directory: Path) -> dict[str, StoredTensor]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map from tensors to files")
     tensors: dict[str, StoredTensor] = {}
-    for shard in sorted({str(name) for name in weight_map.values()}):
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index} has a weight_map to something else than files")
+    for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {shard!r}, not a safetensors file beside it")
+            raise CheckpointError(
+                f"{index} names {quoted(shard)}, not a safetensors file beside it"
+            )
         tensors |= _file_tensors(directory / shard)
     for name, shard in weight_map.items():
         if name not in tensors or tensors[name].file.name != shard:
-            raise CheckpointError(f"{directory / shard} lacks tensor {name}, promised by {index}")
+            raise CheckpointError(
+                f"{directory / shard} lacks tensor {name[:MAX_NAME]}, promised by {index}"
+            )
     return tensors
 
 
 def _file_tensors(file: Path) -> dict[str, StoredTensor]:
     header, data_bytes = _header(file)
+    header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         try:
-            dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
-            start, end = map(int, entry["data_offsets"])
+            dtype, shape = entry["dtype"], _sizes(entry["shape"])
+            start, end = _sizes(entry["data_offsets"])
+            if len(name) > MAX_NAME or not isinstance(dtype, str):
+                raise ValueError
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{file}: tensor {name} has a broken header entry") from error
+            raise CheckpointError(
+                f"{file}: tensor {name[:MAX_NAME]} has a broken header entry"
+            ) from error
         if not 0 <= start <= end <= data_bytes:
             raise CheckpointError(
                 f"{file} is truncated: tensor {name} ends at byte {end} of the data, "
@@ -104,7 +111,8 @@ def _file_tensors(file: Path) -> dict[str, StoredTensor]:
             )
         if dtype not in ELEMENT_BYTES:
             raise CheckpointError(
-                f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(ELEMENT_BYTES)}"
+                f"{file}: tensor {name} has dtype {dtype[:16]}; "
+                f"supported: {', '.join(ELEMENT_BYTES)}"
             )
         if math.prod(shape) * ELEMENT_BYTES[dtype] != end - start:
             raise CheckpointError(
@@ -115,28 +123,29 @@ def _file_tensors(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _sizes(value: object) -> tuple[int, ...]:
+    """A shape or a pair of offsets. Raises ValueError for what no tensor has."""
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        raise ValueError
+    if not all(type(size) is int and 0 <= size <= MAX_SIZE for size in value):
+        raise ValueError
+    return tuple(value)
+
+
 def _header(file: Path) -> tuple[dict[str, Any], int]:
     """A safetensors file's header, and the size in bytes of the data behind it."""
     #  |0      |8              |8 + size                  |end
     #  | size  | JSON header   | data (offsets start here) |
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             size = int.from_bytes(stream.read(8), "little")
             raw = stream.read(size) if size <= MAX_HEADER_BYTES else b""
-        total = file.stat().st_size
+            total = os.fstat(stream.fileno()).st_size
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
     if size == 0 or len(raw) != size:
         raise CheckpointError(f"{file} is truncated or not a safetensors file: no whole header")
-    try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise CheckpointError(f"{file} has a broken safetensors header: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file} has a broken safetensors header: not a JSON object")
-    return header, total - 8 - size
+    return parse_json(file, raw), total - 8 - size
 
 
 def fingerprint(path: Path, random_seed: int | None = None) -> str:
@@ -154,8 +163,9 @@ def fingerprint(path: Path, random_seed: int | None = None) -> str:
         small += [directory / "generation_config.json", directory / "tokenizer.json"]
     for file in small:
         if file.is_file():
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            digest.update(file.read_bytes())
+            content = read_bytes(file, model_files.MAX_TOKENIZER_BYTES)
+            digest.update(f"{file.name} {len(content)}\n".encode())
+            digest.update(content)
     if random_seed is not None:
         digest.update(f"random {random_seed}".encode())
         return digest.hexdigest()

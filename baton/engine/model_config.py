@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from baton.engine.checkpoint import fingerprint, read_json
 from baton.errors import CheckpointError
+from baton.text.model_files import quoted
 
 __all__ = ["ModelConfig", "Rope", "fingerprint"]
 
@@ -22,6 +23,8 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+MAX_SIZE = 1 << 24  # of anything counted; the largest in use are contexts and vocabularies
+MAX_LAYERS = 1024
 CHECKPOINT_DTYPES = ("bfloat16", "float32", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -76,7 +79,7 @@ class ModelConfig:
         _refuse_unsupported(fields)
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
-        num_layers = fields.integer("num_hidden_layers")
+        num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
         has_option = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         attention_bias = has_option and fields.boolean("attention_bias")
         config = cls(
@@ -124,17 +127,17 @@ class _Fields:
         self.values = read_json(file)
 
     def error(self, key: str, value: object, supported: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: {key} is {value!r}; supported: {supported}")
+        return CheckpointError(f"{self.file}: {key} is {quoted(value)}; supported: {supported}")
 
     def get(self, key: str) -> Any:
         """The value, or None where the key is absent or null, which mean the same."""
         return self.values.get(key)
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         value = self.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, value, "a whole number from 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.error(key, value, f"a whole number from 1 to {most}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -142,8 +145,8 @@ class _Fields:
         return self.checked_number(key, default if value is None else value)
 
     def checked_number(self, key: str, value: object) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise self.error(key, value, "a number above 0")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e30:
+            raise self.error(key, value, "a number above 0, up to 1e30")
         return float(value)
 
     def boolean(self, key: str) -> bool:
@@ -249,8 +252,9 @@ def _layer_types(fields: _Fields, num_layers: int, windowed: bool) -> list[str]:
     """Each layer's attention; Qwen's rule without `layer_types`: from max_window_layers on."""
     kinds = fields.get("layer_types")
     if kinds is None:
-        first = fields.get("max_window_layers")
-        first = 28 if first is None else first
+        first = (
+            0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", 28)
+        )
         return [SLIDING if windowed and i >= first else FULL for i in range(num_layers)]
     known = (FULL, SLIDING) if windowed else (FULL,)
     is_list = isinstance(kinds, list) and len(kinds) == num_layers
@@ -271,7 +275,7 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(token, int) and token >= 0 for token in ids):
+        if not all(type(token) is int and 0 <= token <= MAX_SIZE for token in ids):
             raise source.error("eos_token_id", value, "a token id or a list of them")
         return tuple(ids)
     return ()

@@ -9,7 +9,7 @@ are turned into it one by one, as they come, on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.engine import model_tensors
 from baton.engine.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
 from baton.engine.model_config import ModelConfig
+from baton.engine.model_tensors import Part, check_tensors
 from baton.engine.native.packing import Matrix
 from baton.engine.noise import Noise
 from baton.errors import CheckpointError
@@ -63,15 +65,7 @@ class Weights:
     lm_head: Matrix
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One tensor of the checkpoint, and the shape that the config gives it."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-Make = Callable[[tuple[_Part, ...]], Tensor]
+Make = Callable[[tuple[Part, ...]], Tensor]
 """Makes the tensor that holds the parts, one after the other along the first axis."""
 
 
@@ -97,10 +91,9 @@ def load_weights(
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
     stored = stored_tensors(path)
-    expected = list(_expected(config))
-    _check(path, config, stored, expected)
+    check_tensors(path, config, stored)
     with ExitStack() as files:
-        total = sum(_num_bytes(stored[part.name]) for part in expected)
+        total = sum(_num_bytes(stored[part.name]) for part in model_tensors.expected(config))
         reader = _Reader(stored, files, dtype, device, progress, total)
         return _assemble(config, reader.make, prepare)
 
@@ -121,7 +114,7 @@ def random_weights(
         noise = Noise(seed, device)
         draw = partial(noise.draw, dtype=dtype, std=RANDOM_STD)
 
-    def make(parts: tuple[_Part, ...]) -> Tensor:
+    def make(parts: tuple[Part, ...]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         if parts[0].name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
@@ -140,15 +133,15 @@ def _drawn_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], 
 
 
 def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
-    embedding = make((_embedding(config),))
+    embedding = make((model_tensors.embedding(config),))
     layers = tuple(_layer(config, index, make, prepare) for index in range(config.num_layers))
-    final_norm = make((_final_norm(config),))
-    lm_head = embedding if config.tie_embeddings else make((_lm_head(config),))
+    final_norm = make((model_tensors.final_norm(config),))
+    lm_head = embedding if config.tie_embeddings else make((model_tensors.lm_head(config),))
     return Weights(embedding, layers, final_norm, prepare(lm_head))
 
 
 def _layer(config: ModelConfig, index: int, make: Make, prepare: Prepare) -> LayerWeights:
-    parts = _layer_parts(config, index)
+    parts = model_tensors.layer_parts(config, index)
 
     def tensor(*names: str) -> Tensor:
         return make(tuple(parts[name] for name in names))
@@ -176,79 +169,6 @@ def _layer(config: ModelConfig, index: int, make: Make, prepare: Prepare) -> Lay
     )
 
 
-def _embedding(config: ModelConfig) -> _Part:
-    return _Part("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-
-
-def _final_norm(config: ModelConfig) -> _Part:
-    return _Part("model.norm.weight", (config.hidden_size,))
-
-
-def _lm_head(config: ModelConfig) -> _Part:
-    return _Part("lm_head.weight", (config.vocab_size, config.hidden_size))
-
-
-def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Part]:
-    """A layer's tensors in the checkpoint, by their name within the layer."""
-    hidden, head = config.hidden_size, config.head_size
-    q, kv, inner = config.num_heads * head, config.num_kv_heads * head, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    projections = (
-        ("self_attn.q_proj", q, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    for name, rows, columns, biased in projections:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if biased:
-            shapes[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head,)
-    prefix = f"model.layers.{index}."
-    return {name: _Part(prefix + name, shape) for name, shape in shapes.items()}
-
-
-def _expected(config: ModelConfig) -> Iterator[_Part]:
-    """Every tensor that the checkpoint must have."""
-    yield _embedding(config)
-    yield _final_norm(config)
-    if not config.tie_embeddings:
-        yield _lm_head(config)
-    for index in range(config.num_layers):
-        yield from _layer_parts(config, index).values()
-
-
-def _check(
-    path: Path, config: ModelConfig, stored: dict[str, StoredTensor], expected: list[_Part]
-) -> None:
-    """Raises CheckpointError unless `stored` is what the config describes."""
-    for part in expected:
-        if part.name not in stored:
-            raise CheckpointError(f"{path} lacks tensor {part.name}, which its config.json implies")
-        found = stored[part.name]
-        if found.shape != part.shape:
-            raise CheckpointError(
-                f"{found.file}: tensor {part.name} has shape {list(found.shape)}; config.json "
-                f"implies {list(part.shape)}"
-            )
-    unknown = stored.keys() - {part.name for part in expected}
-    for name in sorted(unknown):
-        # Tables that old exports saved, and a copy of the embedding, carry nothing of their own.
-        tied_copy = config.tie_embeddings and name == "lm_head.weight"
-        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
-            raise CheckpointError(
-                f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
-                "config.json describes it"
-            )
-
-
 def _num_bytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape) * ELEMENT_BYTES[stored.dtype]
 
@@ -274,7 +194,7 @@ class _Reader:
         self._done = 0
         self._open: dict[Path, Any] = {}
 
-    def make(self, parts: tuple[_Part, ...]) -> Tensor:
+    def make(self, parts: tuple[Part, ...]) -> Tensor:
         rows = [part.shape[0] for part in parts]
         shape = (sum(rows), *parts[0].shape[1:])
         whole = torch.empty(shape, dtype=self._dtype, device=self._device)

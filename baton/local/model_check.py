@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from baton.config import EngineConfig, model_path
-from baton.engine import checkpoint
+from baton.engine.checkpoint import stored_tensors
+from baton.engine.model_config import ModelConfig
+from baton.engine.model_tensors import check_tensors
 from baton.errors import CheckpointError, ConfigError
+from baton.text import load_tokenizer, text_fingerprint
+from baton.text.model_files import TOKENIZER_FILE
 
 
-def check_model(settings: EngineConfig) -> None:
+def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     """Raises ConfigError or CheckpointError, naming the file, when no process could load it.
 
-    Reads JSON and safetensors headers only; whether the tensors fit the config is seen by workers.
+    Reads no tensors and imports no torch. A worker has no use for the tokenizer but its identity.
     """
     path = model_path(settings.model)
-    if settings.random_weights:
-        return
-    if path.is_file():
+    if path.is_file() and not settings.random_weights:
         raise ConfigError(f"--model {settings.model} is a file: give its directory")
-    checkpoint.read_json(path / "config.json")
-    checkpoint.stored_tensors(path)
-    if not (path / "tokenizer.json").is_file():
-        raise CheckpointError(f"{path / 'tokenizer.json'} is missing: the router needs it")
+    config = ModelConfig.load(path)
+    if not (settings.random_weights or settings.simulate):
+        check_tensors(path, config, stored_tensors(path))
+    if worker:
+        text_fingerprint(path)
+        return
+    if not settings.random_weights and not (path / TOKENIZER_FILE).exists():
+        raise CheckpointError(f"{path / TOKENIZER_FILE} is missing: the router needs it")
+    load_tokenizer(path)

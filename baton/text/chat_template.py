@@ -1,9 +1,8 @@
 """Renders a conversation to the prompt text its model was trained on.
 
 Templates are jinja2 programs that come with the checkpoint, written against the names Hugging Face
-transformers gives them; the same names mean the same here. They run in jinja2's sandbox and with
-bounded output, for a checkpoint is somebody else's code; time and memory are not bounded, so a
-model directory must still be one the operator chose. This module knows no tokenizer.
+transformers gives them; the same names mean the same here. A checkpoint is somebody else's code:
+they run in jinja2's sandbox with bounds on time, memory and output. This module knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -18,12 +17,16 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from baton.errors import MAX_QUOTED_CHARS, CheckpointError, InvalidRequest
+from baton.text.bounded_jinja import BoundedEnvironment, TooMuch, bounded
 
 MAX_RENDERED_CHARS = 16 << 20
+MAX_SOURCE_CHARS = 64 << 10  # which compile in a second; those in use have up to 20,000
+# CPU seconds that a rendering may take, and characters that it may build, what it drops included.
+MAX_RENDERING = (2.0, 64 << 20)
+MAX_TRIAL = (0.25, 4 << 20)
 
 
 class ChatTurn(Protocol):
@@ -37,13 +40,25 @@ class ChatTemplate:
     """A compiled chat template; safe to share between requests."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
-        """Raises CheckpointError, naming `origin`, when `source` is not a template."""
+        """Raises CheckpointError, naming `origin`, when `source` is no template.
+
+        Nor is one that takes too long for a conversation of one character, which is tried here.
+        """
         self._special_tokens = dict(special_tokens)
+        if len(source) > MAX_SOURCE_CHARS:
+            raise CheckpointError(f"{origin}: chat template of over {MAX_SOURCE_CHARS} characters")
         try:
             self._template = _environment().from_string(source)
-        # jinja2 leaves a stray "break" to Python, which compiles what it generates.
-        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
-            raise CheckpointError(f"{origin}: broken chat template: {error}") from error
+        # Whatever it is that jinja2 or Python, which compiles what jinja2 makes, cannot take.
+        except Exception as error:
+            told = str(error)[:_TOLD_CHARS]
+            raise CheckpointError(f"{origin}: broken chat template: {told}") from error
+        try:
+            self._render([{"role": "user", "content": "x"}], MAX_TRIAL)
+        except (TooMuch, MemoryError) as error:
+            raise CheckpointError(f"{origin}: chat template without bounds: {error}") from error
+        except Exception:
+            return  # it wants another conversation
 
     def render(self, messages: Sequence[tuple[str, str] | ChatTurn]) -> str:
         """The prompt of a conversation (oldest turn first), ready for the assistant's answer.
@@ -53,9 +68,11 @@ class ChatTemplate:
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
         try:
-            return self._render([_plain(message) for message in messages])
+            return self._render([_plain(message) for message in messages], MAX_RENDERING)
         except InvalidRequest:
             raise
+        except TooMuch as error:
+            raise InvalidRequest(f"the chat template was stopped: {error}", "chat") from error
         except MemoryError as error:
             raise InvalidRequest("the chat template asked for too much memory", "chat") from error
         # A template is a program: whatever it raises, this conversation cannot be rendered.
@@ -63,7 +80,7 @@ class ChatTemplate:
             reason = str(error)[:MAX_QUOTED_CHARS]  # it may quote the conversation
             raise InvalidRequest(f"the chat template refused: {reason}", "chat") from error
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, str]], limits: tuple[float, int]) -> str:
         variables: dict[str, Any] = {
             **self._special_tokens,
             "messages": messages,
@@ -72,11 +89,13 @@ class ChatTemplate:
             "add_generation_prompt": True,
         }
         parts, size = [], 0
-        for part in self._template.generate(variables):
-            size += len(part)
-            if size > MAX_RENDERED_CHARS:
-                raise InvalidRequest(f"the chat is over {MAX_RENDERED_CHARS} characters", "chat")
-            parts.append(part)
+        with bounded(*limits):
+            for part in self._template.generate(variables):
+                size += len(part)
+                if size > MAX_RENDERED_CHARS:
+                    told = f"the chat is over {MAX_RENDERED_CHARS} characters"
+                    raise InvalidRequest(told, "chat")
+                parts.append(part)
         return "".join(parts)
 
 
@@ -121,11 +140,13 @@ def _check_attribute(name: str) -> None:
         raise SecurityError(f"a template must not set the attribute {name!r}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
+        filters={"tojson": _tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, loopcontrols],
     )
-    environment.filters["tojson"] = _tojson
     del environment.globals["lipsum"]
     environment.globals.update(
         raise_exception=_raise_exception,

@@ -1,17 +1,22 @@
 """What a model directory says about text, read from its files and checked; no tokenizer is built.
 
-Workers need only the fingerprint, so this module stays cheap and imports no library.
+Workers need only the fingerprint, so this module stays cheap and imports no library. A directory is
+somebody else's: only regular files are read, and no more of them than any real model has.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import reprlib
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from baton.errors import CheckpointError
 
@@ -21,6 +26,12 @@ _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _DEFAULT_TEMPLATE = "default"
+MAX_TOKENIZER_BYTES = 256 << 20
+MAX_JSON_BYTES = 16 << 20
+_MAX_COUNT = (1 << 31) - 1
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 120
 
 
 class TemplateSource(NamedTuple):
@@ -55,7 +66,7 @@ class TextFiles:
         model = cls._of_config(path / CONFIG_FILE)
         return replace(
             model,
-            tokenizer_json=_read_text(path / TOKENIZER_FILE),
+            tokenizer_json=_read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES),
             chat_template=_chat_template(path, tokenizer_config),
             special_tokens=_special_tokens(tokenizer_config),
             eos_token_ids=eos_token_ids or model.eos_token_ids,
@@ -94,28 +105,63 @@ def text_fingerprint(path: Path) -> str:
     return TextFiles.read(path).fingerprint
 
 
-def _read_text(file: Path) -> str | None:
+def quoted(value: object) -> str:
+    """A value from a file, short enough for an error message whatever it is."""
+    return _repr.repr(value)[:200]
+
+
+@contextmanager
+def open_regular(file: Path) -> Iterator[BinaryIO]:
+    """A regular file to read. Raises FileNotFoundError, and CheckpointError naming the file."""
+    try:
+        # A pipe without a writer is opened at once, and refused below.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise CheckpointError(f"{file}: cannot be read: it is not a regular file")
+            yield stream
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+
+
+def read_bytes(file: Path, most: int) -> bytes:
+    """A regular file's bytes. Raises as `open_regular` does, also where there are over `most`."""
+    with open_regular(file) as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise CheckpointError(f"{file}: cannot be read: it has over {most} bytes")
+    return content
+
+
+def parse_json(file: Path, content: str | bytes) -> dict[str, Any]:
+    """The object that a file's content is; raises CheckpointError naming the file."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _read_text(file: Path, most: int) -> str | None:
     """The file's text, None when there is no such file."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_bytes(file, most).decode()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The file's object, empty when there is no such file."""
-    text = _read_text(file)
-    if text is None:
-        return {}
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
+        return parse_json(file, read_bytes(file, MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return {}
 
 
 def _count(file: Path, config: Mapping[str, Any], key: str) -> int:
@@ -123,19 +169,21 @@ def _count(file: Path, config: Mapping[str, Any], key: str) -> int:
     if value is None:
         return 0
     if not _is_count(value):
-        raise CheckpointError(f"{file}: {key} must be a whole number, not {value!r}")
+        raise CheckpointError(f"{file}: {key} must be a whole number, not {quoted(value)}")
     return int(value)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return 0 <= value <= _MAX_COUNT
 
 
 def _eos_token_ids(file: Path, config: Mapping[str, Any]) -> frozenset[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(_is_count, ids)):
-        raise CheckpointError(f"{file}: eos_token_id must be token ids, not {value!r}")
+        raise CheckpointError(f"{file}: eos_token_id must be token ids, not {quoted(value)}")
     return frozenset(ids)
 
 
@@ -151,7 +199,7 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> Mapping[str, str]:
 
 def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> TemplateSource | None:
     """The template file wins over the config, whose value may be a list of named templates."""
-    separate = _read_text(directory / _TEMPLATE_FILE)
+    separate = _read_text(directory / _TEMPLATE_FILE, MAX_JSON_BYTES)
     if separate is not None:
         return TemplateSource(separate, directory / _TEMPLATE_FILE)
     file = directory / _TOKENIZER_CONFIG_FILE

@@ -209,7 +209,7 @@ def _library(file: Path, text: str) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(text)
     # The library raises plain Exception for whatever it cannot read.
     except Exception as error:
-        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+        raise CheckpointError(f"{file}: not a tokenizer: {str(error)[:200]}") from error
 
 
 def _template(files: TextFiles) -> ChatTemplate | None:

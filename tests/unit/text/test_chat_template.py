@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -69,6 +71,23 @@ JSON_LINES = """\
 {{ dict.fromkeys(['a', 'b'], 0) | tojson }}
 """
 
+FEATURES = """\
+{%- macro turn(role, text) %}<{{ role }}>{{ text ~ '|' ~ 3 }}{{ caller() if caller }}{% endmacro %}
+{%- set block %}{% for message in messages %}{{ loop.index }}/{{ loop.length }}{% endfor %}
+{%- endset %}
+{{- block | replace('/', ' of ') }}
+{%- for message in messages if message.role != 'assistant' %}
+    {{- turn(message.role, message.content.replace('e', '3') | trim | upper) }}
+    {{- ', ' if not loop.last else '%s.' % loop.revindex }}
+{%- endfor %}
+{%- for item in [1, [2, [3]]] recursive %}
+    {{- item if item is number else loop(item) }}
+{%- endfor %}
+{{- messages | map(attribute='role') | join('+') }}{{ '{:>8}'.format('x') }}{{ 'y' | center(5) }}
+{{- [1, 2] + [3] }}{{ 2 ** 10 * 3 % 7 }}{{ ['-'] * 3 }}{{ messages[::-1] | length }}
+{{- {'b': 1, 'a': [none, 1.5]} | tojson(indent=2) }}
+"""
+
 CHATS = [
     [("user", "Hi")],
     [("system", " Be brief. "), ("user", 'a <b> & "ü"\n'), ("assistant", "ok"), ("user", "世界")],
@@ -85,7 +104,7 @@ def transformers_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize(
     ("source", "chat"),
     [
-        *((source, chat) for source in (CHATML, LLAMA3, JSON_LINES) for chat in CHATS),
+        *((source, chat) for source in (CHATML, LLAMA3, JSON_LINES, FEATURES) for chat in CHATS),
         *((MISTRAL, chat) for chat in CHATS if chat[0][0] != "system"),
     ],
 )
@@ -159,6 +178,76 @@ def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100)
     source = "{% for i in range(90000) %}{{ 'xxxxxxxx' }}{% endfor %}"
     assert "over 100 characters" in refusal(source, CHATS[0])
+
+
+NESTED = "{% set ns = namespace(l=[1]) %}" + "{% set ns.l = [ns.l, ns.l] %}" * 60
+WITHOUT_BOUNDS = [
+    "{{ 10**1000000 }}",
+    "{% set n = 1000000 %}{{ (10 ** n) | length }}",
+    "{% set ns = namespace(x=9) %}" + "{% set ns.x = ns.x * ns.x %}" * 60,
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% set x %}{% for i in range(99999) %}" + "y" * 9999 + "{% endfor %}{% endset %}",
+    "{% set x = 'ab' %}" + "{% set x = x + x %}" * 60,
+    "{% set x = 'ab' %}" + "{% set x = x ~ x %}" * 60,
+    "{% set x = 'ab' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
+    "{{ 'x' * 10000000000 }}",
+    "{{ ([1] * 10000000000) | length }}",
+    "{{ 'x' | center(3000000000) }}",
+    "{{ 'x'.ljust(3000000000) }}",
+    "{{ (1).to_bytes(3000000000, 'big') }}",
+    "{{ ('a' * 100000) | replace('a', 'b' * 100000) }}",
+    "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+    "{{ (['x' * 100000] * 10000) | join }}",
+    "{{ range(99999) | map('center', 99999) | join }}",
+    "{{ '%3000000000d' % 1 }}",
+    "{{ '%*d' | format(3000000000, 1) }}",
+    "{{ '{:{}}'.format(1, 3000000000) }}",
+    "{{ 1.5 | round(1000000000, 'ceil') }}",
+    "{{ [[1]] | tojson(indent=3000000000) }}",
+    NESTED + "{{ ns.l }}",
+    NESTED + "{{ ns }}",
+    NESTED + "{{ ns.l | tojson }}",
+    NESTED + "{{ ns.l | upper }}",
+    NESTED + "{{ 'x' ~ ns.l }}",
+]
+
+
+@pytest.mark.parametrize("source", WITHOUT_BOUNDS, ids=range(len(WITHOUT_BOUNDS)))
+def test_a_template_without_bounds_is_refused_at_load(source: str) -> None:
+    """In a second, whatever it is; each would take minutes, or gigabytes."""
+    began = time.thread_time()
+    with pytest.raises(CheckpointError, match=r"template\.jinja: chat template without bounds"):
+        ChatTemplate(source, SPECIAL, "template.jinja")
+    assert time.thread_time() - began < 1
+
+
+def test_a_template_that_a_message_makes_endless_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = "{% if messages[0].content == 'go' %}" + WITHOUT_BOUNDS[3] + "{% endif %}fine"
+    template = ChatTemplate(source, SPECIAL, "test")
+    monkeypatch.setattr(chat_template, "MAX_RENDERING", (0.1, 1 << 20))
+    with pytest.raises(InvalidRequest, match=r"template was stopped: it takes over 0\.1 s"):
+        template.render([("user", "go")])
+    assert template.render([("user", "x")]) == "fine"
+
+
+def test_long_chats_are_within_bounds() -> None:
+    """A megabyte in 2,000 turns, in templates that copy them several times."""
+    chat = [("user" if i % 2 == 0 else "assistant", "some words " * 50) for i in range(2000)]
+    for source in (CHATML, MISTRAL, JSON_LINES, FEATURES):
+        assert len(ChatTemplate(source, SPECIAL, "test").render(chat)) > 500_000
+
+
+def test_a_templates_own_words_are_told_in_part() -> None:
+    assert len(refusal("{{ raise_exception('x' * 100000) }}", CHATS[0])) < 2000
+
+
+@pytest.mark.parametrize("source", ["{{ x }}" * 20_000, "{{ " + "9" * 5000 + " }}"])
+def test_a_template_of_unusual_size_is_refused_at_load(source: str) -> None:
+    with pytest.raises(CheckpointError, match="test: "):
+        ChatTemplate(source, SPECIAL, "test")
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% unknown %}", "{% break %}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -144,6 +145,8 @@ def test_text_that_is_not_unicode_is_refused(write: ModelWriter) -> None:
         ("config.json", "[]"),
         ("config.json", '{"vocab_size": "many"}'),
         ("config.json", '{"max_position_embeddings": -1}'),
+        ("config.json", '{"vocab_size": 1' + "0" * 30 + "}"),
+        ("config.json", '{"a":' * 100_000),
         ("generation_config.json", "{"),
         ("generation_config.json", '{"eos_token_id": ["</s>"]}'),
         ("tokenizer_config.json", '{"chat_template": 3}'),
@@ -157,6 +160,16 @@ def test_a_broken_file_is_named(write: ModelWriter, name: str, content: str | by
     with pytest.raises(CheckpointError) as broken:
         load_tokenizer(path)
     assert name in str(broken.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_is_not_waited_for(write: ModelWriter, name: str) -> None:
+    path = write()
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    for read in (load_tokenizer, text_fingerprint):
+        with pytest.raises(CheckpointError, match=f"{name}: .*not a regular file"):
+            read(path)
 
 
 def test_a_missing_tokenizer_is_named(write: ModelWriter) -> None:
