@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -82,6 +83,17 @@ def _cpus(text: str) -> tuple[int, ...]:
     return cpus
 
 
+def main() -> int:
+    """The exit status; ctrl-C and SIGTERM end it, and what it started, with 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        args = parser(sys.argv[1] if len(sys.argv) > 1 else "").parse_args()
+        status: int = args.main(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
 if __name__ == "__main__":
-    args = parser(sys.argv[1] if len(sys.argv) > 1 else "").parse_args()
-    sys.exit(args.main(args))
+    sys.exit(main())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
+
+from baton.local.child import tied
 
 ROOT = Path(__file__).parents[2]
 _END_S = 10.0
@@ -37,18 +41,21 @@ class Conversation:
         self._rest = b""
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                argv,
+                tied(argv),
                 cwd=ROOT,
                 env={**os.environ, **env},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                process_group=0,  # ctrl-C is ours; what it starts is ended with it
             )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._kill()
         self.close()
 
     def ready(self, timeout_s: float) -> dict[str, str]:
@@ -79,8 +86,12 @@ class Conversation:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     @staticmethod
     def _checked(answer: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +105,7 @@ class Conversation:
         while b"\n" not in self._rest:
             readable, _, _ = select.select([out], [], [], max(0.0, until - time.monotonic()))
             if not readable:
-                self._process.kill()
+                self._kill()
                 raise Lost(f"no answer within {timeout_s:g} s")
             if not (chunk := os.read(out.fileno(), _CHUNK)):
                 raise Lost(self._last_words())

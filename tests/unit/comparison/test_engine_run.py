@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench.engine import candidates, run
 from bench.engine.candidates import Entry, Rivals
+from bench.engine.conversation import ROOT
 from bench.shapes import SHAPES
 
 ABSENT = """
@@ -56,6 +63,76 @@ def test_baton_is_measured_and_who_is_missing_is_named(
     assert report["absent"]["vllm-bf16"].startswith(told)
     assert any(told in line for line in run.head_of(report))
     assert any("round 2 of 2: prompt 70" in line for line in said)
+
+
+SLOW = """
+import signal, subprocess, time
+from bench.candidates.answering import main
+class Slow:
+    def about(self): return {}
+    def decode(self, batch, context, steps):
+        subprocess.run(["sleep", "60"])
+def load(setup):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a library in the middle of its work does
+    return Slow()
+main(load)
+"""
+BENCH = """
+import runpy, sys
+from bench import checkpoint
+from bench.engine import candidates
+checkpoint.directory_of = lambda shape, cache: cache
+candidates.ENTRIES["baton-float32"] = candidates.Entry("baton-float32", "slow_candidate")
+sys.argv = ["bench", "engine", "--shape", "tiny", "--candidates", "baton-float32"]
+runpy.run_module("bench", run_name="__main__")
+"""
+
+
+def running(folder: Path) -> dict[int, str]:
+    """What runs with `folder` in its environment: command lines by process id."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_its_candidates_end_with_it(tmp_path: Path, signum: signal.Signals) -> None:
+    """At once and without a traceback, whatever they are doing, and what they started too.
+
+    Who is killed can end nothing: then the kernel ends the candidates themselves.
+    """
+    (tmp_path / "slow_candidate.py").write_text(SLOW)
+    path = f"{tmp_path}:{ROOT}"
+    bench = subprocess.Popen(
+        [sys.executable, "-c", BENCH],
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert bench.stderr is not None
+    try:
+        assert any("warm-up: batch 1" in line for line in bench.stderr), "it ended"
+        until(lambda: any("sleep" in line for line in running(tmp_path).values()))
+        os.killpg(bench.pid, signum)  # as a terminal does
+        assert bench.wait(5) == (130 if signum != signal.SIGKILL else -signum)
+        assert "Traceback" not in bench.stderr.read()
+        name = "slow_candidate" if signum == signal.SIGKILL else ""
+        until(lambda: not any(name in line for line in running(tmp_path).values()))
+    finally:
+        for pid in running(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+        bench.communicate()
 
 
 def test_nobody_to_measure_is_an_error(tmp_path: Path) -> None:
