@@ -51,7 +51,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         # Whatever it is that jinja2 or Python, which compiles what jinja2 makes, cannot take.
         except Exception as error:
-            told = str(error)[:_TOLD_CHARS]
+            told = str(error)[:MAX_QUOTED_CHARS]
             raise CheckpointError(f"{origin}: broken chat template: {told}") from error
         try:
             self._render([{"role": "user", "content": "x"}], MAX_TRIAL)
