@@ -76,7 +76,7 @@ def measure(job: Job, sending: Plan, receiving: Plan) -> dict[str, Cell]:
     with _Peer(receiving) as peer:
         endpoint = base64.b64decode(peer.ask({"do": "offer"})["endpoint"])
         peer.say({"do": "accept"})  # while we connect
-        link = transport.connect(pool, endpoint, TIMEOUT_S)
+        link = transport.connect(pool, endpoint, peer.pid, TIMEOUT_S)
         try:
             peer.hear()
             for number in range(1 + job.sized(_TIMES, _TIMES, 1)):
@@ -115,6 +115,11 @@ class _Peer:
             [sys.executable, "-c", PROGRAM, plan.to_json()],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
 
     def __enter__(self) -> _Peer:
         return self
