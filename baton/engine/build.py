@@ -151,8 +151,9 @@ def _on_cpu(
     if settings.simulate:
         pace = Pace.parse(settings.simulate)
         return Parts(SimulatedRunner(pace, pool, sampler, config.vocab_size), layout)
-    # What a model keeps for each position, it keeps for those that a sequence can have here.
-    config = replace(config, max_context=choices.max_context(settings, config, layout))
+    # What a model keeps for each position, it keeps for those that can be had here.
+    slots = layout.num_blocks * layout.block_size
+    config = replace(config, max_context=min(choices.longest_context(settings, config), slots))
     return Parts(Runner(_model(settings, path, config, dtype, device), pool, sampler), layout)
 
 

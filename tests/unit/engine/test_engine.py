@@ -181,7 +181,7 @@ def test_what_is_kept_for_each_position_ends_where_sequences_do(
     monkeypatch.setattr(native_model, "rope_tables", watched)
     load(directory, kernels=kernels, max_context=70)
     load(directory, kernels=kernels, kv_blocks=4)
-    assert asked == [70, 63]
+    assert asked == [70, 64]
 
 
 def test_a_handoff_within_one_pool_continues_like_one_sequence(loaded: build.Loaded) -> None:

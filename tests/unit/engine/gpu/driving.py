@@ -109,7 +109,7 @@ class Driven:
         plan = self.planner.plan()
         self.blocks.check()
         drawn, failure = self.engine._compute(plan)
-        self.engine._publish(plan, drawn, failure, 0)
+        self.engine._publish(plan, drawn, failure, (0, 0))
         self.blocks.check()
 
     def finish(self) -> None:
