@@ -6,15 +6,18 @@ that an error keeps its meaning across processes. This module knows neither gRPC
 
 from __future__ import annotations
 
+import reprlib
+
 MAX_QUOTED_CHARS = 200
 
 
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = MAX_QUOTED_CHARS
+
+
 def quoted(value: object) -> str:
-    """What a message shows of a caller's value, which may be megabytes."""
-    shown = repr(value[:MAX_QUOTED_CHARS] if isinstance(value, str) else value)
-    if len(shown) <= MAX_QUOTED_CHARS:
-        return shown
-    return shown[: MAX_QUOTED_CHARS - 1] + "…"
+    """What a message shows of somebody else's value, which may be megabytes or deeply nested."""
+    return _repr.repr(value)[:MAX_QUOTED_CHARS]
 
 
 class BatonError(Exception):

@@ -13,9 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.errors import CheckpointError
-from baton.text import model_files
-from baton.text.model_files import open_regular, parse_json, quoted, read_bytes
+from baton.checkpoint_files import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
+from baton.errors import CheckpointError, quoted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -41,7 +46,7 @@ class StoredTensor:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; raises CheckpointError when it is missing or is not one."""
     try:
-        return parse_json(file, read_bytes(file, model_files.MAX_JSON_BYTES))
+        return parse_json(file, read_bytes(file, MAX_JSON_BYTES))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
 
@@ -163,7 +168,7 @@ def fingerprint(path: Path, random_seed: int | None = None) -> str:
         small += [directory / "generation_config.json", directory / "tokenizer.json"]
     for file in small:
         if file.is_file():
-            content = read_bytes(file, model_files.MAX_TOKENIZER_BYTES)
+            content = read_bytes(file, MAX_TOKENIZER_BYTES)
             digest.update(f"{file.name} {len(content)}\n".encode())
             digest.update(content)
     if random_seed is not None:

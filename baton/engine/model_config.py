@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.engine.checkpoint import fingerprint, read_json
-from baton.errors import CheckpointError
-from baton.text.model_files import quoted
+from baton.errors import CheckpointError, quoted
 
 __all__ = ["ModelConfig", "Rope", "fingerprint"]
 

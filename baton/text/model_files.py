@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import reprlib
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from baton.errors import CheckpointError
+from baton.checkpoint_files import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    parse_json,
+    read_bytes,
+)
+from baton.errors import CheckpointError, quoted
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "config.json"
@@ -26,12 +28,7 @@ _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _DEFAULT_TEMPLATE = "default"
-MAX_TOKENIZER_BYTES = 256 << 20
-MAX_JSON_BYTES = 16 << 20
 _MAX_COUNT = (1 << 31) - 1
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 120
 
 
 class TemplateSource(NamedTuple):
@@ -103,47 +100,6 @@ def text_fingerprint(path: Path) -> str:
     Raises CheckpointError naming the file that cannot be read.
     """
     return TextFiles.read(path).fingerprint
-
-
-def quoted(value: object) -> str:
-    """A value from a file, short enough for an error message whatever it is."""
-    return _repr.repr(value)[:200]
-
-
-@contextmanager
-def open_regular(file: Path) -> Iterator[BinaryIO]:
-    """A regular file to read. Raises FileNotFoundError, and CheckpointError naming the file."""
-    try:
-        # A pipe without a writer is opened at once, and refused below.
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise CheckpointError(f"{file}: cannot be read: it is not a regular file")
-            yield stream
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-
-
-def read_bytes(file: Path, most: int) -> bytes:
-    """A regular file's bytes. Raises as `open_regular` does, also where there are over `most`."""
-    with open_regular(file) as stream:
-        content = stream.read(most + 1)
-    if len(content) > most:
-        raise CheckpointError(f"{file}: cannot be read: it has over {most} bytes")
-    return content
-
-
-def parse_json(file: Path, content: str | bytes) -> dict[str, Any]:
-    """The object that a file's content is; raises CheckpointError naming the file."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _read_text(file: Path, most: int) -> str | None:

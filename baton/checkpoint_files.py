@@ -1,0 +1,55 @@
+"""Reads files of a model directory, which is somebody else's: regular, of bounded size.
+
+For the text side and the engine, neither of which knows the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from baton.errors import CheckpointError
+
+MAX_TOKENIZER_BYTES = 256 << 20
+MAX_JSON_BYTES = 16 << 20
+
+
+@contextmanager
+def open_regular(file: Path) -> Iterator[BinaryIO]:
+    """A regular file to read. Raises FileNotFoundError, and CheckpointError naming the file."""
+    try:
+        # A pipe without a writer is opened at once, and refused below.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise CheckpointError(f"{file}: cannot be read: it is not a regular file")
+            yield stream
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+
+
+def read_bytes(file: Path, most: int) -> bytes:
+    """A regular file's bytes. Raises as `open_regular` does, also where there are over `most`."""
+    with open_regular(file) as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise CheckpointError(f"{file}: cannot be read: it has over {most} bytes")
+    return content
+
+
+def parse_json(file: Path, content: str | bytes) -> dict[str, Any]:
+    """The object that a file's content is; raises CheckpointError naming the file."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, not {type(value).__name__}")
+    return value
