@@ -43,7 +43,7 @@ def add_commands(commands: options.Commands) -> None:
         default=ClusterConfig.prefill_nice,
         metavar="N",
         help="from 0 to 19: how far prompts stand back for streams and routers where they share "
-        "cores",
+        "cores, but for every other busy process too: at 10 they get a tenth of a core beside one",
     )
     group.add_argument("--host", default=ClusterConfig.host, help="address the routers listen on")
     group.add_argument(

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+from baton.config import ClusterConfig
+
+NICE = ClusterConfig.prefill_nice
 ALL = os.sched_getaffinity(0)
 _NICE = 16  # of the fields behind the command's name in /proc/PID/stat
 
@@ -22,9 +25,9 @@ def nice_of(task: Path) -> int:
 async def test_engine_threads_are_where_they_were_put(cluster_factory) -> None:
     cluster = await cluster_factory()
     niceness = {name: [nice for _, nice in threads(p.pid)] for name, p in processes(cluster)}
-    assert 10 in niceness["prefill-0"]
+    assert NICE in niceness["prefill-0"]
     assert set(niceness["decode-0"]) == set(niceness["router"]) == {os.nice(0)}
-    assert niceness["prefill-0"].count(10) <= 1 + len(ALL)  # and those that compute with it
+    assert niceness["prefill-0"].count(NICE) <= 1 + len(ALL)  # and those that compute with it
     for name in ("prefill-0", "decode-0"):
         pid = cluster.processes[name].pid
         assert os.sched_getaffinity(pid) == ALL, "the event loop may run where there is room"

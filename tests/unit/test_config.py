@@ -188,3 +188,8 @@ def test_prices_and_targets_are_checked() -> None:
         RouterConfig(trace_slow_s=-1)
     with pytest.raises(ConfigError, match="--slo 'x'"):
         RouterConfig(slos=("x",))
+
+
+def test_prompts_do_not_starve_beside_a_busy_process() -> None:
+    """Each step of niceness is worth a quarter less of a core that is shared (sched(7))."""
+    assert 1 / (1 + 1.25**ClusterConfig.prefill_nice) > 1 / 3
