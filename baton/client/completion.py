@@ -178,9 +178,11 @@ class Collector:
 
 
 def transport_name(transport: int) -> str | None:
-    """ "shm" for TRANSPORT_SHM and so on; None when unspecified."""
+    """ "shm" for TRANSPORT_SHM and so on; None when unspecified, the number when not known here."""
     if transport == common_pb2.TRANSPORT_UNSPECIFIED:
         return None
+    if transport not in common_pb2.Transport.values():
+        return str(transport)
     return common_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
 
 

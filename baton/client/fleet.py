@@ -50,7 +50,7 @@ def device_of(record: common_pb2.WorkerRecord) -> str:
 def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
     record, load = worker.record, worker.load
     return {
-        "role": common_pb2.WorkerRole.Name(record.role).removeprefix("WORKER_ROLE_").lower(),
+        "role": _enum_name(record.DESCRIPTOR.fields_by_name["role"].enum_type, record.role),
         "incarnation": record.incarnation,
         "address": record.address,
         "pid": record.pid,
@@ -98,5 +98,12 @@ def _plain_item(field: Any, value: Any) -> Any:
         return _fields(value)
     if field.enum_type is None:
         return value
-    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", field.enum_type.name).upper() + "_"
-    return field.enum_type.values_by_number[value].name.removeprefix(prefix).lower()
+    return _enum_name(field.enum_type, value)
+
+
+def _enum_name(enum: Any, value: int) -> str:
+    """ "prefill" for WORKER_ROLE_PREFILL; the number where only a newer version has a name."""
+    if (known := enum.values_by_number.get(value)) is None:
+        return str(value)
+    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).upper() + "_"
+    return str(known.name).removeprefix(prefix).lower()

@@ -103,6 +103,12 @@ class EtcdClient:
         request = etcd_pb2.RangeRequest(key=prefix.encode(), range_end=_end_of(prefix))
         return await self._call(lambda at, options: at.kv.Range(request, **options))
 
+    async def get(self, key: str) -> etcd_pb2.KeyValue | None:
+        """What is stored at `key`."""
+        request = etcd_pb2.RangeRequest(key=key.encode())
+        found = await self._call(lambda at, options: at.kv.Range(request, **options))
+        return found.kvs[0] if found.kvs else None
+
     async def put(self, key: str, value: bytes, lease: int) -> None:
         """Writes `key` under `lease`; raises Stale when that lease is gone."""
         request = etcd_pb2.PutRequest(key=key.encode(), value=value, lease=lease)

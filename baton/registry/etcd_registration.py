@@ -1,7 +1,8 @@
 """One worker's key in etcd, kept true until the worker leaves.
 
 One task does all the writing, in rounds: see that the lease lives (or take a new one), then see
-that the store holds the newest record. A round that fails is repeated with backoff, for ever: an
+that the store holds the newest record under it, whoever deleted it or wrote another one. A round
+that fails is repeated with backoff, for ever: an
 outage of etcd never ends a worker.
 """
 
@@ -30,6 +31,7 @@ class EtcdRegistration:
         self._ttl_s = config.lease_ttl_s
         self._record = records.copied(record)
         self._key = records.key_of(self._prefix, record)
+        self._written = b""
         self._lease = 0  # 0: none
         self._renew_s = self._ttl_s / 3
         self._connected = False
@@ -103,12 +105,23 @@ class EtcdRegistration:
             self._lease, ttl_s = await self._client.grant(self._ttl_s)
             self._renew_s = ttl_s / 3
             self._unwritten.set()
+        elif not self._unwritten.is_set():
+            await self._check_stored()
         self._connected = True
         if self._unwritten.is_set():
             self._unwritten.clear()
-            await self._client.put(self._key, records.encode(self._record), self._lease)
+            self._written = records.encode(self._record)
+            await self._client.put(self._key, self._written, self._lease)
         if not self._unwritten.is_set():
             self._settled.set()
+
+    async def _check_stored(self) -> None:
+        """Has the record written again if the store does not hold it as it was written."""
+        stored = await self._client.get(self._key)
+        if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
+            what = "was changed" if stored else "was deleted"
+            log.warning("%s %s by somebody; writing it again", self._key, what)
+            self._unwritten.set()
 
     def _lost(self, error: BatonError) -> None:
         if self._connected:

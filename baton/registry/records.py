@@ -53,7 +53,8 @@ def encode(record: WorkerRecord) -> bytes:
 def decode(key: bytes, value: bytes) -> WorkerRecord:
     """The record stored at `key`. Fields of a newer version are passed over.
 
-    Raises InvalidRequest for a value that is no record, or that belongs under another key.
+    Raises InvalidRequest for a value that is no record, has a role that is not known here, or
+    belongs under another key.
     """
     record = WorkerRecord()
     try:
@@ -62,4 +63,6 @@ def decode(key: bytes, value: bytes) -> WorkerRecord:
         raise InvalidRequest(f"{key!r} does not hold a worker record: {error}") from error
     if record.incarnation != incarnation_of(key):
         raise InvalidRequest(f"{key!r} holds the record of {record.incarnation!r}")
+    if record.role not in _ROLES:
+        raise InvalidRequest(f"{key!r} holds a worker of role {record.role}, not known here")
     return record

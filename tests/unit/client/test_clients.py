@@ -111,6 +111,22 @@ def worker_record():
     )
 
 
+async def test_what_only_a_newer_version_has_a_name_for_is_shown_as_its_number(connect, serve):
+    record = worker_record()
+    record.role, record.state = 77, 78
+    router = ScriptedRouter(HELLO)
+    router.status = fleet_pb2.GetStatusResponse(
+        router=fleet_pb2.RouterStatus(events=[fleet_pb2.RouterEvent(kind=79)]),
+        workers=[fleet_pb2.WorkerStatus(record=record, state="READY")],
+        pairs=[worker_pb2.PairStatus(prefill="p", decode="d", transport=80)],
+    )
+    async with connect(await serve(router)) as client:
+        status = await client.status()
+    assert status["workers"][0]["role"] == "77"
+    assert status["router"]["events"][0]["kind"] == "79"
+    assert status["pairs"][0]["transport"] == "80"
+
+
 async def test_api_key_travels_as_a_bearer_token(connect, serve):
     router = ScriptedRouter(HELLO)
     async with connect(await serve(router), api_key="secret") as client:

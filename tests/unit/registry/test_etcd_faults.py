@@ -15,6 +15,7 @@ from baton.registry import etcd_client
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.etcd_client import EtcdClient
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
+from tests.waiting import eventually
 
 RECORD = WorkerRecord(
     incarnation="d1",
@@ -75,14 +76,40 @@ async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
         assert not members.records
         await client.put(prefix + "decode/during", b"\xff", lease)
         await client.put(prefix + "decode/alias", b'{"incarnation": "other"}', lease)
+        for name, role in {"r0": "0", "r77": "77", "rj": '"WORKER_ROLE_JUGGLER"'}.items():
+            value = f'{{"incarnation": "{name}", "role": {role}}}'
+            await client.put(f"{prefix}decode/{name}", value.encode(), lease)
         newer = b'{"incarnation": "n1", "role": "WORKER_ROLE_DECODE", "colour": "red"}'
         await client.put("/baton/v1/default2/workers/decode/n1", newer, lease)
         await client.put(prefix + "decode/n1", newer, lease)
         await until(members, lambda now: "n1" in now)
         assert set(members.records) == {"n1"}
     await client.close()
-    for name in ("before", "during", "alias"):
+    for name in ("before", "during", "alias", "r0", "r77", "rj"):
         assert f"decode/{name}" in caplog.text
+
+
+async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, caplog):
+    config = RegistryConfig(etcd=etcd.address, lease_ttl_s=1)
+    client = EtcdClient(config)
+    async with (
+        opened(config) as registry,
+        registry.register(RECORD) as registration,
+        registry.watch() as members,
+    ):
+        key = f"{config.workers_prefix}decode/d1"
+        before = await client.get(key)
+        other, _ = await client.grant(60)
+        await client.put(key, before.value, other)
+        await client.revoke(other)  # deletes the key, and the worker's lease lives
+        await until(members, lambda now: not now)
+        await until(members, lambda now: now.get("d1") == RECORD)
+        other, _ = await client.grant(60)
+        await client.put(key, b"rubbish", other)
+        await eventually(lambda: client.get(key), lambda kv: kv.value == before.value, "it stays")
+        assert registration.connected
+    await client.close()
+    assert "was deleted" in caplog.text and "was changed" in caplog.text
 
 
 async def test_a_dead_endpoint_is_passed_over(etcd):
