@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import shutil
 import socket
@@ -21,6 +22,8 @@ from baton.local.child import tied
 from baton.local.scratch import ScratchFolder
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
+
+log = logging.getLogger(__name__)
 
 START_S = 20.0
 STOP_S = 5.0
@@ -44,12 +47,16 @@ def etcd_binary() -> Path:
     return Path(found)
 
 
+class _Ended(Unavailable):
+    """The process ended instead of answering."""
+
+
 class EmbeddedEtcd:
     """One etcd process: `async with EmbeddedEtcd() as etcd: ... etcd.address`.
 
     After `stop` or `kill`, `start` brings it back on the same port with the same data. Data that
     were given no directory live in a temporary one and go with `close` (or the `async with`), those
-    of a killed owner when the next one starts.
+    of a killed owner when the next one starts. Damaged data are moved aside, and it starts empty.
     """
 
     def __init__(
@@ -151,12 +158,36 @@ class EmbeddedEtcd:
             say(f"etcd ended with status {status}; starting it again")
             await backoff.wait()
             try:
-                await self._start_once()
+                await self._start_once(say)
             except Unavailable as error:
                 say(str(error))
                 self._process = process  # it is still the one that ended by itself
 
-    async def _start_once(self) -> None:
+    async def _start_once(self, say: Callable[[str], None] = log.warning) -> None:
+        """Starts on the data that are there, or without them if they alone keep it from starting.
+
+        They are records that their owners write again.
+        """
+        data, aside = self.home / "data", self.home / "data.damaged"
+        had_data = data.exists()
+        try:
+            await self._launch()
+            return
+        except _Ended as error:
+            if not had_data:
+                raise
+            cause = error
+        await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
+        data.rename(aside)
+        try:
+            await self._launch()
+        except BaseException:  # it is not the data
+            await asyncio.to_thread(shutil.rmtree, data, ignore_errors=True)
+            aside.rename(data)
+            raise
+        say(f"etcd starts empty: it could not start on its data, moved to {aside} ({cause})")
+
+    async def _launch(self) -> None:
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *tied(self._command()),
@@ -179,11 +210,11 @@ class EmbeddedEtcd:
         try:
             await asyncio.wait({answered, exited}, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
-                raise Unavailable(f"etcd ended with status {exited.result()}")
+                raise _Ended(f"etcd ended with status {exited.result()}")
             with contextlib.suppress(ConfigError):  # one that asks for a password answers, too
                 answered.result()
         except Unavailable as error:
-            raise Unavailable(f"{error}; etcd said: {self._last_words()}") from error
+            raise type(error)(f"{error}; etcd said: {self._last_words()}") from error
         finally:
             for task in (answered, exited):
                 task.cancel()

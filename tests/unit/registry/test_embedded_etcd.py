@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.config import RegistryConfig
+from baton.config import RegistryConfig, split_address
 from baton.errors import ConfigError, Unavailable
 from baton.local import etcd as local_etcd
 from baton.local.etcd import EmbeddedEtcd
@@ -147,3 +147,54 @@ async def test_dies_with_its_parent(tmp_path):
     finally:
         loop.remove_reader(etcd)
         os.close(etcd)
+
+
+def damage(etcd):
+    """Overwrites every file of a stopped etcd with as many other bytes."""
+    for path in (etcd.home / "data").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"\xa5" * path.stat().st_size)
+
+
+async def test_damaged_data_are_moved_aside_and_said_once(caplog):
+    async with EmbeddedEtcd() as etcd:
+        await write(etcd, "/one")
+        await etcd.kill()
+        damage(etcd)
+        await etcd.start()
+        assert await keys(etcd) == []
+        (line,) = caplog.messages
+        assert "starts empty" in line and "data.damaged" in line
+        await write(etcd, "/two")
+        await etcd.stop()
+        await etcd.start()
+        assert await keys(etcd) == [b"/two"]
+        assert len(caplog.messages) == 1
+
+
+async def test_one_that_is_kept_running_gets_over_damaged_data():
+    said = []
+    async with EmbeddedEtcd() as etcd:
+        damage(etcd)  # its files are open: what is on disk shows at its next start
+        keeping = asyncio.create_task(etcd.keep_running(said.append))
+        os.kill(etcd.pid, signal.SIGKILL)
+        async with asyncio.timeout(15):
+            while not any("starts empty" in line for line in said):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert await keys(etcd) == []
+        keeping.cancel()
+    assert len(said) == 2
+
+
+async def test_data_stay_where_something_else_keeps_etcd_from_starting():
+    async with EmbeddedEtcd() as etcd:
+        await write(etcd, "/one")
+        await etcd.stop()
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(split_address(etcd.address))
+            taken.listen()
+            with pytest.raises(Unavailable, match="address already in use"):
+                await etcd.start()
+        await etcd.start()
+        assert await keys(etcd) == [b"/one"]
