@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 
 from baton.errors import Unavailable
 from baton.registry import Membership
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 _QUARANTINED = "QUARANTINED"
 _PREFILL = common_pb2.WORKER_ROLE_PREFILL
+# Calls to workers that never answered, of all together: anybody who may write to the registry can
+# enter thousands that do not exist.
+_FIRST_CALLS_PER_S = 50
+_BATCH_S = 0.02  # changes of the registry that come closer together are taken in at once
 
 
 class Fleet:
@@ -70,10 +74,11 @@ class Fleet:
         try:
             async for records in self._membership.changes():
                 await self._apply(records)
+                await asyncio.sleep(_BATCH_S)
         finally:
             ticking.cancel()
-            closing = [member.close("the router is stopping") for member in self._members.values()]
-            await asyncio.gather(ticking, *closing, return_exceptions=True)
+            await asyncio.gather(ticking, return_exceptions=True)
+            await _close(self._members.values(), "the router is stopping")
 
     def snapshot(self) -> Snapshot:
         """All workers now."""
@@ -119,14 +124,14 @@ class Fleet:
         for incarnation, record in records.items():
             if record.state == common_pb2.WORKER_STATE_STARTING:
                 continue  # it has no server yet
-            if member := self._members.get(incarnation):
-                member.update(record)
-            else:
+            if (member := self._members.get(incarnation)) is None:
                 self._members[incarnation] = self._join(record)
+                await asyncio.sleep(0)  # thousands may come at once
+            elif member.record is not record:
+                member.update(record)
         self.health.retain(self._members)
         self._announce()
-        closing = [member.close("the worker has left the cluster") for member in leaving]
-        await asyncio.gather(*closing)
+        await _close(leaving, "the worker has left the cluster")
 
     def _join(self, record: common_pb2.WorkerRecord) -> Member:
         mismatch = ""
@@ -135,7 +140,14 @@ class Fleet:
                 f"its tokenizer ({record.text_fingerprint[:12]}) is not the router's "
                 f"({self._text_fingerprint[:12]}): start both with the same model"
             )
-        return Member(record, self._router_id, mismatch, self._patience, self._announce)
+        return Member(
+            record,
+            self._router_id,
+            mismatch,
+            self._patience,
+            self._announce,
+            lambda: len(self._members) / _FIRST_CALLS_PER_S,
+        )
 
     async def _tick_for_ever(self) -> None:
         """Lets members count silence, all of them by the same clock; see `Patience`."""
@@ -162,6 +174,14 @@ class Fleet:
     def _announce(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+async def _close(members: Collection[Member], reason: str) -> None:
+    """All streams first: to close a connection, gRPC looks at every task of the event loop."""
+    following = [member.stop_following(reason) for member in members]
+    await asyncio.gather(*following, return_exceptions=True)
+    for member in members:
+        await member.close(reason)
 
 
 def _ejected(key: tuple[str, str], told: worker_pb2.PairStatus | None) -> worker_pb2.PairStatus:

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import grpc
 
@@ -33,7 +34,7 @@ class Patience:
     silence_s: float = 1.5
     stall_s: float = 10.0
 
-    @property
+    @cached_property
     def tick_s(self) -> float:
         """Between two looks at all workers."""
         return min(0.1, self.silence_s / 10)
@@ -43,12 +44,12 @@ class Patience:
         """What workers are asked for: a worker is suspected after it has missed about three."""
         return int(1000 * min(0.2, self.silence_s / 6))
 
-    @property
+    @cached_property
     def lost_ticks(self) -> int:
         """Silent for so long, a worker counts as lost."""
         return self.ticks_in(self.silence_s)
 
-    @property
+    @cached_property
     def suspect_ticks(self) -> int:
         """Silent for so long, it gets nothing new."""
         return self.lost_ticks // 2
@@ -70,23 +71,32 @@ class Lifeline:
     """Keeps one stream of a worker open.
 
     `follow` opens the stream, calls `opened` and then `heard` at each message, and returns or
-    raises at its end, which `lost` is told. After Stale the stream is not opened again.
+    raises at its end, which `lost` is told, and whether that is news. After Stale the
+    stream is not opened again. Until the worker has answered once, attempts are at least
+    `first_pause_s` apart.
     """
 
     def __init__(
-        self, name: str, follow: Callable[[Lifeline], Awaitable[None]], lost: Callable[[], None]
+        self,
+        name: str,
+        follow: Callable[[Lifeline], Awaitable[None]],
+        lost: Callable[[bool], None],
+        first_pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.alive = False  # the worker has answered on the stream that is open
         self.state, self.why = UNREACHABLE, "not connected yet"  # while it is not alive
         self.silent_ticks = 0
         self._follow = follow
         self._lost = lost
+        self._first_pause_s = first_pause_s
+        self.answered = False  # ever
         self._limit: asyncio.Timeout | None = None  # of the stream that is open; `cut` sets it
         self._task = asyncio.create_task(self._run(), name=name)
 
     def opened(self) -> None:
         """The worker has answered."""
         self.alive = self._limit is not None
+        self.answered |= self.alive
         self.heard()
 
     def heard(self) -> None:
@@ -118,13 +128,15 @@ class Lifeline:
             began = time.monotonic()
             error = await self._one_stream()
             if error is not None:
+                before = self.alive, self.state
                 self._down(UNREACHABLE, str(error))
-                self._lost()
+                self._lost(before != (self.alive, self.state) or isinstance(error, Stale))
             if isinstance(error, Stale):
                 return
             if error is None or time.monotonic() - began > longest_s:  # it had worked
                 pause_s = shortest_s
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+            least_s = 0.0 if self.answered else self._first_pause_s()
+            await asyncio.sleep(max(pause_s, least_s) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
             pause_s = min(pause_s * 2, longest_s)
 
     async def _one_stream(self) -> BatonError | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from baton import rpc
+from baton.config import split_address
 from baton.errors import BatonError, Stale, Unavailable
 from baton.v1 import (
     common_pb2,
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 Event = decode_pb2.SequenceEvent | BatonError
 _STRAYS_TURN_S = 1.0  # a Cancel under way has arrived by then
 _CANCEL_TIMEOUT_S = 2.0
+_CONNECT_TIMEOUT_S = 2.0
 _STATES = {
     common_pb2.WORKER_STATE_READY: READY,
     common_pb2.WORKER_STATE_DRAINING: "DRAINING",
@@ -58,6 +60,7 @@ class Member:
         mismatch: str,
         patience: Patience,
         on_change: Callable[[], None],
+        first_pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.record = record
         self.load = worker_pb2.Load(blocks_total=record.blocks_total)
@@ -70,12 +73,14 @@ class Member:
         self._mismatch = mismatch
         self._patience = patience
         self._on_change = on_change
+        self._first_pause_s = first_pause_s
         self._draining = False
         self._closed = False
         self._replaced = ""  # by whom
         self._subscribers: dict[str, Callable[[Event], None]] = {}
         self._strays = Strays()
         self._ticks = 0
+        self._strays_ticks = patience.ticks_in(_STRAYS_TURN_S)
         self._cancelling: asyncio.Task[None] | None = None
         self._channel = rpc.channel(record.address)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
@@ -144,14 +149,18 @@ class Member:
                 # Also those who came a moment too late.
                 self._fail_all(f"worker {self.record.incarnation} is lost: {line.why}")
         self._ticks += 1
-        if self._ticks % self._patience.ticks_in(_STRAYS_TURN_S) == 0:
+        if self._ticks % self._strays_ticks == 0:
             self._cancel_strays()
 
-    async def close(self, reason: str) -> None:
+    async def stop_following(self, reason: str) -> None:
         """The worker is gone: whoever waits for it is told."""
         self._closed = True
         self._fail_all(reason)
         await asyncio.gather(*(line.close() for line in self._lines))
+
+    async def close(self, reason: str) -> None:
+        """As `stop_following`, and ends the connection."""
+        await self.stop_following(reason)
         if self._cancelling is not None:
             self._cancelling.cancel()
             await asyncio.gather(self._cancelling, return_exceptions=True)
@@ -191,10 +200,10 @@ class Member:
         return READY, ""
 
     def _follow(self) -> list[Lifeline]:
-        name = self.record.incarnation
-        lines = [Lifeline(f"watch {name}", self._watch_load, self._on_change)]
+        name, pause = self.record.incarnation, self._first_pause_s
+        lines = [Lifeline(f"watch {name}", self._watch_load, self._watch_lost, pause)]
         if self.record.role == common_pb2.WORKER_ROLE_DECODE:
-            lines.append(Lifeline(f"events {name}", self._stream_events, self._events_lost))
+            lines.append(Lifeline(f"events {name}", self._stream_events, self._events_lost, pause))
         return lines
 
     async def _watch_load(self, line: Lifeline) -> None:
@@ -230,6 +239,8 @@ class Member:
 
     async def _check_identity(self, line: Lifeline) -> None:
         """Raises Stale when another process has taken the worker's address."""
+        if not line.answered:
+            await _check_listening(self.record.address)
         described = await self.worker.Describe(worker_pb2.DescribeRequest())
         line.heard()
         found, name = described.record.incarnation, self.record.incarnation
@@ -270,9 +281,14 @@ class Member:
         """Registry and worker both tell; no worker comes back from DRAINING."""
         self._draining |= state == common_pb2.WORKER_STATE_DRAINING
 
-    def _events_lost(self) -> None:
+    def _watch_lost(self, changed: bool) -> None:
+        if changed:
+            self._on_change()
+
+    def _events_lost(self, changed: bool) -> None:
         self._fail_all(f"the event stream of decode worker {self.record.incarnation} broke")
-        self._on_change()
+        if changed:
+            self._on_change()
 
     def _fail_all(self, reason: str) -> None:
         for deliver in list(self._subscribers.values()):
@@ -290,3 +306,17 @@ async def _cancel(handoff_ids: Sequence[str], member: Member, timeout_s: float) 
     # The reservations' leases are the backstop.
     with contextlib.suppress(BatonError), member.calling():
         await member.decode.Cancel(request, timeout=timeout_s)
+
+
+async def _check_listening(address: str) -> None:
+    """Raises Unavailable unless a connection can be made.
+
+    gRPC would go on by itself to connect, every second, to an address at which nobody ever was.
+    """
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            host, port = split_address(address)
+            _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"cannot connect to {address}: {error or 'no answer'}") from error
+    writer.transport.abort()

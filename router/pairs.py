@@ -6,7 +6,7 @@ the time that it saves and for nothing else, so it never outweighs a queue that 
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,6 +41,7 @@ _NEW_TOKENS, _MOST_NEW_TOKENS = 64, 256
 # A decode pool that runs full preempts sequences, and what they had is computed again. The price
 # rises with the square of the share in use: half a pool costs little.
 _FULL_POOL_MS = 100.0
+_MOST_UNREADY = 16  # workers of a role
 
 
 @dataclass(frozen=True)
@@ -194,13 +195,22 @@ class Pair:
 
 
 def pairs_of(snapshot: Snapshot, wants: Wants, full: Set[str] = frozenset()) -> list[Pair]:
-    """All pairs, usable or not; decode workers in `full` have just refused."""
+    """All pairs, usable or not; decode workers in `full` have just refused.
+
+    Of many workers that are not ready only some are considered: a registry may hold thousands that
+    do not exist.
+    """
     pace = Pace.of(snapshot)
-    prefill = [prefill_side(worker, wants, pace) for worker in snapshot.prefill]
-    decode = [decode_side(worker, wants, pace, full) for worker in snapshot.decode]
+    prefill = [prefill_side(worker, wants, pace) for worker in _considered(snapshot.prefill)]
+    decode = [decode_side(worker, wants, pace, full) for worker in _considered(snapshot.decode)]
     shut = snapshot.shut_pairs
     return [
         Pair(p, d, wants, shut.get((p.worker.incarnation, d.worker.incarnation), ""))
         for p in prefill
         for d in decode
     ]
+
+
+def _considered(workers: Sequence[WorkerView]) -> list[WorkerView]:
+    unready = [worker for worker in workers if not worker.ready]
+    return [*(worker for worker in workers if worker.ready), *unready[:_MOST_UNREADY]]

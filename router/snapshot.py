@@ -16,6 +16,8 @@ SILENT = "SILENT"  # connected, but without a sign of life
 STALLED = "STALLED"  # it answers, but its engine does not get on
 EJECTED = "EJECTED"  # calls to it fail
 
+_WORKERS_TOLD = 8  # in one message
+
 
 @dataclass(frozen=True)
 class Assigned:
@@ -94,9 +96,11 @@ class Snapshot:
             return ""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             if not any(worker.ready for worker in workers):
-                told = "; ".join(worker.told for worker in workers) or "none is registered"
-                return f"no {role} worker is ready ({told})"
-        ready = [(p, d) for p in self.prefill for d in self.decode if p.ready and d.ready]
+                told = "; ".join(worker.told for worker in workers[:_WORKERS_TOLD])
+                more = len(workers) - _WORKERS_TOLD
+                told += f"; and {more} more" if more > 0 else ""
+                return f"no {role} worker is ready ({told or 'none is registered'})"
+        ready = [(p, d) for p in self.prefill if p.ready for d in self.decode if d.ready]
         if not any(p.record.kv == d.record.kv for p, d in ready):
             difference = kv_difference(*ready[0])
             return f"no prefill and decode worker have compatible KV caches: {difference}"
@@ -105,12 +109,11 @@ class Snapshot:
 
     def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
         """READY workers whose KV caches mean the same and who are not shut to each other."""
-        for prefill in self.prefill:
-            for decode in self.decode:
+        ready = [worker for worker in self.decode if worker.ready]
+        for prefill in (worker for worker in self.prefill if worker.ready):
+            for decode in ready:
                 if (
-                    prefill.ready
-                    and decode.ready
-                    and prefill.record.kv == decode.record.kv
+                    prefill.record.kv == decode.record.kv
                     and (prefill.incarnation, decode.incarnation) not in self.shut_pairs
                 ):
                     yield prefill, decode

@@ -1,6 +1,7 @@
 """The fleet over an in-memory registry and real servers: who is there, in which state, and why."""
 
 import asyncio
+import socket
 
 import pytest
 
@@ -13,6 +14,7 @@ from .scripted_workers import (
     READY,
     DecodeWorker,
     PrefillWorker,
+    seen,
 )
 
 
@@ -141,13 +143,14 @@ async def test_a_decode_worker_without_an_event_stream_is_never_ready(cluster):
     await cluster.join(worker)
     states = set()
 
-    def seen(snapshot):
-        view = next((w for w in snapshot.decode if w.incarnation == "d9"), None)
+    def refused():
+        decode = cluster.fleet.snapshot().decode
+        view = next((w for w in decode if w.incarnation == "d9"), None)
         if view is not None:
             states.add(view.state)
         return view is not None and view.reason == "no event streams here"
 
-    await cluster.until(seen)
+    await seen(refused)
     assert states == {"UNREACHABLE"}
     await worker.stop()
 
@@ -267,3 +270,38 @@ async def test_ones_own_cancellation_is_not_taken_for_the_workers(cluster):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.fixture
+def dead_address():
+    """An address at which nobody listens, kept from others for the test's length."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+async def test_records_of_workers_that_do_not_exist_cost_one_look_together(cluster, dead_address):
+    """1,500 of them took a router's loop for minutes: work for each, and calls without an end."""
+    looks = 0
+
+    async def count():
+        nonlocal looks
+        while True:
+            await cluster.fleet.news.wait()
+            looks += 1
+
+    counting = asyncio.create_task(count())
+    for i in range(300):
+        ghost = changed(cluster.decodes[0], incarnation=f"ghost{i}", address=dead_address)
+        cluster.store.put(ghost)
+        cluster.store.settle()
+        await asyncio.sleep(0)
+    await cluster.until(lambda s: len(s.decode) == 301)
+    ghosts = cluster.fleet.snapshot
+    await seen(lambda: all("cannot connect" in w.reason for w in ghosts().decode if not w.ready))
+    assert looks < 300, "one for each"
+    looks = 0
+    await asyncio.sleep(1)
+    assert looks < 10, "they go on failing, and that is no news"
+    counting.cancel()
+    assert cluster.fleet.snapshot().ready

@@ -27,7 +27,8 @@ class Stream:
         if self._error is not None:
             raise self._error
 
-    def on_lost(self):
+    def on_lost(self, changed):
+        assert changed
         self.lost += 1
 
     def end(self, error=None):
@@ -100,3 +101,19 @@ async def test_between_two_streams_nobody_is_silent(line, stream):
     assert line.silent_ticks == 0
     line.cut("nothing is open")
     await seen(lambda: line.alive)
+
+
+async def test_one_that_never_answered_is_not_asked_again_at_once(stream):
+    async def refuse(line):
+        stream.opened += 1
+        raise Unavailable("nobody is there")
+
+    told = []
+    line = Lifeline("line", refuse, told.append, lambda: 30.0)
+    await asyncio.sleep(0.5)
+    assert (stream.opened, told) == (1, [False])
+    await line.close()
+    line = Lifeline("line", refuse, told.append)
+    await seen(lambda: stream.opened == 4)
+    assert not any(told)  # it was not there before
+    await line.close()

@@ -320,3 +320,11 @@ def test_a_prompt_is_hashed_once_and_only_where_somebody_caches(monkeypatch):
     pick(caching, request)
     pick(caching, request)
     assert hashed == [(PROMPT, BLOCK, "")]
+
+
+def test_thousands_of_workers_that_are_not_ready_make_no_million_pairs():
+    ghosts = [worker(f"ghost{i:04}", "UNREACHABLE", "nobody is there") for i in range(1500)]
+    snapshot = fleet([*ghosts, worker("p0")], [*ghosts, worker("d0")])
+    assert pick(snapshot, wants()).names == ("p0", "d0")
+    assert len(judge(snapshot, wants())) < 500
+    assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]

@@ -58,3 +58,10 @@ def test_what_is_missing_is_said(prefill, decode, shut, why):
     snapshot = Snapshot(tuple(prefill), tuple(decode), shut)
     assert not snapshot.ready
     assert snapshot.why_not_ready == why
+
+
+def test_of_thousands_that_are_not_ready_a_few_are_told():
+    many = tuple(worker(f"p{i:04}", SILENT, "it is not there") for i in range(2000))
+    why = Snapshot(many, many).why_not_ready
+    assert why.startswith("no prefill worker is ready (p0000 is SILENT: it is not there; p0001")
+    assert why.endswith("; and 1992 more)") and len(why) < 1000
