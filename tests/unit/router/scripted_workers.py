@@ -386,7 +386,7 @@ class Cluster:
             await worker.stop()
         left = asyncio.all_tasks() - self._tasks_before - {asyncio.current_task()}
         # gRPC's own task for a call does not always hear of its end when the channel closes too.
-        # (Of a handler that gRPC left in the middle, the loop closes the generator in another task.)
+        # (The loop closes the generator of a handler that gRPC left, in a task of its own.)
         left = {task for task in left if "_AioCall." not in str(task.get_coro())}
         if left:  # handlers of a stopped server need another moment
             _, left = await asyncio.wait(left, timeout=1.0)
