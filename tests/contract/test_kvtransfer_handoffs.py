@@ -6,7 +6,6 @@ import threading
 import pytest
 
 from baton import rpc
-from baton.config import host_id
 from baton.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -259,9 +258,10 @@ async def test_descriptors_that_differ_are_named():
 @pytest.mark.parametrize("pid", [1 << 31, (1 << 32) - 1])
 async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
     async with Decode(TRANSPORTS["shm"]()) as decode:
+        register("p", pid=pid)
         offer = pb.OfferRequest(
-            incarnation="p", target_incarnation="d", host_id=host_id(), kv=DESCRIPTOR,
-            transports=[common_pb2.TRANSPORT_SHM], pid=pid,
+            incarnation="p", target_incarnation="d", kv=DESCRIPTOR,
+            transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
         with pytest.raises(InvalidRequest, match="pid") as refused:
             await decode.receiver.offer(offer)
