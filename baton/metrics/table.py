@@ -99,7 +99,8 @@ TABLE: tuple[Instrument, ...] = (
     ),
     Instrument(
         "baton.requests.ended", COUNTER, "{request}", (ROUTER,),
-        "Requests that ended, by gRPC status; CANCELLED where the caller left before its deadline.",
+        "Requests that ended, by gRPC status; CANCELLED where the caller left before its deadline, "
+        "or did not read its output.",
         ("status", "tenant"),
     ),
     Instrument(
