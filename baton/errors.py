@@ -56,7 +56,7 @@ class Unavailable(RetryableError):
     """Nobody is there to do it: no worker of a role, a process that is gone or draining."""
 
 
-class DeadlineExceeded(BatonError):
+class DeadlineExceeded(BatonError, TimeoutError):
     """The request's deadline passed."""
 
 

@@ -139,8 +139,9 @@ class Delivery:
 
     async def _send_chunk(self, chunk: Chunk) -> None:
         start = time.perf_counter()
+        patience_s = self._order.deadline.left_s(self._order.cap_s)
         try:
-            async with asyncio.timeout(self._order.deadline.left_s(self._order.cap_s)):
+            async with asyncio.timeout(patience_s):
                 await self.link.turn.acquire()
         except TimeoutError as error:
             raise TransferFailed(

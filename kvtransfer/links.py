@@ -101,6 +101,8 @@ class LinkPool:
             opening = asyncio.shield(self._opening[peer])
             try:
                 await asyncio.wait_for(opening, deadline.left_s(3 * self._connect_s))
+            except DeadlineExceeded:
+                raise
             except TimeoutError:
                 deadline.left_s(0)
                 raise TransferFailed(f"no link to decode {peer} in time") from None

@@ -207,6 +207,8 @@ class Handoff:
                         return self._finished(delivery)
                     except TransferFailed as failure:
                         await self._prepare_resend(delivery, failure)
+        except DeadlineExceeded:
+            raise
         except TimeoutError as error:
             raise DeadlineExceeded("the deadline passed during the KV transfer") from error
 

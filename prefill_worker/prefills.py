@@ -135,6 +135,8 @@ class Prefills:
                     async with asyncio.timeout(spec.time_left_ms / 1000 or None):
                         async for response in responses:
                             await send(response)
+                except DeadlineExceeded:
+                    raise
                 except TimeoutError:
                     raise DeadlineExceeded("the deadline passed during prefill") from None
 

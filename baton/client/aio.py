@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +15,18 @@ from baton import rpc, telemetry
 from baton.client.call import Attempts, GenerateCall, Target
 from baton.client.completion import Completion, Delta
 from baton.client.fleet import Model, explanation_of, models_of, status_of
-from baton.client.request import Options, Prompt, generate_request, tokenize_request
+from baton.client.request import (
+    Options,
+    Prompt,
+    generate_request,
+    timeout_of,
+    tokenize_request,
+)
 from baton.client.retry import RetryPolicy
+from baton.errors import Cancelled
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+_CLOSED = "the client was closed while the call ran"  # gRPC cancels whoever awaits it
 
 
 class AsyncStream:
@@ -52,7 +62,9 @@ class AsyncStream:
             except asyncio.CancelledError:
                 # A call cancelled by close() says so to its reader in the same way as a cancelled
                 # task does; only the task's own cancellation goes on.
-                if self._call.over and not _task_is_cancelled():
+                if not _task_is_cancelled() and (
+                    self._call.over or self._call.failed(Cancelled(_CLOSED)) is None
+                ):
                     break
                 self._cancel()
                 raise
@@ -111,6 +123,7 @@ class AsyncClient:
         self._target = Target.of(target, ca_file, api_key, retry)
         # Filled as they are called: a channel belongs to the loop that runs when it is made.
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # gRPC does not end all by itself
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole completion of a text, of token ids, or of chat messages; see `Options`."""
@@ -122,7 +135,8 @@ class AsyncClient:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """The same completion as it is written. Raises InvalidRequest before anything is sent."""
         request = generate_request(prompt, options)
-        return AsyncStream(GenerateCall(self._target, request, options.get("timeout")), self._send)
+        call = GenerateCall(self._target, request, timeout_of(options))
+        return AsyncStream(call, self._send)
 
     async def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
@@ -156,16 +170,20 @@ class AsyncClient:
 
     async def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
         """Where `generate` would run this request now, and why; nothing is run."""
+        timeout = timeout_of(options)
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
         response = await self._unary(
             lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).Explain,
             request,
-            options.get("timeout"),
+            timeout,
         )
         return explanation_of(response)
 
     async def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
+        self._target.closed = True
+        for call in list(self._calls):
+            call.cancel()
         for channel in self._channels.values():
             await channel.close(None)
 
@@ -186,10 +204,12 @@ class AsyncClient:
         return self._channels[address]
 
     def _send(self, call: GenerateCall) -> Any:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(call.attempts.address))
-        return stub.Generate(
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(call.address))
+        responses = stub.Generate(
             call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
         )
+        self._calls.add(responses)
+        return responses
 
     async def _unary(
         self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout: float | None
@@ -202,6 +222,10 @@ class AsyncClient:
                 return await call(request, timeout=attempts.time_left_s, metadata=metadata)
             except grpc.RpcError as rpc_error:
                 wait_s = attempts.failed(rpc.error_of(rpc_error))
+            except asyncio.CancelledError:
+                if self._target.closed and not _task_is_cancelled():
+                    raise Cancelled(_CLOSED) from None
+                raise
             await asyncio.sleep(wait_s)
 
 

@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from baton import config, telemetry
 from baton.client.completion import Collector, Completion, Delta
 from baton.client.retry import RetryPolicy
-from baton.errors import BatonError, Cancelled, ConfigError, Unavailable
+from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
 from baton.v1 import inference_pb2
 
 
@@ -31,6 +31,7 @@ class Target:
     metadata: tuple[tuple[str, str], ...]
     retry: RetryPolicy
     preferred: int = 0
+    closed: bool = False
 
     @classmethod
     def of(
@@ -42,13 +43,27 @@ class Target:
     ) -> Target:
         """From what callers give a client. Raises ConfigError for an address or a file."""
         parts = target.split(",") if isinstance(target, str) else target
+        if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
+            raise ConfigError(f"target must be HOST:PORT or several of them, not {quoted(target)}")
         addresses = tuple(part.strip() for part in parts)
         if not addresses:
             raise ConfigError("target names no router: give HOST:PORT")
         for address in addresses:
-            config.split_address(address, "target")
+            _check_address(address)
         metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         return cls(addresses, _credentials(ca_file), metadata, retry or RetryPolicy())
+
+
+def _check_address(address: str) -> None:
+    scheme, found, rest = address.partition("://")
+    if found and scheme.lower() in ("http", "https", "grpc", "grpcs"):
+        raise ConfigError(
+            f"target is a router's gRPC address, HOST:PORT without {scheme}://, not "
+            f"{quoted(address)}: give its --port (7700 by default) instead of its --http-port "
+            f"(7780), as {quoted(rest.partition(':')[0].partition('/')[0] + ':7700')}; ca_file "
+            "turns TLS on"
+        )
+    config.split_address(address, "target")
 
 
 def _credentials(ca_file: str | Path | None) -> grpc.ChannelCredentials | None:
@@ -69,10 +84,14 @@ class Attempts:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._count = 1
         self._address = target.preferred
+        self._begun = False
+        self._broken_at: float | None = None  # time.monotonic()
 
     @property
     def address(self) -> str:
-        """The router to call now."""
+        """The router to call now; raises Cancelled when the client is closed."""
+        if self._target.closed:
+            raise Cancelled("the client is closed: make a new one")
         return self._target.addresses[self._address]
 
     @property
@@ -80,11 +99,22 @@ class Attempts:
         """What the next attempt may take, for gRPC; None is unlimited."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
+    def received(self, output: bool) -> None:
+        """A message came, with or without output: if the stream breaks, it is worth going on."""
+        self._begun = True
+        if output:
+            self._count, self._broken_at = 1, None
+
     def failed(self, error: BatonError) -> float:
         """Moves on to the next attempt and says how many seconds to wait before it.
 
-        Raises the error itself when it is final.
+        Raises the error itself when it is final, and Cancelled when the client is closed.
         """
+        if self._target.closed:
+            raise Cancelled("the client was closed while the call ran") from error
+        now = time.monotonic()
+        if self._begun and self._broken_at is None:
+            self._broken_at = now
         retry = self._target.retry.decide(
             error,
             attempts=self._count,
@@ -92,6 +122,7 @@ class Attempts:
             addresses=len(self._target.addresses),
             time_left_s=self.time_left_s,
             jitter=random.random(),  # noqa: S311 - spreads load, guards nothing
+            broken_s=None if self._broken_at is None else now - self._broken_at,
         )
         if retry is None:
             raise error
@@ -133,7 +164,18 @@ class GenerateCall:
     def received(self, response: inference_pb2.GenerateResponse) -> Delta | None:
         """Takes a message; the new output, if it carries some. Raises what makes it useless."""
         try:
-            return self._collector.add(response)
+            delta = self._collector.add(response)
+        except BatonError as error:
+            self._fail(error)
+            raise
+        self.attempts.received(output=delta is not None)
+        return delta
+
+    @property
+    def address(self) -> str:
+        """The router to call now; raises Cancelled when the client is closed."""
+        try:
+            return self.attempts.address
         except BatonError as error:
             self._fail(error)
             raise
@@ -152,8 +194,8 @@ class GenerateCall:
             wait_s = self.attempts.failed(error)
             self.request.resumed_token_ids[:] = self._collector.token_ids
             return wait_s
-        except BatonError:
-            self._fail(error)
+        except BatonError as final:
+            self._fail(final)
             raise
 
     def ended(self) -> float | None:

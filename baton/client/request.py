@@ -7,11 +7,15 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, quoted
 from baton.v1 import common_pb2, inference_pb2
 
-# Plain text, token ids, or chat messages such as {"role": "user", "content": "Hello"}.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+# Plain text, token ids, or chat messages such as {"role": "user", "content": "Hello"}. Content may
+# also be parts such as {"type": "text", "text": "Hello"}.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+_PROMPT = (
+    'prompt must be text, token ids, or chat messages such as {"role": "user", "content": "Hi"}'
+)
 
 
 class Options(TypedDict, total=False):
@@ -74,6 +78,16 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
     return request
 
 
+def timeout_of(options: Mapping[str, Any]) -> float | None:
+    """Seconds for everything; None is no limit of ours. Raises InvalidRequest."""
+    timeout: Any = options.get("timeout")
+    if timeout is not None and (
+        isinstance(timeout, (str, bool)) or math.isnan(_checked("timeout", float, timeout))
+    ):
+        raise InvalidRequest(f"timeout must be seconds or None, not {quoted(timeout)}", "timeout")
+    return None if timeout is None else float(timeout)
+
+
 def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.TokenizeRequest:
     """The message that asks for a text's or a chat's token ids; raises InvalidRequest."""
     request = inference_pb2.TokenizeRequest(model=model or "")
@@ -90,18 +104,37 @@ def _set_input(request: Any, prompt: Prompt) -> None:
         messages = [_checked("prompt", _message, message) for message in prompt]
         request.chat.messages.extend(messages)
     else:
-        ids = _checked("prompt", lambda: [operator.index(i) for i in prompt])  # type: ignore[arg-type]
+        ids = _token_ids(prompt)
         if not ids:
             raise InvalidRequest("prompt has no tokens", "prompt")
         _set(request.token_ids, "ids", ids, "prompt")
 
 
 def _is_chat(prompt: Prompt) -> bool:
-    return bool(prompt) and isinstance(prompt[0], Mapping)
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def _message(message: Mapping[str, str]) -> inference_pb2.ChatMessage:
-    return inference_pb2.ChatMessage(**message)
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        return [operator.index(token_id) for token_id in prompt]
+    except TypeError as error:
+        raise InvalidRequest(f"{_PROMPT}, not {quoted(prompt)}", "prompt") from error
+
+
+def _message(message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"{quoted(message)} is not a chat message among others")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "\n".join(map(_text_of, content))
+    return inference_pb2.ChatMessage(**{**message, "content": content})
+
+
+def _text_of(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise TypeError(f'a part of content is {{"type": "text", "text": "..."}}, not {quoted(part)}')
 
 
 def _priority(name: Any) -> common_pb2.Priority:

@@ -24,12 +24,15 @@ class RetryPolicy:
     A server's advice is the shortest wait, and is stretched by chance, so that those who were
     refused together do not come back together. What one router has no room for another has not
     either, as they share the workers; but one that is not available says nothing of the others.
-    `max_attempts` counts the first one; every address gets at least one.
+    `max_attempts` counts the first one; every address gets at least one. A stream that has begun
+    and broke goes on as soon as a router is back, however many attempts that takes, until its
+    deadline, or for `reconnect_s` if it has none.
     """
 
     max_attempts: int = 4
     first_delay_s: float = 0.1
     max_delay_s: float = 2.0
+    reconnect_s: float = 10.0
 
     def decide(
         self,
@@ -40,15 +43,19 @@ class RetryPolicy:
         addresses: int,
         time_left_s: float | None,
         jitter: float,
+        broken_s: float | None = None,
     ) -> Retry | None:
         """What to do after `attempts` attempts, the last of which failed at `address`.
 
-        `jitter` in [0, 1) is the caller's dice. None means that the error is final: it cannot
+        `jitter` in [0, 1) is the caller's dice, `broken_s` how long ago a stream broke that had
+        begun (None: it had not). None means that the error is final: it cannot
         pass, there were enough attempts, or the wait would outlast `time_left_s` (None: unlimited).
         """
         if not isinstance(error, RetryableError):
             return None
-        if attempts >= max(self.max_attempts, addresses):
+        if attempts >= max(self.max_attempts, addresses) and not self._reconnects(
+            error, broken_s, time_left_s
+        ):
             return None
         advice_s = error.retry_after_s * (1 + _ADVICE_JITTER * jitter)
         if isinstance(error, Unavailable) and attempts < addresses:
@@ -58,9 +65,16 @@ class RetryPolicy:
             return None
         return Retry(after_s, (address + 1) % addresses)
 
+    def _reconnects(
+        self, error: BatonError, broken_s: float | None, time_left_s: float | None
+    ) -> bool:
+        if broken_s is None or self.max_attempts <= 1 or not isinstance(error, Unavailable):
+            return False
+        return time_left_s is not None or broken_s < self.reconnect_s
+
     def _backoff_s(self, attempts: int, addresses: int, jitter: float) -> float:
         rounds = attempts // addresses
         if rounds == 0:
             return 0.0  # the next address has not been tried yet: nothing to wait for
-        delay_s = min(self.first_delay_s * 2.0 ** (rounds - 1), self.max_delay_s)
+        delay_s = min(self.first_delay_s * 2.0 ** min(rounds - 1, 32), self.max_delay_s)
         return delay_s * (0.5 + jitter / 2)

@@ -14,7 +14,13 @@ from baton import rpc, telemetry
 from baton.client.call import Attempts, GenerateCall, Target
 from baton.client.completion import Completion, Delta
 from baton.client.fleet import Model, explanation_of, models_of, status_of
-from baton.client.request import Options, Prompt, generate_request, tokenize_request
+from baton.client.request import (
+    Options,
+    Prompt,
+    generate_request,
+    timeout_of,
+    tokenize_request,
+)
 from baton.client.retry import RetryPolicy
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -95,8 +101,9 @@ class Client:
             for delta in client.stream("def f(", max_tokens=32):
                 print(delta.text, end="")
 
-    Every method raises `baton.errors.BatonError`. Unavailable and Overloaded are retried with
-    backoff before they are raised, but never once output has been delivered.
+    Every method raises `baton.errors.BatonError`; DeadlineExceeded is a TimeoutError, too.
+    Unavailable and Overloaded are retried with backoff before they are raised. A stream that broke
+    goes on behind the tokens that have come; see `RetryPolicy`.
     """
 
     def __init__(
@@ -128,7 +135,8 @@ class Client:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """The same completion as it is written. Raises InvalidRequest before anything is sent."""
         request = generate_request(prompt, options)
-        return Stream(GenerateCall(self._target, request, options.get("timeout")), self._send)
+        call = GenerateCall(self._target, request, timeout_of(options))
+        return Stream(call, self._send)
 
     def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
@@ -162,16 +170,18 @@ class Client:
 
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
         """Where `generate` would run this request now, and why; nothing is run."""
+        timeout = timeout_of(options)
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
         response = self._unary(
             lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).Explain,
             request,
-            options.get("timeout"),
+            timeout,
         )
         return explanation_of(response)
 
     def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
+        self._target.closed = True
         for channel in self._channels.values():
             channel.close()
 
@@ -187,7 +197,7 @@ class Client:
         self.close()
 
     def _send(self, call: GenerateCall) -> Any:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channels[call.attempts.address])
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channels[call.address])
         return stub.Generate(
             call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
         )

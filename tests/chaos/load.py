@@ -102,10 +102,10 @@ async def ask(client: AsyncClient, wish: Wish) -> Ending:
     try:
         async with asyncio.timeout(wish.timeout_s + SLACK_S):
             cancelled = await _read(stream, wish, seen)
-    except TimeoutError:
-        return seen.ending(clock(), over=False)
     except BatonError as error:
         return seen.ending(clock(), error=error)
+    except TimeoutError:
+        return seen.ending(clock(), over=False)
     if cancelled:
         return seen.ending(clock(), cancelled=True)
     return seen.ending(clock(), completion=stream.completion)

@@ -103,6 +103,22 @@ async def test_etcd_restarts_under_load(own_cluster: ClusterFactory, oracle: Ora
             assert {worker["incarnation"] for worker in status["workers"]} == members
 
 
+async def test_the_only_router_killed_comes_back_and_its_streams_go_on(
+    own_cluster: ClusterFactory, oracle: Oracle
+) -> None:
+    """It is started again at its address, and the stream goes on there, token for token."""
+    cluster = await own_cluster()
+    case = Case(oracle.prompt(30), "seeded", 400)
+    expected = oracle.tokens(case)
+    async with AsyncClient(cluster.address) as client:
+        stream = client.stream(case.prompt, **case.options, timeout=90.0)
+        await anext(stream)
+        cluster.kill("router")
+        async for _ in stream:
+            pass
+        assert stream.completion.token_ids == expected
+
+
 async def test_one_of_two_routers_killed(own_cluster: ClusterFactory, oracle: Oracle) -> None:
     """Its streams go on at the other router, token for token, and whatever is new goes there."""
     cluster = await own_cluster(routers=2, restart=False)

@@ -193,6 +193,15 @@ def test_addresses_are_checked_at_once(connect, target):
         connect(target)
 
 
+@pytest.mark.parametrize(
+    "target",
+    ["http://127.0.0.1:7780", "https://router.example:443/v1", "grpc://h:7700", ["http://h:1"]],
+)
+def test_a_url_is_told_which_address_is_wanted(connect, target):
+    with pytest.raises(errors.ConfigError, match=r"HOST:PORT without \w+://.*--port .*:7700'"):
+        connect(target)
+
+
 def test_certificates_are_read_at_once(connect, tmp_path):
     with pytest.raises(errors.ConfigError, match=r"ca\.pem cannot be read"):
         connect("127.0.0.1:1", ca_file=tmp_path / "ca.pem")

@@ -152,6 +152,32 @@ async def test_attempts_are_bounded(connect, serve):
     assert len(router.requests) == 4
 
 
+async def test_goes_on_when_its_router_is_back_however_many_attempts_that_takes(connect, serve):
+    gone = [errors.Unavailable("not yet")]
+    router = ScriptedRouter(
+        [started(), delta("Hel", 1, 2), errors.Unavailable("gone")],
+        *[gone] * 20,
+        [started(resumed_tokens=2), delta("lo", 3), finish()],
+    )
+    policy = RetryPolicy(first_delay_s=0.001, max_delay_s=0.01)
+    async with connect(await serve(router), retry=policy) as client:
+        assert (await client.generate("x")).text == "Hello"
+    assert len(router.requests) == 22
+
+
+async def test_going_on_is_bounded(connect, serve):
+    router = ScriptedRouter([started(), errors.Unavailable("gone")], [errors.Unavailable("gone")])
+    for bound in ({"reconnect_s": 0.3}, {}):
+        policy = RetryPolicy(first_delay_s=0.01, max_delay_s=0.02, **bound)
+        async with connect(await serve(router), retry=policy) as client:
+            router.scripts = [[started(), errors.Unavailable("gone")], [errors.Unavailable("gone")]]
+            begin = time.monotonic()
+            with pytest.raises(errors.BatonError) as raised:
+                await client.generate("x", timeout=None if bound else 0.3)
+        assert isinstance(raised.value, (errors.Unavailable, TimeoutError))
+        assert time.monotonic() - begin < 5
+
+
 async def test_a_stream_without_its_last_message_is_not_a_completion(connect, serve):
     router = ScriptedRouter([started(), delta("Hel", 1)])
     async with connect(await serve(router), retry=RetryPolicy(max_attempts=1)) as client:
@@ -162,7 +188,7 @@ async def test_a_stream_without_its_last_message_is_not_a_completion(connect, se
 
 async def test_a_lost_router_mid_stream(connect):
     async with serving(ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])) as address:
-        client = connect(address)
+        client = connect(address, retry=RetryPolicy(reconnect_s=0.2))
         stream = client.stream("x")
         assert (await anext(stream)).text == "Hel"
     async with client:
@@ -185,8 +211,9 @@ async def test_deadline(connect, serve):
     router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
     async with connect(await serve(router)) as client:
         begin = time.monotonic()
-        with pytest.raises(errors.DeadlineExceeded) as raised:
+        with pytest.raises(TimeoutError) as raised:
             await client.generate("x", timeout=0.3)
+    assert isinstance(raised.value, errors.DeadlineExceeded)
     assert 0.25 < time.monotonic() - begin < LIMIT_S
     assert 0 < router.time_left_s[0] < 0.4  # gRPC rounds up when it sends it
     assert raised.value.partial.text == "Hel"
@@ -241,6 +268,22 @@ async def test_cancelling_the_task_cancels_at_the_router(serve):
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+
+
+async def test_a_client_that_is_closed_says_so(connect, serve):
+    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
+    client = connect(await serve(router))
+    async with client:
+        stream = client.stream("x")
+        await anext(stream)
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.1)
+    with pytest.raises(errors.Cancelled, match="client was closed") as raised:
+        await asyncio.wait_for(reading, LIMIT_S)
+    assert raised.value.partial.text == "Hel"
+    for call in (client.generate("x"), client.tokenize("x"), client.status()):
+        with pytest.raises(errors.Cancelled, match="make a new one"):
+            await call
 
 
 async def test_closing_wakes_the_reader(connect, serve):

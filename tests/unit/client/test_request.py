@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.client.request import generate_request, tokenize_request
+from baton.client.request import generate_request, timeout_of, tokenize_request
 from baton.errors import InvalidRequest
 from baton.v1 import common_pb2
 
@@ -75,6 +75,12 @@ def test_one_stop_string():
     [
         ([], {}, "prompt"),
         ([1.5], {}, "prompt"),
+        (5, {}, "prompt"),
+        ({1, 2.5}, {}, "prompt"),
+        ({"role": "user", "content": "hi"}, {}, "prompt"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "prompt"),
+        ([{"role": "user", "content": ["hi"]}], {}, "prompt"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], {}, "prompt"),
         ([-1], {}, "prompt"),
         (["a"], {}, "prompt"),
         (None, {}, "prompt"),
@@ -103,6 +109,27 @@ def test_what_no_message_can_hold(prompt, options, field):
     with pytest.raises(InvalidRequest) as raised:
         generate_request(prompt, options)
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize("prompt", [5, None, ["a"], [None], object()])
+def test_what_is_no_prompt_is_told_what_is(prompt):
+    with pytest.raises(InvalidRequest, match="must be text, token ids, or chat messages"):
+        generate_request(prompt, {})
+
+
+def test_content_may_be_parts_as_over_http():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    request = generate_request([{"role": "user", "content": parts}, {"role": "assistant"}], {})
+    assert [message.content for message in request.chat.messages] == ["one\ntwo", ""]
+
+
+@pytest.mark.parametrize("timeout", ["soon", True, float("nan"), [1]])
+def test_a_timeout_is_seconds(timeout):
+    with pytest.raises(InvalidRequest) as raised:
+        timeout_of({"timeout": timeout})
+    assert raised.value.field == "timeout"
+    assert timeout_of({"timeout": 3}) == 3.0
+    assert timeout_of({}) is None
 
 
 def test_tokenize():

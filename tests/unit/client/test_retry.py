@@ -78,6 +78,16 @@ def test_attempts_are_bounded_but_every_address_gets_one():
     assert decide(attempts=6, addresses=6) is None
 
 
+def test_a_stream_that_had_begun_is_tried_until_its_deadline_or_for_so_long():
+    policy = RetryPolicy(max_attempts=4, reconnect_s=10.0)
+    assert decide(policy=policy, attempts=400, broken_s=9.9) is not None
+    assert decide(policy=policy, attempts=400, broken_s=10.0) is None
+    assert decide(policy=policy, attempts=400, broken_s=50.0, time_left_s=20.0) is not None
+    assert decide(policy=policy, attempts=400, broken_s=50.0, time_left_s=0.1) is None
+    assert decide(Overloaded("full"), policy=policy, attempts=4, broken_s=1.0) is None
+    assert decide(policy=RetryPolicy(max_attempts=1), broken_s=1.0) is None
+
+
 def test_a_wait_that_outlasts_the_deadline_is_not_begun():
     assert decide(Overloaded("full", 3.0), time_left_s=3.0) is None
     assert decide(Overloaded("full", 3.0), time_left_s=3.1) == Retry(3.0, 0)
