@@ -142,7 +142,7 @@ class Member:
             line.tick()
         if self._silent_ticks >= self._patience.lost_ticks:
             self._give_up()
-        elif self._silent_ticks == self._patience.suspect_ticks:
+        elif self._silent_ticks == self._patience.suspect_ticks and self._answers:
             self._on_change()
         for line in self._lines:
             if not line.alive and line.state == SILENT:
@@ -169,11 +169,17 @@ class Member:
     def _give_up(self) -> None:
         """It is silent for too long: when it wakes, it must find its streams broken."""
         why = f"it gave no sign of life for {self._silent_s:.1f} s"
-        if any(line.alive for line in self._lines):  # it is news
+        is_news = self._answers
+        if is_news:
             log.warning("worker %s is lost for now: %s", self.record.incarnation, why)
         for line in self._lines:
             line.cut(why)
-        self._on_change()
+        if is_news:
+            self._on_change()
+
+    @property
+    def _answers(self) -> bool:
+        return any(line.alive for line in self._lines)
 
     @property
     def _silent_ticks(self) -> int:
