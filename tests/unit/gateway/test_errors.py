@@ -13,7 +13,7 @@ from baton.gateway.endpoint import MAX_BODY_BYTES, max_body_bytes
 from baton.gateway.errors import CLIENT_GONE, failure_of
 from router import door
 from router.tenants import Tenants
-from tests.unit.router.scripted_workers import PATIENCE_S
+from tests.unit.router.scripted_workers import PATIENCE_S, until_stuck
 
 from .conftest import PROMPT, events_of
 
@@ -387,14 +387,6 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     code = {"deadline": b"deadline_exceeded", "drain": b"unavailable", "unread": b"cancelled"}[end]
     assert b'"code": "' + code + b'"' in last
     assert done == b"[DONE]\n\n\r\n0\r\n\r\n"
-
-
-async def until_stuck(tally):
-    """Waits until no more is taken of output that does not end."""
-    taken = 0
-    while not taken or taken != tally.output_tokens:
-        taken = tally.output_tokens
-        await asyncio.sleep(0.1)
 
 
 def asked(body):

@@ -462,6 +462,14 @@ async def seen(good):
             await asyncio.sleep(0.01)
 
 
+async def until_stuck(tally):
+    """Waits until no more is taken of output that does not end."""
+    taken = 0
+    while not taken or taken != tally.output_tokens:
+        taken = tally.output_tokens
+        await asyncio.sleep(0.1)
+
+
 def ask(prompt=(1, 2, 3), timeout_s=10.0, **fields):
     """A request of three tokens."""
     params = SamplingParams(max_tokens=fields.pop("max_tokens", 5), seed=7)

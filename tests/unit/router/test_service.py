@@ -25,7 +25,15 @@ from router.door import Door
 from router.fleet_service import FleetServicer
 from router.service import InferenceServicer
 
-from .scripted_workers import PATIENCE_S, Cluster, counting, first_token, started, token
+from .scripted_workers import (
+    PATIENCE_S,
+    Cluster,
+    counting,
+    first_token,
+    started,
+    token,
+    until_stuck,
+)
 from .texts import byte_tokenizer
 
 PROMPT = (1, 2, 3)
@@ -254,6 +262,7 @@ async def test_a_caller_who_does_not_read_holds_nothing_and_is_told_why(
     call = aiter(router.generate())
     assert (await anext(call)).HasField("started")
     if end == "drain":
+        await until_stuck(router.door.tally)
         router.door.give_up()
     async with asyncio.timeout(PATIENCE_S):
         await router.door.idle()
