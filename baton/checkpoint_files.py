@@ -1,4 +1,4 @@
-"""Reads files of a model directory, which is somebody else's: regular, of bounded size.
+"""Reads files of a model directory, which is not trusted: regular ones, of bounded size.
 
 For the text side and the engine, neither of which knows the other.
 """

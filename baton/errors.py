@@ -16,7 +16,7 @@ _repr.maxstring = _repr.maxother = MAX_QUOTED_CHARS
 
 
 def quoted(value: object) -> str:
-    """What a message shows of somebody else's value, which may be megabytes or deeply nested."""
+    """A value from outside as error messages show it: it may be megabytes or deeply nested."""
     return _repr.repr(value)[:MAX_QUOTED_CHARS]
 
 

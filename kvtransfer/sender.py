@@ -163,7 +163,7 @@ class Handoff:
     async def abort(self, reason: str) -> None:
         """Gives up, unless committed. When it returns nothing more is written; the decode worker
         has been told, or is told in the background. A put that does not end in time is left to
-        itself: its bytes are for nobody, and the decode worker is told when it has ended."""
+        itself: its bytes are not used, and the decode worker is told when it has ended."""
         if not self._ended:
             self._ended = True
             await uninterrupted(self._abort(reason))

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 _QUARANTINED = "QUARANTINED"
 _PREFILL = common_pb2.WORKER_ROLE_PREFILL
-# Calls to workers that never answered, of all together: anybody who may write to the registry can
-# enter thousands that do not exist.
+# Calls to workers that never answered, of all together: a process that may write to the registry
+# can enter thousands that do not exist.
 _FIRST_CALLS_PER_S = 50
 _BATCH_S = 0.02  # changes of the registry that come closer together are taken in at once
 

@@ -61,7 +61,7 @@ class _Waiter:
 
 
 class DrainRate:
-    """Tokens a second that the fleet does while somebody waits: work by the time that it took.
+    """Tokens a second that the fleet computes while requests wait: work by the time that it took.
 
     Both are forgotten together, and only at placements, so that a line that moves twice a minute
     has a rate as sure as that of one that moves all the time. The work lies between what has left
@@ -88,7 +88,7 @@ class DrainRate:
         self._busy = busy
 
     def placed(self, num_tokens: int) -> None:
-        """Somebody who waited has left with room; from then on its tokens may be in flight."""
+        """A request that waited was placed; from then on its tokens may be in flight."""
         self._advance()
         kept = max(math.exp(-self._since_s / _MEMORY_S), 1 - 1 / _MEMORY_PLACED)
         self._done = (self._done + num_tokens) * kept

@@ -67,7 +67,7 @@ class Member:
         self.pairs: list[worker_pb2.PairStatus] = []
         self.assigned: dict[str, Assigned] = {}  # by handoff id
         self.cached = CachedPrefixes()
-        # A secret of ours and the worker's: whoever knows a stream's id can take the stream over.
+        # A secret of ours and the worker's: a caller that knows a stream's id can take it over.
         self.stream_id = secrets.token_hex(16)
         self._router_id = router_id
         self._mismatch = mismatch

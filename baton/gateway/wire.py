@@ -31,7 +31,7 @@ _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class ClientGone(Cancelled):
-    """The client has hung up: nobody reads what would be answered."""
+    """The client has closed its connection: an answer would not be read."""
 
 
 class Exchange:
@@ -105,7 +105,7 @@ class Exchange:
     async def end(self, data: bytes) -> None:
         """Sends the last part of the body, which a client that reads too slowly gets when it reads.
 
-        Waits for nobody: the connection keeps these few bytes.
+        Does not wait: these few bytes stay in the connection's write buffer.
         """
         self._write_on()
         await self.write(data, more=False)

@@ -1,9 +1,8 @@
 """One worker's key in etcd, kept true until the worker leaves.
 
 One task does all the writing, in rounds: see that the lease lives (or take a new one), then see
-that the store holds the newest record under it, whoever deleted it or wrote another one. A round
-that fails is repeated with backoff, for ever: an
-outage of etcd never ends a worker.
+that the store holds the newest record under it, also after another process deleted or overwrote
+it. A round that fails is repeated with backoff, for ever: an outage of etcd never ends a worker.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class EtcdRegistration:
         stored = await self._client.get(self._key)
         if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
             what = "was changed" if stored else "was deleted"
-            log.warning("%s %s by somebody; writing it again", self._key, what)
+            log.warning("%s %s by another process; writing it again", self._key, what)
             self._unwritten.set()
 
     def _lost(self, error: BatonError) -> None:

@@ -1,7 +1,7 @@
 """What a model directory says about text, read from its files and checked; no tokenizer is built.
 
 Workers need only the fingerprint, so this module stays cheap and imports no library. A directory is
-somebody else's: only regular files are read, and no more of them than any real model has.
+not trusted: only regular files are read, and no more of them than any real model has.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ FLAGS = (
 )
 BUILD_TIMEOUT_S = 300.0
 TURN_TIMEOUT_S = 120.0  # to wait for another process that builds the same
-PROGRESS_S = 2.0  # between two lines for whoever waits
+PROGRESS_S = 2.0  # between two progress lines
 
 
 @dataclass(frozen=True)
