@@ -78,6 +78,9 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 def error_of(rpc_error: grpc.RpcError) -> errors.BatonError:
     """The error that a failed call stands for, with its retry advice and bad field."""
     code, text = rpc_error.code(), rpc_error.details() or ""
+    if code is grpc.StatusCode.CANCELLED and text == code.name:
+        # gRPC's own word where a server that stops drops a call which no handler has seen.
+        return errors.Unavailable("the server stopped before it took the call")
     retry_after_s, field, name = _read_details(rpc_error.trailing_metadata() or ())
     cls = _NAMED.get(name) or _ERRORS.get(code, errors.InternalError)
     if issubclass(cls, errors.RetryableError):

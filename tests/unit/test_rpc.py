@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 
 from baton import errors, rpc
 from baton.server import Health, bind
@@ -52,6 +53,16 @@ def test_every_error_that_can_meet_a_caller_is_in_the_table() -> None:
     at_start = {errors.CheckpointError}
     product = {cls for cls in leaves(errors.BatonError) if cls.__module__ == "baton.errors"}
     assert product - at_start <= {cls for cls, _ in [*TABLE, *ONE_WAY]}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"), [("CANCELLED", errors.Unavailable), ("why", errors.Cancelled)]
+)
+def test_a_call_that_a_stopping_server_dropped_can_be_tried_again(
+    text: str, error: type[errors.BatonError]
+) -> None:
+    failed = AioRpcError(StatusCode.CANCELLED, Metadata(), Metadata(), details=text)
+    assert type(rpc.error_of(failed)) is error
 
 
 class Work:
