@@ -93,7 +93,7 @@ class LinkPool:
                     raise Unavailable("the prefill worker is closing its links")
                 if not again:
                     self._check_quarantine(peer)
-                if decode is None:  # somebody else may open the link meanwhile
+                if decode is None:  # another handoff may open the link meanwhile
                     decode = await self._find_decode(peer)
                     continue
                 self._opening[peer] = asyncio.create_task(self._open(decode))

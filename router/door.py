@@ -334,7 +334,7 @@ class Door:
 
     @property
     def max_context(self) -> int:
-        """Longest sequence, tokens; 0 where nobody has told yet."""
+        """Longest sequence, tokens; 0 while no limit is known."""
         own, workers = self._admission.tokenizer.max_context, self._fleet.snapshot().max_context
         return min(own, workers) if own and workers else own or workers
 

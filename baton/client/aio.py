@@ -26,7 +26,7 @@ from baton.client.retry import RetryPolicy
 from baton.errors import Cancelled
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
-_CLOSED = "the client was closed while the call ran"  # gRPC cancels whoever awaits it
+_CLOSED = "the client was closed while the call ran"  # gRPC cancels the task that awaits it
 
 
 class AsyncStream:
