@@ -35,10 +35,10 @@ BENCH_ARGS = --shape $(or $(SHAPE),M) --rivals "$(RIVALS)" --llama-cpp "$(LLAMA_
 	$(ARGS)
 
 bench-engine: $(STAMP)
-	@$(BIN)/python -m bench engine $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks engine $(BENCH_ARGS)
 
 bench-serve: $(STAMP)
-	@$(BIN)/python -m bench serve $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks serve $(BENCH_ARGS)
 
 # On a machine with an NVIDIA GPU: kernels, engine and cluster, right and how fast, in 8 minutes. It
 # needs no set-up: the virtual environment's Python where that sees a GPU, else any with torch and
@@ -53,26 +53,26 @@ gpu:
 	if [ '$(origin PYTHON)' = file ] && [ -x $(BIN)/python ] && \
 	   { $(BIN)/python -c '$(SEES_GPU)' 2>/dev/null || $$python -c '$(NO_TORCH)'; }; \
 	then python=$(BIN)/python; fi; \
-	exec $$python -m bench gpu $(GPU_ARGS)
+	exec $$python -m benchmarks gpu $(GPU_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy router prefill_worker decode_worker kvtransfer baton tools bench
+	$(BIN)/mypy router prefill_worker decode_worker kvtransfer baton scripts benchmarks
 	$(BIN)/lint-imports --no-cache
-	@$(BIN)/python tools/protos.py --check
-	@$(BIN)/python tools/check_deployment.py
-	@$(BIN)/python tools/metrics_doc.py --check
+	@$(BIN)/python scripts/protos.py --check
+	@$(BIN)/python scripts/check_deployment.py
+	@$(BIN)/python scripts/metrics_doc.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 protos: $(STAMP) $(PROTOS)
-	@$(BIN)/python tools/protos.py
+	@$(BIN)/python scripts/protos.py
 
 dashboards: $(STAMP)
-	@$(BIN)/python tools/dashboards.py
+	@$(BIN)/python scripts/dashboards.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist build

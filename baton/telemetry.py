@@ -76,7 +76,7 @@ def setup(
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from baton.held_spans import HeadRatio, HeldSpans
+        from baton.tail_sampling import HeadRatio, HeldSpans
     except ImportError as error:
         raise ConfigError(
             f"--otlp {otlp} needs the OpenTelemetry SDK: pip install 'baton-serving[otel]'"

@@ -13,10 +13,10 @@ from baton import rpc
 from baton.errors import KvMismatch, TransferFailed
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc
 from kvtransfer import gpus
+from kvtransfer.interface import Kind, Link, Transport
 from kvtransfer.pair_link import PairLink
 from kvtransfer.pairing import ONE_HOST
 from kvtransfer.pool import KvPool
-from kvtransfer.seam import Kind, Link, Transport
 
 log = logging.getLogger(__name__)
 

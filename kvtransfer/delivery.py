@@ -12,10 +12,10 @@ from baton import rpc
 from baton.errors import InvalidRequest, TransferFailed
 from baton.v1 import handoff_pb2, prefill_pb2
 from kvtransfer.aborts import Metadata
+from kvtransfer.interface import PutStats
 from kvtransfer.links import LinkPool
 from kvtransfer.pair_link import PairLink
 from kvtransfer.pool import Slots
-from kvtransfer.seam import PutStats
 from kvtransfer.waiting import Deadline, uninterrupted
 
 _WITHDRAW_S = 2.0

@@ -27,9 +27,9 @@ from baton.errors import (
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from kvtransfer.aborts import Aborts
 from kvtransfer.connector import Connector
+from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pair_link import PairLink
 from kvtransfer.pool import KvPool
-from kvtransfer.seam import FindWorker, Transport
 from kvtransfer.waiting import Deadline
 
 log = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ from torch import distributed
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2, handoff_pb2
 from kvtransfer import gpus, movers, pairing
-from kvtransfer.backends import NCCL_STAGING_BYTES, gloo, nccl
-from kvtransfer.cuda_ipc import CudaIpcTransport
-from kvtransfer.cuda_memory import CudaArea
+from kvtransfer.interface import Transport
 from kvtransfer.pairing import FASTEST_FIRST, Ends, Kind, machine_of, name_of
 from kvtransfer.pool import KvPool
-from kvtransfer.process_group import ProcessGroupTransport
-from kvtransfer.seam import Transport
-from kvtransfer.shm import SharedMemoryArea, ShmTransport
+from kvtransfer.transports.backends import NCCL_STAGING_BYTES, gloo, nccl
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.cuda_memory import CudaArea
+from kvtransfer.transports.process_group import ProcessGroupTransport
+from kvtransfer.transports.shm import SharedMemoryArea, ShmTransport
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import grpc
 from baton.errors import TransferFailed
 from baton.v1 import handoff_pb2_grpc
 from kvtransfer.digest import Digest
+from kvtransfer.interface import Link, PutStats, Transport
 from kvtransfer.pool import Slots
-from kvtransfer.seam import Link, PutStats, Transport
 
 _CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.errors import Overloaded, TransferFailed, Unavailable
+from kvtransfer.interface import Kind, Listener, Transport
 from kvtransfer.liveness import ProcessWatch, check_pid
 from kvtransfer.pool import KvPool
-from kvtransfer.seam import Kind, Listener, Transport
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from baton.errors import InvalidRequest
 from kvtransfer.digest import Digest, WordDigest
 
 if TYPE_CHECKING:
-    from kvtransfer.cuda_memory import CudaArea
-    from kvtransfer.shm import SharedMemoryArea
+    from kvtransfer.transports.cuda_memory import CudaArea
+    from kvtransfer.transports.shm import SharedMemoryArea
 
 # Copied, then digested while still in the core's own cache. Measured: twice of it, or half of it,
 # costs a tenth of the speed.

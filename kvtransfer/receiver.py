@@ -18,9 +18,9 @@ from baton.v1 import handoff_pb2 as pb
 from kvtransfer import movers, negotiation
 from kvtransfer.digest import Digest
 from kvtransfer.incoming import Incoming, Reservations, ReservedBlocks
+from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.peers import Peer, Peers
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.seam import FindWorker, Transport
 from kvtransfer.waiting import uninterrupted
 
 log = logging.getLogger(__name__)

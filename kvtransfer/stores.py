@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from kvtransfer.backends import at_least_1ms
+from kvtransfer.transports.backends import at_least_1ms
 
 
 def listening_store(host: str) -> tuple[TCPStore, int]:

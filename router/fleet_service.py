@@ -7,11 +7,11 @@ from typing import Any
 
 from baton import rpc
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
-from router.admission import Admission
-from router.door import Door
-from router.explain import explain
-from router.fleet import Fleet
-from router.line import Line
+from router.admission.admission import Admission
+from router.admission.wait_queue import Line
+from router.fleet.fleet import Fleet
+from router.frontend import Door
+from router.placement.explain import explain
 from router.service import caller_of
 
 

@@ -22,20 +22,20 @@ from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import AnyTokenizer, Tokenizer, load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
-from router import feasibility
-from router.admission import Admission
-from router.dispatch import Dispatch, Settings
-from router.door import Door
-from router.figures import Figures
-from router.fleet import Fleet
+from router.admission import feasibility
+from router.admission.admission import Admission
+from router.admission.tenants import Tenants
+from router.admission.wait_queue import Line
+from router.dispatch.dispatch import Dispatch, Settings
+from router.fleet.fleet import Fleet
+from router.fleet.heartbeat import Patience
+from router.fleet.readiness import follow_readiness
 from router.fleet_service import FleetServicer
-from router.lifeline import Patience
-from router.line import Line
-from router.readiness import follow_readiness
-from router.request_log import RequestLog
+from router.frontend import Door
 from router.service import InferenceServicer
-from router.tenants import Tenants
-from router.trace_keeping import TraceKeeping
+from router.telemetry.metrics import Figures
+from router.telemetry.request_log import RequestLog
+from router.telemetry.tail_sampling import TraceKeeping
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from baton import rpc
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.door import Caller, Door
+from router.frontend import Caller, Door
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):

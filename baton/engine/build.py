@@ -16,24 +16,24 @@ from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, Pace, model_path
 from baton.engine import choices
 from baton.engine.batch import StepModel
 from baton.engine.blocks import BlockPool
-from baton.engine.drafts import Drafting
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
-from baton.engine.loading import random_seed, tell_loaded, weights_of
 from baton.engine.loop import Engine
-from baton.engine.model import Model
-from baton.engine.model_config import ModelConfig, fingerprint
-from baton.engine.native import library
-from baton.engine.native.model import NativeModel, unsupported
-from baton.engine.native.packing import Matrix, PackedWeight
+from baton.engine.models.config import ModelConfig, fingerprint
+from baton.engine.models.decoder import Model
+from baton.engine.ops.native import library
+from baton.engine.ops.native.model import NativeModel, unsupported
+from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.parts import Parts, do_nothing
 from baton.engine.planner import Plan, Planner, Work
-from baton.engine.quantize import Int8Weight
 from baton.engine.reports import StepReport
 from baton.engine.runner import Runner, StepRunner
-from baton.engine.sampler import Sampler
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
-from baton.engine.weights import Prepare
+from baton.engine.speculative.ngram import Drafting
+from baton.engine.weights.loading import random_seed, tell_loaded, weights_of
+from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weights import Prepare
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
@@ -124,8 +124,8 @@ def _on_gpu(
     allocate: Allocate | None,
 ) -> Parts:
     # What only a GPU needs is imported only for one.
-    from baton.engine.gpu.assemble import assemble  # noqa: PLC0415
-    from baton.engine.gpu.measuring import Gpu  # noqa: PLC0415
+    from baton.engine.backends.gpu.assemble import assemble  # noqa: PLC0415
+    from baton.engine.backends.gpu.measuring import Gpu  # noqa: PLC0415
 
     return assemble(settings, path, config, dtype, Gpu(device), allocate)
 

@@ -6,8 +6,8 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.kv_cache import KvLayout
-from baton.engine.model_config import ModelConfig
-from baton.engine.quantize import FP8
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.quantize import FP8
 from baton.errors import ConfigError
 
 _KV_DTYPES = {"int8": torch.int8, "fp8": FP8}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.model_config import ModelConfig
-from baton.engine.quantize import SCALE_BYTES, is_quantized
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.quantize import SCALE_BYTES, is_quantized
 from baton.errors import ConfigError
 from baton.v1 import common_pb2
 

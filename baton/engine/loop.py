@@ -20,7 +20,7 @@ from baton.engine.inbox import Inbox
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.reports import Load, Progress, Reserved, StepReport
 from baton.engine.runner import Drawn, StepRunner
-from baton.engine.sampler import SampleRow, finish_reason
+from baton.engine.sampling.sampler import SampleRow, finish_reason
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError
 

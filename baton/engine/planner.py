@@ -17,9 +17,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from baton.engine.blocks import BlockPool
-from baton.engine.drafts import Drafter, Drafting
 from baton.engine.due import DueQueue
 from baton.engine.sequence import Sequence
+from baton.engine.speculative.ngram import Drafter, Drafting
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.engine.blocks import CacheChanges
-from baton.engine.sampler import TokenLogprobs
+from baton.engine.sampling.sampler import TokenLogprobs
 
 
 class Progress(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 
 from baton.engine.batch import StepModel
 from baton.engine.batching import Batches
-from baton.engine.drafts import verify
 from baton.engine.planner import Plan, Work
-from baton.engine.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.speculative.ngram import verify
 
 
 class Drawn(NamedTuple):

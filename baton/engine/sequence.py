@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.engine.drafts import Drafter
-from baton.engine.token_counts import TokenCounts
+from baton.engine.sampling.token_counts import TokenCounts
+from baton.engine.speculative.ngram import Drafter
 from baton.prefix import block_hash, root_hash
 from baton.sampling import SamplingParams
 

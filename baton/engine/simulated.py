@@ -24,9 +24,9 @@ import torch
 
 from baton.config import Pace
 from baton.engine.planner import Plan, Work
-from baton.engine.randomness import splitmix64
 from baton.engine.runner import Drawn, drawn_by, sample_rows
-from baton.engine.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.sampling.randomness import splitmix64
+from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError
 from baton.prefix import root_hash

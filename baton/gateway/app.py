@@ -21,7 +21,7 @@ from baton.gateway.shapes import ChatShape, CompletionShape
 from baton.gateway.tokens import text_of
 from baton.gateway.wire import Exchange
 from baton.v1 import inference_pb2
-from router.door import Caller, Door
+from router.frontend import Caller, Door
 
 _RETRY_AFTER_S = 1.0
 _PROMPT = {"input": ("prompt",), "text": ("prompt",), "token_ids": ("prompt",)}

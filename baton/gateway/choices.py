@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from baton.v1 import inference_pb2
-from router.admission import Choices
-from router.door import Caller, Door
+from router.admission.admission import Choices
+from router.frontend import Caller, Door
 
 Response = inference_pb2.GenerateResponse
 Send = Callable[[int, Response], Awaitable[None]]  # the choice's number, and what it says

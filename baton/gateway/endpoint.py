@@ -24,7 +24,7 @@ from baton.gateway.shapes import DONE, REASONS, Choice, Head, Shape
 from baton.gateway.wire import EVENTS_TYPE, NO_CACHE, ClientGone, Exchange, parse
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
-from router.door import Caller, Door
+from router.frontend import Caller, Door
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 from baton.gateway.schema import DIGITS, UNSUPPORTED
 from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from baton.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS
-from router.admission import MAX_MESSAGES
+from router.admission.admission import MAX_MESSAGES
 
 MAX_CHOICES = 1024  # prompts times n
 MAX_CHOICES_SIZE = 4 << 20  # n times the characters or token ids of the prompts, where n > 1

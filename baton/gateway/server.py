@@ -20,7 +20,7 @@ from baton.errors import ConfigError, Unavailable
 from baton.gateway.app import app_of
 from baton.gateway.errors import HttpError, failure_of
 from baton.gateway.wire import WRITE_ON, Exchange
-from router.door import Door
+from router.frontend import Door
 from router.main import Frontend
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import Cancelled, InvalidRequest
-from router.door import Caller
+from router.frontend import Caller
 
 Header = tuple[bytes, bytes]
 

@@ -19,11 +19,11 @@ from baton.config import ClusterConfig
 from baton.errors import DeadlineExceeded, Unavailable
 from baton.local import commands, cpus, gpus, ports
 from baton.local.etcd import EmbeddedEtcd
-from baton.local.keeper import Keeper, ending, last_words, what_happened
 from baton.local.model_check import check_model
 from baton.local.process import ChildProcess
 from baton.local.readiness import router_sees, router_serving, worker_ready, workers_ready
 from baton.local.registry import LocalRegistry
+from baton.local.supervisor import Keeper, ending, last_words, what_happened
 from baton.registry.membership import Membership
 
 log = logging.getLogger(__name__)

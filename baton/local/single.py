@@ -13,15 +13,16 @@ from functools import partial
 
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.config import EngineConfig
-from baton.engine import build, cores
+from baton.engine import build
+from baton.engine.backends.cpu import cores
 from baton.engine.loop import Engine
 from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
 from baton.sampling import SamplingParams
 from baton.text import AnyTokenizer, check_stop_strings, load_tokenizer
-from router.story import Ask
-from router.text_stream import TextStream
+from router.dispatch.request_state import Ask
+from router.dispatch.text_stream import TextStream
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class EtcdRegistration:
-    """`baton.registry.seam.Registration` over etcd."""
+    """`baton.registry.interface.Registration` over etcd."""
 
     def __init__(self, client: EtcdClient, config: RegistryConfig, record: WorkerRecord) -> None:
         self._client = client

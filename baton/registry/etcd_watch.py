@@ -17,8 +17,8 @@ from baton.errors import BatonError, InvalidRequest
 from baton.registry import records
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
+from baton.registry.member_table import Roll
 from baton.registry.membership import Membership
-from baton.registry.roll import Roll
 from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import WorkerRecord
 

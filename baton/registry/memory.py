@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from baton.errors import Unavailable
 from baton.registry import records
+from baton.registry.member_table import Roll
 from baton.registry.membership import Membership
-from baton.registry.roll import Roll
 from baton.v1.common_pb2 import WorkerRecord
 
 GRACE_TTLS = 2
@@ -118,7 +118,7 @@ class MemoryStore:
 
 
 class MemoryRegistry:
-    """`baton.registry.seam.Registry` over a `MemoryStore`."""
+    """`baton.registry.interface.Registry` over a `MemoryStore`."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -174,7 +174,7 @@ class MemoryRegistry:
 
 
 class MemoryRegistration:
-    """`baton.registry.seam.Registration` over a `MemoryStore`."""
+    """`baton.registry.interface.Registration` over a `MemoryStore`."""
 
     def __init__(self, registry: MemoryRegistry, store: MemoryStore, record: WorkerRecord) -> None:
         self._registry = registry

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from baton.engine.build import Loaded
-from baton.engine.sampler import TokenLogprobs
+from baton.engine.sampling.sampler import TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
 from baton.prefix import hash_chain

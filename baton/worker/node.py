@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import grpc
 
 from baton.config import WorkerConfig, host_id
-from baton.engine import cores
+from baton.engine.backends.cpu import cores
 from baton.engine.build import Loaded
 from baton.engine.loop import Engine
 from baton.engine.reports import StepReport
@@ -31,8 +31,8 @@ from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer
 from baton.worker import hardware
-from baton.worker.figures import WorkerFigures
 from baton.worker.meter import LoadMeter, load_proto
+from baton.worker.metrics import WorkerFigures
 from baton.worker.stall import StallWatch
 
 log = logging.getLogger(__name__)

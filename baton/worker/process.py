@@ -14,7 +14,8 @@ import uvloop
 
 from baton import telemetry
 from baton.config import WorkerConfig
-from baton.engine import build, choices, cores
+from baton.engine import build, choices
+from baton.engine.backends.cpu import cores
 from baton.engine.kv_cache import Allocate
 from baton.errors import ConfigError
 from baton.metrics.server import serving
@@ -22,10 +23,11 @@ from baton.registry import EtcdRegistry
 from baton.server import EventLoop
 from baton.worker.node import Node, Role
 from baton.worker.service import WorkerServicer
-from kvtransfer import movers, shm
-from kvtransfer.cuda_memory import CudaArea
+from kvtransfer import movers
 from kvtransfer.pool import KvPool
-from kvtransfer.shm import SharedMemoryArea
+from kvtransfer.transports import shm
+from kvtransfer.transports.cuda_memory import CudaArea
+from kvtransfer.transports.shm import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""How the kernels are compiled without a GPU, as `python -m baton.engine.kernels check` reads it.
+"""How the kernels are compiled without a GPU, as `python -m baton.engine.ops.triton check` reads
+it.
 
 Plain data with the fields that the checker knows: nothing of `kvtransfer` imports an engine.
 """

@@ -24,8 +24,8 @@ import torch
 
 from baton.errors import TransferFailed
 from kvtransfer import negotiation
+from kvtransfer.interface import Link, Listener, PutStats, Transport
 from kvtransfer.pool import Digest, KvPool, Slots
-from kvtransfer.seam import Link, Listener, PutStats, Transport
 
 VARIABLE = "BATON_CHAOS_KV"
 _NOISE = 0x2A  # on every byte: a number becomes quite another one

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from kvtransfer.seam import Transport
+from kvtransfer.interface import Transport
 from tests.chaos.kv import Control, SufferingTransport
 from tests.contract.kvtransfer_parts import TRANSPORTS, Pair, slots
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncClient
-from baton.engine.native import library
+from baton.engine.ops.native import library
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.local import ports
 from tests.chaos import kv

@@ -27,9 +27,9 @@ from decode_worker.events import EventStreams
 from decode_worker.reservations import Reservations
 from decode_worker.spans import DecodeSpans
 from kvtransfer import peers
-from kvtransfer.memory import MemoryTransport
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver
+from kvtransfer.transports.memory import MemoryTransport
 
 BLOCKS, BLOCK_SIZE = 10, 4
 LEASE_S = 10.0

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 
-from kvtransfer.cuda_driver import HANDLE_BYTES, CudaError
+from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaError
 
 INVALID_VALUE, INVALID_HANDLE = 1, 400
 CPU = torch.device("cpu")
 
 
 class MemfdDriver:
-    """`kvtransfer.cuda_driver.Driver`. `mapped` are the addresses that are allocated or open."""
+    """`kvtransfer.transports.cuda_driver.Driver`. `mapped` are the addresses that are allocated or
+    open."""
 
     def __init__(self):
         self._guard = threading.Lock()

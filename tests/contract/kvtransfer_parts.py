@@ -14,18 +14,19 @@ from baton import rpc
 from baton.config import host_id
 from baton.errors import Stale, TransferFailed
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
-from kvtransfer import movers, shm
-from kvtransfer.backends import gloo
-from kvtransfer.cuda_ipc import CudaIpcTransport
-from kvtransfer.cuda_memory import CudaArea
+from kvtransfer import movers
 from kvtransfer.incoming import ReservedBlocks
 from kvtransfer.links import LinkPool
-from kvtransfer.memory import MemoryTransport
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.process_group import ProcessGroupTransport
 from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
 from kvtransfer.service import HandoffServicer
+from kvtransfer.transports import shm
+from kvtransfer.transports.backends import gloo
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.cuda_memory import CudaArea
+from kvtransfer.transports.memory import MemoryTransport
+from kvtransfer.transports.process_group import ProcessGroupTransport
 from tests.contract.kvtransfer_driver import CPU, DRIVER
 
 BLOCKS, BLOCK_SIZE = 24, 4

@@ -17,9 +17,9 @@ from opentelemetry.trace import NoOpTracer
 from baton.errors import BatonError
 from baton.v1 import common_pb2, prefill_pb2
 from kvtransfer import pool as pools
-from kvtransfer import shm
 from kvtransfer.links import LinkPool
 from kvtransfer.sender import HandoffSender
+from kvtransfer.transports import shm
 
 
 def stop_once():

@@ -11,9 +11,9 @@ from baton.config import RegistryConfig, split_address
 from baton.local.etcd import EmbeddedEtcd
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.etcd_client import EtcdClient
+from baton.registry.interface import Registry
 from baton.registry.membership import Membership
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.registry.seam import Registry
 from baton.v1.common_pb2 import WorkerRecord
 
 PATIENCE_S = 12.0

@@ -5,9 +5,9 @@ import contextlib
 import pytest
 
 from baton.errors import TransferFailed
-from kvtransfer.cuda_driver import CudaError
-from kvtransfer.cuda_ipc import CudaIpcTransport
 from kvtransfer.digest import WordDigest
+from kvtransfer.transports.cuda_driver import CudaError
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 
 from .kvtransfer_driver import MemfdDriver
 from .kvtransfer_parts import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.engine.kv_cache import KvLayout
-from baton.engine.quantize import pack_rows, unpack_rows
+from baton.engine.weights.quantize import pack_rows, unpack_rows
 from kvtransfer.pool import KvPool
 
 from .kvtransfer_parts import BLOCK_SIZE, BLOCKS, POOLS, TRANSPORTS, Pair, make_area, slots

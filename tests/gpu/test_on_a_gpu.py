@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import process
-from bench.gpu.job import Event, Failed, Job, Note, Row
+from benchmarks.gpu import process
+from benchmarks.gpu.job import Event, Failed, Job, Note, Row
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from baton.local.doctor.finding import Finding, Level
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from kvtransfer import negotiation, pairing
-from kvtransfer.seam import Transport
+from kvtransfer.interface import Transport
 
 CUDA_IPC, NCCL = common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL
 SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO

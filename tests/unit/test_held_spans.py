@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from baton import telemetry
 from baton.errors import InvalidRequest
-from baton.held_spans import HeadRatio, HeldSpans
+from baton.tail_sampling import HeadRatio, HeldSpans
 from baton.telemetry import Telemetry
 
 

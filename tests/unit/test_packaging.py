@@ -43,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     skipped = shutil.ignore_patterns("__pycache__", "*.pyc")
-    for name in (*PACKAGES, "protos", "tests", "tools"):
+    for name in (*PACKAGES, "protos", "tests", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=skipped)
     (built,) = WheelBuilder(str(source)).build(directory=str(tmp_path_factory.mktemp("dist")))
     return zipfile.ZipFile(built)

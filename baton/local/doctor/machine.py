@@ -20,7 +20,7 @@ from baton.local import etcd, ports
 from baton.local.doctor.finding import Finding, fail, ok, warn
 
 LEAST_PYTHON = (3, 11)
-BUILT_KERNELS = Path(config.__file__).parent / "engine" / "native" / "built"
+BUILT_KERNELS = Path(config.__file__).parent / "engine" / "ops" / "native" / "built"
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 LEAST_MEMORY_BYTES = 2 << 30  # torch, a small model and the default KV cache

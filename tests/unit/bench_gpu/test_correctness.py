@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from baton.engine.kernels.activation import silu_mul_reference
-from bench.gpu import correctness, row_cases
-from bench.gpu.job import Doing, Event, Failed, Job, Note, Row
+from baton.engine.ops.triton.activation import silu_mul_reference
+from benchmarks.gpu import correctness, row_cases
+from benchmarks.gpu.job import Doing, Event, Failed, Job, Note, Row
 
 
 @pytest.fixture

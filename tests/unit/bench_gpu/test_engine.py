@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from bench.gpu import engine
-from bench.gpu.driving import Driver
-from bench.gpu.job import Ceilings, Job, Note
-from bench.gpu.our_engine import BF16
-from bench.shapes import GPU_SHAPES
+from benchmarks.gpu import engine
+from benchmarks.gpu.driving import Driver
+from benchmarks.gpu.job import Ceilings, Job, Note
+from benchmarks.gpu.our_engine import BF16
+from benchmarks.shapes import GPU_SHAPES
 
 
 class Ours:

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from bench.gpu import errors, paged
-from bench.gpu.errors import Error, Wrong
-from bench.gpu.paged import Geometry
+from benchmarks.gpu import errors, paged
+from benchmarks.gpu.errors import Error, Wrong
+from benchmarks.gpu.paged import Geometry
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu import attention_speed, engine, floors, sizes
-from bench.gpu.floors import Storage
-from bench.gpu.job import Ceilings, Row
-from bench.gpu.our_engine import BF16
-from bench.gpu.targets import (
+from benchmarks.gpu import attention_speed, engine, floors, sizes
+from benchmarks.gpu.floors import Storage
+from benchmarks.gpu.job import Ceilings, Row
+from benchmarks.gpu.our_engine import BF16
+from benchmarks.gpu.targets import (
     DECODE,
     DECODE_ATTENTION,
     HANDOFF,
@@ -20,7 +20,7 @@ from bench.gpu.targets import (
     Target,
     verdicts,
 )  # fmt: skip
-from bench.shapes import GPU_SHAPES, SHAPES
+from benchmarks.shapes import GPU_SHAPES, SHAPES
 
 EIGHT, ONE = GPU_SHAPES["8B"], GPU_SHAPES["1B"]
 CEILINGS = Ceilings(copy_bytes_per_s=3e12, matmul_flops=7e14)

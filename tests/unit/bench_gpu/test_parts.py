@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import job as jobs
-from bench.gpu import part, process
-from bench.gpu.job import Ceilings, Doing, Event, Failed, Job, Note, Row, Unusable
+from benchmarks.gpu import job as jobs
+from benchmarks.gpu import part, process
+from benchmarks.gpu.job import Ceilings, Doing, Event, Failed, Job, Note, Row, Unusable
 
 ROW = Row("table", "a row", {"GB/s": 1.5, "text": "x", "none": None})
 
@@ -24,7 +24,7 @@ def job() -> Job:
 
 def child(tmp_path: Path, body: str, seconds: float = 20.0, grace_s: float = 1.0) -> list[Event]:
     """The events of a process that runs `body`, which may print events as `tell`."""
-    head = "import os, signal, sys, time\nfrom bench.gpu.job import *\n"
+    head = "import os, signal, sys, time\nfrom benchmarks.gpu.job import *\n"
     tell = "def tell(event):\n    print(to_line(event), flush=True)\n"
     job = Job("speed", "cpu", seconds)
     argv = [sys.executable, "-c", head + tell + body]

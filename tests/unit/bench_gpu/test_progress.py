@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import process, run
-from bench.gpu.job import Doing, Event, Failed, Job, Note, Row
-from bench.gpu.progress import Progress
+from benchmarks.gpu import process, run
+from benchmarks.gpu.job import Doing, Event, Failed, Job, Note, Row
+from benchmarks.gpu.progress import Progress
 
 EVENTS: list[Event] = [
     Doing("decode", "batch 1"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bench.gpu import report
-from bench.gpu.job import Ceilings, Event, Failed, Note, Row
-from bench.gpu.run import ceilings_of
-from bench.gpu.targets import TARGETS
+from benchmarks.gpu import report
+from benchmarks.gpu.job import Ceilings, Event, Failed, Note, Row
+from benchmarks.gpu.run import ceilings_of
+from benchmarks.gpu.targets import TARGETS
 
 HEAD: dict[str, Any] = {"date": "2000-01-01", "seconds": 12.3, "smoke": False}
 EVENTS: list[Event] = [

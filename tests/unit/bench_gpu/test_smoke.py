@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import absent, process, report
+from benchmarks.gpu import absent, process, report
 
 # What a machine with a GPU may lack. `sitecustomize` is imported by each child before all else.
 LACKING = (
@@ -26,13 +26,13 @@ RUNS = {"alone": ("kernels", "speed", "engine"), "cluster": ("cluster",)}
 
 
 class DryRun:
-    """`python -m bench gpu --smoke` of some parts, at work from the begin."""
+    """`python -m benchmarks gpu --smoke` of some parts, at work from the begin."""
 
     def __init__(self, folder: Path, name: str) -> None:
         (folder / "sitecustomize.py").write_text(CUSTOM if name == "alone" else "")
         self._file = folder / "figures.json"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench", "gpu", "--smoke", "--only", ",".join(RUNS[name]),
+            [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--only", ",".join(RUNS[name]),
              "--json", str(self._file)],
             cwd=process.ROOT,
             env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from bench.gpu import step_parts
+from benchmarks.gpu import step_parts
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.candidates.answering import Setup, Timed, answer
-from bench.engine.conversation import ROOT, Conversation, Failed, Lost, Missing
+from benchmarks.candidates.answering import Setup, Timed, answer
+from benchmarks.engine.conversation import ROOT, Conversation, Failed, Lost, Missing
 
 Talk = Callable[[str], Conversation]
 SETUP = Setup("/nowhere", 512, 1, (0,), 4, 80, 64, {"dtype": "float32"})
@@ -43,7 +43,7 @@ def talk(tmp_path: Path) -> Iterator[Talk]:
         cpu = min(os.sched_getaffinity(0))
         setup = Setup(**{**SETUP.__dict__, "cpus": (cpu,)})
         program = tmp_path / "program.py"
-        head = "from bench.candidates.answering import Timed, main\n"
+        head = "from benchmarks.candidates.answering import Timed, main\n"
         program.write_text(f"{head}{body}\nmain(load)\n")
         argv = [sys.executable, str(program), setup.to_json()]
         begun.append(Conversation(argv, {"PYTHONPATH": str(ROOT)}, tmp_path / "log"))

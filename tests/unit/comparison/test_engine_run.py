@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine import candidates, run
-from bench.engine.candidates import Entry, Rivals
-from bench.engine.conversation import ROOT
-from bench.shapes import SHAPES
+from benchmarks.engine import candidates, run
+from benchmarks.engine.candidates import Entry, Rivals
+from benchmarks.engine.conversation import ROOT
+from benchmarks.shapes import SHAPES
 
 ABSENT = """
-from bench.candidates.answering import main
+from benchmarks.candidates.answering import main
 def load(setup):
     import surely_nobody_has_this_library
 main(load)
@@ -67,7 +67,7 @@ def test_baton_is_measured_and_who_is_missing_is_named(
 
 SLOW = """
 import signal, subprocess, time
-from bench.candidates.answering import main
+from benchmarks.candidates.answering import main
 class Slow:
     def about(self): return {}
     def decode(self, batch, context, steps):
@@ -79,12 +79,12 @@ main(load)
 """
 BENCH = """
 import runpy, sys
-from bench import checkpoint
-from bench.engine import candidates
+from benchmarks import checkpoint
+from benchmarks.engine import candidates
 checkpoint.directory_of = lambda shape, cache: cache
 candidates.ENTRIES["baton-float32"] = candidates.Entry("baton-float32", "slow_candidate")
-sys.argv = ["bench", "engine", "--shape", "tiny", "--candidates", "baton-float32"]
-runpy.run_module("bench", run_name="__main__")
+sys.argv = ["benchmarks", "engine", "--shape", "tiny", "--candidates", "baton-float32"]
+runpy.run_module("benchmarks", run_name="__main__")
 """
 
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from baton.engine.model_config import ModelConfig
-from bench import checkpoint
-from bench.candidates import llama_cpp_files
-from bench.shapes import SHAPES
+from baton.engine.models.config import ModelConfig
+from benchmarks import checkpoint
+from benchmarks.candidates import llama_cpp_files
+from benchmarks.shapes import SHAPES
 
 
 @pytest.mark.parametrize(("name", "millions"), [("M", 134.5), ("L", 494.0)])

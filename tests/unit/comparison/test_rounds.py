@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from bench.engine import table
-from bench.engine.conversation import Failed
-from bench.engine.work import Measured, Work, measure, steps_of, works
+from benchmarks.engine import table
+from benchmarks.engine.conversation import Failed
+from benchmarks.engine.work import Measured, Work, measure, steps_of, works
 
 ONE, MANY, PROMPT = works([1, 8], 512, [64])
 

@@ -15,18 +15,18 @@ import pytest
 from baton.bench.demand import Demand, IdRange
 from baton.bench.outcome import INTERRUPTED, OK, Outcome
 from baton.config import EngineConfig
-from bench.engine.candidates import Rivals
-from bench.engine.conversation import Failed, Missing
-from bench.serving import gaps, servers, table
-from bench.serving.gaps import Window
-from bench.serving.interference import (
+from benchmarks.engine.candidates import Rivals
+from benchmarks.engine.conversation import Failed, Missing
+from benchmarks.serving import gaps, servers, table
+from benchmarks.serving.gaps import Window
+from benchmarks.serving.interference import (
     Interference,
     interference,
     prompt_demands,
     stream_demands,
 )
-from bench.serving.mixed import Mixed, capacity, mixed
-from bench.shapes import SHAPES
+from benchmarks.serving.mixed import Mixed, capacity, mixed
+from benchmarks.shapes import SHAPES
 
 LOAD = Interference(
     streams=2, stream_prompt=8, stream_output=20, prompt=64, every_s=0.3, periods=2, ramp_s=0.1

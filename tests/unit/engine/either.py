@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.model import Model
-from baton.engine.model_config import ModelConfig
-from baton.engine.native import library
-from baton.engine.native.model import NativeModel, unsupported
-from baton.engine.weights import Weights
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
+from baton.engine.ops.native import library
+from baton.engine.ops.native.model import NativeModel, unsupported
+from baton.engine.weights.weights import Weights
 
 KERNELS = ("torch", "native")
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.model import Model
-from baton.engine.model_config import ModelConfig
-from baton.engine.native.model import NativeModel
-from baton.engine.quantize import SCALE_BYTES
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
+from baton.engine.ops.native.model import NativeModel
+from baton.engine.weights.quantize import SCALE_BYTES
 
 NUM_BLOCKS = 160
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from baton.engine.kv_cache import KvLayout, allocate_pool
-from baton.engine.linear import Matrix
-from baton.engine.model_config import ModelConfig
-from baton.engine.quantize import Int8Weight
-from baton.engine.weights import LayerWeights, Weights, random_weights
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.linear import Matrix
+from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weights import LayerWeights, Weights, random_weights
 from tests.unit.engine import either
 from tests.unit.engine.paged import NUM_BLOCKS, PagedRun, PagedSequence
 from tests.unit.engine.small_config import small_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from baton.engine.model_config import ModelConfig, Rope
+from baton.engine.models.config import ModelConfig, Rope
 
 _LLAMA = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine import attention
-from baton.engine.attention import AttentionBatch, PrefillSegment, attend, padded_keys, write_kv
+from baton.engine.ops.torch import attention
+from baton.engine.ops.torch.attention import (
+    AttentionBatch,
+    PrefillSegment,
+    attend,
+    padded_keys,
+    write_kv,
+)
 
 LAYERS, LAYER, HEADS, KV_HEADS, HEAD_SIZE = 3, 1, 6, 2, 16
 SCALE = HEAD_SIZE**-0.5

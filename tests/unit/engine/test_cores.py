@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.engine import cores
+from baton.engine.backends.cpu import cores
 
 ALL = os.sched_getaffinity(0)
 

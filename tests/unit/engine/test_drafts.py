@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine import drafts
-from baton.engine.drafts import LENGTHS, Drafter, RowCost, verify, worthwhile
+from baton.engine.speculative import ngram
+from baton.engine.speculative.ngram import LENGTHS, Drafter, RowCost, verify, worthwhile
 
 CHEAP = 1e-6  # a price at which everything is drafted
 few_tokens = st.lists(st.integers(0, 2), max_size=60)
@@ -60,7 +60,7 @@ class TestLookup:
     def test_memory_is_bounded_and_what_is_recent_is_kept(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(drafts, "MOST_PLACES", 300)
+        monkeypatch.setattr(ngram, "MOST_PLACES", 300)
         drafter = Drafter()
         numbers = random.Random(3)
         tokens = [numbers.randrange(100_000) for _ in range(5000)]
@@ -76,7 +76,7 @@ class TestLookup:
 
     def test_a_long_prompt_is_read_in_parts(self) -> None:
         drafter = Drafter()
-        tokens = list(range(2 * drafts.CATCH_UP_TOKENS + 100))
+        tokens = list(range(2 * ngram.CATCH_UP_TOKENS + 100))
         tokens += tokens[-9:-5]
         assert drafter.draft(tokens, 2, CHEAP) == ()
         assert drafter.draft(tokens, 2, CHEAP) == ()
@@ -161,9 +161,9 @@ class TestRowCost:
     def test_follows_the_machine(self, rows: int, price: float) -> None:
         costs, numbers = RowCost(), random.Random(2)
         for _ in range(400):
-            drafts = numbers.randint(0, 3 * rows)
-            seconds = 1e-3 * (1 + price * drafts / rows) * numbers.uniform(0.95, 1.05)
-            costs.took(rows, drafts, seconds)
+            ngram = numbers.randint(0, 3 * rows)
+            seconds = 1e-3 * (1 + price * ngram / rows) * numbers.uniform(0.95, 1.05)
+            costs.took(rows, ngram, seconds)
         usual = RowCost().price(rows)
         assert costs.price(rows) == pytest.approx(max(price, usual / 4), rel=0.3)
         assert costs.price(rows + 1) == RowCost().price(rows + 1)  # others tell nothing of it
@@ -181,9 +181,9 @@ class TestRowCost:
     def test_a_stall_is_not_a_price(self) -> None:
         costs, numbers = RowCost(), random.Random(4)
         for step in range(600):
-            drafts = numbers.randint(0, 4)
+            ngram = numbers.randint(0, 4)
             stalled = step % 50 == 49
-            costs.took(1, drafts, 5.0 if stalled else 1e-3 * (1 + 0.1 * drafts))
+            costs.took(1, ngram, 5.0 if stalled else 1e-3 * (1 + 0.1 * ngram))
             costs.took(512, 0, 5.0)
         assert costs.price(1) == pytest.approx(0.1, rel=0.8)
         assert costs.price(512) == pytest.approx(512 / 528)

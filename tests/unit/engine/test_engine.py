@@ -12,13 +12,14 @@ import pytest
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine import build, model
+from baton.engine import build
 from baton.engine.loop import Engine
-from baton.engine.model_config import Rope
-from baton.engine.native import library
-from baton.engine.native import model as native_model
+from baton.engine.models import decoder
+from baton.engine.models.config import Rope
+from baton.engine.models.rope import rope_tables
+from baton.engine.ops.native import library
+from baton.engine.ops.native import model as native_model
 from baton.engine.reports import Progress, StepReport
-from baton.engine.rope import rope_tables
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, Overloaded, Stale
 from baton.sampling import SamplingParams
@@ -177,7 +178,7 @@ def test_what_is_kept_for_each_position_ends_where_sequences_do(
         asked.append(max_context)
         return rope_tables(rope, head_size, max_context)
 
-    monkeypatch.setattr(model, "rope_tables", watched)
+    monkeypatch.setattr(decoder, "rope_tables", watched)
     monkeypatch.setattr(native_model, "rope_tables", watched)
     load(directory, kernels=kernels, max_context=70)
     load(directory, kernels=kernels, kv_blocks=4)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.model_config import ModelConfig
-from baton.engine.quantize import SCALE_BYTES, Int8Weight
-from baton.engine.weights import Weights, load_weights, random_weights
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.quantize import SCALE_BYTES, Int8Weight
+from baton.engine.weights.weights import Weights, load_weights, random_weights
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import SMALL, make_checkpoint
 from tests.unit.engine.quantized import MATRICES, qwen_config

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttentionBatch, PrefillSegment, attend, write_kv
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
-from baton.engine.quantize import SCALE_BYTES, pack_rows, unpack_rows
+from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, attend, write_kv
+from baton.engine.weights.quantize import SCALE_BYTES, pack_rows, unpack_rows
 from baton.errors import ConfigError
 from tests.unit.engine.quantized import qwen_config
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.loading import Progress, random_seed, weights_of
-from baton.engine.model_config import ModelConfig
-from baton.engine.weights import random_weights
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.loading import Progress, random_seed, weights_of
+from baton.engine.weights.weights import random_weights
 from tests.unit.engine.checkpoints import make_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

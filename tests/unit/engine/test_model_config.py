@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from baton.engine.model_config import ModelConfig, Rope, fingerprint
-from baton.engine.rope import inverse_frequencies
+from baton.engine.models.config import ModelConfig, Rope, fingerprint
+from baton.engine.models.rope import inverse_frequencies
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import ARCHITECTURES, make_checkpoint
 

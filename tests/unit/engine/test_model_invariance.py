@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.linear import linear, silu_gate
-from baton.engine.model import Model
-from baton.engine.model_config import Rope
-from baton.engine.native.model import NativeModel
-from baton.engine.rope import rope_tables
-from baton.engine.weights import random_weights
+from baton.engine.models.config import Rope
+from baton.engine.models.decoder import Model
+from baton.engine.models.rope import rope_tables
+from baton.engine.ops.native.model import NativeModel
+from baton.engine.weights.linear import linear, silu_gate
+from baton.engine.weights.weights import random_weights
 from tests.unit.engine import either
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_config import small_config

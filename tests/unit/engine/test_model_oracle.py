@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from baton.config import DEMO_MODEL
-from baton.engine.model import Model
-from baton.engine.model_config import ModelConfig
-from baton.engine.native.model import NativeModel
-from baton.engine.weights import load_weights
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
+from baton.engine.ops.native.model import NativeModel
+from baton.engine.weights.weights import load_weights
 from tests.unit.engine import either
 from tests.unit.engine.checkpoints import ARCHITECTURES, load_reference, make_checkpoint
 from tests.unit.engine.paged import PagedRun

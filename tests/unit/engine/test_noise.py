@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine import noise
-from baton.engine.noise import Noise
-from baton.engine.randomness import splitmix64
+from baton.engine.sampling import noise
+from baton.engine.sampling.noise import Noise
+from baton.engine.sampling.randomness import splitmix64
 
 CPU = torch.device("cpu")
 GAMMA = 0x9E3779B97F4A7C15

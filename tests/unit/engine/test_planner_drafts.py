@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.blocks import BlockPool
-from baton.engine.drafts import Drafting, RowCost, verify
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.sequence import Sequence
+from baton.engine.speculative.ngram import Drafting, RowCost, verify
 from baton.sampling import SamplingParams
 
 SIZE = 4

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine import quantize
-from baton.engine.linear import linear
-from baton.engine.quantize import (
+from baton.engine.weights import quantize
+from baton.engine.weights.linear import linear
+from baton.engine.weights.quantize import (
     SCALE_BYTES,
     Int8Weight,
     exact_products,

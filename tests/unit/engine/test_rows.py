@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.rows import place
+from baton.engine.ops.torch.rows import place
 
 SIZE = 4
 

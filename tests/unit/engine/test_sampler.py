@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine import filters
 from baton.engine.planner import Work
 from baton.engine.runner import sample_rows
-from baton.engine.sampler import Sampler, SampleRow, finish_reason
+from baton.engine.sampling import filters
+from baton.engine.sampling.sampler import Sampler, SampleRow, finish_reason
+from baton.engine.sampling.token_counts import TokenCounts
 from baton.engine.sequence import Sequence
-from baton.engine.token_counts import TokenCounts
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.sampler import Sampler, SampleRow
+from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling import SamplingParams
 
 VOCAB = 600  # more than one block of the draw, and not a multiple of it

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from baton.engine.randomness import splitmix64, uniform
+from baton.engine.sampling.randomness import splitmix64, uniform
 
 MAX = (1 << 64) - 1
 # uniform() of the pairs in test_values_never_change.

@@ -13,14 +13,14 @@ import torch
 from baton.config import EngineConfig, Pace
 from baton.engine import build
 from baton.engine.planner import Plan, Work
-from baton.engine.sampler import Sampler
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
 from baton.errors import ConfigError, InternalError
 from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
 
-TINY = Path(__file__).parents[3] / "tools" / "load" / "tiny.json"
+TINY = Path(__file__).parents[3] / "scripts" / "load" / "tiny.json"
 VOCAB, BLOCK, EOS = 500, 4, 7
 GREEDY = SamplingParams(max_tokens=8)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.0, seed=5)

@@ -14,20 +14,20 @@ import torch
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.blocks import BlockPool
-from baton.engine.drafts import Drafting, RowCost
 from baton.engine.loop import Engine
-from baton.engine.native import library
+from baton.engine.ops.native import library
 from baton.engine.planner import Plan, Planner
 from baton.engine.reports import Progress, StepReport
 from baton.engine.runner import Drawn, drawn_by
-from baton.engine.sampler import Sampled, TokenLogprobs
+from baton.engine.sampling.sampler import Sampled, TokenLogprobs
 from baton.engine.sequence import Sequence
+from baton.engine.speculative.ngram import Drafting, RowCost
 from baton.prefix import hash_chain
 from baton.sampling import SamplingParams
 from baton.text import load_tokenizer
 
 WAIT_S = 60.0
-TINY = Path(__file__).parents[3] / "tools" / "load" / "tiny.json"
+TINY = Path(__file__).parents[3] / "scripts" / "load" / "tiny.json"
 
 GREEDY = SamplingParams(max_tokens=60, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=60, temperature=0.4, top_p=0.9, seed=11, ignore_eos=True)

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine.checkpoint import INDEX_FILE, SINGLE_FILE
-from baton.engine.model_config import ModelConfig
-from baton.engine.weights import Weights, load_weights, random_weights
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
+from baton.engine.weights.weights import Weights, load_weights, random_weights
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from baton.gateway.server import listen, serving
-from router.admission import Admission
-from router.door import Door
+from router.admission.admission import Admission
+from router.frontend import Door
 from tests.unit.router.scripted_workers import PATIENCE_S, Cluster
 from tests.unit.router.texts import byte_tokenizer
 

@@ -11,8 +11,8 @@ import pytest
 from baton import errors
 from baton.gateway.endpoint import MAX_BODY_BYTES, max_body_bytes
 from baton.gateway.errors import CLIENT_GONE, failure_of
-from router import door
-from router.tenants import Tenants
+from router import frontend
+from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import PATIENCE_S, until_stuck
 
 from .conftest import PROMPT, events_of
@@ -367,7 +367,7 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     gateway_of, monkeypatch, end, n
 ):
     if end == "unread":
-        monkeypatch.setattr(door, "UNREAD_S", 0.5)
+        monkeypatch.setattr(frontend, "UNREAD_S", 0.5)
     gateway = await gateway_of(default_timeout_s=1.0 if end == "deadline" else 600.0)
     gateway.decode.runs = [gateway.decode.flood] * n
     body = {"prompt": PROMPT, "n": n, "max_tokens": 5, "stream": True, "return_token_ids": True}

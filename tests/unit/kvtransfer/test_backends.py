@@ -10,10 +10,11 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from baton.errors import TransferFailed
-from kvtransfer import backends, gpus, process_group
+from kvtransfer import gpus
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.process_group import ProcessGroupTransport
 from kvtransfer.staging import Staging
+from kvtransfer.transports import backends, process_group
+from kvtransfer.transports.process_group import ProcessGroupTransport
 from tests.contract.kvtransfer_parts import make_pool, slots
 
 

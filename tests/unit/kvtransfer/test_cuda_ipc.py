@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from baton.errors import InvalidRequest, TransferFailed
-from kvtransfer import cuda_ipc
-from kvtransfer.cuda_driver import CudaError
-from kvtransfer.cuda_ipc import CudaIpcTransport
-from kvtransfer.cuda_memory import CudaArea
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
+from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports.cuda_driver import CudaError
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.cuda_memory import CudaArea
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 SHAPE = (6, 1, 2, 1, 4, 2)  # 64 bytes a block

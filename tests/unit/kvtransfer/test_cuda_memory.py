@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtransfer import cuda_driver
-from kvtransfer.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError
-from kvtransfer.cuda_memory import NONCE_BYTES, PAGE_BYTES, CudaArea
+from kvtransfer.transports import cuda_driver
+from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError
+from kvtransfer.transports.cuda_memory import NONCE_BYTES, PAGE_BYTES, CudaArea
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 GPU = torch.device("cuda", 1)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from kvtransfer import shm
 from kvtransfer.digest import WordDigest, word_sum
 from kvtransfer.kernels import blocks, reference
 from kvtransfer.pool import KvPool, Slots
+from kvtransfer.transports import shm
 
 SHAPES = {
     "float32": ((9, 2, 2, 2, 4, 8), torch.float32),

@@ -7,7 +7,7 @@ import sys
 # In a process of its own: in this one kernels may be interpreted.
 SCRIPT = """
 import dataclasses
-from baton.engine.kernels.check import ARCHITECTURES, check
+from baton.engine.ops.triton.check import ARCHITECTURES, check
 from kvtransfer.kernels.specs import SPECS
 
 [spec] = SPECS

@@ -8,11 +8,12 @@ from torch import distributed
 
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2, handoff_pb2
-from kvtransfer import backends, gpus, shm
-from kvtransfer.cuda_memory import CudaArea
+from kvtransfer import gpus
 from kvtransfer.negotiation import check_same, choose, ends_of, usable
 from kvtransfer.pairing import Ends
 from kvtransfer.pool import KvPool
+from kvtransfer.transports import backends, shm
+from kvtransfer.transports.cuda_memory import CudaArea
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 SHM, GLOO, NCCL, CUDA_IPC = (

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from kvtransfer import shm
 from kvtransfer.pool import KvPool
+from kvtransfer.transports import shm
 
 SHAPE = (2, 1, 2, 1, 2, 1)
 

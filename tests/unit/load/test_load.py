@@ -14,7 +14,7 @@ from load.driving import drive
 from load.outcomes import REFUSED, Outcome, Run, hit_ratio, percentile
 from load.trace import Scale, arrivals, reusable
 
-from router.snapshot import Snapshot
+from router.fleet.snapshot import Snapshot
 from tests.unit.router.fleets import fleet, wants, worker
 
 

@@ -14,9 +14,9 @@ import pytest
 from baton.config import ClusterConfig, EngineConfig
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import cluster as local_cluster
-from baton.local import keeper, ports, readiness
+from baton.local import ports, readiness, supervisor
 from baton.local.cluster import LocalCluster
-from baton.local.keeper import restart_delay_s
+from baton.local.supervisor import restart_delay_s
 from tests.waiting import eventually
 
 MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
@@ -279,7 +279,7 @@ async def test_the_delay_is_forgotten_once_it_was_ready_for_a_while(
             started.kill("decode-0")
             await said_of(said, f"SIGKILL; starting it again in {delay_s} s")
             await said_of(said, "decode-0 ready in", number + 1)
-        monkeypatch.setattr(keeper, "_HEALTHY_S", 0.0)
+        monkeypatch.setattr(supervisor, "_HEALTHY_S", 0.0)
         started.kill("decode-0")
         await said_of(said, "SIGKILL; starting it again in 0.5 s", 2)
         started.processes["decode-0"].argv.append("--fail")  # long life without READY is no health

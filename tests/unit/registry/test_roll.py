@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.registry.roll import Roll
+from baton.registry.member_table import Roll
 from baton.v1.common_pb2 import WorkerRecord
 
 

@@ -2,9 +2,9 @@
 
 from baton.prefix import hash_chain
 from baton.v1 import common_pb2, worker_pb2
-from router.cached import CachedPrefixes
-from router.placement import Wants
-from router.snapshot import Assigned, Snapshot, WorkerView
+from router.fleet.snapshot import Assigned, Snapshot, WorkerView
+from router.placement.cached import CachedPrefixes
+from router.placement.placement import Wants
 
 BLOCK = 4
 _TOKEN_OF_40_000_BYTES = {"num_layers": 10, "num_kv_heads": 4, "head_size": 125}

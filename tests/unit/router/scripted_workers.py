@@ -25,11 +25,11 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.dispatch import Dispatch, Settings
-from router.fleet import Fleet
-from router.lifeline import Patience
-from router.line import Line
-from router.story import Ask, Story
+from router.admission.wait_queue import Line
+from router.dispatch.dispatch import Dispatch, Settings
+from router.dispatch.request_state import Ask, Story
+from router.fleet.fleet import Fleet
+from router.fleet.heartbeat import Patience
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAINING

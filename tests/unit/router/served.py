@@ -5,7 +5,7 @@ import itertools
 from dataclasses import dataclass
 
 from baton.v1 import common_pb2
-from router.turns import Claim, Turns
+from router.admission.fair_queue import Claim, Turns
 
 NORMAL = common_pb2.PRIORITY_NORMAL
 CHUNK_S = 0.05

@@ -16,8 +16,8 @@ from baton.errors import (
 )
 from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from baton.v1 import common_pb2, inference_pb2
-from router.admission import MAX_MESSAGES, Admission, Choices
-from router.tenants import Tenants
+from router.admission.admission import MAX_MESSAGES, Admission, Choices
+from router.admission.tenants import Tenants
 
 from .texts import byte_tokenizer, ids_only_tokenizer
 

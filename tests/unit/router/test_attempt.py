@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import InternalError, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.attempt import Attempt
+from router.dispatch.attempt import Attempt
 
 from .scripted_workers import LENGTH, PATIENCE_S, STOP, committed, first_token, started
 
@@ -145,7 +145,7 @@ async def test_close_ends_the_prefill_call_and_waits_for_its_end():
 async def test_close_waits_for_the_acknowledgement_of_a_finished_handoff_but_not_for_ever(
     monkeypatch,
 ):
-    monkeypatch.setattr("router.attempt._COMMIT_ACK_S", 0.01)
+    monkeypatch.setattr("router.dispatch.attempt._COMMIT_ACK_S", 0.01)
     attempt, heard = Attempt("r-1"), []
 
     async def prefill():

@@ -3,9 +3,9 @@
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
-from router.ejection import without_failing
-from router.health import FAILURES_IN_A_ROW, HealthBook
-from router.snapshot import READY, SILENT, Snapshot, WorkerView
+from router.fleet.circuit_breaker import FAILURES_IN_A_ROW, HealthBook
+from router.fleet.ejection import without_failing
+from router.fleet.snapshot import READY, SILENT, Snapshot, WorkerView
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.sampling import SamplingParams
-from router.explain import explain
-from router.line import Line, Ticket
-from router.placement import judge
-from router.story import Ask
+from router.admission.wait_queue import Line, Ticket
+from router.dispatch.request_state import Ask
+from router.placement.explain import explain
+from router.placement.placement import judge
 
 from .fleets import fleet, wants, worker
 

@@ -240,7 +240,7 @@ async def test_a_decode_worker_that_leaves_during_reserve_is_an_ordinary_failure
 
 
 async def test_a_silent_reserve_is_cut_short_and_tried_elsewhere(cluster_of, monkeypatch):
-    monkeypatch.setattr(router.dispatch, "RESERVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", 0.05)
     cluster = await cluster_of(decode=2)
 
     async def silent(request):
@@ -256,7 +256,7 @@ async def test_a_silent_reserve_is_cut_short_and_tried_elsewhere(cluster_of, mon
 async def test_a_worker_that_never_answers_reserve_is_unavailable_while_time_is_left(
     cluster_of, monkeypatch
 ):
-    monkeypatch.setattr(router.dispatch, "RESERVE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", 0.02)
     cluster = await cluster_of(max_attempts=1)
 
     async def silent(request):
@@ -409,7 +409,7 @@ async def test_a_reserve_on_a_lost_worker_is_not_waited_for(cluster_of):
     asked = story()
     began = time.monotonic()
     await assert_goes_on(cluster, asked)
-    assert time.monotonic() - began < router.dispatch.RESERVE_TIMEOUT_S
+    assert time.monotonic() - began < router.dispatch.dispatch.RESERVE_TIMEOUT_S
     assert asked.final_route().decode == "d1"
 
 

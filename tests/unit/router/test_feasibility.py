@@ -12,13 +12,13 @@ import pytest
 from baton.errors import Overloaded
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2, worker_pb2
-from router import placement
-from router.feasibility import DOUBT, SAFETY, check, prefill_rate, promised
-from router.line import RETRY_AFTER_S, Line, Ticket
-from router.snapshot import Assigned, Snapshot, WorkerView
-from router.story import Ask
-from router.turns import Claim, Turns
-from router.wants import Wants
+from router.admission.fair_queue import Claim, Turns
+from router.admission.feasibility import DOUBT, SAFETY, check, prefill_rate, promised
+from router.admission.wait_queue import RETRY_AFTER_S, Line, Ticket
+from router.dispatch.request_state import Ask
+from router.fleet.snapshot import Assigned, Snapshot, WorkerView
+from router.placement import placement
+from router.placement.placement_request import Wants
 
 NOW = 500.0
 RATE = 1000.0

@@ -19,8 +19,8 @@ from baton.errors import (
 from baton.metrics import table
 from baton.metrics.recorder import Recorder
 from baton.slo import Slo
-from router.figures import CAUSES, Figures
-from router.tally import Tally
+from router.telemetry.metrics import CAUSES, Figures
+from router.telemetry.stats import Tally
 
 from .scripted_workers import story
 

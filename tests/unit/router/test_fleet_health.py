@@ -6,9 +6,9 @@ import pytest
 
 from baton.server import Health
 from baton.v1 import worker_pb2
-from router.health import FAILURES_IN_A_ROW
-from router.lifeline import Patience
-from router.readiness import follow_readiness
+from router.fleet.circuit_breaker import FAILURES_IN_A_ROW
+from router.fleet.heartbeat import Patience
+from router.fleet.readiness import follow_readiness
 
 from .scripted_workers import DecodeWorker, seen
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.health import (
+from router.fleet.circuit_breaker import (
     CALLS_FOR_A_SHARE,
     COOL_DOWN_S,
     FAILURES_IN_A_ROW,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.errors import Stale, Unavailable
-from router.lifeline import Lifeline, Patience
+from router.fleet.heartbeat import Lifeline, Patience
 
 from .scripted_workers import seen
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from baton.errors import Overloaded, Unavailable
-from router import line as line_module
-from router.line import (
+from router.admission import wait_queue as line_module
+from router.admission.wait_queue import (
     MOST_REFUSED,
     MOST_TRYING,
     PATIENCE_S,

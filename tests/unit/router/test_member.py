@@ -10,9 +10,9 @@ import pytest
 
 from baton.errors import Stale, Unavailable
 from baton.v1 import worker_pb2
-from router.lifeline import Patience
-from router.snapshot import Assigned
-from router.strays import Strays
+from router.dispatch.orphans import Strays
+from router.fleet.heartbeat import Patience
+from router.fleet.snapshot import Assigned
 
 from .scripted_workers import (
     PATIENCE_S,

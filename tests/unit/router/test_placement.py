@@ -6,8 +6,8 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from router.placement import judge, pick, predicted_ttft_s, why
-from router.snapshot import Assigned, WorkerView
+from router.fleet.snapshot import Assigned, WorkerView
+from router.placement.placement import judge, pick, predicted_ttft_s, why
 
 from .fleets import BLOCK, PROMPT, fleet, wants, worker
 
@@ -312,7 +312,9 @@ def test_the_context_is_what_every_ready_decode_worker_takes():
 
 def test_a_prompt_is_hashed_once_and_only_where_somebody_caches(monkeypatch):
     hashed = []
-    monkeypatch.setattr("router.wants.hash_chain", lambda *asked: hashed.append(asked) or [])
+    monkeypatch.setattr(
+        "router.placement.placement_request.hash_chain", lambda *asked: hashed.append(asked) or []
+    )
     request = wants()
     pick(fleet([worker("p0")], [worker("d0")]), request)
     assert not hashed

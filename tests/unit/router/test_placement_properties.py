@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2
-from router.placement import pick
-from router.snapshot import Assigned, Snapshot
+from router.fleet.snapshot import Assigned, Snapshot
+from router.placement.placement import pick
 
 from .fleets import BLOCK, cached, fleet, wants, worker
 

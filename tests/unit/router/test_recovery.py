@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.errors import Overloaded, Unavailable
-from router.recovery import Recovery
+from router.dispatch.failover import Recovery
 
 
 def nobody(recovery):

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.placement import judge, pick
-from router.snapshot import Assigned
+from router.fleet.snapshot import Assigned
+from router.placement.placement import judge, pick
 
 from .fleets import BLOCK, fleet, wants, worker
 

@@ -19,10 +19,11 @@ from baton.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-from router import attempt, door
-from router.admission import Admission
-from router.door import Door
+from router import frontend
+from router.admission.admission import Admission
+from router.dispatch import attempt
 from router.fleet_service import FleetServicer
+from router.frontend import Door
 from router.service import InferenceServicer
 
 from .scripted_workers import (
@@ -253,7 +254,7 @@ async def test_a_caller_who_does_not_read_holds_nothing_and_is_told_why(
     router_of, monkeypatch, end
 ):
     if end == "seconds":
-        monkeypatch.setattr(door, "UNREAD_S", 0.5)
+        monkeypatch.setattr(frontend, "UNREAD_S", 0.5)
     if end == "bytes":
         monkeypatch.setattr(attempt, "MAX_UNREAD_BYTES", 1 << 16)
     router = await router_of(default_timeout_s=0.5 if end == "deadline" else 600.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
-from router.snapshot import READY, SILENT, Snapshot, WorkerView
+from router.fleet.snapshot import READY, SILENT, Snapshot, WorkerView
 
 
 def worker(name, state=READY, reason="", dtype="float32", **kv):

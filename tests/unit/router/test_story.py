@@ -5,7 +5,7 @@ import time
 import pytest
 
 from baton.v1 import common_pb2
-from router.story import Story
+from router.dispatch.request_state import Story
 
 from .scripted_workers import ask, story
 

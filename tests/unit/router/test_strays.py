@@ -1,6 +1,6 @@
 """Which sequences count as left behind by a lost Cancel."""
 
-from router.strays import BATCH, MOST, Strays
+from router.dispatch.orphans import BATCH, MOST, Strays
 
 
 def see(strays, *handoff_ids):

@@ -9,10 +9,10 @@ import pytest
 
 from baton.errors import InvalidRequest, Overloaded, TransferFailed, Unavailable
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
-from router.admission import Admission
-from router.door import Caller, Door
+from router.admission.admission import Admission
 from router.fleet_service import FleetServicer
-from router.tally import Tally
+from router.frontend import Caller, Door
+from router.telemetry.stats import Tally
 
 from .scripted_workers import PATIENCE_S, started, story
 from .texts import byte_tokenizer

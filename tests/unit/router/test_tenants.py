@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
 from baton.v1 import common_pb2
-from router.buckets import Bucket
-from router.tenants import Tenants
+from router.admission.rate_limit import Bucket
+from router.admission.tenants import Tenants
 
 
 class Hands:

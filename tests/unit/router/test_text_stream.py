@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.text_stream import TextStream
+from router.dispatch.text_stream import TextStream
 
 from .scripted_workers import ask
 from .texts import byte_tokenizer, ids_only_tokenizer

@@ -10,11 +10,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from baton import telemetry
 from baton.errors import InternalError, InvalidRequest, Overloaded, Unavailable
-from baton.held_spans import HeadRatio, HeldSpans
 from baton.slo import Slo
+from baton.tail_sampling import HeadRatio, HeldSpans
 from baton.telemetry import Telemetry
-from router.tally import Tally
-from router.trace_keeping import TraceKeeping
+from router.telemetry.stats import Tally
+from router.telemetry.tail_sampling import TraceKeeping
 
 from .scripted_workers import PATIENCE_S, seen, story
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import common_pb2
-from router.turns import ACTIVE_S, LEAD_S, Claim, Turns
+from router.admission.fair_queue import ACTIVE_S, LEAD_S, Claim, Turns
 
 from .served import CHUNK_S, Job, Server
 

@@ -33,8 +33,8 @@ from baton.v1 import (
 from baton.worker.node import Node, Role
 from baton.worker.service import WorkerServicer
 from decode_worker.batch import Batch
-from kvtransfer import shm
 from kvtransfer.pool import KvPool
+from kvtransfer.transports import shm
 from prefill_worker.prefills import Prefills
 
 BLOCK_SIZE, BLOCKS = 16, 16

@@ -14,7 +14,7 @@ from baton.engine.reports import Load, Progress, StepReport
 from baton.engine.runner import Runner
 from baton.errors import BatonError, Stale
 from baton.v1 import worker_pb2
-from baton.worker.figures import WorkerFigures, kind_of
+from baton.worker.metrics import WorkerFigures, kind_of
 
 LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
 

@@ -10,7 +10,7 @@ import torch
 from baton.errors import ConfigError
 from baton.worker import process
 from baton.worker.process import PoolMemory
-from kvtransfer.shm import SharedMemoryArea
+from kvtransfer.transports.shm import SharedMemoryArea
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -7,20 +7,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.engine.backends.gpu.device import Lane
+from baton.engine.backends.gpu.launches import GpuSettings
+from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepBatch
 from baton.engine.blocks import BlockPool
-from baton.engine.drafts import Drafting
-from baton.engine.gpu.device import Lane
-from baton.engine.gpu.launches import GpuSettings
-from baton.engine.gpu.runner import GpuRunner
 from baton.engine.kv_cache import KvLayout
 from baton.engine.loop import Engine
-from baton.engine.model import Model
+from baton.engine.models.decoder import Model
 from baton.engine.planner import Planner
 from baton.engine.reports import Progress, StepReport
 from baton.engine.runner import Runner, StepRunner
-from baton.engine.sampler import Sampler
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
+from baton.engine.speculative.ngram import Drafting
 from baton.errors import Overloaded
 from tests.unit.engine.gpu.models import TINY, weights_of
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from baton.engine.gpu.device import HostLane, Work
+from baton.engine.backends.gpu.device import HostLane, Work
 
 T = TypeVar("T")
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.gpu import linear
-from baton.engine.gpu.model import GpuModel
+from baton.engine.backends.gpu import linear
+from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.kv_cache import KvLayout, allocate_pool
-from baton.engine.model import Model
-from baton.engine.model_config import ModelConfig
-from baton.engine.weights import LayerWeights, Weights, random_weights
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
+from baton.engine.weights.weights import LayerWeights, Weights, random_weights
 from tests.unit.engine.paged import NUM_BLOCKS, PagedRun
 from tests.unit.engine.quantized import qwen_config
 

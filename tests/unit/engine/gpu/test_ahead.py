@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.gpu.ahead import Launch, Pace, Row, Writes
-from baton.engine.gpu.device import HostLane
-from baton.engine.gpu.runner import GpuRunner
+from baton.engine.backends.gpu.async_scheduling import Launch, Pace, Row, Writes
+from baton.engine.backends.gpu.device import HostLane
+from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.planner import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams

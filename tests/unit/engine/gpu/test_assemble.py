@@ -16,19 +16,19 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
+from baton.engine.backends.gpu import assemble as assembling
+from baton.engine.backends.gpu.assemble import assemble
+from baton.engine.backends.gpu.formats import choose_kernels, unsupported
+from baton.engine.backends.gpu.measuring import Gpu
+from baton.engine.backends.gpu.runner import GpuRunner
+from baton.engine.backends.gpu.with_triton import TritonMaker
 from baton.engine.build import Loaded
-from baton.engine.gpu import assemble as assembling
-from baton.engine.gpu.assemble import assemble
-from baton.engine.gpu.formats import choose_kernels, unsupported
-from baton.engine.gpu.measuring import Gpu
-from baton.engine.gpu.runner import GpuRunner
-from baton.engine.gpu.with_triton import TritonMaker
-from baton.engine.model_config import ModelConfig
+from baton.engine.models.config import ModelConfig
 from baton.engine.parts import Parts
-from baton.engine.quantize import Int8Weight
 from baton.engine.reports import Progress, StepReport
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
+from baton.engine.weights.quantize import Int8Weight
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine import filters
-from baton.engine.gpu.device import HostLane
-from baton.engine.gpu.draws import Drawer, is_plain
-from baton.engine.sampler import Sampler, SampleRow
+from baton.engine.backends.gpu.device import HostLane
+from baton.engine.backends.gpu.device_sampling import Drawer, is_plain
+from baton.engine.sampling import filters
+from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling import SamplingParams
 
 VOCAB = 700

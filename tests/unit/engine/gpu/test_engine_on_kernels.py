@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.gpu.device import lane_of
-from baton.engine.gpu.launches import GpuSettings
-from baton.engine.gpu.model import GpuModel
-from baton.engine.gpu.runner import GpuRunner
+from baton.engine.backends.gpu.device import lane_of
+from baton.engine.backends.gpu.launches import GpuSettings
+from baton.engine.backends.gpu.model import GpuModel
+from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import KvLayout, allocate_pool
-from baton.engine.model import Model
+from baton.engine.models.decoder import Model
 from baton.engine.runner import Runner
-from baton.engine.sampler import Sampler
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
-from baton.engine.weights import Weights
+from baton.engine.weights.weights import Weights
 from baton.sampling import SamplingParams
 from tests.unit.engine.gpu.driving import EOS, Driven
 from tests.unit.engine.gpu.models import TINY, weights_of

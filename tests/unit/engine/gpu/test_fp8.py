@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine import quantize
-from baton.engine.attention import AttentionBatch, PrefillSegment, attend, write_kv
-from baton.engine.kernels.row_quantize import quantize_rows as quantize_rows_by_kernel
 from baton.engine.kv_cache import KvLayout, allocate_pool
-from baton.engine.linear import linear
-from baton.engine.native.packing import PackedWeight
-from baton.engine.quantize import (
+from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, attend, write_kv
+from baton.engine.ops.triton.row_quantize import quantize_rows as quantize_rows_by_kernel
+from baton.engine.weights import quantize
+from baton.engine.weights.linear import linear
+from baton.engine.weights.quantize import (
     FP8,
     SCALE_BYTES,
     Fp8Weight,

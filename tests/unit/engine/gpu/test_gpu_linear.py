@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine import linear as reference
-from baton.engine.gpu import linear as gpu
-from baton.engine.kernels.int8_matmul import int8_matmul, int8_matmul_reference
-from baton.engine.kernels.row_quantize import quantize_rows as quantize_rows_by_kernel
-from baton.engine.kernels.scale_sums import scale_sums, scale_sums_reference
-from baton.engine.kernels.spec import Config
-from baton.engine.native.packing import PackedWeight
-from baton.engine.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
+from baton.engine.backends.gpu import linear as gpu
+from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.ops.triton.int8_matmul import int8_matmul, int8_matmul_reference
+from baton.engine.ops.triton.row_quantize import quantize_rows as quantize_rows_by_kernel
+from baton.engine.ops.triton.scale_sums import scale_sums, scale_sums_reference
+from baton.engine.ops.triton.spec import Config
+from baton.engine.weights import linear as reference
+from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.batch import StepBatch, StepModel
 from baton.engine.blocks import BlockPool
-from baton.engine.gpu.model import GpuModel
 from baton.engine.kv_cache import KvLayout, allocate_pool
 from baton.engine.planner import Planner
-from baton.engine.quantize import FP8, unpack_rows
 from baton.engine.runner import Runner
-from baton.engine.sampler import Sampler
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
+from baton.engine.weights.quantize import FP8, unpack_rows
 from baton.sampling import SamplingParams
 from tests.unit.engine.gpu.models import CONFIGS, CPU, TINY, both, run_of, tokens
 from tests.unit.engine.paged import PagedRun

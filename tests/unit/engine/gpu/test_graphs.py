@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.gpu.device import HostLane, Work
-from baton.engine.gpu.graphs import DecodeGraphs, batch_sizes, table_widths
-from baton.engine.gpu.inputs import Tables, num_elements, sections
-from baton.engine.gpu.launches import GpuSettings
-from baton.engine.gpu.runner import GpuRunner
-from baton.engine.sampler import Sampler
+from baton.engine.backends.gpu.device import HostLane, Work
+from baton.engine.backends.gpu.graphs import DecodeGraphs, batch_sizes, table_widths
+from baton.engine.backends.gpu.inputs import Tables, num_elements, sections
+from baton.engine.backends.gpu.launches import GpuSettings
+from baton.engine.backends.gpu.runner import GpuRunner
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.gpu import memory
-from baton.engine.gpu.memory import Usage
+from baton.engine.backends.gpu import memory
+from baton.engine.backends.gpu.memory import Usage
 from baton.engine.kv_cache import KvLayout
 from baton.errors import ConfigError
 from tests.unit.engine.quantized import qwen_config

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.kernels.placement import Placement, place_rows, place_rows_reference
-from baton.engine.rows import place
+from baton.engine.ops.torch.rows import place
+from baton.engine.ops.triton.placement import Placement, place_rows, place_rows_reference
 
 
 def ints(values: list[int]) -> Tensor:

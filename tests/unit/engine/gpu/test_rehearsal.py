@@ -7,14 +7,14 @@ import torch
 import triton
 from torch import Tensor
 
+from baton.engine.backends.gpu.device import HostLane
+from baton.engine.backends.gpu.launches import GpuSettings
+from baton.engine.backends.gpu.runner import GpuRunner
+from baton.engine.backends.gpu.warmup import kinds
 from baton.engine.batch import StepBatch
-from baton.engine.gpu.device import HostLane
-from baton.engine.gpu.launches import GpuSettings
-from baton.engine.gpu.rehearsal import kinds
-from baton.engine.gpu.runner import GpuRunner
-from baton.engine.kernels.decode_attention import splits_for
-from baton.engine.kernels.prefill_attention import plan_tiles
-from baton.engine.sampler import Sampler
+from baton.engine.ops.triton.decode_attention import splits_for
+from baton.engine.ops.triton.prefill_attention import plan_tiles
+from baton.engine.sampling.sampler import Sampler
 from tests.unit.engine.gpu.driving import CONFIG, EOS, MODEL, SIZE, new_pool
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.engine.gpu.device import HostLane, Lane
-from baton.engine.gpu.runner import GpuRunner
+from baton.engine.backends.gpu.device import HostLane, Lane
+from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 from tests.unit.engine.gpu.driving import CONFIG, MAX_CONTEXT, Driven, on_gpu, plain

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.quantize import SCALE_BYTES, is_quantized, pack_rows
+from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows
 
 FP8 = torch.float8_e4m3fn
 LAYERS = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.kernels.activation import silu_mul, silu_mul_reference
+from baton.engine.ops.triton.activation import silu_mul, silu_mul_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -18,7 +18,7 @@ def check(folder: Path, *arguments: str, environment: dict[str, str] | None = No
     """What the command prints; its error and status as an exception."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "baton.engine.kernels", "check", *arguments],
+        [sys.executable, "-m", "baton.engine.ops.triton", "check", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -78,7 +78,7 @@ def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path) -> None:
 BROKEN = """
 import triton
 import triton.language as tl
-from baton.engine.kernels.spec import CompileCase, KernelSpec
+from baton.engine.ops.triton.spec import CompileCase, KernelSpec
 
 @triton.jit
 def broken(x, SIZE: tl.constexpr):

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttentionBatch, attend
-from baton.engine.kernels.decode_attention import (
+from baton.engine.ops.torch.attention import AttentionBatch, attend
+from baton.engine.ops.triton.decode_attention import (
     MOST_SPLITS,
     PROGRAMS_PER_PROCESSOR,
     decode_attention,
     decode_attention_reference,
     splits_for,
 )
-from baton.engine.kernels.spec import Config
+from baton.engine.ops.triton.spec import Config
 from tests.unit.engine.kernels.attention_cases import (
     FP8,
     LAYER,

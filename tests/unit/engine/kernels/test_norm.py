@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.kernels.norm import LARGEST_ROW, add_rms_norm, add_rms_norm_reference
+from baton.engine.ops.triton.norm import LARGEST_ROW, add_rms_norm, add_rms_norm_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

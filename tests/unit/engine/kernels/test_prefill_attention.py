@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttentionBatch, PrefillSegment, attend
-from baton.engine.kernels.prefill_attention import (
+from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, attend
+from baton.engine.ops.triton.prefill_attention import (
     LEAST_ROWS,
     MOST_ROWS,
     Tiles,
@@ -17,7 +17,7 @@ from baton.engine.kernels.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
-from baton.engine.kernels.spec import Config
+from baton.engine.ops.triton.spec import Config
 from tests.unit.engine.kernels.attention_cases import FP8, LAYER, SCALE, Heads, paged
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.rope_kv import rope_and_write, rope_and_write_reference
-from baton.engine.model_config import Rope
-from baton.engine.quantize import SCALE_BYTES, is_quantized, unpack_rows
-from baton.engine.rope import rope_tables
+from baton.engine.models.config import Rope
+from baton.engine.models.rope import rope_tables
+from baton.engine.ops.triton.rope_kv import rope_and_write, rope_and_write_reference
+from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, unpack_rows
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

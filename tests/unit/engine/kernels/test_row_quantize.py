@@ -1,4 +1,4 @@
-"""Eight-bit rows by a kernel: equal, to the bit, to those of `baton.engine.quantize`."""
+"""Eight-bit rows by a kernel: equal, to the bit, to those of `baton.engine.weights.quantize`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import row_quantize
-from baton.engine.kernels.row_quantize import quantize_rows, quantize_rows_reference
+from baton.engine.ops.triton import row_quantize
+from baton.engine.ops.triton.row_quantize import quantize_rows, quantize_rows_reference
 
 FP8 = torch.float8_e4m3fn
 KINDS = (torch.int8, FP8)

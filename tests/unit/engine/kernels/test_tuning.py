@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.kernels import __main__ as command
-from baton.engine.kernels import activation, norm, tuning
-from baton.engine.kernels.check import specs_in
-from baton.engine.kernels.spec import Config, KernelSpec, Key, Trial
-from baton.engine.kernels.tune import best_of, tune
-from baton.engine.kernels.tuning import Configs, Entry, choose
+from baton.engine.ops.triton import __main__ as command
+from baton.engine.ops.triton import activation, norm, tuning
+from baton.engine.ops.triton.check import specs_in
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.tune import best_of, tune
+from baton.engine.ops.triton.tuning import Configs, Entry, choose
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -245,7 +245,7 @@ def test_show_prints_where_values_come_from(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_help_names_the_commands() -> None:
-    argv = [sys.executable, "-m", "baton.engine.kernels", "--help"]
+    argv = [sys.executable, "-m", "baton.engine.ops.triton", "--help"]
     told = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
     for name in ("check", "tune", "show"):
         assert f"\n{name} " in told

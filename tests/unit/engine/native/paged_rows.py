@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from baton.engine.attention import attend
 from baton.engine.batch import StepBatch
-from baton.engine.native import library
-from baton.engine.native.structures import Pool
-from baton.engine.rows import PlacedRows, place
+from baton.engine.ops.native import library
+from baton.engine.ops.native.structures import Pool
+from baton.engine.ops.torch.attention import attend
+from baton.engine.ops.torch.rows import PlacedRows, place
 
 native = library.load()
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.linear import silu_gate
-from baton.engine.model import rms_norm
-from baton.engine.native import library
+from baton.engine.models.decoder import rms_norm
+from baton.engine.ops.native import library
+from baton.engine.weights.linear import silu_gate
 
 native = library.load()
 pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")

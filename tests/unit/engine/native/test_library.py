@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.native import library
+from baton.engine.ops.native import library
 from baton.errors import ConfigError
 
-BUILD = "from baton.engine.native import library as it; print(it._built(it.best_target()))"
+BUILD = "from baton.engine.ops.native import library as it; print(it._built(it.best_target()))"
 
 
 TARGET = library.TARGETS[-1]

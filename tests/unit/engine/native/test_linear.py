@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.native import library
-from baton.engine.native.packing import ACTIVATION_OFFSET, PANEL, pack
-from baton.engine.native.structures import Linear
-from baton.engine.quantize import Int8Weight, quantize_rows
+from baton.engine.ops.native import library
+from baton.engine.ops.native.packing import ACTIVATION_OFFSET, PANEL, pack
+from baton.engine.ops.native.structures import Linear
+from baton.engine.weights.quantize import Int8Weight, quantize_rows
 
 native = library.load()
 pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.model import Model
-from baton.engine.native import library
-from baton.engine.native.model import NativeModel
-from baton.engine.native.structures import PHASES
-from baton.engine.quantize import Int8Weight
-from baton.engine.weights import random_weights
+from baton.engine.models.decoder import Model
+from baton.engine.ops.native import library
+from baton.engine.ops.native.model import NativeModel
+from baton.engine.ops.native.structures import PHASES
+from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weights import random_weights
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_config import small_config
 

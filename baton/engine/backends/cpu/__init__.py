@@ -1,0 +1,1 @@
+"""CPU cores and threads of an engine."""

@@ -1,0 +1,147 @@
+"""One decode step for each of a few batch sizes, captured once and launched whole.
+
+A step of a small model is hundreds of kernels, each shorter than its launch from Python. A CUDA
+graph launches them at once, but is of one shape and reads fixed places. So batches are padded up a
+ladder of sizes, and tables up a ladder of widths: attention divides its work by the width that it
+might find, so that far too wide a table leaves most of a GPU idle. Rows added that way have the
+context -1: they write no KV, attend to nothing and are nobody's. Numbers lie where `inputs` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.engine.backends.gpu.device import Lane, Work
+from baton.engine.backends.gpu.inputs import PADDING, Sections, num_elements, sections
+from baton.engine.batch import StepModel
+
+_NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
+
+
+class DecodeModel(StepModel, Protocol):
+    """A model with a step for one token of each sequence."""
+
+    def decode(self, token_ids: Tensor, contexts: Tensor, tables: Tensor, pool: Tensor) -> Tensor:
+        """Logits, float32 `[rows, vocab_size]`; writes each row's K and V into the pool.
+
+        token_ids, contexts: int32 `[rows]`, a context of -1 being nobody's row · tables: int32
+        `[rows, width]`. Waits for nothing; the work depends on shapes alone.
+        """
+
+
+@dataclass(frozen=True)
+class GraphFigures:
+    """What capturing took. sizes: rows of a batch · widths: blocks of a table."""
+
+    sizes: tuple[int, ...]
+    widths: tuple[int, ...]
+    num_graphs: int
+    num_bytes: int
+    seconds: float
+
+
+def batch_sizes(max_batch: int) -> tuple[int, ...]:
+    """The sizes that batches are padded to, ascending; the last is `max_batch`."""
+    sizes = [size for size in (1, 2, 4, 8) if size < max_batch]
+    while sizes[-1:] >= [8] and (size := sizes[-1] + _step(sizes[-1])) < max_batch:
+        sizes.append(size)
+    return (*sizes, max_batch)
+
+
+def _step(size: int) -> int:
+    """8 at first, then a quarter of the last power of two: less than a fifth is padding."""
+    return max(8, (1 << size.bit_length() - 1) // 4)
+
+
+def table_widths(widest: int) -> tuple[int, ...]:
+    """The widths that tables are padded to, ascending; the last is `widest`."""
+    widths, width = [], _NARROWEST
+    while 2 * width < widest:
+        widths.append(width)
+        width *= 4
+    return (*widths, widest)
+
+
+class DecodeGraphs:
+    """Computes padded decode batches: by graphs once they are captured, kernel by kernel before."""
+
+    def __init__(
+        self, model: DecodeModel, pool: Tensor, lane: Lane, max_batch: int, width: int
+    ) -> None:
+        self.sizes = batch_sizes(max_batch)
+        self.widths = table_widths(width)
+        self._model = model
+        self._pool = pool
+        self._lane = lane
+        self._inputs = torch.zeros(
+            num_elements(max_batch, width), dtype=torch.int32, device=lane.device
+        )
+        self._logits: Tensor | None = None  # `[max_batch, vocab_size]`; set when one is captured
+        self._captured: dict[tuple[int, int], Work] = {}
+        self._sections: dict[tuple[int, int], Sections] = {}
+
+    def shape(self, rows: int, blocks: int) -> tuple[int, int]:
+        """The batch size and table width that hold so many rows and blocks of each."""
+        size = next(size for size in self.sizes if size >= rows)
+        return size, next(width for width in self.widths if width >= blocks)
+
+    def inputs(self, size: int, width: int) -> Sections:
+        """Where a batch of that shape finds its numbers, on the device."""
+        key = size, width
+        if key not in self._sections:
+            self._sections[key] = sections(self._inputs, size, width)
+        return self._sections[key]
+
+    def decode(self, size: int, width: int) -> Tensor:
+        """Logits `[size, vocab_size]` of the batch in `inputs`, valid until the next is run.
+
+        To be called on the lane.
+        """
+        captured = self._captured.get((size, width))
+        if captured is None:
+            return self._run(size, width)
+        captured()
+        assert self._logits is not None, "a graph leaves its logits there"
+        return self._logits[:size]
+
+    def capture(self, progress: Callable[[int, int], None]) -> GraphFigures:
+        """Captures every shape, largest first, so that the others fit into the memory it took.
+
+        progress: called with (captured, of how many). Writes nothing into the pool. Before
+        requests are served.
+        """
+        began, free = time.monotonic(), self._lane.bytes_free()
+        shapes = list(itertools.product(reversed(self.sizes), reversed(self.widths)))
+        for done, (size, width) in enumerate(shapes, 1):
+            self._capture(size, width)
+            progress(done, len(shapes))
+        taken = max(0, free - self._lane.bytes_free())
+        seconds = time.monotonic() - began
+        return GraphFigures(self.sizes, self.widths, len(shapes), taken, seconds)
+
+    def _capture(self, size: int, width: int) -> None:
+        def first() -> None:
+            self._inputs.zero_()
+            self.inputs(size, width).contexts.fill_(PADDING)
+            logits = self._run(size, width)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+
+        def step() -> None:
+            assert self._logits is not None, "the first run made it"
+            self._logits[:size].copy_(self._run(size, width))
+
+        self._lane.call(first)
+        self._lane.mark().wait()
+        self._captured[size, width] = self._lane.capture(step)
+
+    def _run(self, size: int, width: int) -> Tensor:
+        at = self.inputs(size, width)
+        return self._model.decode(at.token_ids, at.contexts, at.tables, self._pool)

@@ -1,0 +1,105 @@
+"""Matrix products on a GPU: cuBLAS for floating types, int8 and fp8 with a scale for each row.
+
+Where a tensor lies on a CPU, the same functions compute with `baton.engine.weights.quantize`,
+which is their reference. Knows neither layers nor batches.
+
+What 8-bit products ask of shapes and GPUs is what torch's `_int_mm` and `_scaled_mm` check before
+they call cuBLAS or CUTLASS (aten/src/ATen/native/cuda/Blas.cpp and ScaledBlas.cpp of torch 2.11).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul
+from baton.engine.ops.triton.row_quantize import quantize_rows
+from baton.engine.ops.triton.scale_sums import scale_sums
+from baton.engine.weights.quantize import (
+    FP8,
+    Fp8Weight,
+    Int8Weight,
+    fp8_linear,
+    int8_linear,
+)
+
+LEAST_CAPABILITY = {"none": (8, 0), "int8": (8, 0), "fp8": (8, 9)}
+MULTIPLE = {"int8": 8, "fp8": 16}  # of inputs and outputs
+
+
+def supported(quantization: str, capability: tuple[int, int]) -> str | None:
+    """Why a GPU of compute capability (major, minor) cannot compute in such numbers, or None.
+
+    fp8, with a scale for each row, is what `torch._scaled_mm` has from Ada and Hopper on.
+    """
+    least = LEAST_CAPABILITY[quantization]
+    if capability >= least:
+        return None
+    needed, found = ("{}.{}".format(*version) for version in (least, capability))
+    what = "kernels here need" if quantization == "none" else f"{quantization} needs"
+    return f"{what} a GPU of compute capability {needed} or above, and this one has {found}"
+
+
+def prepare(matrix: Tensor, quantization: str) -> Matrix:
+    """A weight `[out, in]` as `linear` is to take it.
+
+    A matrix whose sizes 8-bit products refuse stays as it is: an output layer over an odd
+    vocabulary, at most.
+    """
+    if quantization == "none" or any(size % MULTIPLE[quantization] for size in matrix.shape):
+        return matrix
+    return Int8Weight.of(matrix) if quantization == "int8" else Fp8Weight.of(matrix)
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: x `[rows, in]`, weight `[out, in]`, bias `[out]` → `[rows, out]`.
+
+    With an 8-bit weight x is quantised row by row to the same type. Never waits for the device.
+    """
+    assert not isinstance(weight, PackedWeight), "packed weights are for native code"
+    if isinstance(weight, Int8Weight):
+        if not x.is_cuda:
+            return int8_linear(x, weight, bias)
+        values, scales = quantize_rows(x, torch.int8)
+        return int8_products(values, scales, weight, bias, x.dtype)
+    if isinstance(weight, Fp8Weight):
+        if not x.is_cuda:
+            return fp8_linear(x, weight, bias)
+        values, scales = quantize_rows(x, FP8)
+        return fp8_products(values, scales, weight, bias, x.dtype)
+    return F.linear(x, weight, bias)
+
+
+def int8_products(
+    x: Tensor, scales: Tensor, weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`(x * scales) @ weight.T + bias`: x int8 `[rows, in]`, scales `[rows]` → dtype `[rows, out]`.
+
+    The sums are whole numbers and exact, by either kernel.
+    """
+    if len(x) <= MOST_ROWS:
+        return int8_matmul(x, weight.values, scales, weight.scales, bias, dtype)
+    sums = torch._int_mm(x, weight.values.T)
+    return scale_sums(sums, scales, weight.scales, bias, dtype)
+
+
+def fp8_products(
+    x: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`(x * scales) @ weight.T + bias`: x fp8 `[rows, in]`, scales `[rows]` → dtype `[rows, out]`.
+
+    Sums are taken in the tensor cores' own, faster precision.
+    """
+    fused = None if dtype == torch.float32 else bias  # float32 results take no bias there
+    out = torch._scaled_mm(
+        x,
+        weight.values.T,
+        scales[:, None],
+        weight.scales[None],
+        bias=fused,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+    return out if bias is None or bias is fused else out.add_(bias)

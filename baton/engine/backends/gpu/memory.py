@@ -1,0 +1,206 @@
+"""A GPU's memory, shared out: what weights, activations and graphs leave belongs to the KV cache.
+
+Pure arithmetic over sizes in bytes, which `baton.engine.backends.gpu.measuring` measures, and the
+text that tells of it.
+
+    |0                                                          total|
+    | weights | activations | graphs |      KV       | spare | others |
+    |<------------ --gpu-memory of the total ------->|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.kv_cache import KvLayout, plan_layout
+from baton.engine.models.config import ModelConfig
+from baton.errors import ConfigError
+
+# What a process takes beside its plan: kernels loaded late, transfers' buffers, fragmentation.
+SPARE_BYTES = 256 << 20
+
+# More help nobody. Each costs the planner some memory, and a router that joins is told the hashes
+# of all that are cached in one message, which has its limit: `baton.rpc.MAX_MESSAGE_BYTES`.
+MOST_BLOCKS = 1 << 20
+
+# A captured graph keeps its kernels' arguments on the device; all share cuBLAS's scratch memory.
+# Guesses to be on the safe side: once captured, what was taken is measured and told.
+_GRAPH_BYTES_PER_LAYER = 128 << 10
+_GRAPHS_SCRATCH_BYTES = 128 << 20
+
+_LENGTHS = (1024, 4096, 8192)
+_NO_SPLIT = "a larger GPU, because one model is not split over several"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What holds a GPU's memory, in bytes, once all but the KV cache is known.
+
+    total: of the GPU · free: now that the weights are there, and nothing else of this engine ·
+    weights · activations: the most that a step needs beside weights and KV · graphs: what captured
+    decode steps keep, reserved or measured.
+    """
+
+    total: int
+    free: int
+    weights: int
+    activations: int
+    graphs: int
+
+    @property
+    def others(self) -> int:
+        """What other processes hold, and CUDA itself."""
+        return self.total - self.free - self.weights
+
+    @property
+    def own(self) -> int:
+        """What this engine needs beside its KV cache."""
+        return self.weights + self.activations + self.graphs
+
+    @property
+    def most(self) -> int:
+        """What a KV cache could take if nothing were spared."""
+        return self.free - self.activations - self.graphs
+
+
+def graphs_reserve(decode_bytes: int, graphs: int, layers: int) -> int:
+    """Bytes to be kept for so many captured decode steps; the largest computes in decode_bytes.
+
+    All graphs share one pool, which the largest fills.
+    """
+    if not graphs:
+        return 0
+    return decode_bytes + graphs * layers * _GRAPH_BYTES_PER_LAYER + _GRAPHS_SCRATCH_BYTES
+
+
+def kv_layout(
+    usage: Usage, settings: EngineConfig, config: ModelConfig, dtype: torch.dtype
+) -> KvLayout:
+    """The KV pool: of the size that was asked for, or of what `--gpu-memory` leaves.
+
+    Raises ConfigError, with what would mend it, when that is not there.
+    """
+    block_size = settings.block_size
+    asked = settings.kv_blocks or settings.kv_cache_bytes
+    if asked:
+        layout = plan_layout(config, dtype, block_size, settings.kv_blocks, settings.kv_cache_bytes)
+        if layout.num_bytes > usage.most:
+            option = "--kv-blocks" if settings.kv_blocks else "--kv-cache"
+            raise ConfigError(
+                f"{option} asks for {_gib(layout.num_bytes)} and the GPU has "
+                f"{_gib(max(0, usage.most))} left for KV; "
+                f"{_either([f'a smaller {option}', *_mends(usage, settings)])}"
+            )
+        return layout
+    one = plan_layout(config, dtype, block_size, 1, 0)
+    left = min(
+        int(usage.total * settings.gpu_memory) - usage.own,  # our share
+        usage.most - SPARE_BYTES,  # where others leave less than that
+    )
+    if left < one.num_bytes:
+        raise ConfigError(
+            f"no GPU memory is left for KV: {_accounts(usage, settings)}; "
+            f"{_either(_mends(usage, settings))}"
+        )
+    count = min(left // one.num_bytes, MOST_BLOCKS)
+    return plan_layout(config, dtype, block_size, count, 0)
+
+
+def table(
+    name: str,
+    usage: Usage,
+    layout: KvLayout,
+    settings: EngineConfig,
+    max_context: int,
+    *,
+    measured: bool,
+) -> str:
+    """All of it for people, in several lines; `measured`: the graphs are no reserve any more."""
+    block_bytes = layout.num_bytes // layout.num_blocks
+    dtype = str(layout.dtype).removeprefix("torch.")
+    blocks = (
+        f"{layout.num_blocks} blocks of {layout.block_size} tokens, {block_bytes / 2**20:.2f} MiB "
+        f"each, {dtype}"
+    )
+    weights = "" if settings.quantization == "none" else settings.quantization
+    steps = f"up to {settings.chunk_tokens} prompt tokens, {settings.max_batch} sequences a step"
+    rows = (
+        ("weights", usage.weights, weights),
+        ("activations", usage.activations, steps),
+        ("graphs", usage.graphs, "measured" if measured else "reserved"),
+        ("KV", layout.num_bytes, blocks),
+        ("others", usage.others, "other processes, and CUDA itself"),
+        ("free", max(0, usage.most - layout.num_bytes), ""),
+    )
+    lines = [
+        f"GPU memory of {name}: {_gib(usage.total)}, of which --gpu-memory "
+        f"{settings.gpu_memory:g} is {_gib(int(usage.total * settings.gpu_memory))}",
+        *(f"  {what:<12}{_gib(size):>11}  {text}".rstrip() for what, size, text in rows),
+        f"  sequences that fit: {_capacities(layout, max_context)}",
+    ]
+    return "\n".join(lines)
+
+
+def too_large(settings: EngineConfig) -> ConfigError:
+    """The error for a model that, with a step of it, does not even fit without a KV cache."""
+    hints = [*_eight_bits(settings), "smaller --max-batch, --chunk-tokens or --max-context"]
+    return ConfigError(
+        f"the model and a step of it do not fit the GPU's memory; {_either([*hints, _NO_SPLIT])}"
+    )
+
+
+def taken(layout: KvLayout, settings: EngineConfig) -> ConfigError:
+    """The error for a pool that fitted the budget, and whose memory another process took."""
+    return ConfigError(
+        f"{_gib(layout.num_bytes)} for KV were free and are not any more: another process took GPU "
+        f"memory meanwhile; try a --gpu-memory below {settings.gpu_memory:g} for each"
+    )
+
+
+def _capacities(layout: KvLayout, max_context: int) -> str:
+    lengths = [*(length for length in _LENGTHS if length < max_context), max_context]
+    fits = ((layout.num_blocks // -(-length // layout.block_size), length) for length in lengths)
+    return ", ".join(f"{count} of {length} tokens" for count, length in fits)
+
+
+def _accounts(usage: Usage, settings: EngineConfig) -> str:
+    limit = _gib(int(usage.total * settings.gpu_memory))
+    return (
+        f"--gpu-memory {settings.gpu_memory:g} of {_gib(usage.total)} is {limit}; weights take "
+        f"{_gib(usage.weights)}, activations {_gib(usage.activations)}, graphs "
+        f"{_gib(usage.graphs)}, others {_gib(usage.others)}"
+    )
+
+
+def _mends(usage: Usage, settings: EngineConfig) -> list[str]:
+    """What would leave more, the likeliest first."""
+    hints = []
+    if usage.others > usage.total * (1 - settings.gpu_memory):
+        hints.append(
+            f"another GPU (--device cuda:N), because others hold {_gib(usage.others)} of this one"
+        )
+    elif settings.gpu_memory < 0.95:
+        hints.append("a larger --gpu-memory")
+    hints += _eight_bits(settings)
+    if usage.activations + usage.graphs > usage.total // 20:
+        hints.append("smaller --max-batch or --chunk-tokens")
+    if settings.kv_dtype == "auto":
+        hints.append("--kv-dtype fp8 or int8")
+    return [*hints, _NO_SPLIT]
+
+
+def _eight_bits(settings: EngineConfig) -> Iterator[str]:
+    if settings.quantization == "none":
+        yield "--quantization fp8 or int8"
+
+
+def _either(hints: list[str]) -> str:
+    return f"try {', or '.join(hints)}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,1 @@
+"""Model configurations and the decoder in plain torch, the reference."""

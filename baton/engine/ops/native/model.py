@@ -1,0 +1,170 @@
+"""The Llama family's forward pass on a CPU, as one native call a step.
+
+Computes what `baton.engine.models.decoder.Model` computes, which is its reference. In every
+precision a
+row's result is the same to the bit whatever shares its batch or chunk: the kernels add each row up
+in an order of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from baton.engine.batch import StepBatch
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.rope import rope_tables
+from baton.engine.ops.native import library, structures
+from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.weights.weights import LayerWeights, Weights
+
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+MIN_BLOCK = MIN_HEAD = 16
+MAX_HEAD = 256
+MAX_QUERIES = 128  # heads that share a KV head
+
+
+def unsupported(config: ModelConfig, block_size: int) -> str:
+    """Why the native kernels cannot run a model; empty if they can."""
+    if block_size % MIN_BLOCK:
+        return f"blocks of {block_size} tokens, and native kernels need a multiple of {MIN_BLOCK}"
+    if config.head_size % MIN_HEAD or config.head_size > MAX_HEAD:
+        return (
+            f"heads of {config.head_size} elements, and native kernels need a multiple of "
+            f"{MIN_HEAD} up to {MAX_HEAD}"
+        )
+    if (queries := config.num_heads // config.num_kv_heads) > MAX_QUERIES:
+        return f"{queries} heads share a KV head, and native kernels take up to {MAX_QUERIES}"
+    return ""
+
+
+class NativeModel:
+    """Packed weights, and scratch memory that one thread at a time may use."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        native: ctypes.CDLL | None = None,
+    ) -> None:
+        """`native` is the library to use, or None for this CPU's. Weights may be packed already.
+
+        Raises ConfigError where there is none.
+        """
+        self.config = config
+        self.dtype = dtype
+        self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by phase, once there is one
+        self._library = native or library.require()
+        self._run = self._library[f"baton_step_{SUFFIXES[dtype]}"]
+        self._workspace_size = self._library[f"baton_workspace_{SUFFIXES[dtype]}"]
+        self._kept: list[Tensor] = []  # what the structures point at
+        self._layers = (structures.Layer * config.num_layers)(
+            *(
+                self._layer(layer, window or 0)
+                for layer, window in zip(weights.layers, config.windows, strict=True)
+            )
+        )
+        self._model = self._whole(weights)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._rows = 0  # that the workspace is for
+        self._logits = torch.empty(0, config.vocab_size)
+
+    def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
+        """Runs a step's rows through the model and writes their K and V to the pool.
+
+        The next-token scores of its `logit_rows`, float32 `[n, vocab]`; valid until the next step.
+        """
+        rows, wanted = len(batch.token_ids), len(batch.logit_rows)
+        self._make_room(rows, wanted)
+        step = structures.Step(
+            batch.token_ids.data_ptr(),
+            batch.contexts.data_ptr(),
+            batch.counts.data_ptr(),
+            batch.tables.data_ptr(),
+            batch.logit_rows.data_ptr(),
+            self._logits.data_ptr(),
+            self._workspace.data_ptr(),
+            self.seconds,
+            self._pool(pool),
+            rows,
+            len(batch.counts),
+            batch.tables.shape[1],
+            wanted,
+        )
+        self._run(torch.get_num_threads(), byref(self._model), byref(step))
+        return self._logits[:wanted]
+
+    def measure(self) -> dict[str, float]:
+        """Seconds by phase since the last call; the first call starts the clock."""
+        before, self.seconds = self.seconds, (ctypes.c_double * len(structures.PHASES))()
+        return dict(zip(structures.PHASES, before, strict=True)) if before is not None else {}
+
+    def _make_room(self, rows: int, wanted: int) -> None:
+        if rows > self._rows:
+            size = self._workspace_size(byref(self._model), rows)
+            self._workspace = torch.empty(size, dtype=torch.uint8)
+            self._rows = rows
+        if wanted > len(self._logits):
+            self._logits = torch.empty(wanted, self.config.vocab_size)
+
+    def _pool(self, pool: Tensor) -> structures.Pool:
+        _, layers, _, kv_heads, block_size, _ = pool.shape
+        int8 = pool.dtype == torch.int8
+        head_size = self.config.head_size
+        return structures.Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
+
+    def _whole(self, weights: Weights) -> structures.Model:
+        config = self.config
+        cos, sin = rope_tables(config.rope, config.head_size, config.max_context)
+        return structures.Model(
+            self._keep(weights.embedding),
+            self._keep(weights.final_norm),
+            self._keep(cos),
+            self._keep(sin),
+            self._layers,
+            self._linear(weights.lm_head, None),
+            config.num_layers,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.intermediate_size,
+            config.rms_eps,
+            config.head_size**-0.5,
+        )
+
+    def _layer(self, layer: LayerWeights, window: int) -> structures.Layer:
+        return structures.Layer(
+            self._keep(layer.input_norm),
+            self._keep(layer.post_norm),
+            self._keep(layer.q_norm),
+            self._keep(layer.k_norm),
+            self._linear(layer.qkv, layer.qkv_bias),
+            self._linear(layer.o, layer.o_bias),
+            self._linear(layer.gate_up, layer.gate_up_bias),
+            self._linear(layer.down, layer.down_bias),
+            window,
+        )
+
+    def _linear(self, weight: Matrix, bias: Tensor | None) -> structures.Linear:
+        packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)
+        return structures.Linear(
+            self._keep(packed.packed),
+            self._keep(packed.scales),
+            self._keep(packed.offsets),
+            self._keep(bias),
+            packed.inputs,
+            packed.outputs,
+        )
+
+    def _keep(self, tensor: Tensor | None) -> int | None:
+        """A tensor's address; the tensor stays as long as the model does."""
+        if tensor is None:
+            return None
+        assert tensor.is_contiguous(), "native code reads rows one after the other"
+        self._kept.append(tensor)
+        return tensor.data_ptr()

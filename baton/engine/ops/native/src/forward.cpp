@@ -1,0 +1,262 @@
+// One step of a Llama-family model: rows in, next-token scores out, KV written to the pool.
+//
+// The same computation as `Model` in baton/engine/models/decoder.py, which is the reference; one call a step,
+// so that nothing is dispatched or allocated between two of its hundreds of operations.
+#include <chrono>
+#include <vector>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+namespace baton {
+
+// The structures are mirrored in baton/engine/ops/native/structures.py.
+
+struct Layer {
+    const void* input_norm;
+    const void* post_norm;
+    const void* q_norm;  // or null
+    const void* k_norm;
+    Linear qkv;
+    Linear o;
+    Linear gate_up;
+    Linear down;
+    int32_t window;  // tokens a row sees; 0: all
+    int32_t unused;
+};
+
+struct Model {
+    const void* embedding;  // [vocab][hidden]
+    const void* final_norm;
+    const float* cos;  // [max_context][head_size]
+    const float* sin;
+    const Layer* layers;
+    Linear lm_head;
+    int32_t num_layers;
+    int32_t hidden;
+    int32_t heads;
+    int32_t kv_heads;
+    int32_t head_size;
+    int32_t inner;
+    float eps;
+    float attention_scale;
+};
+
+enum Phase { NORMS, QKV, ROTATION, ATTENTION, O, GATE_UP, SILU, DOWN, LOGITS, PHASES };
+
+struct Step {
+    const int32_t* token_ids;   // [rows]
+    const int32_t* contexts;    // [sequences]
+    const int32_t* counts;      // [sequences]
+    const int32_t* tables;      // [sequences][width]
+    const int32_t* logit_rows;  // [num_logits]
+    float* logits;              // [num_logits][vocab]
+    void* workspace;            // `baton_workspace` bytes
+    double* seconds;            // [PHASES], added to; or null
+    Pool pool;
+    int32_t rows;
+    int32_t sequences;
+    int32_t width;
+    int32_t num_logits;
+};
+
+namespace {
+
+constexpr size_t ALIGNMENT = 64;
+
+// Memory for what lives during a step, handed out piece by piece.
+class Workspace {
+   public:
+    explicit Workspace(void* begin) : next_(reinterpret_cast<uintptr_t>(begin)) {}
+
+    template <class Element>
+    Element* take(size_t count) {
+        next_ = (next_ + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        Element* result = reinterpret_cast<Element*>(next_);
+        next_ += count * sizeof(Element);
+        return result;
+    }
+
+    size_t size() const { return next_; }
+
+   private:
+    uintptr_t next_;
+};
+
+template <class Element>
+struct Buffers {
+    Element *hidden, *normed, *branch, *qkv, *mixed, *gate_up, *inner;
+    void* scratch;
+
+    Buffers(Workspace& space, const Model& model, size_t rows) {
+        const size_t q_size = size_t(model.heads) * model.head_size;
+        hidden = space.take<Element>(rows * model.hidden);
+        normed = space.take<Element>(rows * model.hidden);
+        branch = space.take<Element>(rows * model.hidden);
+        qkv = space.take<Element>(rows * (q_size + 2 * size_t(model.kv_heads) * model.head_size));
+        mixed = space.take<Element>(rows * q_size);
+        gate_up = space.take<Element>(rows * 2 * model.inner);
+        inner = space.take<Element>(rows * model.inner);
+        size_t scratch_size = linear_scratch(model.lm_head, int(rows));
+        for (int i = 0; i < model.num_layers; i++) {
+            const Layer& layer = model.layers[i];
+            for (const Linear* weights : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+                scratch_size = std::max(scratch_size, linear_scratch(*weights, int(rows)));
+        }
+        scratch = space.take<char>(scratch_size);
+    }
+};
+
+// Where a step's time goes, seen by one of its threads.
+class Clock {
+   public:
+    explicit Clock(double* seconds) : seconds_(seconds) {
+        if (seconds_) last_ = std::chrono::steady_clock::now();
+    }
+
+    void lap(Phase phase) {
+        if (!seconds_) return;
+        const auto now = std::chrono::steady_clock::now();
+        seconds_[phase] += std::chrono::duration<double>(now - last_).count();
+        last_ = now;
+    }
+
+   private:
+    double* seconds_;
+    std::chrono::steady_clock::time_point last_;
+};
+
+// Each sequence's rows.
+std::vector<Span> spans_of(const Step& step) {
+    std::vector<Span> spans(step.sequences);
+    int32_t row = 0;
+    for (int i = 0; i < step.sequences; i++) {
+        const int32_t* table = step.tables + size_t(i) * step.width;
+        spans[i] = Span{row, step.counts[i], step.contexts[i], table};
+        row += step.counts[i];
+    }
+    return spans;
+}
+
+// The rows whose scores are wanted, once they have been moved to the front: one span each.
+std::vector<Span> wanted_spans(const Step& step, const std::vector<Span>& spans) {
+    std::vector<Span> wanted(step.num_logits);
+    size_t at = 0;
+    for (int i = 0; i < step.num_logits; i++) {
+        const int32_t row = step.logit_rows[i];
+        while (row >= spans[at].first_row + spans[at].count) at++;
+        wanted[i] = Span{i, 1, spans[at].context + row - spans[at].first_row, spans[at].table};
+    }
+    return wanted;
+}
+
+// Moves the wanted rows to the front; they are ascending, so none is overwritten before.
+template <class Element>
+void keep_wanted(const Step& step, int size, Element* rows) {
+    for (int i = 0; i < step.num_logits; i++)
+        if (step.logit_rows[i] != i)
+            std::memcpy(rows + size_t(i) * size, rows + size_t(step.logit_rows[i]) * size,
+                        size * sizeof(Element));
+}
+
+AttentionShape shape_of(const Model& model, int index) {
+    const Layer& layer = model.layers[index];
+    return AttentionShape{model.heads, index,     layer.window, model.attention_scale, model.eps,
+                          model.cos,   model.sin, layer.q_norm, layer.k_norm};
+}
+
+// A layer up to the point where all its K and V are in the pool.
+template <class Element>
+void store_keys(Team& team, const Model& model, int index, const Step& step,
+                const std::vector<Span>& spans, const Buffers<Element>& at, Clock& clock) {
+    const Layer& layer = model.layers[index];
+    add_rms_norm(team, at.hidden, index ? at.branch : nullptr, (const Element*)layer.input_norm,
+                 model.eps, step.rows, model.hidden, at.normed);
+    clock.lap(NORMS);
+    linear(team, at.normed, step.rows, layer.qkv, at.qkv, at.scratch);
+    clock.lap(QKV);
+    rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape_of(model, index),
+                     step.pool);
+    clock.lap(ROTATION);
+}
+
+// The rest of the layer: attention and MLP. What they add last is left in `branch`.
+template <class Element>
+void attend_and_mix(Team& team, const Model& model, int index, int rows, const Step& step,
+                    const std::vector<Span>& spans, const Buffers<Element>& at, Clock& clock) {
+    const Layer& layer = model.layers[index];
+    attend(team, at.qkv, spans.data(), int(spans.size()), shape_of(model, index), step.pool,
+           at.mixed);
+    clock.lap(ATTENTION);
+    linear(team, at.mixed, rows, layer.o, at.branch, at.scratch);
+    clock.lap(O);
+    add_rms_norm(team, at.hidden, at.branch, (const Element*)layer.post_norm, model.eps, rows,
+                 model.hidden, at.normed);
+    clock.lap(NORMS);
+    linear(team, at.normed, rows, layer.gate_up, at.gate_up, at.scratch);
+    clock.lap(GATE_UP);
+    silu_mul(team, at.gate_up, rows, model.inner, at.inner);
+    clock.lap(SILU);
+    linear(team, at.inner, rows, layer.down, at.branch, at.scratch);
+    clock.lap(DOWN);
+}
+
+template <class Element>
+void run(int threads, const Model& model, const Step& step) {
+    Workspace space(step.workspace);
+    const Buffers<Element> at(space, model, step.rows);
+    const std::vector<Span> spans = spans_of(step), wanted = wanted_spans(step, spans);
+    const int last = model.num_layers - 1;
+    const int qkv_size = (model.heads + 2 * model.kv_heads) * model.head_size;
+    with_team(threads, [&](Team& team) {
+        Clock clock(team.thread == 0 ? step.seconds : nullptr);
+        embed(team, (const Element*)model.embedding, step.token_ids, step.rows, model.hidden,
+              at.hidden);
+        for (int i = 0; i < last; i++) {
+            store_keys(team, model, i, step, spans, at, clock);
+            attend_and_mix(team, model, i, step.rows, step, spans, at, clock);
+        }
+        // Of the last layer, rows without scores only have to leave their K and V.
+        store_keys(team, model, last, step, spans, at, clock);
+        if (!step.num_logits) return;
+        if (team.thread == 0) {
+            keep_wanted(step, model.hidden, at.hidden);
+            keep_wanted(step, qkv_size, at.qkv);
+        }
+        team.barrier();
+        attend_and_mix(team, model, last, step.num_logits, step, wanted, at, clock);
+        add_rms_norm(team, at.hidden, at.branch, (const Element*)model.final_norm, model.eps,
+                     step.num_logits, model.hidden, at.normed);
+        linear(team, at.normed, step.num_logits, model.lm_head, step.logits, at.scratch);
+        clock.lap(LOGITS);
+    });
+}
+
+template <class Element>
+size_t workspace(const Model& model, int rows) {
+    Workspace space(nullptr);
+    Buffers<Element>(space, model, rows);
+    return space.size() + ALIGNMENT;
+}
+
+}  // namespace
+}  // namespace baton
+
+extern "C" {
+void baton_step_f32(int threads, const baton::Model* model, const baton::Step* step) {
+    baton::run<float>(threads, *model, *step);
+}
+
+void baton_step_bf16(int threads, const baton::Model* model, const baton::Step* step) {
+    baton::run<baton::bf16>(threads, *model, *step);
+}
+
+size_t baton_workspace_f32(const baton::Model* model, int rows) {
+    return baton::workspace<float>(*model, rows);
+}
+
+size_t baton_workspace_bf16(const baton::Model* model, int rows) {
+    return baton::workspace<baton::bf16>(*model, rows);
+}
+}

@@ -1,0 +1,1 @@
+"""Operations in plain torch, the references of the kernels."""

@@ -1,0 +1,198 @@
+"""Paged attention in plain torch: the reference that faster kernels are checked against.
+
+The KV pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`, K at 0
+and V at 1 of the third axis; or int8 or fp8, each row followed by its scale, as
+`quantize.pack_rows` makes them. A token at position p of a sequence lies in the sequence's block
+p // block_size, at offset p % block_size. Knows no weights, no sequences and no scheduling.
+
+In float32 on the CPU a query's result is the same to the bit whatever shares its batch or chunk:
+products run over at least `MIN_QUERIES` query rows and over a key count from a fixed ladder
+(`padded_keys`), where the BLAS library's order of additions no longer depends on either. Padded
+and invisible keys get a weight of exactly 0; the pool holds finite numbers only, so they add 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.weights.linear import is_exact
+from baton.engine.weights.quantize import is_quantized, pack_rows, unpack_rows
+
+MIN_QUERIES = 8
+SHORT_KEYS, KEY_STEP = 128, 512
+
+# A prefill segment's float32 scores are computed for so many (head, query, key) at once: 128 MiB.
+SCORES_AT_ONCE = 1 << 25
+
+# On a CPU, decode rows are taken in groups whose gathered K stays in the cache until it is used.
+GATHER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class PrefillSegment:
+    """Rows of one sequence that attend to its earlier tokens and to each other, causally.
+
+    first_row, num_rows: where they lie in the batch · context: tokens before them, already in the
+    pool · block_ids: int64 `[ceil((context + num_rows) / block_size)]`, in the sequence's order.
+    """
+
+    first_row: int
+    num_rows: int
+    context: int
+    block_ids: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where each row of a step reads and writes KV. Single-token (decode) rows come first.
+
+    slots: int64 `[rows]`, block_id * block_size + offset of each row's own K and V ·
+    num_decode: number of decode rows · decode_tables: int64 `[num_decode, blocks]`, padded with
+    0 · decode_lengths: int64 `[num_decode]`, tokens visible, the row's own included ·
+    segments: the remaining rows, in order.
+    """
+
+    slots: Tensor
+    num_decode: int
+    decode_tables: Tensor
+    decode_lengths: Tensor
+    segments: tuple[PrefillSegment, ...]
+
+
+def padded_keys(keys: int) -> int:
+    """The key count that `keys` are padded to: 128, or the next multiple of 512."""
+    return SHORT_KEYS if keys <= SHORT_KEYS else -(-keys // KEY_STEP) * KEY_STEP
+
+
+def write_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Writes each row's k and v `[rows, kv_heads, head_size]` to its slot of a layer."""
+    _, num_layers, _, kv_heads, block_size, row_size = pool.shape
+    vectors = _storage(pool).view(-1, row_size)
+    blocks, offsets = slots // block_size, slots % block_size
+    heads = torch.arange(kv_heads, device=pool.device)
+    for part, values in enumerate((k, v)):
+        written = _storage(pack_rows(values, pool.dtype)) if is_quantized(pool.dtype) else values
+        first_head = ((blocks * num_layers + layer) * 2 + part) * kv_heads
+        rows = (first_head[:, None] + heads) * block_size + offsets[:, None]
+        vectors.index_copy_(0, rows.view(-1), written.reshape(-1, row_size))
+
+
+def _storage(rows: Tensor) -> Tensor:
+    """Quantised rows as bytes of int8, which all operations know; others as they are."""
+    return rows.view(torch.int8) if is_quantized(rows.dtype) else rows
+
+
+def attend(
+    q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, window: int | None
+) -> Tensor:
+    """Attention of every row over its sequence, whose KV is in the pool already.
+
+    q `[rows, heads, head_size]` → `[rows, heads * head_size]`. `window` is the number of tokens a
+    row sees, itself included; None is all of them.
+    """
+    outputs = []
+    if batch.num_decode:
+        outputs.append(_attend_decode(q[: batch.num_decode], pool, layer, batch, scale, window))
+    for segment in batch.segments:
+        rows = q[segment.first_row : segment.first_row + segment.num_rows]
+        outputs.append(_attend_segment(rows, pool, layer, segment, scale, window))
+    return torch.cat(outputs).view(q.shape[0], -1)
+
+
+def _attend_decode(
+    q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, window: int | None
+) -> Tensor:
+    """One query a sequence, several sequences at once: `[num_decode, heads, head_size]`."""
+    lengths, tables = batch.decode_lengths, batch.decode_tables
+    step = len(q)
+    if q.device.type == "cpu":
+        row_bytes = pool[0, 0, 0].nbytes * tables.shape[1]
+        step = max(1, GATHER_BYTES // row_bytes)
+    groups = zip(q.split(step), tables.split(step), lengths.split(step), strict=True)
+    parts = []
+    for queries, some, visible_tokens in groups:
+        k, v = _gather(pool, layer, some, q)
+        visible = _visible(visible_tokens[:, None] - 1, k.shape[2], window)
+        parts.append(_weigh(queries[:, :, None], k, v, visible, scale).squeeze(2))
+    return torch.cat(parts)
+
+
+def _attend_segment(
+    q: Tensor, pool: Tensor, layer: int, segment: PrefillSegment, scale: float, window: int | None
+) -> Tensor:
+    """Many queries of one sequence: `[num_rows, heads, head_size]`."""
+    k, v = _gather(pool, layer, segment.block_ids[None], q)
+    keys = k.shape[2]
+    positions = torch.arange(segment.context, segment.context + len(q), device=q.device)
+    queries = q.transpose(0, 1)[None]
+    if not is_exact(q):
+        visible = _visible(positions, keys, window)
+        out = F.scaled_dot_product_attention(
+            queries, k, v, attn_mask=visible, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+    step = max(MIN_QUERIES, SCORES_AT_ONCE // (q.shape[1] * keys))
+    parts = [
+        _weigh(some, k, v, _visible(at[None], keys, window), scale)
+        for some, at in zip(queries.split(step, dim=2), positions.split(step), strict=True)
+    ]
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+
+def _gather(pool: Tensor, layer: int, tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a layer in the order of tables `[sequences, blocks]`, contiguous and of q's type.
+
+    Each `[sequences, kv_heads, keys, head_size]`, keys padded by block 0 where q's results must be
+    exact.
+    """
+    _, num_layers, _, kv_heads, block_size, row_size = pool.shape
+    keys = tables.shape[1] * block_size
+    if is_exact(q):
+        keys = padded_keys(keys)
+        tables = F.pad(tables, (0, -(-keys // block_size) - tables.shape[1]))
+    # One pool row is one head's K or V of one block: a copy of many such rows, and no transposing.
+    heads = torch.arange(kv_heads, device=pool.device)[:, None]
+    rows = (tables[:, None] * num_layers + layer) * 2 * kv_heads + heads
+    flat = _storage(pool).view(-1, block_size * row_size)
+    shape = (tables.shape[0], kv_heads, -1, row_size)
+    k = flat.index_select(0, rows.view(-1)).view(shape)
+    v = flat.index_select(0, (rows + kv_heads).view(-1)).view(shape)
+    if is_quantized(pool.dtype):
+        k, v = (unpack_rows(rows.view(pool.dtype), q.dtype) for rows in (k, v))
+    return k[:, :, :keys], v[:, :, :keys]
+
+
+def _visible(positions: Tensor, keys: int, window: int | None) -> Tensor:
+    """Which of the first `keys` tokens the queries at `positions` see: bool `[..., keys]`."""
+    #  0 ....... position - window | position - window + 1 ........ position | position + 1 ...
+    #  too old                     | visible, `window` tokens                | not yet there
+    key = torch.arange(keys, device=positions.device)
+    visible = key <= positions[..., None]
+    if window is not None:
+        visible &= key > positions[..., None] - window
+    return visible
+
+
+def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Softmax attention with float32 weights, one product for each sequence and KV head.
+
+    q `[sequences, heads, queries, head_size]`, k and v `[sequences, kv_heads, keys, head_size]`,
+    visible `[sequences, queries, keys]` → like q. The heads that share a KV head are rows of one
+    product: far faster on a CPU than repeating K and V.
+    """
+    sequences, heads, queries, head_size = q.shape
+    kv_heads, keys = k.shape[1:3]
+    groups, rows = sequences * kv_heads, heads // kv_heads * queries
+    grouped = q.reshape(groups, rows, head_size) * scale
+    if is_exact(q) and rows < MIN_QUERIES:
+        grouped = F.pad(grouped, (0, 0, 0, MIN_QUERIES - rows))
+    scores = torch.bmm(grouped, k.reshape(groups, keys, head_size).transpose(1, 2))
+    by_query = scores[:, :rows].view(sequences, kv_heads, -1, queries, keys)
+    by_query.masked_fill_(~visible[:, None, None], -torch.inf)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    out = torch.bmm(weights, v.reshape(groups, keys, head_size))
+    return out[:, :rows].reshape(q.shape)

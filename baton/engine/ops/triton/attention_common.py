@@ -1,0 +1,299 @@
+"""What the attention kernels share: a sequence's keys, read through its block table.
+
+A pool is `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`, K at 0 and V at 1; rows
+are of the queries' type, or one byte an element with a float32 scale behind them
+(`baton.engine.weights.quantize`). Offsets into it pass 2**31 and are int64.
+
+Softmax is online (Milakov and Gimelshein 2018): a state of the largest score, the sum of weights
+and the weighted sum of V, all float32 and in powers of two, which are one instruction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, unpack_rows
+
+LOG2_E = math.log2(math.e)
+
+# Stands for no score yet. Finite, so that a row that sees no key so far has weights of 0 and not
+# the exponential of infinity less infinity.
+LOWEST = tl.constexpr(-1e30)
+
+TRITON_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+# What a model without a window is told: no context is as long.
+NO_WINDOW = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """What a kernel's code depends on in a pool of KV and the queries of it.
+
+    k_type, v_type: Triton's types of the factors of both products.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    row_size: int
+    quantized: bool
+    k_type: Any
+    v_type: Any
+
+    @property
+    def head_pad(self) -> int:
+        """The head size that a kernel computes with: Triton's tiles are powers of two."""
+        return int(triton.next_power_of_2(self.head_size))
+
+    @cached_property
+    def constexprs(self) -> dict[str, Any]:
+        """As the kernels name them; not to be changed."""
+        return {
+            "KV_HEADS": self.num_kv_heads,
+            "BLOCK_SIZE": self.block_size,
+            "ROW_SIZE": self.row_size,
+            "HEAD_SIZE": self.head_size,
+            "HEAD_PAD": self.head_pad,
+            "QUANTIZED": self.quantized,
+            "K_TYPE": self.k_type,
+            "V_TYPE": self.v_type,
+        }
+
+
+def pool_shape(q: Tensor, pool: Tensor) -> PoolShape:
+    """The shape of a pool for queries q `[rows, heads, head_size]`.
+
+    ValueError if their heads, types or sizes do not fit, or if a size is none that kernels take.
+    """
+    return _pool_shape(q.shape[1:], q.dtype, pool.shape[3:], pool.dtype, q.device.type)
+
+
+@lru_cache(maxsize=256)
+def _pool_shape(
+    queries: torch.Size,
+    query_type: torch.dtype,
+    rows: torch.Size,
+    row_type: torch.dtype,
+    device_type: str,
+) -> PoolShape:
+    heads, head_size = queries
+    kv_heads, block_size, row_size = rows
+    quantized = is_quantized(row_type)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads")
+    if row_size != head_size + (SCALE_BYTES if quantized else 0):
+        raise ValueError(f"KV rows of {row_size} elements do not hold heads of {head_size}")
+    if not quantized and row_type != query_type:
+        raise ValueError(f"queries of {query_type} cannot attend to KV of {row_type}")
+    if head_size % 16 or block_size % 16:
+        raise ValueError(
+            f"attention kernels take head and block sizes that are multiples of 16, "
+            f"not {head_size} and {block_size}"
+        )
+    k_type, v_type = factor_types(query_type, quantized, device_type != "cuda")
+    return PoolShape(block_size, kv_heads, head_size, row_size, quantized, k_type, v_type)
+
+
+def factor_types(query_type: torch.dtype, quantized: bool, interpreted: bool) -> tuple[Any, Any]:
+    """Triton's types of the factors of the products with K and with V."""
+    k_type = v_type = TRITON_TYPES[query_type]
+    if quantized and query_type == torch.float16:
+        # A weight times a row's scale may be less than float16 has; all eight-bit values are
+        # bfloat16 as well.
+        v_type = tl.bfloat16
+    if interpreted:  # which keeps bfloat16 as a whole number and cannot multiply it
+        k_type, v_type = (tl.float32 if of == tl.bfloat16 else of for of in (k_type, v_type))
+    return k_type, v_type
+
+
+def kernel_key(q: Tensor, pool: Tensor) -> dict[str, int | str]:
+    """What the best sizes of an attention kernel depend on: heads as tiles hold them, padded."""
+    return {
+        "head_size": int(triton.next_power_of_2(q.shape[2])),
+        "query_bytes": q.element_size(),
+        "kv_bytes": pool.element_size(),
+    }
+
+
+def sequence_kv(pool: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """K and V of a sequence's first tokens for a reference.
+
+    table `[width]` → float32 `[length, kv_heads, head_size]` each.
+    """
+    blocks = -(-length // pool.shape[4])
+    # As bytes of int8, if it is quantized: few operations know fp8.
+    stored = pool.view(torch.int8) if is_quantized(pool.dtype) else pool
+    rows = stored[table[:blocks].long(), layer].view(pool.dtype)
+    values = unpack_rows(rows, torch.float32) if is_quantized(pool.dtype) else rows.float()
+    # [blocks, 2, kv_heads, block_size, head_size], to tokens in their order.
+    k, v = values.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    return k, v
+
+
+def weigh(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None = None) -> Tensor:
+    """Softmax attention for a reference, in float32: q `[rows, heads, head_size]` → like q.
+
+    k, v: float32 `[keys, kv_heads, head_size]` · visible: bool `[rows, keys]`; None is all.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("rhd,khd->hrk", q.float(), k) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.einsum("hrk,khd->rhd", scores.softmax(-1), v).to(q.dtype)
+
+
+@triton.jit
+def load_rows(base, rows, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Elements of KV rows `[keys, HEAD_PAD]`, 0 behind a head's end.
+
+    base: of one layer, part and head · rows: int64 `[keys]`, elements from there.
+    """
+    dims = tl.arange(0, HEAD_PAD)
+    at = base + rows[:, None] + dims[None, :]
+    if HEAD_SIZE == HEAD_PAD:
+        values = tl.load(at)
+    else:
+        values = tl.load(at, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
+    return values
+
+
+@triton.jit
+def load_scales(base, rows, HEAD_SIZE: tl.constexpr):
+    """Scales behind KV rows, float32 `[keys]`."""
+    return tl.load((base + rows + HEAD_SIZE).to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit
+def within(keys, least, most):
+    """Positions of keys, moved to the nearest in least .. most - 1; least None is 0."""
+    lowest = 0 if least is None else least
+    return tl.maximum(tl.minimum(keys, most - 1), lowest)
+
+
+@triton.jit
+def load_blocks(
+    table,
+    at,
+    least,
+    most,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTLY: tl.constexpr,
+):
+    """The blocks of a tile's keys from position `at` on, int32 `[TILE]`, as `attend_range` reads
+    them; if not PARTLY, 0 from `most` on.
+    """
+    keys = at + tl.arange(0, TILE)
+    if PARTLY:
+        blocks = tl.load(table + within(keys, least, most) // BLOCK_SIZE)
+    elif TILE % BLOCK_SIZE == 0:  # tiles then begin where blocks begin
+        entries = table + at // BLOCK_SIZE + tl.arange(0, TILE) // BLOCK_SIZE
+        blocks = tl.load(entries, mask=keys < most, other=0)
+    else:
+        blocks = tl.load(table + keys // BLOCK_SIZE, mask=keys < most, other=0)
+    return blocks
+
+
+@triton.jit
+def attend_range(
+    q,
+    weighted,
+    total,
+    largest,
+    k_base,
+    v_base,
+    table,
+    begin,
+    end,
+    least,
+    most,
+    positions,
+    window,
+    scale,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    V_TYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTLY: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Adds a range of a sequence's keys to the softmax of the rows of q `[rows, HEAD_PAD]`.
+
+    weighted float32 `[rows, HEAD_PAD]`, total and largest float32 `[rows]`: the state, returned as
+    it is then · k_base, v_base: of one layer and head in block 0 · table: int32, the sequence's ·
+    begin, end: the range; begin is a multiple of TILE · positions: int32 `[rows]`, of the queries ·
+    scale: of scores, for powers of two.
+
+    PARTLY: keys before `least`, unless that is None, and from `most` on are neither read nor seen;
+    else all of the range's tiles are · CAUSAL: a row sees no key behind its position · WINDOWED:
+    nor one that is `window` or more before it.
+    """
+    key = tl.arange(0, TILE)
+    # The blocks of a tile are loaded one tile ahead: its loads of K and V depend on them, and are
+    # kept under way over several iterations only if they wait for no load of their own.
+    blocks = load_blocks(table, begin, least, most, TILE, BLOCK_SIZE, PARTLY)
+    for at in tl.range(begin, end, TILE):
+        keys = at + key
+        visible = None
+        if PARTLY:
+            # In place of a key that is not to be read, another one is: what lies there may be NaN,
+            # which a weight of 0 would not take away, and a mask on every load takes half as many
+            # registers again.
+            offsets = within(keys, least, most) % BLOCK_SIZE * ROW_SIZE
+            visible = (keys < most)[None, :]
+            if least is not None:
+                visible = visible & (keys >= least)[None, :]
+        elif TILE % BLOCK_SIZE == 0:
+            offsets = key % BLOCK_SIZE * ROW_SIZE
+        else:
+            offsets = keys % BLOCK_SIZE * ROW_SIZE
+        if CAUSAL:
+            visible = visible & (keys[None, :] <= positions[:, None])
+        if WINDOWED:
+            visible = visible & (keys[None, :] > (positions - window)[:, None])
+        rows = blocks.to(tl.int64) * block_stride + offsets
+
+        k = load_rows(k_base, rows, HEAD_SIZE, HEAD_PAD)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if QUANTIZED:
+            # A scale is the same for a key's whole row, and so can come behind the product: exact,
+            # and one multiplication for a score instead of one for each element. On Blackwell
+            # products of float32 with what was narrower are tf32 in spite of "ieee"
+            # (triton#10176); they round less than eight-bit KV did.
+            scores *= load_scales(k_base, rows, HEAD_SIZE)[None, :]
+        if PARTLY:
+            scores = tl.where(visible, scores, float("-inf"))
+
+        above = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - above[:, None])
+        faded = tl.exp2(largest - above)
+        total = total * faded + tl.sum(weights, 1)
+        largest = above
+
+        v = load_rows(v_base, rows, HEAD_SIZE, HEAD_PAD)
+        if QUANTIZED:
+            weights *= load_scales(v_base, rows, HEAD_SIZE)[None, :]
+        weighted = tl.dot(
+            weights.to(V_TYPE), v.to(V_TYPE), weighted * faded[:, None], input_precision="ieee"
+        )
+        blocks = load_blocks(table, at + TILE, least, most, TILE, BLOCK_SIZE, PARTLY)
+    return weighted, total, largest

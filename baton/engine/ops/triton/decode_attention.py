@@ -1,0 +1,311 @@
+"""Paged attention of decode rows: one query a sequence, over all of its KV.
+
+What it costs is reading KV once, so the kernel is built around that: a program takes one row's one
+KV head, whose query heads are the rows of one product, and reads its keys tile by tile with the
+next tiles' loads under way. Long contexts are split over programs, whose parts a second kernel
+joins by their log-sum-exp (Flash-Decoding, Dao et al. 2023). The grid depends on shapes alone, so
+that a CUDA graph can hold it; how many splits of it work depends on each row's length. Rows come
+first in the grid and KV is kept in caches as usual, as rows with a common prefix share its blocks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.ops.triton.attention_common import (
+    LOG2_E,
+    LOWEST,
+    NO_WINDOW,
+    attend_range,
+    kernel_key,
+    pool_shape,
+    sequence_kv,
+    weigh,
+)
+from baton.engine.ops.triton.spec import Config
+from baton.engine.ops.triton.tuning import choose
+
+NAME = "decode_attention"
+
+# More than this are joined no faster than they are read.
+MOST_SPLITS = 64
+
+# Programs for each multiprocessor that are wanted: some waves of the two or three that fit at once,
+# so that the last, partly empty one is a small part of all.
+PROGRAMS_PER_PROCESSOR = 8
+
+
+def decode_attention(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    splits: int = 0,
+    config: Config | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of each row of q over its own sequence, whose KV is in the pool already.
+
+    q: `[rows, heads, head_size]`, contiguous · tables: int32 `[rows, width]`, the blocks of each
+    sequence; what lies behind those of its tokens is not read · lengths: int32 `[rows]`, tokens of
+    the sequence, the row's own included; 0 is a padding row, which gives zeros · scale: of scores ·
+    window: tokens that a row sees at most; None is all · splits: programs that share a row at most;
+    0 chooses by shapes and GPU · config: None is the one in effect · out: where the result is
+    put, contiguous; None makes it. Result like q. Waits for nothing on the device.
+    ValueError for heads, types or sizes that the kernel does not take.
+    """
+    rows, heads, head_size = q.shape
+    assert q.is_contiguous() and pool.is_contiguous() and tables.stride(1) == 1
+    shape = pool_shape(q, pool)
+    config = config or choose(NAME, kernel_key(q, pool), q.device)
+    if not splits:
+        keys = tables.shape[1] * shape.block_size
+        longest = min(keys, window or keys)
+        programs = rows * shape.num_kv_heads
+        splits = splits_for(programs, longest // config["LEAST_SPLIT"], processors(q.device))
+    out = torch.empty_like(q) if out is None else out
+    # The weighted sums of the parts, and behind all of them their log-sum-exps.
+    parts = None
+    if splits > 1:
+        size = rows * heads * splits * (head_size + 1)
+        parts = torch.empty(size, dtype=torch.float32, device=q.device)
+    decode_kernel[rows, shape.num_kv_heads, splits](
+        q,
+        pool,
+        tables,
+        lengths,
+        out,
+        parts,
+        layer,
+        tables.stride(0),
+        pool.stride(0),
+        scale * LOG2_E,
+        window or NO_WINDOW,
+        splits,
+        HEADS=heads,
+        WINDOWED=window is not None,
+        GROUP_PAD=group_pad(heads // shape.num_kv_heads),
+        **shape.constexprs,
+        **config.launch,
+    )
+    if parts is not None:
+        join_kernel[rows, heads](
+            parts,
+            lengths,
+            out,
+            window or NO_WINDOW,
+            splits,
+            SPLITS_PAD=triton.next_power_of_2(splits),
+            HEAD_SIZE=head_size,
+            HEAD_PAD=shape.head_pad,
+            TILE=config["TILE"],
+            LEAST_SPLIT=config["LEAST_SPLIT"],
+        )
+    return out
+
+
+def splits_for(programs: int, longest: int, processors: int) -> int:
+    """How many programs share one row's keys.
+
+    programs: there without splits · longest: splits that the longest possible row gives work to.
+    """
+    wanted = -(-PROGRAMS_PER_PROCESSOR * processors // programs) if programs else 1
+    return max(1, min(wanted, longest, MOST_SPLITS))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def group_pad(group: int) -> int:
+    """Rows of a tile of the query heads that share a KV head: tensor cores take 16 at least."""
+    return max(16, int(triton.next_power_of_2(group)))
+
+
+@triton.jit
+def splits_of_row(first, length, splits, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr):
+    """How the keys first .. length of a row are shared: where its splits begin, the keys of each,
+    and how many have any.
+    """
+    #  base ........ first | ..................................... | length
+    #  up to a tile's edge | split 0, 1, .. used - 1: whole tiles  | nothing
+    base = first // TILE * TILE
+    tiles = tl.cdiv(tl.cdiv(length - base, splits), TILE)
+    size = tl.maximum(tiles * TILE, LEAST_SPLIT)
+    return base, size, tl.cdiv(length - base, size)
+
+
+@triton.jit(
+    do_not_specialize=["layer", "table_stride", "window", "splits"],
+    do_not_specialize_on_alignment=["tables", "lengths"],
+)
+def decode_kernel(
+    q_rows,
+    pool,
+    tables,
+    lengths,
+    out,
+    parts,
+    layer,
+    table_stride,
+    block_stride,
+    scale,
+    window,
+    splits,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    K_TYPE: tl.constexpr,
+    V_TYPE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
+):
+    """One split of one row's one KV head: writes its part, or the result if it is the only one.
+
+    Grid `[rows, kv_heads, splits]`. parts: float32 `[rows, heads, splits, head_size]` and
+    `[rows, heads, splits]` behind it; None where splits is 1.
+    """
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first = tl.maximum(length - window, 0)
+    base, size, used = splits_of_row(first, length, splits, TILE, LEAST_SPLIT)
+    if split >= tl.maximum(used, 1):  # a padding row has one, which writes zeros
+        return
+    begin = base + split * size
+    end = tl.minimum(begin + size, length)
+
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
+    least = None
+    if WINDOWED:
+        least = first
+    head = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, HEAD_PAD)
+    wanted = (head < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    first_head = row * HEADS + kv_head * GROUP
+    q = tl.load(
+        q_rows + (first_head + head)[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0
+    )
+    q = q.to(K_TYPE)
+    k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
+    table = tables + row.to(tl.int64) * table_stride
+
+    weighted = tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32)
+    total = tl.zeros([GROUP_PAD], dtype=tl.float32)
+    largest = tl.full([GROUP_PAD], LOWEST, dtype=tl.float32)
+    # Only the first and the last tile can have keys to leave out, but looking costs no time next to
+    # the memory, and one loop keeps loads under way from the first tile to the last.
+    weighted, total, largest = attend_range(
+        q,
+        weighted,
+        total,
+        largest,
+        k_base,
+        k_base + PART,
+        table,
+        begin,
+        end,
+        least,
+        end,
+        None,
+        None,
+        scale,
+        block_stride,
+        BLOCK_SIZE,
+        ROW_SIZE,
+        HEAD_SIZE,
+        HEAD_PAD,
+        QUANTIZED,
+        V_TYPE,
+        TILE,
+        PARTLY=True,
+        CAUSAL=False,
+        WINDOWED=False,
+    )
+
+    result = weighted / tl.where(total == 0, 1.0, total)[:, None]
+    if parts is not None and used > 1:
+        part = (first_head + head) * splits + split
+        tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=wanted)
+        sums = parts + tl.num_programs(0) * HEADS * splits * HEAD_SIZE
+        tl.store(sums + part, largest + tl.log2(total), mask=head < GROUP)
+        return
+    tl.store(
+        out + (first_head + head)[:, None] * HEAD_SIZE + dims[None, :],
+        result.to(out.dtype.element_ty),
+        mask=wanted,
+    )
+
+
+@triton.jit(do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["lengths"])
+def join_kernel(
+    parts,
+    lengths,
+    out,
+    window,
+    splits,
+    SPLITS_PAD: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
+):
+    """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
+    row = tl.program_id(0)
+    head = row * tl.num_programs(1) + tl.program_id(1)
+    length = tl.load(lengths + row)
+    first = tl.maximum(length - window, 0)
+    _, _, used = splits_of_row(first, length, splits, TILE, LEAST_SPLIT)
+    if used <= 1:
+        return
+    split = tl.arange(0, SPLITS_PAD)
+    dims = tl.arange(0, HEAD_PAD)
+    sums = parts + tl.num_programs(0) * tl.num_programs(1) * splits * HEAD_SIZE
+    log_sums = tl.load(sums + head * splits + split, mask=split < used, other=float("-inf"))
+    shares = tl.exp2(log_sums - tl.max(log_sums, 0))
+    results = tl.load(
+        parts + (head * splits + split)[:, None] * HEAD_SIZE + dims[None, :],
+        mask=(split < used)[:, None] & (dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    joined = tl.sum(results * shares[:, None], 0) / tl.sum(shares, 0)
+    tl.store(out + head * HEAD_SIZE + dims, joined.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
+
+
+def decode_attention_reference(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """The same as `decode_attention` in plain torch, in float32, row by row."""
+    out = torch.zeros_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            first = max(0, length - window) if window else 0
+            k, v = sequence_kv(pool, layer, tables[row], length)
+            out[row] = weigh(q[row, None], k[first:], v[first:], scale)[0]
+    return out

@@ -1,0 +1,293 @@
+"""What lies between the projection of queries, keys and values and attention, in one launch.
+
+Per-head norms (Qwen3), rotary embedding, quantisation and the write to the pool of KV: the fused
+projection is read once, queries are written once, and K and V go straight to their slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.models.decoder import rms_norm
+from baton.engine.models.rope import rotate
+from baton.engine.ops.torch.attention import write_kv
+from baton.engine.ops.triton.row_quantize import bits_of, scale_of
+from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.tuning import choose
+from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized
+
+NAME = "rope_and_write"
+
+
+@triton.jit
+def _normed(first, second, weights, columns, inside, eps, element, HEAD_SIZE: tl.constexpr):
+    """Halves of heads, float32 `[heads, HALF]`, at unit mean square and times weights."""
+    squares = tl.sum(first * first + second * second, 1)
+    inverse = tl.rsqrt(squares / HEAD_SIZE + eps)[:, None]
+    left = tl.load(weights + columns, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(weights + HEAD_SIZE // 2 + columns, mask=inside, other=0.0).to(tl.float32)
+    # Rounded where the model's own arithmetic rounds.
+    first = ((first * inverse).to(element).to(tl.float32) * left[None, :]).to(element)
+    second = ((second * inverse).to(element).to(tl.float32) * right[None, :]).to(element)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _put(
+    rows, columns, live, inside, first, second,
+    HEAD_SIZE: tl.constexpr, QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr,
+):  # fmt: skip
+    """Halves `[heads, HALF]` to rows of the pool (pointers `[heads]`), where live and inside."""
+    left = rows[:, None] + columns[None, :]
+    mask = live[:, None] & inside[None, :]
+    if QUANTIZED:
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
+        tl.store(left, bits_of(first, largest[:, None], FP8_POOL), mask=mask)
+        tl.store(left + HEAD_SIZE // 2, bits_of(second, largest[:, None], FP8_POOL), mask=mask)
+        scales = (rows + HEAD_SIZE).to(tl.pointer_type(tl.float32))
+        tl.store(scales, scale_of(largest, FP8_POOL), mask=live)
+    else:
+        tl.store(left, first, mask=mask)
+        tl.store(left + HEAD_SIZE // 2, second, mask=mask)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rope_and_write_kernel(
+    qkv, positions, slots, cos, sin, q_weights, k_weights, q_out, pool,
+    layer, num_layers, row_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, part): HEADS heads of a row; first those of queries, then those of K and V."""
+    q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    element = qkv.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    # HALF is a power of two, and may be more than half a head.
+    columns = tl.arange(0, HALF)
+    inside = columns < HEAD_SIZE // 2
+    # A padding row may have any position: it is turned like the first, and nobody reads it.
+    angles = tl.maximum(tl.load(positions + row), 0).to(tl.int64) * HEAD_SIZE + columns
+    # A table's second half repeats the first.
+    cosines = tl.load(cos + angles, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sines = tl.load(sin + angles, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+    qkv += row * row_stride
+    if part < q_parts:
+        heads = part * HEADS + tl.arange(0, HEADS)
+        at = heads[:, None] * HEAD_SIZE + columns[None, :]
+        mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
+        first = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0).to(tl.float32)
+        if q_weights is not None:
+            first, second = _normed(
+                first, second, q_weights, columns, inside, eps, element, HEAD_SIZE
+            )
+        q_out += row * (NUM_HEADS * HEAD_SIZE)
+        tl.store(q_out + at, (first * cosines - second * sines).to(element), mask=mask)
+        turned = (second * cosines + first * sines).to(element)
+        tl.store(q_out + at + HEAD_SIZE // 2, turned, mask=mask)
+    else:
+        slot = tl.load(slots + row).to(tl.int64)
+        if slot >= 0:
+            heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
+            live = heads < NUM_KV_HEADS
+            at = (NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns[None, :]
+            mask = live[:, None] & inside[None, :]
+            first = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0).to(tl.float32)
+            at += NUM_KV_HEADS * HEAD_SIZE
+            v_first = tl.load(qkv + at, mask=mask, other=0.0)
+            v_second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0)
+            if k_weights is not None:
+                first, second = _normed(
+                    first, second, k_weights, columns, inside, eps, element, HEAD_SIZE
+                )
+            # Rounded to the model's type before it is quantised, as if it had been written whole.
+            k_first = (first * cosines - second * sines).to(element)
+            k_second = (second * cosines + first * sines).to(element)
+
+            block = slot // BLOCK_SIZE * num_layers + layer
+            head = block * (2 * NUM_KV_HEADS) + heads
+            rows = pool + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * ROW_SIZE
+            _put(rows, columns, live, inside, k_first, k_second, HEAD_SIZE, QUANTIZED, FP8_POOL)
+            rows += NUM_KV_HEADS * BLOCK_SIZE * ROW_SIZE
+            _put(rows, columns, live, inside, v_first, v_second, HEAD_SIZE, QUANTIZED, FP8_POOL)
+
+
+def rope_and_write(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    layer: int,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    config: Config | None = None,
+) -> Tensor:
+    """Queries, normed and turned, `[rows, num_heads, head_size]`; K and V go to the pool.
+
+    qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
+    int32 `[rows]`, block * block_size + offset; -1 writes nothing · cos, sin: tables of
+    `baton.engine.models.rope`, `[max_context, head_size]` · pool: `[num_blocks, num_layers, 2,
+    num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · q_norm, k_norm:
+    `[head_size]`, weights of an RMS norm of each head with eps · config: of the launch; None is
+    that of `tuning`. Two rows of a launch have different slots.
+    """
+    rows, width = qkv.shape
+    _, num_layers, _, kv_heads, block_size, row_size = pool.shape
+    head_size = width // (num_heads + 2 * num_kv_heads)
+    quantized = is_quantized(pool.dtype)
+    assert (num_heads + 2 * num_kv_heads) * head_size == width and kv_heads == num_kv_heads
+    assert row_size == head_size + (SCALE_BYTES if quantized else 0) and head_size % 4 == 0
+    assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    assert pool.is_contiguous() and (quantized or pool.dtype == qkv.dtype)
+    q = qkv.new_empty((rows, num_heads, head_size))
+    if not rows:
+        return q
+    if config is None:
+        key = {"rows": rows, "heads": num_heads, "kv_heads": num_kv_heads}
+        config = choose(NAME, key, qkv.device)
+    heads = config["HEADS"]
+    grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
+    _rope_and_write_kernel[grid](
+        qkv, positions, slots, cos, sin, q_norm, k_norm, q,
+        pool.view(torch.int8) if quantized else pool,
+        layer, num_layers, qkv.stride(0), eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
+        HALF=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=block_size, ROW_SIZE=row_size,
+        QUANTIZED=quantized, FP8_POOL=pool.dtype == FP8, **config.launch,
+    )  # fmt: skip
+    return q
+
+
+def rope_and_write_reference(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    layer: int,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """`rope_and_write` in plain torch; what is turned is float32 inside."""
+    head_size = cos.shape[1]
+    parts = (num_heads, num_kv_heads, num_kv_heads)
+    q, k, v = qkv.view(len(qkv), -1, head_size).split(parts, dim=1)
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    at = positions.long().clamp_min(0)
+    angles = cos[at][:, None].float(), sin[at][:, None].float()
+    q, k = (rotate(x.float(), *angles).to(qkv.dtype) for x in (q, k))
+    live = slots >= 0
+    write_kv(pool, layer, slots[live].long(), k[live], v[live])
+    return q
+
+
+def _case(
+    element: str, head_size: int, kept: str = "", normed: bool = False, num_warps: int = 4
+) -> CompileCase:
+    """kept: "int8", "fp8", or nothing where the pool is of the model's type."""
+    weights = dict.fromkeys(("q_weights", "k_weights"), f"*{element}" if normed else None)
+    kv_heads, heads = 8, 32
+    return CompileCase(
+        f"{element} {head_size}" + (f" {kept}" if kept else "") + (" normed" if normed else ""),
+        _rope_and_write_kernel,
+        {
+            "qkv": f"*{element}",
+            "positions": "*i32",
+            "slots": "*i32",
+            "cos": f"*{element}",
+            "sin": f"*{element}",
+            "q_out": f"*{element}",
+            "pool": "*i8" if kept else f"*{element}",
+            "layer": "i32",
+            "num_layers": "i32",
+            "row_stride": "i32",
+            "eps": "fp32",
+            **{name: kind for name, kind in weights.items() if kind},
+        },
+        {
+            **{name: None for name, kind in weights.items() if not kind},
+            "NUM_HEADS": heads,
+            "NUM_KV_HEADS": kv_heads,
+            "HEAD_SIZE": head_size,
+            "HALF": triton.next_power_of_2(head_size // 2),
+            "BLOCK_SIZE": 16,
+            "ROW_SIZE": head_size + (SCALE_BYTES if kept else 0),
+            "QUANTIZED": bool(kept),
+            "FP8_POOL": kept == "fp8",
+            "HEADS": 8,
+        },
+        num_warps=num_warps,
+        num_stages=1,
+        aligned=("num_layers", "row_stride"),
+    )
+
+
+def _candidates(key: Key) -> list[Config]:
+    most = triton.next_power_of_2(int(key["heads"]))
+    return [
+        Config(warps, 1, {"HEADS": heads})
+        for heads in (1, 2, 4, 8, 16, 32)
+        if heads <= most
+        for warps in (1, 2, 4, 8)
+    ]
+
+
+def _inputs(key: Key, device: torch.device) -> Trial:
+    """Heads of 128 in bfloat16, whose K and V stay so."""
+    rows, heads, kv_heads = (int(key[name]) for name in ("rows", "heads", "kv_heads"))
+    head_size, block_size = 128, 16
+    dtype = torch.bfloat16
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, dtype=dtype, device=device)
+    cos, sin = torch.randn(2, rows, head_size, dtype=dtype, device=device).unbind()
+    places = torch.arange(rows, dtype=torch.int32, device=device)
+    blocks = triton.cdiv(rows, block_size)
+    shape = (blocks, 1, 2, kv_heads, block_size, head_size)
+    pool = torch.empty(shape, dtype=dtype, device=device)
+
+    def run(config: Config) -> Tensor:
+        return rope_and_write(
+            qkv, places, places, cos, sin, pool, 0, heads, kv_heads, None, None, 0.0, config
+        )
+
+    return Trial(key, run, 2 * qkv.numel() * qkv.itemsize)
+
+
+SPEC = KernelSpec(
+    NAME,
+    cases=(
+        _case("bf16", 128),
+        _case("bf16", 128, "int8", normed=True),
+        _case("bf16", 128, "fp8"),
+        _case("fp16", 64, normed=True),
+        _case("fp32", 80),
+        _case("bf16", 256, "int8", num_warps=8),
+    ),
+    candidates=_candidates,
+    shapes=tuple(
+        {"rows": rows, "heads": heads, "kv_heads": 8}
+        for heads in (32, 64)
+        for rows in (1, 32, 256, 8192)
+    ),
+    inputs=_inputs,
+)

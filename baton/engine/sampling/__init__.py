@@ -1,0 +1,1 @@
+"""From scores to tokens: filters, penalties, randomness by (seed, position)."""

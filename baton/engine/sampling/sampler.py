@@ -1,0 +1,285 @@
+"""Turns logits into tokens: penalties, filters and one draw a row, vectorised over the rows.
+
+The order is vLLM's, with Hugging Face's place for min-p: logit bias, min_tokens mask, repetition,
+frequency and presence penalties; then, unless the row is greedy, temperature, top-k, top-p, min-p.
+A row's token depends on its logits, its tokens and its settings alone, never on its batch: rows
+that need more than an argmax are worked on apart, and randomness is keyed by (seed, position).
+
+Knows no sequence, block or phase; prefill, decode and `--local` call it alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from baton.engine.sampling import filters, randomness, row_sampling
+from baton.engine.sampling.token_counts import TokenCounts
+from baton.errors import InternalError
+from baton.sampling import SamplingParams
+
+# Tokens `[rows]`, on the device of their logits; from a CPU as an array.
+Chosen = Tensor | npt.NDArray[np.int64]
+
+# Below this a temperature is 0, as in vLLM: dividing by it would overflow.
+GREEDY_BELOW = 1e-5
+
+
+class SampleRow(NamedTuple):
+    """One sequence that wants its next token. `token_ids` is prompt and output so far.
+
+    counts: the sequence's, which spare counting its tokens again in every step.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    prompt_tokens: int  # how many of token_ids are the caller's prompt
+    drafts: int = 0  # how many of them, the last, are guesses
+    counts: TokenCounts | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far, whichever worker generated them."""
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, with no draw."""
+        return self.params.temperature < GREEDY_BELOW
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the row's logits are changed before a token is chosen."""
+        return self.params.has_penalties or self.output_tokens < self.params.min_tokens
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one position, under the model alone (before any setting)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What `sample` chose, in the order of its rows."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+def finish_reason(
+    row: SampleRow, eos_token_ids: frozenset[int], max_context: int
+) -> Literal["stop", "length"] | None:
+    """Why a sequence ends with the token that was just appended to `row.token_ids`, if it does.
+
+    The one rule of prefill and decode. End-of-sequence (unless ignore_eos) and stop tokens count
+    once min_tokens output tokens exist, the new one included; max_tokens counts from the caller's
+    prompt, whatever was retried; `max_context` counts prompt and output. A stop beats a length.
+    """
+    params, new_token = row.params, row.token_ids[-1]
+    ends = new_token in params.stop_token_ids or (
+        new_token in eos_token_ids and not params.ignore_eos
+    )
+    if ends and row.output_tokens >= params.min_tokens:
+        return "stop"
+    if row.output_tokens >= params.max_tokens or len(row.token_ids) >= max_context:
+        return "length"
+    return None
+
+
+class Sampler:
+    """Samples for one model. Stateless: safe to share, and equal on every worker."""
+
+    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that logits are of."""
+        return self._vocab_size
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        """The next token of each row. `logits` is `[rows, vocab]` float32 and is not changed.
+
+        Raises InternalError when a drawn row's logits are not numbers or nothing is allowed.
+        """
+        assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows))
+        if not rows:
+            return Sampled([], [])
+        groups: dict[tuple[bool, bool], list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault((row.adjusted, row.greedy), []).append(i)
+        chosen = [
+            self._choose(_take(logits, which, copy=adjusted), [rows[i] for i in which])
+            for (adjusted, _), which in groups.items()
+        ]
+        token_ids = _on_host(chosen)
+        if len(groups) > 1:
+            order = itertools.chain.from_iterable(groups.values())
+            by_row = dict(zip(order, token_ids, strict=True))
+            token_ids = [by_row[i] for i in range(len(rows))]
+        if max(token_ids) >= self._vocab_size:
+            raise InternalError("logits are not finite numbers: the model's output is broken")
+        return Sampled(token_ids, _logprobs(logits, rows, token_ids))
+
+    def probabilities(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """What non-greedy rows are drawn from: `[rows, vocab]`, each row's sum is 1."""
+        weights = filters.weights(self._adjust(logits.clone(), rows), _params(rows))
+        return weights / weights.sum(1, keepdim=True)
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
+        """Tokens `[rows]` of rows that are all greedy or all not, all adjusted or all not.
+
+        Changes `logits` in place if the rows are adjusted.
+        """
+        if rows[0].adjusted:
+            logits = self._adjust(logits, rows)
+        if rows[0].greedy:
+            return _likeliest(logits)
+        return _draw(logits, rows)
+
+    def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Applies bias, min_tokens and penalties to `logits`, in place.
+
+        Only the entries that change are touched, as indices into the flattened `logits`; those of
+        a row are distinct, so that reading, changing and writing them back is exact.
+        """
+        changes = _Changes(logits)
+        for i, row in enumerate(rows):
+            if row.params.logit_bias:
+                changes.add_bias(i, row)
+            if row.output_tokens < row.params.min_tokens:
+                # End-of-sequence is masked even with ignore_eos, as in vLLM.
+                changes.forbid(i, self._eos_token_ids | row.params.stop_token_ids)
+            if _counts_tokens(row.params):
+                changes.add_penalties(i, row)
+        return changes.apply()
+
+
+class _Changes:
+    """Changes to single logits, gathered on the host and applied in a few device operations."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        self._vocab_size = logits.shape[1]
+        self._bias: list[np.ndarray] = []  # [2, n] each: flat index, value
+        self._forbidden: list[int] = []
+        self._penalties: list[np.ndarray] = []  # [3, n]: flat index, repetition, subtracted
+
+    def add_bias(self, i: int, row: SampleRow) -> None:
+        """Row `i`'s logit_bias."""
+        bias = row.params.logit_bias
+        flat = np.fromiter(bias, np.float64, len(bias)) + i * self._vocab_size
+        self._bias.append(np.stack([flat, np.fromiter(bias.values(), np.float64, len(bias))]))
+
+    def forbid(self, i: int, token_ids: frozenset[int]) -> None:
+        """Tokens that row `i` must not choose."""
+        self._forbidden.extend(i * self._vocab_size + token_id for token_id in token_ids)
+
+    def add_penalties(self, i: int, row: SampleRow) -> None:
+        """Row `i`'s penalties: repetition counts prompt and output, the others output alone."""
+        params = row.params
+        kept = row.counts or TokenCounts()
+        seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.drafts)
+        if params.repetition_penalty == 1.0:
+            seen, counts = seen[counts > 0], counts[counts > 0]
+        subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+        repetition = np.full(len(seen), params.repetition_penalty)
+        self._penalties.append(np.stack([seen + i * self._vocab_size, repetition, subtracted]))
+
+    def apply(self) -> Tensor:
+        """The logits, changed in place."""
+        flat = self._logits.view(-1)
+        if self._bias:
+            where, bias = self._columns(self._bias)
+            flat[where.long()] += bias.float()
+        if self._forbidden:
+            flat[torch.tensor(self._forbidden, device=flat.device)] = -torch.inf
+        if self._penalties:
+            where, repetition, subtracted = self._columns(self._penalties)
+            seen = flat[where.long()]
+            seen = torch.where(seen > 0, seen / repetition.float(), seen * repetition.float())
+            flat[where.long()] = seen - subtracted.float()
+        return self._logits
+
+    def _columns(self, parts: list[np.ndarray]) -> tuple[Tensor, ...]:
+        # One copy to the device; float64 holds flat indices exactly up to 2**53.
+        return torch.from_numpy(np.concatenate(parts, 1)).to(self._logits.device).unbind(0)
+
+
+def _counts_tokens(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    )
+
+
+def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
+    """The rows in `which`; `logits` itself when that is all of them and no copy is asked for."""
+    if len(which) == logits.shape[0] and not copy:
+        return logits
+    return logits.index_select(0, torch.tensor(which, device=logits.device))
+
+
+def _params(rows: Sequence[SampleRow]) -> list[SamplingParams]:
+    return [row.params for row in rows]
+
+
+def _on_host(chosen: list[Chosen]) -> list[int]:
+    """All groups' tokens, one group after the other."""
+    if isinstance(chosen[0], Tensor):
+        # The only wait for the device, however the rows were grouped.
+        return torch.cat(chosen).tolist()  # type: ignore[arg-type]
+    return [token_id for some in chosen for token_id in some.tolist()]
+
+
+def _likeliest(logits: Tensor) -> Chosen:
+    """The likeliest token of each row `[rows]`; of equals the one with the lowest id."""
+    if logits.device.type == "cpu":
+        # With vector instructions: five times as fast as torch, which has none for this.
+        likeliest: npt.NDArray[np.int64] = logits.numpy().argmax(1)
+        return likeliest
+    return logits.argmax(1)
+
+
+def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
+    """One token for each row `[rows]`, by the number that belongs to its seed and position."""
+    seeds = [row.params.seed for row in rows]
+    numbers = randomness.uniform(seeds, [len(row.token_ids) for row in rows])
+    if logits.device.type == "cpu":
+        return row_sampling.draw(logits.numpy(), _params(rows), numbers)
+    uniform = torch.from_numpy(numbers).to(logits.device)
+    return filters.draw(filters.weights(logits, _params(rows)), uniform)
+
+
+def _logprobs(
+    logits: Tensor, rows: Sequence[SampleRow], token_ids: list[int]
+) -> list[TokenLogprobs | None]:
+    """Log-probabilities for the rows that asked for them."""
+    result: list[TokenLogprobs | None] = [None] * len(rows)
+    which = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not which:
+        return result
+    logprobs = _take(logits, which).log_softmax(1)
+    chosen_ids = torch.tensor([token_ids[i] for i in which], device=logits.device)
+    chosen = logprobs.gather(1, chosen_ids[:, None])[:, 0].tolist()
+    width = min(max(rows[i].params.logprobs or 0 for i in which), logits.shape[1])
+    best = logprobs.topk(width)
+    for i, logprob, values, ids in zip(
+        which, chosen, best.values.tolist(), best.indices.tolist(), strict=True
+    ):
+        # Of equals the lowest id is first, as in a greedy choice.
+        ranked = sorted(zip(ids, values, strict=True), key=lambda top: (-top[1], top[0]))
+        top = tuple(ranked[: rows[i].params.logprobs])
+        result[i] = TokenLogprobs(token_ids[i], logprob, top)
+    return result

@@ -1,0 +1,1 @@
+"""Checkpoints, weight types and quantisation."""

@@ -1,0 +1,193 @@
+"""A model directory's files: which there are, what their headers promise, what identifies them.
+
+Reads safetensors headers and JSON only and never imports torch; `baton.engine.weights.weights`
+reads the
+tensors. Every error is a CheckpointError that names the file, and the tensor if there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.checkpoint_files import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
+from baton.errors import CheckpointError, quoted
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 16 << 20  # a tensor takes about 150, and no supported model has 10,000
+MAX_NAME, MAX_DIMENSIONS, MAX_SIZE = 256, 8, 1 << 48
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+# The fingerprint reads this much of a file's data at this many places.
+SAMPLE_BYTES = 4096
+SAMPLES_PER_FILE = 64
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies and what its file's header says of it."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises CheckpointError when it is missing or is not one."""
+    try:
+        return parse_json(file, read_bytes(file, MAX_JSON_BYTES))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the model in `directory`, by name, after its files' headers were checked."""
+    if (directory / SINGLE_FILE).is_file():
+        return _file_tensors(directory / SINGLE_FILE)
+    if not (directory / INDEX_FILE).is_file():
+        raise CheckpointError(_no_weights(directory))
+    return _sharded_tensors(directory)
+
+
+def _no_weights(directory: Path) -> str:
+    pickles = sorted(
+        file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)
+    )
+    missing = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if pickles:
+        return (
+            f"{missing}, only {pickles[0]}: pickle files can run code and are never read; convert "
+            "the model to safetensors (transformers: model.save_pretrained(directory))"
+        )
+    return f"{missing}: give a directory with safetensors weights"
+
+
+def _sharded_tensors(directory: Path) -> dict[str, StoredTensor]:
+    index = directory / INDEX_FILE
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map from tensors to files")
+    tensors: dict[str, StoredTensor] = {}
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index} has a weight_map to something else than files")
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} names {quoted(shard)}, not a safetensors file beside it"
+            )
+        tensors |= _file_tensors(directory / shard)
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(
+                f"{directory / shard} lacks tensor {name[:MAX_NAME]}, promised by {index}"
+            )
+    return tensors
+
+
+def _file_tensors(file: Path) -> dict[str, StoredTensor]:
+    header, data_bytes = _header(file)
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape = entry["dtype"], _sizes(entry["shape"])
+            start, end = _sizes(entry["data_offsets"])
+            if len(name) > MAX_NAME or not isinstance(dtype, str):
+                raise ValueError
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{file}: tensor {name[:MAX_NAME]} has a broken header entry"
+            ) from error
+        if not 0 <= start <= end <= data_bytes:
+            raise CheckpointError(
+                f"{file} is truncated: tensor {name} ends at byte {end} of the data, "
+                f"which has {data_bytes} bytes"
+            )
+        if dtype not in ELEMENT_BYTES:
+            raise CheckpointError(
+                f"{file}: tensor {name} has dtype {dtype[:16]}; "
+                f"supported: {', '.join(ELEMENT_BYTES)}"
+            )
+        if math.prod(shape) * ELEMENT_BYTES[dtype] != end - start:
+            raise CheckpointError(
+                f"{file}: tensor {name} of shape {list(shape)} and dtype {dtype} "
+                f"cannot take {end - start} bytes"
+            )
+        tensors[name] = StoredTensor(name, file, dtype, shape)
+    return tensors
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    """A shape or a pair of offsets. Raises ValueError for what no tensor has."""
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        raise ValueError
+    if not all(type(size) is int and 0 <= size <= MAX_SIZE for size in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's header, and the size in bytes of the data behind it."""
+    #  |0      |8              |8 + size                  |end
+    #  | size  | JSON header   | data (offsets start here) |
+    try:
+        with open_regular(file) as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            raw = stream.read(size) if size <= MAX_HEADER_BYTES else b""
+            total = os.fstat(stream.fileno()).st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    if size == 0 or len(raw) != size:
+        raise CheckpointError(f"{file} is truncated or not a safetensors file: no whole header")
+    return parse_json(file, raw), total - 8 - size
+
+
+def fingerprint(path: Path, random_seed: int | None = None) -> str:
+    """A hex digest that two workers share exactly when they serve the same model.
+
+    `path` is a model directory or a bare config file; `random_seed` stands for the weights where
+    they are random. Reads configs, tokenizer, safetensors headers, sizes, and samples of the data
+    (fine-tuned siblings differ nowhere else): milliseconds for a model of any size.
+    """
+    digest = hashlib.sha256()
+    directory = path if path.is_dir() else path.parent
+    config = path / "config.json" if path.is_dir() else path
+    small = [config]
+    if path.is_dir():
+        small += [directory / "generation_config.json", directory / "tokenizer.json"]
+    for file in small:
+        if file.is_file():
+            content = read_bytes(file, MAX_TOKENIZER_BYTES)
+            digest.update(f"{file.name} {len(content)}\n".encode())
+            digest.update(content)
+    if random_seed is not None:
+        digest.update(f"random {random_seed}".encode())
+        return digest.hexdigest()
+    for file in sorted({tensor.file for tensor in stored_tensors(directory).values()}):
+        _digest_weights(digest, file)
+    return digest.hexdigest()
+
+
+def _digest_weights(digest: hashlib._Hash, file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size}\n".encode())
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        digest.update(stream.read(header_size))
+        data_start = stream.tell()
+        stride = max(SAMPLE_BYTES, (size - data_start) // SAMPLES_PER_FILE)
+        for offset in range(data_start, size, stride):
+            stream.seek(offset)
+            digest.update(stream.read(SAMPLE_BYTES))

@@ -1,0 +1,67 @@
+"""Matrix products: the one place where activations meet weights, for `baton.engine.models.decoder`.
+
+Faster kernels replace what is here and nothing else. Knows neither layers nor batches.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.weights.quantize import Fp8Weight, Int8Weight, fp8_linear, int8_linear
+
+# From this many rows on, a float32 product on the CPU gives each row the same bits whatever its
+# neighbours are.
+MIN_EXACT_ROWS = 16
+
+# torch runs an elementwise operation on fewer elements than this on one thread.
+SERIAL_ELEMENTS = 32768
+
+
+def is_exact(x: Tensor) -> bool:
+    """Whether a row's result must not depend, to the bit, on which rows share its batch.
+
+    Promised for float32 on the CPU: there a sequence gets the same tokens alone, in a batch, on
+    another worker and after a failover. Lower precisions and devices trade the promise for speed.
+    """
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: x `[rows, in]`, weight `[out, in]`, bias `[out]` → `[rows, out]`.
+
+    With an int8 weight x is quantised too, and the sums are whole numbers: exact for any rows. With
+    an fp8 weight x is quantised as well, and the sums are float32.
+
+    The BLAS library picks its kernel by the number of rows, and kernels add in different orders:
+    float32 rows change in their last bits between 1, 2 or 3 rows (with two threads also 5, 7 and 9)
+    and many, and are identical from 16 rows on. So fewer float32 rows on the CPU are padded to 16
+    with zero rows, and the padding is cut from the result; that keeps the promise of `is_exact`.
+    """
+    assert not isinstance(weight, PackedWeight), "packed weights are for native code"
+    if isinstance(weight, Int8Weight):
+        return int8_linear(x, weight, bias)
+    if isinstance(weight, Fp8Weight):
+        return fp8_linear(x, weight, bias)
+    rows = x.shape[0]
+    if rows >= MIN_EXACT_ROWS or not is_exact(x):
+        return F.linear(x, weight, bias)
+    padded = F.pad(x, (0, 0, 0, MIN_EXACT_ROWS - rows))
+    return F.linear(padded, weight, bias)[:rows]
+
+
+def silu_gate(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of gate_up `[rows, 2 * size]` (gate first) → `[rows, size]`.
+
+    torch splits large elementwise work between threads at any element, and the elements before a
+    split that do not fill a vector register take a scalar path with other last bits. To keep the
+    promise of `is_exact`, float32 rows on the CPU are taken in groups too small to be split.
+    """
+    size = gate_up.shape[1] // 2
+    gate, up = gate_up.split(size, dim=1)
+    if not is_exact(gate_up):
+        return torch.mul(F.silu(gate), up)
+    group = max(1, (SERIAL_ELEMENTS - 1) // size)
+    return torch.cat([F.silu(rows) for rows in gate.split(group)]).mul_(up)

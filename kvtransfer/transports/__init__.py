@@ -1,0 +1,1 @@
+"""How blocks move: one module a transport, all behind `interface`."""

@@ -1,0 +1,148 @@
+"""The transport between GPUs of one machine: the receiver's pool, mapped for the sender's GPU.
+
+The pool lies in a `CudaArea`. A process of the same machine and pid namespace, without which CUDA
+opens no handle, opens it through the driver and writes into it over NVLink or PCIe. Nothing of this
+has to run in the receiver.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import time
+from collections import deque
+
+import torch
+
+from baton.errors import InvalidRequest, TransferFailed
+from baton.v1 import common_pb2
+from kvtransfer import gpus
+from kvtransfer.digest import Digest
+from kvtransfer.interface import Link, Listener, OneSidedListener, PutStats, Transport
+from kvtransfer.liveness import Receiver
+from kvtransfer.movers import GpuMover
+from kvtransfer.pool import KvPool, Slots
+from kvtransfer.transports.cuda_driver import Driver
+from kvtransfer.transports.cuda_memory import NONCE_BYTES, CudaArea
+
+log = logging.getLogger(__name__)
+
+# Between two of these a put looks at its deadline and at the receiver; two are on their way at a
+# time, so that looking costs nothing. Some milliseconds over PCIe.
+PIECE_BYTES = 64 << 20
+
+
+class CudaIpcTransport(Transport):
+    """Needs a receiver whose pool lies in a `CudaArea`, on a GPU that this one can write to."""
+
+    name = "cuda_ipc"
+    kind = common_pb2.TRANSPORT_CUDA_IPC
+    one_sided = True
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def listen(self, pool: KvPool) -> Listener:
+        area = pool.area
+        assert isinstance(area, CudaArea), "the pool does not lie in a CudaArea"
+        place = {
+            "handle": base64.b64encode(area.handle).decode(),
+            "nonce": area.nonce.hex(),
+            "bytes": area.nbytes,
+            "whole_bytes": area.whole_bytes,
+            "blocks": pool.num_blocks,
+            "gpu": gpus.uuid(pool.device),
+        }
+        return OneSidedListener(json.dumps(place).encode())
+
+    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
+        try:
+            place = dict(json.loads(endpoint))
+            process = os.pidfd_open(pid)
+        except (OSError, ValueError, TypeError) as error:
+            raise TransferFailed(f"cuda_ipc: no such receiver: {error}") from error
+        receiver = Receiver(self.name, process)
+        try:
+            return _CudaIpcLink(self._driver, pool, place, receiver)
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            receiver.close()
+            where = place.get("gpu") or "no GPU"
+            raise TransferFailed(
+                f"cuda_ipc: cannot open the receiver's memory on {where}: {error}"
+            ) from error
+
+
+class _CudaIpcLink(Link):
+    """Lives on one thread, but for `abort`."""
+
+    def __init__(
+        self, driver: Driver, pool: KvPool, place: dict[str, object], receiver: Receiver
+    ) -> None:
+        self._driver, self._pool, self._receiver = driver, pool, receiver
+        used, whole, blocks = (int(str(place[key])) for key in ("bytes", "whole_bytes", "blocks"))
+        if blocks * pool.block_bytes > used or used + NONCE_BYTES > whole:
+            raise ValueError(f"{blocks} blocks do not lie in {used} of {whole} bytes")
+        handle = base64.b64decode(str(place["handle"]), validate=True)
+        self._address = driver.open(pool.device, handle)
+        try:
+            # Not through torch, which would make itself at home on the other GPU.
+            nonce = driver.read(pool.device, self._address + used, NONCE_BYTES)
+            if nonce.hex() != place["nonce"]:
+                raise ValueError("other memory lies there")
+            shape = (blocks, *pool.tensor.shape[1:])
+            octets = driver.view(self._address, blocks * pool.block_bytes)
+            self._remote: KvPool | None = KvPool(octets.view(pool.tensor.dtype).view(shape))
+            self._mover = GpuMover(pool)
+            self._mover.reach(self._remote)  # else the first put would find out that it cannot
+        except BaseException:
+            driver.close(pool.device, self._address)
+            raise
+
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+        """See `Link.put`. A copy that a GPU has begun cannot be stopped: time-outs and aborts are
+        seen between pieces, and what was begun is always waited for."""
+        start, deadline = time.perf_counter(), time.monotonic() + timeout_s
+        self._receiver.check()
+        assert self._remote is not None
+        for slots, pool in ((local, self._pool), (remote, self._remote)):
+            slots.check(pool.block_size, pool.num_blocks)
+        if local.num_tokens != remote.num_tokens:
+            raise InvalidRequest(f"{local.num_tokens} tokens do not fit {remote.num_tokens}")
+        pieces = zip(
+            self._pool.parts(local, PIECE_BYTES),
+            self._pool.parts(remote, PIECE_BYTES),
+            strict=True,
+        )
+        try:
+            with self._mover.turn(digest):
+                begun: deque[torch.cuda.Event | None] = deque()
+                for here, there in pieces:
+                    if len(begun) == 2:
+                        self._mover.wait(begun.popleft())
+                        self._check(deadline)
+                    self._mover.copy(here, self._remote, there)
+                    begun.append(self._mover.mark())
+                self._mover.settle()
+        except RuntimeError as error:
+            raise TransferFailed(f"cuda_ipc: the copy failed: {error}") from error
+        self._receiver.check()
+        return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
+
+    def abort(self) -> None:
+        self._receiver.abort()
+
+    def close(self) -> None:
+        if self._remote is not None:
+            self._remote = None
+            try:
+                self._driver.close(self._pool.device, self._address)
+            except OSError as error:
+                log.warning("cuda_ipc: the receiver's memory stays open: %s", error)
+            self._receiver.close()
+
+    def _check(self, deadline: float) -> None:
+        self._receiver.check()
+        if time.monotonic() > deadline:
+            raise TransferFailed("cuda_ipc: the copy did not end in time")

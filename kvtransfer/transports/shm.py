@@ -1,0 +1,177 @@
+"""The transport between two processes of one host: the receiver's pool, mapped by the sender.
+
+The pool lies in a memfd. A process of the same user and pid namespace (see `baton.config.host_id`)
+opens it through /proc; it has no name in any file system, so nothing is left behind however a
+process ends. Only that memfd is written to: one of the process that the registry names, with its
+secret name, of the pool's size, and sealed, so that it keeps its size.
+
+A first write into a page costs many times what copying it does, so both ends have theirs mapped
+before: the receiver when it is told to `touch`, the sender while the link is idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from baton.errors import TransferFailed
+from baton.v1 import common_pb2
+from kvtransfer.digest import Digest
+from kvtransfer.interface import Link, Listener, OneSidedListener, PutStats, Transport
+from kvtransfer.liveness import Receiver
+from kvtransfer.pool import KvPool, Slots, copy_slots
+
+# From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_TOUCHED_AT_ONCE = 4 << 20  # a moment: the interpreter is held for as long
+
+
+class SharedMemoryArea:
+    """Bytes that other processes can map. `tensor` is all of them, uint8, zero at first.
+
+    `touched` says whether they all are in memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.name = f"baton-kv-{secrets.token_hex(16)}"
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.fd, nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.touched = False
+
+    def touch(self) -> None:
+        """Takes all memory now, not at the first write to each page. Raises OSError."""
+        self.touched = _populate(self._map, _MADV_POPULATE_WRITE, threading.Event())
+
+    def close(self) -> None:
+        """Nobody can map the area any more; the memory goes with its last tensor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def allocate(nbytes: int) -> SharedMemoryArea:
+    """Zeroed memory that other processes can map. Raises OSError when there is too little."""
+    return SharedMemoryArea(nbytes)
+
+
+class ShmTransport(Transport):
+    """Needs a receiver whose pool lies in a `SharedMemoryArea`, on the same host."""
+
+    name = "shm"
+    kind = common_pb2.TRANSPORT_SHM
+    one_sided = True
+
+    def listen(self, pool: KvPool) -> Listener:
+        area = pool.area
+        assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
+        place = {"fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
+        return OneSidedListener(json.dumps({**place, "touched": area.touched}).encode())
+
+    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
+        try:
+            place = json.loads(endpoint)
+            link = _ShmLink(pool, pid, int(place["fd"]), place["name"], place["blocks"])
+            if place["touched"]:
+                link.map_pages()
+            return link
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TransferFailed(f"shm: cannot map the receiver's pool: {error}") from error
+
+
+class _ShmLink(Link):
+    def __init__(self, pool: KvPool, pid: int, fd: int, name: str, num_blocks: int) -> None:
+        self._pool = pool
+        path = Path(f"/proc/{pid}/fd/{fd}")
+        _check_name(path, name)  # opening something else may have effects of its own
+        self._receiver = Receiver("shm", os.pidfd_open(pid))
+        try:
+            remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                _check_name(Path(f"/proc/self/fd/{remote_fd}"), name)
+                _check_memory(remote_fd, num_blocks * pool.block_bytes)
+                mapped = mmap.mmap(remote_fd, num_blocks * pool.block_bytes)
+            finally:
+                os.close(remote_fd)
+        except BaseException:
+            self._receiver.close()
+            raise
+        shape = (num_blocks, *pool.tensor.shape[1:])
+        area = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._map: mmap.mmap | None = mapped
+        self._remote: KvPool | None = KvPool(area.view(pool.tensor.dtype).view(shape))
+        self._closed = threading.Event()
+
+    def map_pages(self) -> None:
+        """Begins to map what the receiver has in memory, beside everything else."""
+        mapped = self._map
+        assert mapped is not None
+
+        def work() -> None:
+            with contextlib.suppress(OSError):  # then pages are mapped when they are written
+                _populate(mapped, _MADV_POPULATE_READ, self._closed)
+
+        threading.Thread(target=work, name="kv-map", daemon=True).start()
+
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+        self._receiver.check()
+        assert self._remote is not None
+        start = time.perf_counter()
+        copy_slots(self._pool, local, self._remote, remote, digest)
+        self._receiver.check()
+        return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
+
+    def abort(self) -> None:
+        self._receiver.abort()
+
+    def close(self) -> None:
+        self._receiver.close()
+        # Both hold the mapping, and whoever failed with this link may hold the link for long: an
+        # exception's frames do.
+        self._remote = self._map = None
+        self._closed.set()
+
+
+def _check_name(path: Path, name: str) -> None:
+    """Raises ValueError unless an open file is the memfd of that name: a pid can be reused."""
+    if str(path.readlink()) != f"/memfd:{name} (deleted)":
+        raise ValueError(f"{path} is not {name}")
+
+
+def _check_memory(fd: int, nbytes: int) -> None:
+    """Raises ValueError unless a file has that size for good; OSError when it cannot be sealed."""
+    size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if size != nbytes or seals & _SEALS != _SEALS:
+        raise ValueError(f"it has {size} bytes, not {nbytes}, or is not sealed")
+
+
+def _populate(area: mmap.mmap, advice: int, stop: threading.Event) -> bool:
+    """Maps every page of `area`, unless told to stop; False where the kernel cannot do that."""
+    for start in range(0, len(area), _TOUCHED_AT_ONCE):
+        if stop.is_set():
+            return False
+        try:
+            area.madvise(advice, start, min(_TOUCHED_AT_ONCE, len(area) - start))
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # Linux before 5.14: pages come as they are written
+                return False
+            raise
+    return True

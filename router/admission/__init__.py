@@ -1,0 +1,1 @@
+"""Whether, when and at whose cost a request is let in."""

@@ -1,0 +1,1 @@
+"""Running a placed request over its pair, and failing over."""

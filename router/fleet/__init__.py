@@ -1,0 +1,1 @@
+"""The workers as this router sees them: liveness, load, circuit breakers."""

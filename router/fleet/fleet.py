@@ -1,0 +1,193 @@
+"""The router's view of all workers: follows the registry, keeps one `Member` for each incarnation.
+
+During a registry outage the last known members are served on; whether a worker answers is seen on
+its own connection, not in the registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Set
+
+from baton.errors import Unavailable
+from baton.registry import Membership
+from baton.v1 import common_pb2, worker_pb2
+from router.fleet.circuit_breaker import HealthBook, Key
+from router.fleet.ejection import without_failing
+from router.fleet.heartbeat import Patience
+from router.fleet.member import Member
+from router.fleet.snapshot import EJECTED, Snapshot
+
+log = logging.getLogger(__name__)
+
+_QUARANTINED = "QUARANTINED"
+_PREFILL = common_pb2.WORKER_ROLE_PREFILL
+# Calls to workers that never answered, of all together: a process that may write to the registry
+# can enter thousands that do not exist.
+_FIRST_CALLS_PER_S = 50
+_BATCH_S = 0.02  # changes of the registry that come closer together are taken in at once
+
+
+class Fleet:
+    """Members by incarnation, and how calls to them end. Event-loop thread only."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        router_id: str,
+        text_fingerprint: str,
+        patience: Patience | None = None,
+    ) -> None:
+        self.health = HealthBook()
+        self.on_ejected: Callable[[Key], None] = lambda key: None
+        self._membership = membership
+        self._patience = patience or Patience()
+        self._shut: Set[Key] = frozenset()
+        self._router_id = router_id
+        self._text_fingerprint = text_fingerprint
+        self._members: dict[str, Member] = {}
+        self._news = asyncio.Event()
+
+    @property
+    def registry_connected(self) -> bool:
+        """Whether the registry answers."""
+        return self._membership.connected
+
+    @property
+    def pairs(self) -> list[worker_pb2.PairStatus]:
+        """Links between workers, as their prefill ends tell and as this router judges them."""
+        told = {
+            (pair.prefill, pair.decode): pair
+            for member in self._members.values()
+            for pair in member.pairs
+        }
+        seen = self._seen()
+        ejected = without_failing(seen, self.health).shut_pairs.keys() - seen.shut_pairs.keys()
+        for key in sorted(ejected):
+            told[key] = _ejected(key, told.get(key))
+        return list(told.values())
+
+    async def follow(self) -> None:
+        """Runs until cancelled, or until the watch ends."""
+        ticking = asyncio.create_task(self._tick_for_ever(), name="fleet ticks")
+        try:
+            async for records in self._membership.changes():
+                await self._apply(records)
+                await asyncio.sleep(_BATCH_S)
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+            await _close(self._members.values(), "the router is stopping")
+
+    def snapshot(self) -> Snapshot:
+        """All workers now."""
+        return without_failing(self._seen(), self.health)
+
+    def tokens_in_flight(self) -> int:
+        """Prompt tokens that prefill workers have and did not compute yet."""
+        members = (m for m in self._members.values() if m.record.role == _PREFILL)
+        return sum(member.view.queue_tokens for member in members)
+
+    def _seen(self) -> Snapshot:
+        """All workers as they and their connections tell."""
+        views = [member.view for member in self._members.values()]
+        views.sort(key=lambda view: view.incarnation)
+        return Snapshot(
+            prefill=tuple(view for view in views if view.record.role == _PREFILL),
+            decode=tuple(view for view in views if view.record.role != _PREFILL),
+            shut_pairs={
+                (pair.prefill, pair.decode): "the prefill worker leaves it alone after a failure"
+                for member in self._members.values()
+                for pair in member.pairs
+                if pair.state == _QUARANTINED
+            },
+        )
+
+    def member(self, incarnation: str) -> Member:
+        """A member by name; raises Unavailable when it has just left."""
+        if member := self._members.get(incarnation):
+            return member
+        raise Unavailable(f"worker {incarnation} has left")
+
+    @property
+    def news(self) -> asyncio.Event:
+        """Set at the next change of members, of their load, or of whom breakers shut.
+
+        Whoever takes it before a look at the snapshot misses no change that comes after the look.
+        """
+        return self._news
+
+    async def _apply(self, records: Mapping[str, common_pb2.WorkerRecord]) -> None:
+        gone = self._members.keys() - records.keys()
+        leaving = [self._members.pop(incarnation) for incarnation in gone]
+        for incarnation, record in records.items():
+            if record.state == common_pb2.WORKER_STATE_STARTING:
+                continue  # it has no server yet
+            if (member := self._members.get(incarnation)) is None:
+                self._members[incarnation] = self._join(record)
+                await asyncio.sleep(0)  # thousands may come at once
+            elif member.record is not record:
+                member.update(record)
+        self.health.retain(self._members)
+        self._announce()
+        await _close(leaving, "the worker has left the cluster")
+
+    def _join(self, record: common_pb2.WorkerRecord) -> Member:
+        mismatch = ""
+        if record.text_fingerprint != self._text_fingerprint:
+            mismatch = (
+                f"its tokenizer ({record.text_fingerprint[:12]}) is not the router's "
+                f"({self._text_fingerprint[:12]}): start both with the same model"
+            )
+        return Member(
+            record,
+            self._router_id,
+            mismatch,
+            self._patience,
+            self._announce,
+            lambda: len(self._members) / _FIRST_CALLS_PER_S,
+        )
+
+    async def _tick_for_ever(self) -> None:
+        """Lets members count silence, all of them by the same clock; see `Patience`."""
+        while True:
+            await asyncio.sleep(self._patience.tick_s)
+            try:
+                self._tick()
+            except Exception:  # a bug in one tick must not end the watch over silent workers
+                log.exception("a tick of the fleet failed")
+
+    def _tick(self) -> None:
+        for member in list(self._members.values()):
+            member.tick()
+        shut = self.health.shut()
+        for key in shut.keys() - self._shut:
+            self.on_ejected(key)
+            log.warning(
+                "ejected %s: %s", key if isinstance(key, str) else " to ".join(key), shut[key]
+            )
+        if shut.keys() != self._shut:
+            self._shut = shut.keys()
+            self._announce()
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+async def _close(members: Collection[Member], reason: str) -> None:
+    """All streams first: to close a connection, gRPC looks at every task of the event loop."""
+    following = [member.stop_following(reason) for member in members]
+    await asyncio.gather(*following, return_exceptions=True)
+    for member in members:
+        await member.close(reason)
+
+
+def _ejected(key: tuple[str, str], told: worker_pb2.PairStatus | None) -> worker_pb2.PairStatus:
+    """A pair that breakers shut, whatever is known of its link."""
+    pair = worker_pb2.PairStatus(prefill=key[0], decode=key[1])
+    if told is not None:
+        pair.CopyFrom(told)
+    pair.state = EJECTED
+    return pair

@@ -1,0 +1,1 @@
+"""Which pair of workers a request runs on: filter, score, pick."""

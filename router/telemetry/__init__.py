@@ -1,0 +1,1 @@
+"""What the router counts, logs and traces."""

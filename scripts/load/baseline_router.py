@@ -1,0 +1,75 @@
+"""Baton's router with another placement, to compare with. Not part of the product.
+
+    python scripts/load/baseline_router.py round-robin router --model demo …
+
+Everything but the choice of workers is the real router. Both policies send a request on at once, as
+a load balancer does, and leave out only workers that are down or a decode worker without room.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence, Set
+
+from baton.cli import main
+from router.fleet.snapshot import Snapshot, WorkerView
+from router.placement import placement
+from router.placement.placement import Wants
+from router.placement.scoring import Choice, Pair, pairs_of
+
+Pick = Callable[[Snapshot, Wants, Set[str], Set[str]], Choice]
+Rank = Callable[[WorkerView], int]
+
+
+def round_robin(worker: WorkerView) -> int:
+    """Nothing but the turn counts, which `picker` adds."""
+    return 0
+
+
+def least_connections(worker: WorkerView) -> int:
+    """Requests of this router that the worker has now."""
+    return max(len(worker.assigned), worker.assigned_sequences)
+
+
+POLICIES: dict[str, Rank] = {"round-robin": round_robin, "least-connections": least_connections}
+
+
+def picker(rank: Rank) -> Pick:
+    """What stands in for `placement.pick`: the least rank, among equals who waited longest."""
+    real = placement.pick
+    turns: dict[str, int] = {}
+    clock = itertools.count(1)
+
+    def cost(pair: Pair, failed: Set[str]) -> tuple[int, ...]:
+        p, d = pair.prefill.worker, pair.decode.worker
+        avoided = sum(worker.incarnation in failed for worker in (p, d))
+        last = (turns.get(worker.incarnation, 0) for worker in (p, d))
+        return (avoided, rank(p) + rank(d), *last)
+
+    def pick(
+        snapshot: Snapshot,
+        wants: Wants,
+        failed: Set[str] = frozenset(),
+        full: Set[str] = frozenset(),
+    ) -> Choice:
+        pairs = [pair for pair in pairs_of(snapshot, wants, full) if not pair.unusable]
+        roomy = [pair for pair in pairs if not pair.decode.no_room]
+        if not roomy:
+            return real(snapshot, wants, failed, full)  # it says what is missing
+        best = min(roomy, key=lambda pair: cost(pair, failed))
+        turns[best.prefill.worker.incarnation] = next(clock)
+        turns[best.decode.worker.incarnation] = next(clock)
+        return best.choice(len(roomy))
+
+    return pick
+
+
+def run(policy: str, argv: Sequence[str]) -> int:
+    """`baton ARGV…` under a policy."""
+    setattr(placement, "pick", picker(POLICIES[policy]))  # noqa: B010 - it is a function to mypy
+    return main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], sys.argv[2:]))
