@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test chaos compose-test bench-engine bench-serve gpu lint format protos dashboards clean
+.PHONY: setup demo test chaos compose-test bench-engine bench-serve gpu lint format protos clean
 
 setup: $(STAMP)
 
@@ -70,9 +70,6 @@ format: $(STAMP)
 
 protos: $(STAMP) $(PROTOS)
 	@$(BIN)/python scripts/protos.py
-
-dashboards: $(STAMP)
-	@$(BIN)/python scripts/dashboards.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist build

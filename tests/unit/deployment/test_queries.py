@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from deployment.queries import complaints, samples
+from check_deployment import query_errors, samples
 
 TTFT = "gen_ai_server_time_to_first_token_seconds"
 
@@ -19,24 +19,24 @@ TTFT = "gen_ai_server_time_to_first_token_seconds"
     ],
 )
 def test_what_can_be_answered_passes(expr: str) -> None:
-    assert not list(complaints(expr, samples()))
+    assert not list(query_errors(expr, samples()))
 
 
 @pytest.mark.parametrize(
     ("expr", "told"),
     [
-        ("sum(rate(baton_tokens_total[5m]))", "nobody measures"),
-        (f"rate({TTFT}[5m])", "nobody measures"),  # a histogram has no sample of its own name
+        ("sum(rate(baton_tokens_total[5m]))", "not exported"),
+        (f"rate({TTFT}[5m])", "not exported"),  # a histogram has no sample of its own name
         ('baton_kv_blocks{role="decode"}', "role"),
         ("sum by (tenant) (baton_requests_queued)", "tenant"),
         (f"sum by (le) ({TTFT}_count)", "le"),
         (f"histogram_quantile(0.9, sum(rate({TTFT}_bucket[5m])))", "summed up without it"),
-        ("1 + (baton_nothing)", "nobody measures"),
+        ("1 + (baton_nothing)", "not exported"),
         ("label_values(up, tenant)", "tenant"),
         ("sum(rate(up[5m])", "is not PromQL"),
         ("rate(up)", "is not PromQL"),
     ],
 )
 def test_what_cannot_be_answered_is_told(expr: str, told: str) -> None:
-    (complaint,) = complaints(expr, samples())
+    (complaint,) = query_errors(expr, samples())
     assert told in complaint

@@ -1,1 +1,0 @@
-"""What is deployed beside the program: compose files, dashboards, alert rules, and their checks."""
