@@ -2,10 +2,12 @@
 
     async def test_it(cluster_factory):
         cluster = await cluster_factory(prefill=2, transport="gloo")   # shared, started once
-    async def test_kill(own_cluster):
+    async def test_kill(repaired_cluster):
+        cluster = await repaired_cluster(decode=2)    # shared; what died is started afterwards
+    async def test_odd(own_cluster):
         cluster = await own_cluster(decode=2, restart=False)           # this test's alone
 
-Both take the fields of ClusterConfig, and `programs`, `extra_args`, `env` and `say` of
+All take the fields of ClusterConfig, and `programs`, `extra_args`, `env` and `say` of
 LocalCluster. The tests of this folder run on one event loop, which the shared clusters need, and
 after all others.
 """
@@ -25,6 +27,8 @@ import pytest_asyncio
 from baton.config import ClusterConfig, EngineConfig
 from baton.local import ports
 from baton.local.cluster import LocalCluster
+from baton.local.otlp import OtlpReceiver
+from baton.local.span_store import SpanStore
 from tests.cluster.oracle import Oracle
 
 HERE = Path(__file__).parent
@@ -119,6 +123,33 @@ async def cluster_factory(nothing_left_behind: None) -> AsyncIterator[ClusterFac
     yield get
     for cluster in started.values():
         await stop(cluster)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def repaired_cluster(cluster_factory: ClusterFactory) -> AsyncIterator[ClusterFactory]:
+    """Shared clusters whose processes a test may kill; after it, all of them serve again.
+
+    Nothing is restarted while the test runs, unless it asks for `restart=True`.
+    """
+    used: list[LocalCluster] = []
+
+    async def get(**config: Any) -> LocalCluster:
+        used.append(await cluster_factory(**{"restart": False, **config}))
+        return used[-1]
+
+    yield get
+    for cluster in used:
+        for name, process in cluster.processes.items():
+            if process.exit_status is not None and not cluster.config.restart:
+                await cluster.start_again(name)
+        await cluster.wait_ready()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def traces(nothing_left_behind: None) -> AsyncIterator[OtlpReceiver]:
+    """Where clusters started with `otlp=traces.address` send their spans."""
+    async with OtlpReceiver(SpanStore()) as receiver:
+        yield receiver
 
 
 @pytest_asyncio.fixture(loop_scope="session")

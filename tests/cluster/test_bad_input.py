@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from typing import Any
 
 import grpc
@@ -16,7 +14,7 @@ from baton.client import AsyncClient, RetryPolicy
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.cluster.conftest import ClusterFactory
-from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
+from tests.cluster.oracle import Oracle, all_blocks_free
 from tests.waiting import eventually
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
@@ -88,29 +86,6 @@ async def test_closing_the_stream_stops_the_work(
             async for _ in stream:
                 break
         await all_blocks_free(client)
-
-
-async def test_a_cancel_storm_leaves_the_cluster_serving(
-    cluster_factory: ClusterFactory, oracle: Oracle
-) -> None:
-    cluster = await cluster_factory()
-
-    async def start_and_drop(client: AsyncClient, number: int) -> None:
-        prompt = oracle.prompt(50 + number, start=number)
-        async with client.stream(prompt, max_tokens=500, ignore_eos=True) as stream:
-            async for _ in stream:
-                return
-
-    async def vanish(work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        await asyncio.wait({task}, timeout=0.2)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    async with AsyncClient(cluster.address) as client:
-        await asyncio.gather(*(vanish(start_and_drop(client, n)) for n in range(100)))
-        await all_blocks_free(client)
-        await check(client, oracle, Case(oracle.prompt(64, start=7), "greedy"))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

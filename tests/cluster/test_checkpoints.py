@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from baton import rpc
 from baton.client import AsyncClient, RetryPolicy
 from baton.config import EngineConfig
-from baton.errors import Unavailable
+from baton.engine import build
+from baton.errors import CheckpointError, Unavailable
 from baton.local.cluster import LocalCluster
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.single import SingleProcess
@@ -103,6 +104,20 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("damage", "told"), BROKEN, ids=[d.__name__ for d, _ in BROKEN])
+def test_the_loader_refuses_a_broken_checkpoint(
+    tmp_path: Path, whole: Path, damage: Callable[[Path], None], told: list[str]
+) -> None:
+    """The error names the file and the tensor."""
+    directory = tmp_path / "model"
+    shutil.copytree(whole, directory)
+    damage(directory)
+    with pytest.raises(CheckpointError, match=f"^{directory}") as refused:
+        build.load(EngineConfig(model=str(directory), device="cpu"))
+    for part in told:
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(("damage", "told"), BROKEN[:2], ids=[d.__name__ for d, _ in BROKEN[:2]])
 async def test_a_worker_refuses_a_broken_checkpoint(
     tmp_path: Path, whole: Path, etcd: str, damage: Callable[[Path], None], told: list[str]
 ) -> None:

@@ -21,32 +21,15 @@ from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
 from tests.waiting import eventually
 
-LOOSE_GAP_S = 15.0
-PROMPTNESS_S = 10.0
-
-
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-async def test_a_killed_worker_costs_no_token(
-    own_cluster: ClusterFactory, oracle: Oracle, victim: str
-) -> None:
-    cluster = await own_cluster(prefill=2, decode=2, restart=False)
-    cases = mixed_cases(oracle, 16)
-    async with AsyncClient(cluster.address) as client:
-        streams = Streams(client, oracle, cases)
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
-        cluster.kill(victim)
-        done = await running
-        if victim == "decode-0":
-            assert any(one.route.attempts > 1 for one in done)
-        await all_blocks_free(client)
+KILLED_GAP_S = 1.0  # docs/failures.md
+PROMPTNESS_S = 3.0
 
 
 async def test_one_worker_of_each_role_killed_under_24_streams(
-    own_cluster: ClusterFactory, oracle: Oracle
+    repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
-    """24 of 24 complete with the oracle's tokens; the gap is loose for a busy machine."""
-    cluster = await own_cluster(prefill=2, decode=2, restart=False)
+    """24 of 24 complete with the oracle's tokens, after a short pause."""
+    cluster = await repaired_cluster(prefill=2, decode=2)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 24))
         running = asyncio.ensure_future(streams.run())
@@ -55,7 +38,7 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
         cluster.kill("decode-0")
         done = await running
         assert len(done) == 24 and any(one.route.attempts > 1 for one in done)
-        assert streams.largest_gap_s < LOOSE_GAP_S
+        streams.check_gap(KILLED_GAP_S)
         await all_blocks_free(client)
 
 
@@ -77,13 +60,19 @@ async def test_low_precision_streams_go_on_elsewhere_with_the_same_tokens(
             await all_blocks_free(client)
 
 
+@pytest.fixture(scope="module")
+def fixed_ports() -> dict[str, int]:
+    """Where those workers listen that are replaced."""
+    return {name: ports.free() for name in ("prefill-0", "decode-0")}
+
+
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_replacement_at_the_same_address_is_another_worker(
-    own_cluster: ClusterFactory, oracle: Oracle, victim: str
+    repaired_cluster: ClusterFactory, oracle: Oracle, fixed_ports: dict[str, int], victim: str
 ) -> None:
-    """While etcd still lists the dead one, its successor answers there; nobody takes it for it."""
-    port = ["--port", str(ports.free())]
-    cluster = await own_cluster(prefill=2, decode=2, restart=False, extra_args={victim: port})
+    """While etcd still lists the dead one, its successor answers at its address."""
+    extra_args = {name: ["--port", str(port)] for name, port in fixed_ports.items()}
+    cluster = await repaired_cluster(prefill=2, decode=2, extra_args=extra_args)
     cases = mixed_cases(oracle, 8)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, cases)
@@ -98,30 +87,49 @@ async def test_a_replacement_at_the_same_address_is_another_worker(
         await asyncio.gather(*(check(client, oracle, c, cache_salt=f"{c}") for c in cases))
         workers = (await client.status())["workers"]
         successor = [w for w in workers if w["pid"] == cluster.processes[victim].pid]
-        assert successor[0]["address"].endswith(f":{port[1]}")
+        assert successor[0]["address"].endswith(f":{fixed_ports[victim]}")
         assert successor[0]["incarnation"] not in before
         await all_blocks_free(client)
+
+
+@pytest.fixture
+def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says how KV suffers: the same for each test, so that they share clusters."""
+    folder = tmp_path_factory.getbasetemp() / "kv-faults"
+    folder.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        file.unlink()
+    return folder / "kv.json"
+
+
+def set_fault(control: Path, fault: str) -> None:
+    """From now on every second transfer suffers."""
+    control.write_text(json.dumps({"fault": fault, "every": 2}))
+
+
+def end_faults(control: Path) -> str:
+    """No more faults; those that were done, a line each."""
+    control.unlink()
+    return control.with_suffix(".done").read_text()
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("fault", ["corrupt", "lose", "fail"])
 async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
-    own_cluster: ClusterFactory, oracle: Oracle, tmp_path: Path, fault: str, transport: str
+    cluster_factory: ClusterFactory, oracle: Oracle, control: Path, fault: str, transport: str
 ) -> None:
     """Every second transfer is changed, short or broken off on its way: tokens are the same."""
-    control = tmp_path / "kv.json"
-    cluster = await own_cluster(
+    cluster = await cluster_factory(
         transport=transport,
         restart=False,
         programs={"prefill": [sys.executable, "-m", "tests.chaos.process"]},
         env={kv.VARIABLE: str(control)},
     )
-    control.write_text(json.dumps({"fault": fault, "every": 2}))
+    set_fault(control, fault)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 12, new_tokens=24))
         await streams.run()
-        assert control.with_suffix(".done").read_text().count(fault) >= 1
-        control.unlink()
+        assert end_faults(control).count(fault) >= 1
         await all_blocks_free(client)
         await check(client, oracle, Case(oracle.prompt(90, start=600), "seeded"))
         await all_blocks_free(client)
@@ -149,10 +157,10 @@ async def test_a_reservation_that_expires_is_made_elsewhere(
 
 @pytest.mark.parametrize("timeout_s", [0.05, 0.3, 0.8])
 async def test_a_deadline_is_kept_wherever_it_passes(
-    own_cluster: ClusterFactory, oracle: Oracle, timeout_s: float
+    cluster_factory: ClusterFactory, oracle: Oracle, timeout_s: float
 ) -> None:
-    """In the line, in the middle of prompts, of transfers and of streams: freed on both ends."""
-    cluster = await own_cluster(restart=False)
+    """While queued, in the middle of prompts, transfers and streams: freed on both ends."""
+    cluster = await cluster_factory()
     clock = asyncio.get_running_loop().time
 
     async def hasty(client: AsyncClient, number: int) -> float:
@@ -171,9 +179,9 @@ async def test_a_deadline_is_kept_wherever_it_passes(
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_drained_worker_finishes_and_exits_0(
-    own_cluster: ClusterFactory, oracle: Oracle, victim: str
+    repaired_cluster: ClusterFactory, oracle: Oracle, victim: str
 ) -> None:
-    cluster = await own_cluster(prefill=2, decode=2, restart=False)
+    cluster = await repaired_cluster(prefill=2, decode=2)
     cases = mixed_cases(oracle, 8)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, cases)
@@ -186,8 +194,10 @@ async def test_a_drained_worker_finishes_and_exits_0(
         await all_blocks_free(client)
 
 
-async def test_a_router_drains_and_exits_0(own_cluster: ClusterFactory, oracle: Oracle) -> None:
-    cluster = await own_cluster(restart=False)
+async def test_a_router_drains_and_exits_0(
+    repaired_cluster: ClusterFactory, oracle: Oracle
+) -> None:
+    cluster = await repaired_cluster()
     case = Case(oracle.prompt(100), "greedy")
     oracle.tokens(case)
     async with AsyncClient(cluster.address) as client:

@@ -9,7 +9,7 @@ import pytest
 from baton.client import AsyncClient
 from baton.config import DEMO_MODEL
 from baton.local.otlp import OtlpReceiver
-from baton.local.span_store import SpanStore, is_complete
+from baton.local.span_store import is_complete
 from tests.cluster.conftest import ClusterFactory
 from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 
@@ -65,18 +65,21 @@ async def test_a_short_or_cached_prompt_skips_the_prefill_worker(
         assert again.usage.cached_tokens == 320
 
 
-async def test_the_trace_of_a_long_prompt(own_cluster: ClusterFactory, oracle: Oracle) -> None:
+async def test_the_trace_of_a_long_prompt(
+    cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
+) -> None:
     """The first token leaves before Commit, and blocks travel while later chunks compute."""
     services = {"baton-router", "baton-prefill", "baton-decode"}
-    async with OtlpReceiver(SpanStore()) as receiver:
-        cluster = await own_cluster(otlp=receiver.address)
-        async with AsyncClient(cluster.address) as client:
-            await check(client, oracle, Case(oracle.prompt(64, start=100), "greedy"))  # pairs them
-            done = await check(client, oracle, Case(oracle.prompt(1900), "greedy"))
-            await all_blocks_free(client)
-        spans = await receiver.store.wait_for(
-            done.trace_id, lambda spans: is_complete(spans, services), 10.0
+    cluster = await cluster_factory(otlp=traces.address)
+    async with AsyncClient(cluster.address) as client:
+        await check(client, oracle, Case(oracle.prompt(64, start=100), "greedy"))  # pairs them
+        done = await check(
+            client, oracle, Case(oracle.prompt(1900), "greedy", 24), cache_salt="own"
         )
+        await all_blocks_free(client)
+    spans = await traces.store.wait_for(
+        done.trace_id, lambda spans: is_complete(spans, services), 10.0
+    )
     by_name = {span.name: span for span in spans}
     chunks = sorted((s for s in spans if s.name == "prefill.chunk"), key=lambda s: s.start_ns)
     assert len(chunks) == 4

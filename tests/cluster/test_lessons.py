@@ -17,7 +17,7 @@ from baton.client import AsyncClient
 from baton.config import EngineConfig
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
-from baton.local.span_store import SpanStore, is_complete
+from baton.local.span_store import is_complete
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.chaos.checks import memory_of_the_dead
 from tests.cluster.conftest import ClusterFactory
@@ -36,8 +36,9 @@ STORM = 300
 async def loads(cluster: LocalCluster, role: common_pb2.WorkerRole) -> list[worker_pb2.Load]:
     """What the workers of a role say of themselves, each."""
     found = []
+    running = {process.pid for process in cluster.processes.values()}
     for record in cluster.membership.records.values():
-        if record.role == role:
+        if record.role == role and record.pid in running:
             async with rpc.channel(record.address) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=10.0)
@@ -46,17 +47,16 @@ async def loads(cluster: LocalCluster, role: common_pb2.WorkerRole) -> list[work
 
 
 async def test_one_id_names_a_handoff_at_both_ends(
-    own_cluster: ClusterFactory, oracle: Oracle
+    cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
 ) -> None:
-    """The router mints it; whoever made an id of its own would wait for the other for ever."""
-    async with OtlpReceiver(SpanStore()) as receiver:
-        cluster = await own_cluster(otlp=receiver.address)
-        async with AsyncClient(cluster.address) as client:
-            done = await check(client, oracle, Case(oracle.prompt(80), "greedy"))
-        services = {"baton-router", "baton-prefill", "baton-decode"}
-        spans = await receiver.store.wait_for(
-            done.trace_id, lambda spans: is_complete(spans, services), 10.0
-        )
+    """The router mints it: with two ids, each end would wait for the other until its deadline."""
+    cluster = await cluster_factory(otlp=traces.address)
+    async with AsyncClient(cluster.address) as client:
+        done = await check(client, oracle, Case(oracle.prompt(80), "greedy"))
+    services = {"baton-router", "baton-prefill", "baton-decode"}
+    spans = await traces.store.wait_for(
+        done.trace_id, lambda spans: is_complete(spans, services), 10.0
+    )
     ids = {span.name: span.attributes.get("baton.handoff_id") for span in spans}
     named = {name: handoff for name, handoff in ids.items() if handoff}
     assert "kv.transfer" in named
@@ -64,26 +64,25 @@ async def test_one_id_names_a_handoff_at_both_ends(
 
 
 async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
-    own_cluster: ClusterFactory, oracle: Oracle
+    cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
 ) -> None:
     """Ten streams outgrow the decode worker's pool; KV is handed over once for each."""
-    async with OtlpReceiver(SpanStore()) as receiver:
-        cluster = await own_cluster(engine=SMALL, otlp=receiver.address)
-        async with AsyncClient(cluster.address) as client:
-            cases = [Case(oracle.prompt(60, start=70 * n), "greedy", 100) for n in range(10)]
-            done = await asyncio.gather(*(check(client, oracle, case) for case in cases))
-            await all_blocks_free(client)
-        assert (await loads(cluster, common_pb2.WORKER_ROLE_DECODE))[0].preemptions > 0
-        for one in done:
-            spans = await receiver.store.wait_for(one.trace_id, is_complete, 20.0)
-            assert [span.name for span in spans].count("kv.transfer") == one.route.attempts
+    cluster = await cluster_factory(engine=SMALL, otlp=traces.address)
+    async with AsyncClient(cluster.address) as client:
+        cases = [Case(oracle.prompt(60, start=70 * n), "greedy", 100) for n in range(10)]
+        done = await asyncio.gather(*(check(client, oracle, case) for case in cases))
+        await all_blocks_free(client)
+    assert (await loads(cluster, common_pb2.WORKER_ROLE_DECODE))[0].preemptions > 0
+    for one in done:
+        spans = await traces.store.wait_for(one.trace_id, is_complete, 20.0)
+        assert [span.name for span in spans].count("kv.transfer") == one.route.attempts
 
 
 async def test_a_full_decode_worker_costs_no_prefill(
-    own_cluster: ClusterFactory, oracle: Oracle
+    cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
 ) -> None:
     """Blocks are reserved before a prompt is computed: what finds none waits at the router."""
-    cluster = await own_cluster(engine=SMALL)
+    cluster = await cluster_factory(engine=SMALL, otlp=traces.address)
     waiting = Case(oracle.prompt(600, start=1), "greedy")
     async with AsyncClient(cluster.address) as client:
         await check(client, oracle, Case(oracle.prompt(40), "greedy"))
@@ -119,10 +118,10 @@ async def test_workers_whose_caches_differ_are_not_paired(
 
 
 async def test_a_decode_worker_outlives_its_prefill_workers(
-    own_cluster: ClusterFactory, oracle: Oracle
+    repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """The only prefill worker dies and another comes, three times; decode is never restarted."""
-    cluster = await own_cluster(prefill=1, decode=1, restart=False)
+    cluster = await repaired_cluster()
     decode = cluster.processes["decode-0"].pid
     async with AsyncClient(cluster.address) as client:
         for number in range(3):
@@ -139,10 +138,10 @@ async def test_a_decode_worker_outlives_its_prefill_workers(
 
 
 async def test_a_prefill_worker_lets_go_of_a_dead_decode_workers_memory(
-    own_cluster: ClusterFactory, oracle: Oracle
+    repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """It had mapped the pool to write into it, and would keep that memory alive."""
-    cluster = await own_cluster(prefill=1, decode=1, restart=False, transport="shm")
+    cluster = await repaired_cluster()
     case = Case(oracle.prompt(100), "greedy")
 
     async def kept() -> list[str]:
@@ -159,16 +158,17 @@ async def test_a_prefill_worker_lets_go_of_a_dead_decode_workers_memory(
             await eventually(kept, lambda found: not found, "still mapped")
 
 
-async def test_blocks_come_back_though_nobody_asks_for_anything(
-    own_cluster: ClusterFactory, oracle: Oracle
+async def test_blocks_are_freed_without_new_work(
+    repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """The only router dies under load: no message, no new work, and the workers clean up alone."""
-    cluster = await own_cluster(restart=False)
+    cluster = await repaired_cluster()
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 6))
         running = asyncio.ensure_future(streams.run())
         await streams.midway.wait()
         cluster.kill("router")
+        running.cancel()  # it would go on until its deadlines
         await asyncio.gather(running, return_exceptions=True)
 
     async def held() -> int:
@@ -180,10 +180,10 @@ async def test_blocks_come_back_though_nobody_asks_for_anything(
 
 
 async def test_a_storm_of_cancels_leaves_the_cluster_serving(
-    own_cluster: ClusterFactory, oracle: Oracle
+    cluster_factory: ClusterFactory, oracle: Oracle
 ) -> None:
-    """Hundreds are given up at once, in the line, in prompts and in streams."""
-    cluster = await own_cluster(restart=False)
+    """Hundreds are cancelled at once, while queued, in prompts and in streams."""
+    cluster = await cluster_factory()
     after = Case(oracle.prompt(64, start=7), "greedy")
     oracle.tokens(after)
     async with AsyncClient(cluster.address) as client:

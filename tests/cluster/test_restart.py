@@ -39,14 +39,14 @@ class SteadyLoad:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Two requests at a time at each client; whatever failed is raised at the end."""
-        lanes = [asyncio.create_task(self._lane(client)) for client in self._clients * 2]
+        callers = [asyncio.create_task(self._caller(client)) for client in self._clients * 2]
         try:
             await self.goes_on()
             yield
             await self.goes_on()
         finally:
             self._stopping = True
-            await asyncio.gather(*lanes)
+            await asyncio.gather(*callers)
 
     async def goes_on(self) -> None:
         """Returns when some more requests have ended."""
@@ -58,7 +58,7 @@ class SteadyLoad:
 
         await eventually(done, lambda now: now >= enough, "too few requests ended", 60.0)
 
-    async def _lane(self, client: AsyncClient) -> None:
+    async def _caller(self, client: AsyncClient) -> None:
         while not self._stopping:
             number = next(self._numbers)
             case = self._cases[number % len(self._cases)]
@@ -77,7 +77,7 @@ async def clients_of(cluster: LocalCluster) -> AsyncIterator[list[AsyncClient]]:
 async def test_a_rolling_restart_under_load_fails_no_request(
     own_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
-    """Every router and worker of a 2P2D cluster leaves by itself and comes back; no one notices."""
+    """Every router and worker of a 2P2D cluster is restarted in turn; no request fails."""
     cluster = await own_cluster(routers=2, prefill=2, decode=2, drain_s=DRAIN_S)
     before = {name: process.pid for name, process in cluster.processes.items()}
     async with clients_of(cluster) as clients:
@@ -90,8 +90,8 @@ async def test_a_rolling_restart_under_load_fails_no_request(
             await all_blocks_free(client)
 
 
-async def test_etcd_restarts_under_load(own_cluster: ClusterFactory, oracle: Oracle) -> None:
-    cluster = await own_cluster(routers=2)
+async def test_etcd_restarts_under_load(repaired_cluster: ClusterFactory, oracle: Oracle) -> None:
+    cluster = await repaired_cluster(routers=2)
     members = set(cluster.membership.records)
     async with clients_of(cluster) as clients:
         async with SteadyLoad(clients, oracle).running():
@@ -104,10 +104,10 @@ async def test_etcd_restarts_under_load(own_cluster: ClusterFactory, oracle: Ora
 
 
 async def test_the_only_router_killed_comes_back_and_its_streams_go_on(
-    own_cluster: ClusterFactory, oracle: Oracle
+    repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """It is started again at its address, and the stream goes on there, token for token."""
-    cluster = await own_cluster()
+    cluster = await repaired_cluster(restart=True)
     case = Case(oracle.prompt(30), "seeded", 400)
     expected = oracle.tokens(case)
     async with AsyncClient(cluster.address) as client:
@@ -119,9 +119,9 @@ async def test_the_only_router_killed_comes_back_and_its_streams_go_on(
         assert stream.completion.token_ids == expected
 
 
-async def test_one_of_two_routers_killed(own_cluster: ClusterFactory, oracle: Oracle) -> None:
+async def test_one_of_two_routers_killed(repaired_cluster: ClusterFactory, oracle: Oracle) -> None:
     """Its streams go on at the other router, token for token, and whatever is new goes there."""
-    cluster = await own_cluster(routers=2, restart=False)
+    cluster = await repaired_cluster(routers=2)
     case = Case(oracle.prompt(30), "seeded", 400)
     oracle.tokens(case)
     async with clients_of(cluster) as clients:
@@ -140,10 +140,10 @@ async def test_one_of_two_routers_killed(own_cluster: ClusterFactory, oracle: Or
 
 
 async def test_the_only_decode_worker_crashes_and_comes_back(
-    own_cluster: ClusterFactory, oracle: Oracle
+    repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """Streams wait for its restart and go on where they were."""
-    cluster = await own_cluster()
+    cluster = await repaired_cluster(restart=True)
     cases = [Case(oracle.prompt(30 + i), kind, 300) for i, kind in enumerate(("greedy", "seeded"))]
     for case in cases:
         oracle.tokens(case)

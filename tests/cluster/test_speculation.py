@@ -55,9 +55,11 @@ async def test_a_stop_string_ends_a_stream_where_it_ends_without_drafts(
         await all_blocks_free(client)
 
 
-async def test_a_killed_worker_costs_no_token(own_cluster: ClusterFactory, oracle: Oracle) -> None:
+async def test_a_killed_worker_costs_no_token(
+    repaired_cluster: ClusterFactory, oracle: Oracle
+) -> None:
     """The successor finds the text again in the tokens that it is given."""
-    cluster = await own_cluster(decode=2, restart=False, engine=DRAFTING)
+    cluster = await repaired_cluster(decode=2, engine=DRAFTING)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 12, new_tokens=250))
         running = asyncio.ensure_future(streams.run())

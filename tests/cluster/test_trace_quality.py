@@ -47,22 +47,22 @@ def share(spans: Sequence[Span], without: Collection[str] = ()) -> float:
 
 @pytest.mark.parametrize("new_tokens", [1, 30])
 async def test_spans_account_for_a_requests_time(
-    own_cluster: ClusterFactory, new_tokens: int
+    cluster_factory: ClusterFactory, traces: OtlpReceiver, new_tokens: int
 ) -> None:
     """All of them for any request, and for one of some length what the workers did."""
     shares, of_workers = [0.0], [0.0]
-    async with OtlpReceiver(SpanStore()) as receiver:
-        cluster = await own_cluster(otlp=receiver.address, engine=ENGINE)
-        async with AsyncClient(cluster.address) as client:
-            for number in range(TRIES):
-                done = await client.generate(
-                    list(PROMPT), max_tokens=new_tokens, ignore_eos=True, cache_salt=str(number)
-                )
-                spans = await trace_of(receiver, done.trace_id, SERVICES)
-                shares.append(share(spans))
-                of_workers.append(share(spans, without=WAITING))
-                if min(max(shares), max(of_workers)) >= LEAST_SHARE:
-                    break
+    cluster = await cluster_factory(otlp=traces.address, engine=ENGINE)
+    async with AsyncClient(cluster.address) as client:
+        for number in range(TRIES):
+            salt = f"{new_tokens}-{number}"
+            done = await client.generate(
+                list(PROMPT), max_tokens=new_tokens, ignore_eos=True, cache_salt=salt
+            )
+            spans = await trace_of(traces, done.trace_id, SERVICES)
+            shares.append(share(spans))
+            of_workers.append(share(spans, without=WAITING))
+            if min(max(shares), max(of_workers)) >= LEAST_SHARE:
+                break
     assert max(shares) >= LEAST_SHARE, shares
     assert max(of_workers) >= LEAST_SHARE, of_workers
 
@@ -144,5 +144,5 @@ def _check_log(cluster: LocalCluster, trace_id: str) -> None:
     """The line that tells of the failed attempt leads to its trace."""
     lines = [json.loads(line) for line in cluster.processes["router"].log if line.startswith("{")]
     (failed,) = (line for line in lines if line.get("trace_id") == trace_id)
-    assert failed["logger"] == "router.dispatch" and failed["level"] == "warning"
+    assert failed["logger"].startswith("router.dispatch") and failed["level"] == "warning"
     assert failed["request_id"] in failed["message"]
