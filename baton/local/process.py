@@ -25,6 +25,8 @@ class ChildProcess:
     `on_line` is called with each line of its output (stdout and stderr together).
     """
 
+    spawn = staticmethod(asyncio.create_subprocess_exec)  # what starts a run
+
     def __init__(
         self,
         name: str,
@@ -73,7 +75,7 @@ class ChildProcess:
     async def start(self) -> None:
         """Starts a run; the one before must have ended."""
         assert self._process is None or self._process.returncode is not None, "it runs already"
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = await self.spawn(
             *self.argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -28,7 +28,9 @@ from baton.config import ClusterConfig, EngineConfig
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
+from baton.local.process import ChildProcess
 from baton.local.span_store import SpanStore
+from tests.cluster.forkserver import ForkServer
 from tests.cluster.oracle import Oracle
 
 HERE = Path(__file__).parent
@@ -110,7 +112,16 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def cluster_factory(nothing_left_behind: None) -> AsyncIterator[ClusterFactory]:
+async def fork_server(nothing_left_behind: None) -> AsyncIterator[None]:
+    """From now on the processes of clusters are forks of one that has imported torch."""
+    async with ForkServer() as server:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChildProcess, "spawn", server.spawn)
+            yield
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def cluster_factory(fork_server: None) -> AsyncIterator[ClusterFactory]:
     """Starts a cluster the first time its settings are asked for. Tests leave it as it was."""
     started: dict[str, LocalCluster] = {}
 
@@ -153,7 +164,7 @@ async def traces(nothing_left_behind: None) -> AsyncIterator[OtlpReceiver]:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def own_cluster(nothing_left_behind: None) -> AsyncIterator[ClusterFactory]:
+async def own_cluster(fork_server: None) -> AsyncIterator[ClusterFactory]:
     """Starts clusters that one test may kill as it likes; they end with it."""
     started: list[LocalCluster] = []
 
