@@ -2,4 +2,9 @@
 
 from __future__ import annotations
 
-import tests.interpreted  # noqa: F401
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread each
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+import tests.interpreted  # noqa: E402, F401
