@@ -22,7 +22,7 @@ With `--metrics-port` a process serves its metrics for Prometheus at `http://HOS
 `baton up --metrics-port 9400` gives its processes that port and the ones after it, and prints them.
 A router that speaks HTTP shows the same page there. Without the option nothing listens.
 
-They are counted through OpenTelemetry's SDK. Names follow its semantic conventions for generative
+They are kept by prometheus_client. Names follow OpenTelemetry's semantic conventions for generative
 AI where they have one; a name in a query has `_` for `.`, its unit at the end, and `_total`,
 `_bucket`, `_sum` or `_count` behind that. `target_info` tells a process's service and incarnation.
 

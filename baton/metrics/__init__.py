@@ -1,5 +1,5 @@
 """What every process measures, and how Prometheus reads it.
 
-`table` is the list of all metrics, `recorder` counts through OpenTelemetry's SDK, `exposition`
-writes it down as text, `server` serves that. Knows neither routers nor engines.
+`table` is the list of all metrics, `recorder` counts them with prometheus_client, `server` serves
+the page. Knows neither routers nor engines.
 """

@@ -1,6 +1,7 @@
-"""`GET /metrics` on a port of its own, on the process's event loop: no thread, nothing left behind.
+"""`GET /metrics` on a port of its own, by the HTTP server that prometheus_client uses.
 
-What is shown belongs to the event loop, so it is also read there. One request a connection.
+Connections are threads, few and short-lived; the page itself is made on the process's event loop,
+to which everything that it shows belongs.
 """
 
 from __future__ import annotations
@@ -8,7 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+import socket
+import socketserver
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
+
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from baton.errors import ConfigError
 
@@ -16,9 +24,8 @@ log = logging.getLogger(__name__)
 
 Page = Callable[[str], tuple[str, bytes]]  # of an Accept header: (content type, body)
 
-_REQUEST_BYTES = 16 << 10
-_REQUEST_S = 5.0
-_MOST_CONNECTIONS = 16  # at a time; one scraper needs one
+_SILENCE_S = 5.0
+_MAX_CONNECTIONS = 16  # at a time; one scraper needs one
 
 
 @contextlib.asynccontextmanager
@@ -27,69 +34,86 @@ async def serving(page: Page, host: str, port: int) -> AsyncGenerator[str, None]
 
     Raises ConfigError when the port is taken.
     """
-    exchanges: set[asyncio.Task[None]] = set()
+    loop = asyncio.get_running_loop()
 
-    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(exchanges) >= _MOST_CONNECTIONS:
-            writer.close()
-            return
-        task = asyncio.create_task(_exchange(page, reader, writer))
-        exchanges.add(task)
-        task.add_done_callback(exchanges.discard)
+    async def on_loop(accept: str) -> tuple[str, bytes]:
+        return page(accept)
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        status, kind, body = "200 OK", "text/plain", b"GET /metrics\n"
+        if (method := environ["REQUEST_METHOD"]) not in ("GET", "HEAD"):
+            status = "405 Method Not Allowed"
+        elif environ["PATH_INFO"] != "/metrics":
+            status = "404 Not Found"
+        else:
+            made = asyncio.run_coroutine_threadsafe(on_loop(environ.get("HTTP_ACCEPT", "")), loop)
+            try:
+                kind, body = made.result(_SILENCE_S)
+            except Exception:
+                log.exception("metrics could not be shown")
+                status, body = "500 Internal Server Error", b"metrics could not be shown\n"
+        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [] if method == "HEAD" else [body]
 
     try:
-        server = await asyncio.start_server(connected, host, port, limit=_REQUEST_BYTES)
+        server = _Server(host, port)
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another port with "
             "--metrics-port"
         ) from error
-    address = f"{host}:{server.sockets[0].getsockname()[1]}"
+    server.set_app(app)
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
+    thread.start()
+    address = f"{host}:{server.server_address[1]}"
     log.info("metrics at http://%s/metrics", address)
     try:
         yield address
     finally:
-        server.close()
-        for task in exchanges:
-            task.cancel()
-        await asyncio.gather(*exchanges, return_exceptions=True)
-        await server.wait_closed()
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
 
 
-async def _exchange(page: Page, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One request and its answer, in bounded time."""
-    try:
-        async with asyncio.timeout(_REQUEST_S):
-            request = await reader.readuntil(b"\r\n\r\n")
-            writer.write(_answer(page, request.decode("latin-1")))
-            await writer.drain()
-    except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
-        log.debug("a scraper broke off")
-    except Exception:
-        log.exception("metrics could not be shown")
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE_S  # of silence, after which the connection is cut
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""
 
 
-def _answer(page: Page, request: str) -> bytes:
-    """The whole response to the head of a request."""
-    first, *headers = request.split("\r\n")
-    method, _, rest = first.partition(" ")
-    path = rest.split(" ")[0].partition("?")[0]
-    if method not in ("GET", "HEAD"):
-        return _response("405 Method Not Allowed", "text/plain", b"GET /metrics\n", method)
-    if path != "/metrics":
-        return _response("404 Not Found", "text/plain", b"GET /metrics\n", method)
-    fields = (header.partition(":") for header in headers)
-    accept = ",".join(value for name, _, value in fields if name.lower() == "accept")
-    return _response("200 OK", *page(accept), method)
+class _Server(ThreadingWSGIServer):
+    """The library's server, with a bound on the connections that are open at a time."""
 
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._open: set[Any] = set()
+        super().__init__((host, port), _Handler)
 
-def _response(status: str, content_type: str, body: bytes, method: str) -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode() + (b"" if method == "HEAD" else body)
+    def server_bind(self) -> None:
+        """Without the library's look-up of the host's full name, which can take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection, or closes one too many."""
+        if len(self._open) >= _MAX_CONNECTIONS:
+            self.shutdown_request(request)
+        else:
+            self._open.add(request)
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """The end of a connection."""
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The scraper broke off, or was cut off."""
+        log.debug("a scraper broke off", exc_info=True)
+
+    def server_close(self) -> None:
+        """Stops listening, and ends what is open."""
+        super().server_close()
+        for request in tuple(self._open):
+            self.shutdown_request(request)

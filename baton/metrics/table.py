@@ -6,7 +6,7 @@ generated from here, and nothing can be recorded that is not listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
@@ -54,10 +54,20 @@ class Instrument:
     buckets: tuple[float, ...] = ()
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Its attributes as Prometheus' labels."""
+        return tuple(name.replace(".", "_") for name in self.attributes)
+
+    def values(self, attributes: Mapping[str, str]) -> list[str]:
+        """The labels' values; KeyError unless exactly its attributes are given."""
+        if attributes.keys() != set(self.attributes):
+            raise KeyError(f"{self.name} has the attributes {self.attributes}, not {attributes}")
+        return [attributes[name] for name in self.attributes]
+
+    @property
     def series(self) -> str:
         """Its name for Prometheus, without the endings of a counter's or histogram's samples."""
-        name = self.name.replace(".", "_")
-        unit = _UNITS.get(self.unit, "")
+        name, unit = self.name.replace(".", "_"), _UNITS.get(self.unit, "")
         return f"{name}_{unit}" if unit and not name.endswith(unit) else name
 
     @property
@@ -72,197 +82,103 @@ class Instrument:
 
 TABLE: tuple[Instrument, ...] = (
     # What callers see, measured at the router.
-    Instrument(
-        "gen_ai.server.request.duration", HISTOGRAM, "s", (ROUTER,),
+    Instrument("gen_ai.server.request.duration", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the last token, of requests that ended OK.",
-        ("gen_ai.request.model", "gen_ai.operation.name"), WHOLE_S,
-    ),
-    Instrument(
-        "gen_ai.server.time_to_first_token", HISTOGRAM, "s", (ROUTER,),
+        ("gen_ai.request.model", "gen_ai.operation.name"), WHOLE_S),
+    Instrument("gen_ai.server.time_to_first_token", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the first token on its way to the caller.",
-        ("gen_ai.request.model", "gen_ai.operation.name"), FIRST_TOKEN_S,
-    ),
-    Instrument(
-        "gen_ai.server.time_per_output_token", HISTOGRAM, "s", (ROUTER,),
+        ("gen_ai.request.model", "gen_ai.operation.name"), FIRST_TOKEN_S),
+    Instrument("gen_ai.server.time_per_output_token", HISTOGRAM, "s", (ROUTER,),
         "Mean time between a request's output tokens after its first, of requests that ended OK.",
-        ("gen_ai.request.model", "gen_ai.operation.name"), BETWEEN_TOKENS_S,
-    ),
-    Instrument(
-        "baton.request.inter_token_latency", HISTOGRAM, "s", (ROUTER,),
+        ("gen_ai.request.model", "gen_ai.operation.name"), BETWEEN_TOKENS_S),
+    Instrument("baton.request.inter_token_latency", HISTOGRAM, "s", (ROUTER,),
         "Every single gap between two outputs of a request, pauses of a failover included.",
-        (), BETWEEN_TOKENS_S,
-    ),
-    Instrument(
-        "gen_ai.client.token.usage", HISTOGRAM, "{token}", (ROUTER,),
+        (), BETWEEN_TOKENS_S),
+    Instrument("gen_ai.client.token.usage", HISTOGRAM, "{token}", (ROUTER,),
         "Tokens of a request that ended OK: of its prompt, and of its output.",
-        ("gen_ai.request.model", "gen_ai.operation.name", "gen_ai.token.type"), TOKENS,
-    ),
-    Instrument(
-        "baton.requests.ended", COUNTER, "{request}", (ROUTER,),
+        ("gen_ai.request.model", "gen_ai.operation.name", "gen_ai.token.type"), TOKENS),
+    Instrument("baton.requests.ended", COUNTER, "{request}", (ROUTER,),
         "Requests that ended, by gRPC status; CANCELLED where the caller left before its deadline, "
-        "or did not read its output.",
-        ("status", "tenant"),
-    ),
-    Instrument(
-        "baton.requests.refused", COUNTER, "{request}", (ROUTER,),
+        "or did not read its output.", ("status", "tenant")),
+    Instrument("baton.requests.refused", COUNTER, "{request}", (ROUTER,),
         "Of those, the ones that ended before any work: queue_full, too_late, tenant_limit, "
-        "tenant_unknown, no_worker, draining, invalid, deadline, internal.",
-        ("cause",),
-    ),
-    Instrument(
-        "baton.requests.running", GAUGE, "{request}", (ROUTER,),
-        "Requests inside now, those that wait included.",
-    ),
-    Instrument(
-        "baton.requests.queued", GAUGE, "{request}", (ROUTER,),
-        "Requests that stand in the line for room now.",
-    ),
-    Instrument(
-        "baton.request.queue_time", HISTOGRAM, "s", (ROUTER,),
+        "tenant_unknown, no_worker, draining, invalid, deadline, internal.", ("cause",)),
+    Instrument("baton.requests.running", GAUGE, "{request}", (ROUTER,),
+        "Requests inside now, those that wait included."),
+    Instrument("baton.requests.queued", GAUGE, "{request}", (ROUTER,),
+        "Requests that stand in the line for room now."),
+    Instrument("baton.request.queue_time", HISTOGRAM, "s", (ROUTER,),
         "From arrival until a decode worker held blocks for the request the first time.",
-        (), WAIT_S,
-    ),
-    Instrument(
-        "baton.request.ttft_prediction", HISTOGRAM, "1", (ROUTER,),
+        (), WAIT_S),
+    Instrument("baton.request.ttft_prediction", HISTOGRAM, "1", (ROUTER,),
         "Time to first token that was predicted when the request was let in, by the actual one.",
-        (), RATIO,
-    ),
-    Instrument(
-        "baton.failovers", COUNTER, "{attempt}", (ROUTER,),
-        "Attempts that failed and were followed by another, by the error's name.",
-        ("reason",),
-    ),
-    Instrument(
-        "baton.tokens.input", COUNTER, "{token}", (ROUTER,),
-        "Prompt tokens of requests that were placed.",
-    ),
-    Instrument(
-        "baton.tokens.cached", COUNTER, "{token}", (ROUTER,),
-        "Of those, the tokens whose KV came from a prefix cache.",
-    ),
-    Instrument(
-        "baton.tokens.output", COUNTER, "{token}", (ROUTER,),
-        "Output tokens delivered; counted as they stream.",
-    ),
-    Instrument(
-        "baton.slo.requests", COUNTER, "{request}", (ROUTER,),
+        (), RATIO),
+    Instrument("baton.failovers", COUNTER, "{attempt}", (ROUTER,),
+        "Attempts that failed and were followed by another, by the error's name.", ("reason",)),
+    Instrument("baton.tokens.input", COUNTER, "{token}", (ROUTER,),
+        "Prompt tokens of requests that were placed."),
+    Instrument("baton.tokens.cached", COUNTER, "{token}", (ROUTER,),
+        "Of those, the tokens whose KV came from a prefix cache."),
+    Instrument("baton.tokens.output", COUNTER, "{token}", (ROUTER,),
+        "Output tokens delivered; counted as they stream."),
+    Instrument("baton.slo.requests", COUNTER, "{request}", (ROUTER,),
         "Requests by SLO class (`--slo`), and whether they met all of its targets. One that failed "
         "or was refused has not; one that the caller left or that was invalid is not counted.",
-        ("slo", "met"),
-    ),
-    Instrument(
-        "baton.workers", GAUGE, "{worker}", (ROUTER,),
-        "Workers by role, and by state as this router sees them.",
-        ("role", "state"),
-    ),
-    Instrument(
-        "baton.breaker.ejections", COUNTER, "{ejection}", (ROUTER,),
-        "Times a circuit breaker shut a worker or a pair out.",
-        ("kind",),
-    ),
+        ("slo", "met")),
+    Instrument("baton.workers", GAUGE, "{worker}", (ROUTER,),
+        "Workers by role, and by state as this router sees them.", ("role", "state")),
+    Instrument("baton.breaker.ejections", COUNTER, "{ejection}", (ROUTER,),
+        "Times a circuit breaker shut a worker or a pair out.", ("kind",)),
     # What engines do, measured at every worker.
-    Instrument(
-        "baton.engine.step.duration", HISTOGRAM, "s", WORKERS,
-        "One engine step, by what it computed: prefill, decode or mixed.",
-        ("kind",), STEP_S,
-    ),
-    Instrument(
-        "baton.engine.batch.size", HISTOGRAM, "{sequence}", WORKERS,
-        "Sequences in a step.",
-        (), SEQUENCES,
-    ),
-    Instrument(
-        "baton.engine.step.age", GAUGE, "s", WORKERS,
-        "How long the step that runs now has been running; 0 when none runs.",
-    ),
-    Instrument(
-        "baton.engine.sequences", GAUGE, "{sequence}", WORKERS,
-        "Sequences on the engine: running in the batch, or waiting for room in it.",
-        ("state",),
-    ),
-    Instrument(
-        "baton.engine.queue", GAUGE, "{token}", WORKERS,
-        "Tokens known and not yet computed.",
-    ),
-    Instrument(
-        "baton.engine.tokens.computed", COUNTER, "{token}", WORKERS,
-        "Tokens computed, of prompts and outputs together.",
-    ),
-    Instrument(
-        "baton.engine.tokens.generated", COUNTER, "{token}", WORKERS,
-        "Tokens drawn.",
-    ),
-    Instrument(
-        "baton.engine.drafts", COUNTER, "{token}", (DECODE,),
+    Instrument("baton.engine.step.duration", HISTOGRAM, "s", WORKERS,
+        "One engine step, by what it computed: prefill, decode or mixed.", ("kind",), STEP_S),
+    Instrument("baton.engine.batch.size", HISTOGRAM, "{sequence}", WORKERS,
+        "Sequences in a step.", (), SEQUENCES),
+    Instrument("baton.engine.step.age", GAUGE, "s", WORKERS,
+        "How long the step that runs now has been running; 0 when none runs."),
+    Instrument("baton.engine.sequences", GAUGE, "{sequence}", WORKERS,
+        "Sequences on the engine: running in the batch, or waiting for room in it.", ("state",)),
+    Instrument("baton.engine.queue", GAUGE, "{token}", WORKERS,
+        "Tokens known and not yet computed."),
+    Instrument("baton.engine.tokens.computed", COUNTER, "{token}", WORKERS,
+        "Tokens computed, of prompts and outputs together."),
+    Instrument("baton.engine.tokens.generated", COUNTER, "{token}", WORKERS,
+        "Tokens drawn."),
+    Instrument("baton.engine.drafts", COUNTER, "{token}", (DECODE,),
         "Tokens guessed from a sequence's own text (`--speculate`) and computed, by whether they "
-        "were right: yes or no.",
-        ("right",),
-    ),
-    Instrument(
-        "baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
+        "were right: yes or no.", ("right",)),
+    Instrument("baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
         "Rows of decode steps on a GPU: wanted, padding up to a graph's batch size, or wasted, "
-        "which were launched ahead for sequences that had ended.",
-        ("kind",),
-    ),
-    Instrument(
-        "baton.engine.preemptions", COUNTER, "{preemption}", WORKERS,
-        "Sequences that lost their blocks to others and started over.",
-    ),
-    Instrument(
-        "baton.kv.blocks", GAUGE, "{block}", WORKERS,
-        "KV blocks by state: free, cached, held, quarantined. Their sum is the pool.",
-        ("state",),
-    ),
-    Instrument(
-        "baton.worker.cost", COUNTER, "{currency}", WORKERS,
-        "Price of this worker since it started, by `--worker-price`; 0 where none is set.",
-    ),
-    Instrument(
-        "baton.prefill.queue_time", HISTOGRAM, "s", (PREFILL,),
-        "From a prompt's arrival at the prefill worker to its first chunk.",
-        (), WAIT_S,
-    ),
-    Instrument(
-        "baton.kv.transfer.duration", HISTOGRAM, "s", (PREFILL,),
+        "which were launched ahead for sequences that had ended.", ("kind",)),
+    Instrument("baton.engine.preemptions", COUNTER, "{preemption}", WORKERS,
+        "Sequences that lost their blocks to others and started over."),
+    Instrument("baton.kv.blocks", GAUGE, "{block}", WORKERS,
+        "KV blocks by state: free, cached, held, quarantined. Their sum is the pool.", ("state",)),
+    Instrument("baton.worker.cost", COUNTER, "{currency}", WORKERS,
+        "Price of this worker since it started, by `--worker-price`; 0 where none is set."),
+    Instrument("baton.prefill.queue_time", HISTOGRAM, "s", (PREFILL,),
+        "From a prompt's arrival at the prefill worker to its first chunk.", (), WAIT_S),
+    Instrument("baton.kv.transfer.duration", HISTOGRAM, "s", (PREFILL,),
         "A handoff's KV, from the first block leaving to Commit acknowledged.",
-        ("transport",), WAIT_S,
-    ),
-    Instrument(
-        "baton.kv.transfer.throughput", HISTOGRAM, "By/s", (PREFILL,),
-        "A handoff's bytes by the time its bytes were moving.",
-        ("transport",), BYTES_PER_S,
-    ),
-    Instrument(
-        "baton.kv.transfer.io", COUNTER, "By", (PREFILL,),
-        "KV bytes handed over and verified.",
-        ("transport",),
-    ),
-    Instrument(
-        "baton.kv.transfer.resends", COUNTER, "{transfer}", (PREFILL,),
+        ("transport",), WAIT_S),
+    Instrument("baton.kv.transfer.throughput", HISTOGRAM, "By/s", (PREFILL,),
+        "A handoff's bytes by the time its bytes were moving.", ("transport",), BYTES_PER_S),
+    Instrument("baton.kv.transfer.io", COUNTER, "By", (PREFILL,),
+        "KV bytes handed over and verified.", ("transport",)),
+    Instrument("baton.kv.transfer.resends", COUNTER, "{transfer}", (PREFILL,),
         "Transfers that were done again from the start, of handoffs that arrived in the end.",
-        ("transport",),
-    ),
-    Instrument(
-        "baton.kv.transfer.failures", COUNTER, "{transfer}", (PREFILL,),
+        ("transport",)),
+    Instrument("baton.kv.transfer.failures", COUNTER, "{transfer}", (PREFILL,),
         "Handoffs that were not committed though their prompt was computed, by the error's name.",
-        ("reason",),
-    ),
-    Instrument(
-        "baton.reservations", COUNTER, "{reservation}", (DECODE,),
+        ("reason",)),
+    Instrument("baton.reservations", COUNTER, "{reservation}", (DECODE,),
         "Answers to Reserve: held for a prefill worker, started here at once, refused for want of "
-        "room, or failed.",
-        ("outcome",),
-    ),
+        "room, or failed.", ("outcome",)),
     # What everybody costs.
-    Instrument(
-        "process.cpu.time", COUNTER, "s", EVERYBODY,
-        "CPU time of the process, all threads.",
-        ("cpu.mode",),
-    ),
-    Instrument(
-        "process.memory.usage", GAUGE, "By", EVERYBODY,
-        "Resident memory of the process.",
-    ),
+    Instrument("process.cpu.time", COUNTER, "s", EVERYBODY,
+        "CPU time of the process, all threads.", ("cpu.mode",)),
+    Instrument("process.memory.usage", GAUGE, "By", EVERYBODY,
+        "Resident memory of the process."),
 )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from baton.config import WorkerConfig
 from baton.engine.reports import StepReport
 from baton.engine.runner import CountsRows, StepRunner
 from baton.errors import BatonError
-from baton.metrics import process
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
 
@@ -48,7 +47,6 @@ class WorkerFigures:
         self._started = time.monotonic()
         self.render = self._recorder.render
         self.close = self._recorder.close
-        process.observe(self._recorder)
         self._recorder.observe("baton.worker.cost", lambda: _one(self._cost))
         if config.role == "decode":
             for outcome in _RESERVATIONS:

@@ -20,7 +20,6 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.metrics import process
 from baton.metrics.recorder import Attributes, Recorder
 from baton.slo import Slo
 from baton.v1 import common_pb2
@@ -53,7 +52,6 @@ class Figures(Listener):
         self._kept_slos: Counter[tuple[str, str]] = Counter()
         self._attributes: dict[tuple[str, str], Attributes] = {}
         self._show_zeros()
-        process.observe(recorder)
         recorder.observe("baton.requests.ended", lambda: _by_two(self._ended, "status", "tenant"))
         recorder.observe("baton.slo.requests", lambda: _by_two(self._kept_slos, "slo", "met"))
         recorder.observe("baton.tokens.input", lambda: _one(self._input))

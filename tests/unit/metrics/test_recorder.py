@@ -1,7 +1,8 @@
 """What is recorded is what Prometheus reads, in both of its formats."""
 
 import gc
-import math
+import itertools
+import re
 import weakref
 
 import pytest
@@ -12,11 +13,14 @@ from prometheus_client import parser
 from prometheus_client.openmetrics import parser as open_parser
 
 from baton import telemetry
-from baton.metrics import exposition, table
+from baton.metrics import table
 from baton.metrics.recorder import Recorder
+from baton.metrics.table import TABLE
 
 OPEN = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 TTFT = "gen_ai.server.time_to_first_token"
+CHAT = {"gen_ai.request.model": "m", "gen_ai.operation.name": "chat"}
+LABELS = {name.replace(".", "_"): value for name, value in CHAT.items()}
 
 
 @pytest.fixture
@@ -30,10 +34,10 @@ def samples_of(recorder, accept=OPEN):
     """By (name, labels); both formats are read by Prometheus' own client."""
     content_type, body = recorder.render(accept)
     if accept:
-        assert content_type == exposition.OPEN_METRICS
+        assert content_type.startswith("application/openmetrics-text; version=1.0.0")
         families = open_parser.text_string_to_metric_families(body.decode())
     else:
-        assert content_type == exposition.PLAIN
+        assert content_type.startswith("text/plain; version=0.0.4")
         families = parser.text_string_to_metric_families(body.decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample
@@ -65,15 +69,15 @@ def test_counters_and_gauges(recorder, accept):
 @pytest.mark.parametrize("accept", [OPEN, ""])
 def test_histograms_count_by_upper_bound(recorder, accept):
     for value in (0.005, 0.0051, 100.0):
-        recorder.record(TTFT, value, {"gen_ai.request.model": "m"})
+        recorder.record(TTFT, value, CHAT)
     samples = samples_of(recorder, accept)
-    name, model = "gen_ai_server_time_to_first_token_seconds", {"gen_ai_request_model": "m"}
-    assert value_of(samples, f"{name}_bucket", le="0.005", **model) == 1
-    assert value_of(samples, f"{name}_bucket", le="0.01", **model) == 2
-    assert value_of(samples, f"{name}_bucket", le="60.0", **model) == 2
-    assert value_of(samples, f"{name}_bucket", le="+Inf", **model) == 3
-    assert value_of(samples, f"{name}_count", **model) == 3
-    assert value_of(samples, f"{name}_sum", **model) == pytest.approx(100.0101)
+    name = "gen_ai_server_time_to_first_token_seconds"
+    assert value_of(samples, f"{name}_bucket", le="0.005", **LABELS) == 1
+    assert value_of(samples, f"{name}_bucket", le="0.01", **LABELS) == 2
+    assert value_of(samples, f"{name}_bucket", le="60.0", **LABELS) == 2
+    assert value_of(samples, f"{name}_bucket", le="+Inf", **LABELS) == 3
+    assert value_of(samples, f"{name}_count", **LABELS) == 3
+    assert value_of(samples, f"{name}_sum", **LABELS) == pytest.approx(100.0101)
 
 
 def test_gaps_are_a_histogram_like_others(recorder):
@@ -93,27 +97,24 @@ def test_a_bucket_leads_to_the_trace_of_a_sampled_request(recorder):
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
     span = tracer.start_span("request", context=Context())
     span.end()
-    recorder.record(TTFT, 0.07, {}, telemetry.example(span))
-    recorder.record(TTFT, 0.3, {})
-    name = "gen_ai_server_time_to_first_token_seconds_bucket"
-    samples = samples_of(recorder)
-    example = samples[name, (("le", "0.08"),)].exemplar
-    assert example.value == 0.07
-    assert example.labels["trace_id"] == telemetry.trace_id_of(span)
-    assert example.labels["span_id"] == f"{span.get_span_context().span_id:016x}"
-    assert all(s.exemplar is None for key, s in samples.items() if key[1] != (("le", "0.08"),))
+    recorder.record(TTFT, 0.07, CHAT, telemetry.example(span))
+    recorder.record(TTFT, 0.3, CHAT)
+    examples = {s.labels["le"]: s.exemplar for s in samples_of(recorder).values() if s.exemplar}
+    assert examples.keys() == {"0.08"} and examples["0.08"].value == 0.07
+    assert examples["0.08"].labels == {
+        "trace_id": telemetry.trace_id_of(span),
+        "span_id": f"{span.get_span_context().span_id:016x}",
+    }
     assert "trace_id" not in recorder.render("")[1].decode(), "the older format has no room for it"
 
 
 def test_what_is_not_exported_is_no_example_unless_it_is_kept(recorder):
     tracer = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False).get_tracer("test")
     span = tracer.start_span("request", context=Context())
-    recorder.record(TTFT, 0.07, {}, telemetry.example(span))
-    recorder.record(TTFT, 0.5, {}, telemetry.example(span, kept=True))
-    found = {key[1]: s.exemplar for key, s in samples_of(recorder).items() if s.exemplar}
-    assert [(labels, example.value) for labels, example in found.items()] == [
-        ((("le", "0.5"),), 0.5)
-    ]
+    recorder.record(TTFT, 0.07, CHAT, telemetry.example(span))
+    recorder.record(TTFT, 0.5, CHAT, telemetry.example(span, kept=True))
+    found = {s.labels["le"]: s.exemplar for s in samples_of(recorder).values() if s.exemplar}
+    assert {bound: example.value for bound, example in found.items()} == {"0.5": 0.5}
 
 
 def test_everything_is_announced_before_anything_happened(recorder):
@@ -130,6 +131,8 @@ def test_only_what_is_listed_for_the_process_can_be_recorded(recorder):
         lambda: recorder.record("baton.engine.batch.size", 1),
         lambda: recorder.observe("baton.kv.blocks", list),
         lambda: recorder.gaps("baton.prefill.queue_time"),
+        lambda: recorder.count("baton.failovers", 1, {"cause": "x"}),  # not its attribute
+        lambda: recorder.record(TTFT, 0.1, {"gen_ai.request.model": "m"}),  # one is missing
     ):
         with pytest.raises(KeyError):
             attempt()
@@ -141,7 +144,7 @@ def test_nothing_of_a_request_is_kept(recorder):
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
     span = tracer.start_span("request", context=Context())
     seen = weakref.ref(span)
-    recorder.record(TTFT, 0.07, {}, telemetry.example(span))
+    recorder.record(TTFT, 0.07, CHAT, telemetry.example(span))
     span.end()
     del span
     gc.collect()
@@ -149,6 +152,31 @@ def test_nothing_of_a_request_is_kept(recorder):
     samples_of(recorder)
 
 
-def test_numbers_that_are_none():
-    assert [exposition._number(value) for value in (math.inf, -math.inf, math.nan, 3, 0.1)] == [
-        "+Inf", "-Inf", "NaN", "3", "0.1"]  # fmt: skip
+@pytest.mark.parametrize("one", TABLE, ids=lambda one: one.name)
+def test_each_row_of_the_table_is_whole(one):
+    assert one.kind in (table.COUNTER, table.GAUGE, table.HISTOGRAM)
+    assert one.processes and set(one.processes) <= set(table.EVERYBODY)
+    assert one.text.endswith(".") and "|" not in one.text
+    assert (one.kind == table.HISTOGRAM) == bool(one.buckets)
+    assert all(low < high for low, high in itertools.pairwise(one.buckets))
+    assert all(re.fullmatch("[a-z_][a-z0-9_]*", name) for name in one.samples)
+
+
+def test_no_two_metrics_share_a_name_in_queries():
+    names = list(table.sample_names())
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "sample"),
+    [
+        ("baton.tokens.output", "baton_tokens_output_total"),
+        ("process.cpu.time", "process_cpu_time_seconds_total"),
+        ("baton.engine.step.age", "baton_engine_step_age_seconds"),
+        ("baton.kv.transfer.io", "baton_kv_transfer_io_bytes_total"),
+        ("baton.prefill.queue_time", "baton_prefill_queue_time_seconds_bucket"),
+    ],
+)
+def test_names_for_prometheus(name, sample):
+    (one,) = (one for one in TABLE if one.name == name)
+    assert one.samples[0] == sample
