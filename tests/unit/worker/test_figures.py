@@ -85,8 +85,8 @@ def test_transfers() -> None:
     assert 'baton_kv_transfer_resends_total{transport="shm"} 1' in page
     assert 'baton_kv_transfer_duration_seconds_sum{transport="shm"} 0.02' in page
     name = "baton_kv_transfer_throughput_bytes_per_second"
-    assert f'{name}_bucket{{transport="shm",le="2e+09"}} 0' in page
-    assert f'{name}_bucket{{transport="shm",le="4e+09"}} 1' in page
+    assert f'{name}_bucket{{le="2e+09",transport="shm"}} 0' in page
+    assert f'{name}_bucket{{le="4e+09",transport="shm"}} 1' in page
     failures = [line for line in page if line.startswith("baton_kv_transfer_failures_total")]
     assert failures == ['baton_kv_transfer_failures_total{reason="Stale"} 1']
     assert issubclass(Stale, BatonError)
