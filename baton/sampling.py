@@ -14,6 +14,7 @@ from baton.errors import InvalidRequest, quoted
 from baton.v1 import common_pb2
 
 DEFAULT_MAX_TOKENS = 64
+FILL_CONTEXT = (1 << 32) - 1  # as max_tokens: as many as the context leaves
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024

@@ -1,8 +1,8 @@
-"""OpenAI's HTTP API over the same door as gRPC: `frontend` is given to `router.main.run`.
+"""OpenAI's HTTP API over the router's door, as gRPC is: `frontend` is given to `router.main.run`.
 
-    server (uvicorn, one socket) -> app (routes) -> endpoint -> request -> Door -> shapes -> client
+    server (uvicorn, one socket) -> routes -> generation -> Door -> response_format -> client
 
-It knows HTTP and JSON, and nothing of workers; whatever it answers, the door has decided.
+It knows HTTP and JSON, and nothing of workers; admission is the door's.
 """
 
 from __future__ import annotations

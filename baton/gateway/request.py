@@ -1,4 +1,4 @@
-"""Turns a checked body into what the door takes, and what the answer shall look like."""
+"""Turns a checked body into requests to the router, and how to answer them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.gateway.fields import MAX_CHOICES, MAX_CHOICES_SIZE
+from baton.gateway.api_schema import MAX_CHOICES, MAX_CHOICES_SIZE
+from baton.sampling import FILL_CONTEXT
 from baton.v1 import common_pb2, inference_pb2
 
 Body = Mapping[str, Any]
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
-_WHATEVER_FITS = (1 << 32) - 1
 _SEEDS = 1 << 64
 _PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
@@ -28,8 +28,8 @@ _SAME = (
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is to be generated and told. Choice i belongs to prompt i // n."""
+class ParsedRequest:
+    """What to generate and return. Choice i belongs to prompt i // n."""
 
     requests: Sequence[inference_pb2.GenerateRequest]  # one for each prompt
     n: int
@@ -38,10 +38,11 @@ class Wish:
     model: str  # empty: the one that is served
     logprobs: bool
     return_token_ids: bool
+    max_tokens_given: bool  # by the caller; a default is cut to what the context leaves
     echoes: Sequence[str | Sequence[int]] = ()  # by prompt; what its text begins with
 
 
-def completion_wish(body: Body) -> Wish:
+def parse_completion(body: Body) -> ParsedRequest:
     """Of a body of /v1/completions. Raises InvalidRequest naming the field."""
     prompts = _prompts(body["prompt"])
     n = body.get("n") or 1
@@ -61,23 +62,23 @@ def completion_wish(body: Body) -> Wish:
             request.token_ids.ids.extend(prompt)
         bases.append(request)
     size = sum(map(len, prompts))
-    return _wish(body, bases, size, logprobs is not None, prompts if echo else ())
+    return _parsed(body, bases, size, logprobs is not None, prompts if echo else ())
 
 
-def chat_wish(body: Body) -> Wish:
+def parse_chat(body: Body) -> ParsedRequest:
     """Of a body of /v1/chat/completions; without a limit it may fill the context."""
     top = body.get("top_logprobs")
     if top is not None and not body.get("logprobs"):
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (top or 0) if body.get("logprobs") else None
-    most = body.get("max_completion_tokens") or body.get("max_tokens") or _WHATEVER_FITS
+    most = body.get("max_completion_tokens") or body.get("max_tokens") or FILL_CONTEXT
     base = _base(body, most, logprobs)
     base.chat.CopyFrom(chat_of(body["messages"]))
     size = sum(len(message.content) for message in base.chat.messages)
-    return _wish(body, [base], size, logprobs is not None)
+    return _parsed(body, [base], size, logprobs is not None)
 
 
-def tokenize_request(body: Body) -> inference_pb2.TokenizeRequest:
+def parse_tokenize(body: Body) -> inference_pb2.TokenizeRequest:
     """Of a body of /tokenize."""
     prompt: str | None = body.get("prompt")
     messages: Any = body.get("messages")
@@ -117,13 +118,13 @@ def _prompts(prompt: Any) -> Sequence[str | Sequence[int]]:
     return list(prompt)
 
 
-def _wish(
+def _parsed(
     body: Body,
     bases: Sequence[inference_pb2.GenerateRequest],
     size: int,
     logprobs: bool,
     echoes: Sequence[str | Sequence[int]] = (),
-) -> Wish:
+) -> ParsedRequest:
     """`size` is of all prompts, in characters or token ids."""
     n = body.get("n") or 1
     if len(bases) * n > MAX_CHOICES:
@@ -137,7 +138,7 @@ def _wish(
     stream, options = bool(body.get("stream")), body.get("stream_options")
     if options and not stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
-    return Wish(
+    return ParsedRequest(
         requests=bases,
         n=n,
         stream=stream,
@@ -145,6 +146,7 @@ def _wish(
         model=body.get("model") or "",
         logprobs=logprobs,
         return_token_ids=bool(body.get("return_token_ids")),
+        max_tokens_given=bool(body.get("max_completion_tokens") or body.get("max_tokens")),
         echoes=echoes,
     )
 

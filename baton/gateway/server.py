@@ -17,9 +17,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.errors import ConfigError, Unavailable
-from baton.gateway.app import app_of
-from baton.gateway.errors import HttpError, failure_of
-from baton.gateway.wire import WRITE_ON, Exchange
+from baton.gateway.http_exchange import WRITE_ON, HttpError, HttpExchange, failure_of
+from baton.gateway.routes import app_of
 from router.frontend import Door
 from router.main import Frontend
 
@@ -154,11 +153,11 @@ class Connection(HttpToolsProtocol):
                 self._bytes_left -= len(piece)
                 self.parser.feed_data(piece)
                 if self._bytes_left < 0:
-                    raise _TooMuch("bytes")
+                    raise _OverLimit("bytes")
         except httptools.HttpParserUpgrade:
             pass  # to nothing: it is answered as any other
-        except (httptools.HttpParserError, _TooMuch) as error:
-            self._refuse(_judged(error))
+        except (httptools.HttpParserError, _OverLimit) as error:
+            self._refuse(_parse_error(error))
         if self._expected != self._timed and not self.transport.is_closing():
             body = self._expected == "body"
             self._expect(self._expected, BODY_TIMEOUT_S if body else HEADERS_TIMEOUT_S)
@@ -174,14 +173,14 @@ class Connection(HttpToolsProtocol):
         """A header; trailers, which would replace those that were acted on, are dropped."""
         self._headers_left -= 1
         if self._headers_left < 0:
-            raise _TooMuch("headers")
+            raise _OverLimit("headers")
         if self._expected == "headers":
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Answers that there are too many where there are."""
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _TooMuch("pipelined requests")
+            raise _OverLimit("pipelined requests")
         many = self.parser.get_method() == b"POST" and len(self.tasks) >= MAX_REQUESTS
         self.app = _busy if many else self.config.loaded_app
         self._expected, self._timed = "body", ""
@@ -261,14 +260,14 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(linger_s, self.transport.abort)
 
 
-class _TooMuch(Exception):
+class _OverLimit(Exception):
     """A request is over a limit."""
 
 
-def _judged(error: Exception) -> HttpError:
+def _parse_error(error: Exception) -> HttpError:
     """What a client is told of a request that cannot be parsed, or has too much of something."""
-    cause = error if isinstance(error, _TooMuch) else error.__context__
-    if isinstance(cause, _TooMuch):
+    cause = error if isinstance(error, _OverLimit) else error.__context__
+    if isinstance(cause, _OverLimit):
         limits = f"{MAX_HEADERS} headers, {MAX_HEADER_BYTES >> 10} KiB without its body"
         return HttpError(431, f"too many {cause} in the request: at most {limits}")
     return HttpError(400, f"the request is not HTTP: {error}")
@@ -277,5 +276,5 @@ def _judged(error: Exception) -> HttpError:
 async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers requests for which there is no room."""
     failure = failure_of(Unavailable("too many requests at a time", _RETRY_AFTER_S))
-    exchange = Exchange(scope, receive, send)
+    exchange = HttpExchange(scope, receive, send)
     await exchange.answer(failure.status, failure.body, list(failure.headers))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
-from baton.sampling import MAX_SEED, SamplingParams
+from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams
 from baton.text import AnyTokenizer, check_stop_strings
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.tenants import Tenant, Tenants, Visit
@@ -35,6 +35,7 @@ class Choices:
 
     total: int = 1  # of all the prompts that came together
     first: bool = True  # of these prompts: the one that is charged as a request
+    cut_output: bool = False  # max_tokens is a default: cut to what the context leaves
     prompt: tuple[int, ...] | None = None  # once its first choice was admitted
 
 
@@ -101,7 +102,8 @@ class Admission:
         self._check_prompt((*prompt, *resumed), max_context)
         self._check_size(prompt, tenant)
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
-        params = self._fitting(params, len(prompt), max_context, most)
+        cut = choices.cut_output or not request.sampling.HasField("max_tokens")
+        params = self._fitting(params, len(prompt), max_context, most, cut)
         return Ask(
             request_id=request_id,
             prompt=prompt,
@@ -220,12 +222,26 @@ class Admission:
             )
 
     def _fitting(
-        self, params: SamplingParams, prompt_tokens: int, max_context: int, most: int
+        self,
+        params: SamplingParams,
+        prompt_tokens: int,
+        max_context: int,
+        most: int,
+        cut: bool,
     ) -> SamplingParams:
-        """Who asks for more output than the context holds gets what it holds, `most` at most."""
+        """With `cut`, or FILL_CONTEXT, max_tokens becomes what the context leaves, `most` at most.
+
+        Otherwise the caller chose it, and InvalidRequest is raised where it is too large.
+        """
         limit = self._limit(max_context)
         if not limit or params.max_tokens <= limit - prompt_tokens:
             return params
+        if not cut and params.max_tokens != FILL_CONTEXT:
+            raise InvalidRequest(
+                f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
+                f"{limit - prompt_tokens} behind a prompt of {prompt_tokens}",
+                "sampling.max_tokens",
+            )
         return replace(params, max_tokens=min(limit - prompt_tokens, most))
 
     def _limit(self, max_context: int) -> int:

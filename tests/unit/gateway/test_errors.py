@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from baton import errors
-from baton.gateway.endpoint import MAX_BODY_BYTES, max_body_bytes
-from baton.gateway.errors import CLIENT_GONE, failure_of
+from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
+from baton.gateway.http_exchange import CLIENT_GONE, failure_of
 from router import frontend
 from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import PATIENCE_S, until_stuck
@@ -78,6 +78,7 @@ BAD = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 30}, "max_tokens"),  # the context holds 32 and the prompt has 3
     ({"min_tokens": 6}, "min_tokens"),
     ({"logprobs": 21}, "logprobs"),
     ({"echo": True, "logprobs": 1}, "echo"),
@@ -101,7 +102,7 @@ BAD_CHATS = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
     ),
     ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
@@ -113,6 +114,8 @@ BAD_CHATS = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": 2}, "logprobs"),
     ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"max_completion_tokens": 31}, "max_completion_tokens"),
+    ({"max_tokens": 31}, "max_tokens"),
 ]
 
 
@@ -132,6 +135,17 @@ async def test_a_bad_field_of_a_chat_is_refused_by_name(gateway_of):
     for body, param in BAD_CHATS:
         assert error_of(await gateway.chat(**body), 400)["param"] == param, body
     assert gateway.decode.requests == []
+
+
+async def test_what_is_refused_is_named_with_the_reason(gateway_of):
+    gateway = await gateway_of()
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {}}]
+    error = error_of(await gateway.chat(messages=[{"role": "user", "content": parts}]), 400)
+    assert "images are not supported" in error["message"]
+    error = error_of(await gateway.complete(max_tokens=30), 400)
+    assert "max_tokens is 30" in error["message"] and "leaves 29" in error["message"]
+    default = await gateway.complete(prompt=[1] * 20, max_tokens=None)  # 16, where they fit
+    assert default.json()["usage"]["completion_tokens"] == 12
 
 
 async def test_what_only_hints_is_ignored(gateway_of):
@@ -183,6 +197,9 @@ async def test_unknown_paths_methods_and_models(gateway_of):
     response = await gateway.client.get("/v1/completions")
     error_of(response, 405)
     assert response.headers["allow"] == "POST"
+    response = await gateway.client.options("/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (204, "POST, OPTIONS")
+    assert response.content == b"" and "access-control-allow-origin" not in response.headers
     for response in (await gateway.complete(model="x"), await gateway.client.get("/v1/models/x")):
         error = error_of(response, 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -247,7 +264,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
     gateway_of, monkeypatch, inside
 ):
     gateway = await gateway_of()
-    monkeypatch.setattr("baton.gateway.endpoint.parse", lambda _: pytest.fail("it was parsed"))
+    monkeypatch.setattr("baton.gateway.generation.parse", lambda _: pytest.fail("it was parsed"))
     body = b'{"prompt": "a", "z": [' + inside + b"1]}"
     error = error_of(await gateway.client.post("/v1/completions", content=body), 400)
     assert "the body has more than" in error["message"]
@@ -274,7 +291,7 @@ async def test_a_large_body_is_parsed_on_a_thread(gateway_of, monkeypatch):
         threads.append(threading.current_thread())
         return json.loads(text)
 
-    monkeypatch.setattr("baton.gateway.endpoint.parse", watched)
+    monkeypatch.setattr("baton.gateway.generation.parse", watched)
     for size in (10, 100_000):
         await gateway.complete(user="x" * size)
     assert [thread is threading.main_thread() for thread in threads] == [True, False]

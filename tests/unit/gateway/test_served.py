@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import ConfigError
 from baton.gateway import frontend, server
+from baton.gateway.response_format import ChatLogprobs, CompletionLogprobs
 from baton.gateway.server import listen
-from baton.gateway.tokens import ChatLogprobs, CompletionLogprobs
 from baton.v1 import common_pb2
 from tests.unit.router.scripted_workers import PATIENCE_S
 from tests.unit.router.texts import byte_tokenizer, ids_only_tokenizer
@@ -51,6 +51,7 @@ async def test_health_readiness_figures_and_the_description(gateway_of):
     gateway = await gateway_of()
     assert (await gateway.client.get("/health")).json() == {"status": "ok"}
     assert (await gateway.client.get("/ready")).json() == {"status": "ready"}
+    assert (await gateway.client.get("/version")).json()["version"][0].isdigit()
     gateway.door.metrics_page = lambda accept: (f"text/x; of={accept}", b"figures 1\n")
     page = await gateway.client.get("/metrics", headers={"accept": "a/b"})
     assert (page.text, page.headers["content-type"]) == ("figures 1\n", "text/x; of=a/b")
@@ -306,14 +307,14 @@ def test_logprobs_of_tokens_that_are_parts_of_characters(tmp_path):
     first, second = tokenizer.encode("é")
     letter = tokenizer.encode("x")[0]
     logprobs = CompletionLogprobs(tokenizer)
-    answer = logprobs.told(told(first, second, letter, top=[(first, -0.25), (second, -9e9)]))
+    answer = logprobs.entries(told(first, second, letter, top=[(first, -0.25), (second, -9e9)]))
     assert answer["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "x"]
     assert answer["text_offset"] == [0, 0, 1]
     assert answer["token_logprobs"] == [-0.5] * 3
     assert answer["top_logprobs"][2] == {"x": -0.5, "bytes:\\xc3": -0.25, "bytes:\\xa9": -9999.0}
-    assert logprobs.told(told(0))["text_offset"] == [2]
-    assert logprobs.told(told(0))["tokens"] == ["</s>"]
-    (entry,) = ChatLogprobs(tokenizer).told(told(first, top=[(letter, -1.0)]))["content"]
+    assert logprobs.entries(told(0))["text_offset"] == [2]
+    assert logprobs.entries(told(0))["tokens"] == ["</s>"]
+    (entry,) = ChatLogprobs(tokenizer).entries(told(first, top=[(letter, -1.0)]))["content"]
     assert (entry["token"], entry["bytes"], entry["logprob"]) == ("bytes:\\xc3", [0xC3], -0.5)
     assert entry["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [ord("x")]}]
 
@@ -327,5 +328,5 @@ async def test_a_model_without_text_takes_and_tells_token_ids(gateway_of, tmp_pa
     response = await gateway.complete(prompt="text")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
     assert (await gateway.chat()).json()["error"]["param"] == "messages"
-    names = CompletionLogprobs(tokenizer).told(told(7))["tokens"]
+    names = CompletionLogprobs(tokenizer).entries(told(7))["tokens"]
     assert names == ["token_id:7"]

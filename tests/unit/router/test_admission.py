@@ -14,7 +14,7 @@ from baton.errors import (
     Overloaded,
     Unauthenticated,
 )
-from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from baton.sampling import FILL_CONTEXT, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.admission import MAX_MESSAGES, Admission, Choices
 from router.admission.tenants import Tenants
@@ -270,7 +270,7 @@ async def test_a_chat_without_a_limit_is_let_in_where_the_bucket_is_smaller(tmp_
     tenants = limited_tenants(tmp_path, "tokens_per_minute = 1000")
     tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=5000)
     door = Admission("tiny", tokenizer, 60.0, tenants=tenants)
-    asked = request("x" * 100, sampling=sampling(max_tokens=(1 << 32) - 1))
+    asked = request("x" * 100, sampling=sampling(max_tokens=FILL_CONTEXT))
     for total, most in ((1, 900), (3, 300)):
         ask = await door.admit(asked, None, 0, "r1", choices=Choices(total=total))
         assert ask.params.max_tokens == most
@@ -340,7 +340,12 @@ async def test_entering_is_charged_and_leaving_gives_back(tmp_path):
 @pytest.mark.parametrize(("own", "workers", "most"), [(32, 0, 22), (32, 20, 10), (32, 99, 22)])
 async def test_no_more_output_is_admitted_than_the_context_holds(tmp_path, own, workers, most):
     door = Admission("tiny", byte_tokenizer(tmp_path, max_position_embeddings=own), 60.0)
-    asked = request("x" * 10, sampling=sampling(max_tokens=1 << 31))
-    assert (await admit(door, asked, max_context=workers)).params.max_tokens == most
+    for asked in (sampling(max_tokens=FILL_CONTEXT), common_pb2.SamplingParams()):
+        asked = request("x" * 10, sampling=asked)
+        assert (await admit(door, asked, max_context=workers)).params.max_tokens == most
+    asked = request("x" * 10, sampling=sampling(max_tokens=most + 1))
+    with pytest.raises(InvalidRequest, match=f"is {most + 1}, but .* leaves {most} ") as caught:
+        await admit(door, asked, max_context=workers)
+    assert caught.value.field == "sampling.max_tokens"
     asked = request("x" * 10, sampling=sampling(max_tokens=7))
     assert (await admit(door, asked, max_context=workers)).params.max_tokens == 7

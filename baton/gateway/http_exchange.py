@@ -1,6 +1,7 @@
-"""One HTTP exchange on plain ASGI: its body in, its answer out, and whether the client is there.
+"""One HTTP exchange on plain ASGI: its body in, its answer out, and errors in OpenAI's format.
 
-Starlette's own requests and responses cost more than a short completion may.
+Starlette's own requests and responses cost more than a short completion may. The one table between
+`baton.errors` and HTTP statuses is here.
 """
 
 from __future__ import annotations
@@ -8,15 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope, Send
 
+from baton import errors
 from baton.errors import Cancelled, InvalidRequest
 from router.frontend import Caller
+
+log = logging.getLogger(__name__)
 
 Header = tuple[bytes, bytes]
 
@@ -27,6 +33,7 @@ EVENTS_TYPE: Header = (b"content-type", b"text/event-stream; charset=utf-8")
 NO_CACHE: Header = (b"cache-control", b"no-cache")
 TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
+CLIENT_GONE = 499  # nginx's; nobody reads it
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -34,7 +41,7 @@ class ClientGone(Cancelled):
     """The client has closed its connection: an answer would not be read."""
 
 
-class Exchange:
+class HttpExchange:
     """A request and the way to answer it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,15 +68,15 @@ class Exchange:
         """A request header's value; empty where there is none."""
         return self._headers.get(name, b"")
 
-    def names(self, request_id: str = "", trace_id: str = "") -> list[Header]:
-        """Response headers that tell which request and trace this is."""
+    def id_headers(self, request_id: str = "", trace_id: str = "") -> list[Header]:
+        """Response headers that name the request and its trace."""
         found = _TRACEPARENT.fullmatch(self.header(b"traceparent"))
-        named = [(b"x-request-id", request_id.encode())] if request_id else []
+        headers = [(b"x-request-id", request_id.encode())] if request_id else []
         if found:
-            named += [(b"x-trace-id", found[1]), (b"traceparent", found[0])]
+            headers += [(b"x-trace-id", found[1]), (b"traceparent", found[0])]
         elif trace_id:
-            named.append((b"x-trace-id", trace_id.encode()))
-        return named
+            headers.append((b"x-trace-id", trace_id.encode()))
+        return headers
 
     async def body(self, most_bytes: int, dropped_bytes: int) -> bytes | None:
         """The request's body; None when it is larger. Raises ClientGone when the client leaves.
@@ -117,7 +124,7 @@ class Exchange:
         await self.end(body)
 
     @contextlib.asynccontextmanager
-    async def while_there(self) -> AsyncIterator[None]:
+    async def while_connected(self) -> AsyncIterator[None]:
         """Cancels what runs inside, and raises ClientGone, when the client hangs up.
 
         Leave it without waiting for anything after the answer's last part.
@@ -170,3 +177,68 @@ def parse(text: bytes) -> Any:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+class HttpError(Exception):
+    """What only HTTP knows to be wrong, as a body that is too large."""
+
+    def __init__(self, status: int, message: str, headers: tuple[Header, ...] = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+_INVALID = "invalid_request_error"
+# (status, type, code) of each error; the first match wins.
+_STATUSES: list[tuple[type[Exception], tuple[int, str, str | None]]] = [
+    (errors.InvalidRequest, (400, _INVALID, None)),
+    (errors.ModelNotFound, (404, _INVALID, "model_not_found")),
+    (errors.Unauthenticated, (401, "authentication_error", "invalid_api_key")),
+    (errors.Overloaded, (429, "rate_limit_error", "rate_limit_exceeded")),
+    (errors.Unavailable, (503, "service_unavailable_error", "unavailable")),
+    (errors.DeadlineExceeded, (504, "timeout_error", "deadline_exceeded")),
+    (errors.Cancelled, (CLIENT_GONE, "cancelled_error", "cancelled")),
+    (errors.BatonError, (500, "server_error", None)),
+]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as a caller gets it."""
+
+    status: int
+    headers: tuple[Header, ...]
+    body: bytes  # {"error": {…}}
+
+
+def failure_of(error: Exception) -> Failure:
+    """Status, headers and body for `error`; an unexpected one is logged."""
+    text, param = str(error), None
+    if isinstance(error, HttpError):
+        status, kind, code = error.status, _INVALID, None
+    elif isinstance(error, errors.BatonError):
+        status, kind, code = next(row for cls, row in _STATUSES if isinstance(error, cls))
+    else:
+        status, kind, code = 500, "server_error", None
+        log.error("unexpected error in an HTTP request", exc_info=error)
+        text = f"unexpected {type(error).__name__}: {error}"
+    if isinstance(error, errors.ModelNotFound):
+        param = "model"
+    elif isinstance(error, errors.InvalidRequest):
+        param = error.field or None
+    body = {"message": text, "type": kind, "param": param, "code": code}
+    return Failure(status, _headers(error), json.dumps({"error": body}).encode())
+
+
+def _headers(error: Exception) -> tuple[Header, ...]:
+    if isinstance(error, HttpError):
+        return error.headers
+    if isinstance(error, errors.Unauthenticated):
+        return ((b"www-authenticate", b"Bearer"),)
+    if not isinstance(error, errors.RetryableError):
+        return ()
+    # Retry-After has whole seconds; OpenAI's clients prefer the other one where it is there.
+    whole = b"%d" % max(1, math.ceil(error.retry_after_s))
+    if error.retry_after_s <= 0:
+        return ((b"retry-after", whole),)
+    return ((b"retry-after", whole), (b"retry-after-ms", b"%d" % (error.retry_after_s * 1000)))

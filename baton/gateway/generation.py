@@ -1,29 +1,40 @@
-"""Generation over HTTP: a body in, one answer or a stream of chunks out.
+"""Endpoints: a checked body in, one answer or a stream of chunks out.
 
-Until the first token an error is an HTTP status; after it, the last event of the stream.
+Until the first token an error is an HTTP status; after it, the last event of the stream. All
+choices of a request run at once, each a request of its own to the router.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidRequest, quoted
-from baton.gateway import choices, schema
-from baton.gateway.errors import HttpError, failure_of
-from baton.gateway.request import Body, Wish
-from baton.gateway.shapes import DONE, REASONS, Choice, Head, Shape
-from baton.gateway.wire import EVENTS_TYPE, NO_CACHE, ClientGone, Exchange, parse
+from baton.gateway import json_schema
+from baton.gateway.http_exchange import (
+    EVENTS_TYPE,
+    NO_CACHE,
+    ClientGone,
+    HttpError,
+    HttpExchange,
+    failure_of,
+    parse,
+)
+from baton.gateway.request import Body, ParsedRequest
+from baton.gateway.response_format import DONE, REASONS, Choice, ResponseFormat, ResponseHead
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
+from router.admission.admission import Choices
 from router.frontend import Caller, Door
 
 log = logging.getLogger(__name__)
@@ -35,6 +46,9 @@ _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the even
 BODY_TIMEOUT_S = 60.0
 _QUOTED = {reason: json.dumps(name) for reason, name in REASONS.items()}
 
+# Takes the choice's number and its next response.
+SendResponse = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]
+
 
 def max_body_bytes(max_context: int) -> int:
     """Largest body that is read; `max_context` 0 is not known."""
@@ -42,7 +56,7 @@ def max_body_bytes(max_context: int) -> int:
     return min(max(most, _MIN_BODY_BYTES), MAX_BODY_BYTES)
 
 
-async def body_of(exchange: Exchange, expected: schema.Schema, door: Door) -> dict[str, Any]:
+async def _body_of(exchange: HttpExchange, expected: json_schema.Schema, door: Door) -> Body:
     """The request's body, checked. Raises InvalidRequest or HttpError."""
     max_bytes = max_body_bytes(door.max_context)
     try:
@@ -59,12 +73,12 @@ async def body_of(exchange: Exchange, expected: schema.Schema, door: Door) -> di
     return await door.in_thread(_checked, text, kind, expected, door.max_context)
 
 
-def _checked(text: bytes, kind: str, expected: schema.Schema, max_context: int) -> dict[str, Any]:
+def _checked(text: bytes, kind: str, expected: json_schema.Schema, max_context: int) -> Body:
     """What a body holds. JSON is read under any content-type: `curl -d` sends a form's.
 
     That lets web pages post here, but not with a key, which is no cookie that a browser adds.
     """
-    schema.check_extent(text, max_context)
+    json_schema.check_size(text, max_context)
     try:
         body = parse(text)
     except InvalidRequest as error:
@@ -75,24 +89,24 @@ def _checked(text: bytes, kind: str, expected: schema.Schema, max_context: int) 
         ) from error
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    schema.check_object(body, expected)
+    json_schema.check_object(body, expected)
     return body
 
 
 class Endpoint(ABC):
     """An ASGI application that answers POSTs of one schema; `answer` is what it does."""
 
-    def __init__(self, door: Door, expected: schema.Schema) -> None:
+    def __init__(self, door: Door, expected: json_schema.Schema) -> None:
         self._door = door
         self._schema = expected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         try:
             caller = exchange.caller
             self._door.check_key(caller)
-            body = await body_of(exchange, self._schema, self._door)
-            async with exchange.while_there():
+            body = await _body_of(exchange, self._schema, self._door)
+            async with exchange.while_connected():
                 await self.answer(body, caller, exchange)
         except ClientGone as error:
             log.debug("%s: %s", scope["path"], error)
@@ -100,69 +114,66 @@ class Endpoint(ABC):
             if exchange.started:
                 raise
             failure = failure_of(error)
-            headers = [*failure.headers, *exchange.names()]
+            headers = [*failure.headers, *exchange.id_headers()]
             await exchange.answer(failure.status, failure.body, headers)
 
     @abstractmethod
-    async def answer(self, body: Body, caller: Caller, exchange: Exchange) -> None:
+    async def answer(self, body: Body, caller: Caller, exchange: HttpExchange) -> None:
         """Answers a checked body."""
 
 
-class Generation(Endpoint):
+class GenerationEndpoint(Endpoint):
     """/v1/completions or /v1/chat/completions."""
 
     def __init__(
         self,
         door: Door,
-        shape: Shape,
-        expected: schema.Schema,
-        wish_of: Callable[[Body], Wish],
+        response_format: ResponseFormat,
+        expected: json_schema.Schema,
+        parse_body: Callable[[Body], ParsedRequest],
         names: Mapping[str, Sequence[str]],
     ) -> None:
-        """`names` says how the door's fields may be called in this API's bodies."""
+        """`names` says how the router's fields may be called in this API's bodies."""
         super().__init__(door, expected)
-        self._shape = shape
-        self._wish_of = wish_of
+        self._format = response_format
+        self._parse_body = parse_body
         self._names = names
 
-    async def answer(self, body: Body, caller: Caller, exchange: Exchange) -> None:
+    async def answer(self, body: Body, caller: Caller, exchange: HttpExchange) -> None:
         """Generates; a client that hangs up cancels that."""
-        wish = self._wish_of(body)
+        parsed = self._parse_body(body)
         try:
-            run = _Run(self._door, self._shape, wish, caller, exchange)
-            await (run.stream() if wish.stream else run.whole())
+            run = _Generation(self._door, self._format, parsed, caller, exchange)
+            await (run.stream() if parsed.stream else run.whole())
         except InvalidRequest as error:
-            raise InvalidRequest(str(error), self._field(error.field, body)) from error
-
-    def _field(self, name: str, body: Body) -> str:
-        """What the caller calls a field that the door complains of."""
-        name = name.removeprefix("sampling.")
-        names = self._names.get(name, (name,))
-        return next((known for known in names if known in body), names[0])
+            name = error.field.removeprefix("sampling.")
+            names = self._names.get(name, (name,))
+            field = next((known for known in names if known in body), names[0])
+            raise InvalidRequest(str(error), field) from error
 
 
 @dataclass
-class _Run:
+class _Generation:
     """One request under way."""
 
     door: Door
-    shape: Shape
-    wish: Wish
+    format: ResponseFormat
+    parsed: ParsedRequest
     caller: Caller
-    exchange: Exchange
+    exchange: HttpExchange
 
     def __post_init__(self) -> None:
-        tokenizer, shape = self.door.tokenizer, self.shape
+        parsed, tokenizer = self.parsed, self.door.tokenizer
         self._choices = [
-            Choice(shape.logprobs(tokenizer) if self.wish.logprobs else None)
-            for _ in range(len(self.wish.requests) * self.wish.n)
+            Choice(self.format.logprobs(tokenizer) if parsed.logprobs else None)
+            for _ in range(len(parsed.requests) * parsed.n)
         ]
-        self._head = Head(shape, "", int(time.time()), self.wish.model)
+        self._head = ResponseHead(self.format, "", int(time.time()), parsed.model)
         self._trace_id = ""
 
     async def whole(self) -> None:
         """Answers when all is done."""
-        wish = self.wish
+        parsed = self.parsed
 
         async def keep(index: int, delta: inference_pb2.Delta) -> None:
             choice = self._choices[index]
@@ -171,11 +182,11 @@ class _Run:
             choice.positions.extend(delta.logprobs)
 
         await self._generate(keep)
-        echoes = [self._text(prompt) for prompt in wish.echoes]
+        echoes = [self._text(prompt) for prompt in parsed.echoes]
         answer = self._head.whole(
-            self._choices, wish.n, token_ids=wish.return_token_ids, echoes=echoes
+            self._choices, parsed.n, token_ids=parsed.return_token_ids, echoes=echoes
         )
-        await self.exchange.answer(200, answer, self._names())
+        await self.exchange.answer(200, answer, self._id_headers())
 
     async def stream(self) -> None:
         """Answers with a chunk for each step."""
@@ -185,13 +196,13 @@ class _Run:
             nonlocal head
             if not exchange.started:
                 head = self._head.opening()
-                await exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._names()])
+                await exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._id_headers()])
             await exchange.write(self._chunk(head, index, delta))
 
         try:
             await self._generate(write)
-            if self.wish.include_usage:
-                last = self._head.usage_chunk(self._choices, self.wish.n) + DONE
+            if self.parsed.include_usage:
+                last = self._head.usage_chunk(self._choices, self.parsed.n) + DONE
         except Exception as error:
             if not exchange.started or isinstance(error, ClientGone):
                 raise
@@ -203,7 +214,7 @@ class _Run:
     async def _generate(
         self, on_delta: Callable[[int, inference_pb2.Delta], Awaitable[None]]
     ) -> None:
-        """Gives new output to `on_delta`, with its choice's number; keeps what else is told."""
+        """Gives new output to `on_delta`, with its choice's number; keeps what else comes."""
 
         async def take(index: int, response: inference_pb2.GenerateResponse) -> None:
             kind, choice = response.WhichOneof("event"), self._choices[index]
@@ -213,35 +224,35 @@ class _Run:
                     choice.reason = REASONS[delta.finish_reason]
                 await on_delta(index, delta)
             elif kind == "started":
-                self._begin(response.started)
+                self._start(response.started)
             else:
                 finish = response.finish
                 choice.usage, choice.stop = finish.usage, finish.stop or None
                 choice.reason = REASONS[finish.reason]
 
-        await choices.run(self.door, self.wish.requests, self.wish.n, self.caller, take)
+        await run_choices(self.door, self.parsed, self.caller, take)
 
-    def _begin(self, started: inference_pb2.Started) -> None:
+    def _start(self, started: inference_pb2.Started) -> None:
         """The first choice to start names the request."""
         if self._head.request_id:
             return
-        model = self.wish.model or self.door.models(self.caller)[0].name
+        model = self.parsed.model or self.door.models(self.caller)[0].name
         self._head = replace(self._head, request_id=started.request_id, model=model)
         self._trace_id = started.trace_id
 
     def _chunk(self, head: str, index: int, delta: inference_pb2.Delta) -> bytes:
         """One choice's new output."""
-        wish, choice = self.wish, self._choices[index]
+        parsed, choice = self.parsed, self._choices[index]
         text = delta.text
-        if not choice.begun and wish.echoes:
-            text = self._text(wish.echoes[index // wish.n]) + text
-        piece = self.shape.piece(text, not choice.begun)
+        if not choice.begun and parsed.echoes:
+            text = self._text(parsed.echoes[index // parsed.n]) + text
+        piece = self.format.piece(text, not choice.begun)
         choice.begun = True
-        told = choice.logprobs and choice.logprobs.told(delta.logprobs)
-        logprobs = json.dumps(told) if told else "null"
+        entries: Any = choice.logprobs and choice.logprobs.entries(delta.logprobs)
+        logprobs = json.dumps(entries) if entries else "null"
         reason = _QUOTED[delta.finish_reason]
-        ids = f',"token_ids":{list(delta.token_ids)}' if wish.return_token_ids else ""
-        usage = ',"usage":null' if wish.include_usage else ""
+        ids = f',"token_ids":{list(delta.token_ids)}' if parsed.return_token_ids else ""
+        usage = ',"usage":null' if parsed.include_usage else ""
         return (
             f'{head}"choices":[{{"index":{index},{piece},"logprobs":{logprobs},'
             f'"finish_reason":{reason}{ids}}}]{usage}}}\n\n'
@@ -250,5 +261,54 @@ class _Run:
     def _text(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self.door.tokenizer.decode(prompt)
 
-    def _names(self) -> list[tuple[bytes, bytes]]:
-        return self.exchange.names(self._head.request_id, self._trace_id)
+    def _id_headers(self) -> list[tuple[bytes, bytes]]:
+        return self.exchange.id_headers(self._head.request_id, self._trace_id)
+
+
+async def run_choices(
+    door: Door, parsed: ParsedRequest, caller: Caller, send: SendResponse
+) -> None:
+    """Sends the output of n choices of each prompt as it comes; cancelling it cancels all of them.
+
+    They enter one after another: the first is charged as a request to the tenant, and a hundred
+    choices of a long prompt must not hold the event loop. Choices of one prompt begin when the
+    first of them has its first token: by then its prompt is cached, so that it is computed once.
+    If one fails, all end.
+    """
+    requests, n = parsed.requests, parsed.n
+    total = len(requests) * n
+    cut = not parsed.max_tokens_given
+    if total == 1:
+        await door.generate(requests[0], caller, partial(send, 0), Choices(cut_output=cut))
+        return
+    loop = asyncio.get_running_loop()
+    left_s = door.default_timeout_s if caller.time_left_s is None else caller.time_left_s
+    deadline = loop.time() + left_s  # one for all, also for those that begin later
+    computed = [asyncio.Event() for _ in requests]
+    shared = [Choices(total, first=i == 0, cut_output=cut) for i in range(len(requests))]
+    entrance = asyncio.Lock()
+
+    async def one(choice: int) -> None:
+        index, number = divmod(choice, n)
+        prompt = computed[index]
+        if number:
+            await prompt.wait()
+        async with contextlib.AsyncExitStack() as entering:
+            await entering.enter_async_context(entrance)
+
+            async def send_on(response: inference_pb2.GenerateResponse) -> None:
+                await entering.aclose()
+                if response.HasField("delta"):
+                    prompt.set()
+                await send(choice, response)
+
+            left = replace(caller, time_left_s=deadline - loop.time())
+            await door.generate(requests[index], left, send_on, shared[index], number)
+            prompt.set()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for choice in range(total):
+                group.create_task(one(choice))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None

@@ -1,8 +1,8 @@
 """Checks JSON values against the part of JSON Schema that the API's description is written in.
 
-The same dictionaries are published in /openapi.json, so what is told is what is checked. An error
-names the field: "messages[0].role must be a string". Token ids are checked by C loops: a body may
-have a hundred thousand.
+The same dictionaries are published in /openapi.json, so what is checked is what is documented. An
+error names the field: "messages[0].role must be a string". Token ids are checked by C loops: a body
+may have a hundred thousand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from baton.errors import InvalidRequest
 
 Schema = Mapping[str, Any]
 
-UNSUPPORTED = "x-unsupported"  # only the values in "enum", which mean "without it", are taken
+# Only the values in "enum", which mean "without it", are taken; a text says what is not supported.
+UNSUPPORTED = "x-unsupported"
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -41,7 +42,7 @@ _MAX_MEMBERS = 1 << 15
 _MAX_ESCAPES = 1 << 20
 
 
-def check_extent(text: bytes, max_context: int) -> None:
+def check_size(text: bytes, max_context: int) -> None:
     """Raises InvalidRequest for JSON of more values than any request to the model needs."""
     if text.count(b"\\") > _MAX_ESCAPES:
         raise InvalidRequest(
@@ -70,8 +71,9 @@ def check(value: Any, schema: Schema, where: str) -> None:
     if "anyOf" in schema:
         schema = _alternative(value, schema, where)
     if "enum" in schema and not any(_same(value, allowed) for allowed in schema["enum"]):
-        if schema.get(UNSUPPORTED):
-            raise InvalidRequest(f"{where} is not supported here: leave it out", where)
+        if why := schema.get(UNSUPPORTED):
+            what = why if isinstance(why, str) else "is not supported here: leave it out"
+            raise InvalidRequest(f"{where} {what}", where)
         raise _wrong(where, f"one of {', '.join(map(repr, schema['enum']))}")
     types = schema.get("type", ())
     types = (types,) if isinstance(types, str) else types
@@ -92,9 +94,6 @@ def check(value: Any, schema: Schema, where: str) -> None:
 def check_object(value: Mapping[str, Any], schema: Schema, where: str = "") -> None:
     """As `check`, for an object; members it does not know are left alone."""
     inside = f"{where}." if where else ""
-    for name in schema.get("required", ()):
-        if name not in value:
-            raise InvalidRequest(f"{inside}{name} is missing", inside + name)
     properties = schema.get("properties", {})
     others = schema.get("additionalProperties")
     names = schema.get("propertyNames")
@@ -106,6 +105,9 @@ def check_object(value: Mapping[str, Any], schema: Schema, where: str = "") -> N
         expected = properties.get(name, others)
         if expected is not None:
             check(member, expected, inside + name)
+    for name in schema.get("required", ()):
+        if name not in value:
+            raise InvalidRequest(f"{inside}{name} is missing", inside + name)
 
 
 def _alternative(value: Any, schema: Schema, where: str) -> Schema:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib import metadata
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,14 +13,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from baton.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, quoted
-from baton.gateway import fields
-from baton.gateway.endpoint import Endpoint, Generation
-from baton.gateway.errors import HttpError, failure_of
-from baton.gateway.openapi import document
-from baton.gateway.request import Body, chat_wish, completion_wish, tokenize_request
-from baton.gateway.shapes import ChatShape, CompletionShape
-from baton.gateway.tokens import text_of
-from baton.gateway.wire import Exchange
+from baton.gateway import api_schema
+from baton.gateway.generation import Endpoint, GenerationEndpoint
+from baton.gateway.http_exchange import HttpError, HttpExchange, failure_of
+from baton.gateway.request import Body, parse_chat, parse_completion, parse_tokenize
+from baton.gateway.response_format import ChatFormat, CompletionFormat, text_of
 from baton.v1 import inference_pb2
 from router.frontend import Caller, Door
 
@@ -35,39 +33,42 @@ _CHAT = {
 
 def app_of(door: Door, routes: Sequence[BaseRoute] = ()) -> Starlette:
     """The API over one door; `routes` come after our own."""
-    told = Told(door)
+    info = InfoRoutes(door)
+    completions = GenerationEndpoint(
+        door, CompletionFormat(), api_schema.COMPLETION, parse_completion, _PROMPT
+    )
+    chats = GenerationEndpoint(door, ChatFormat(), api_schema.CHAT, parse_chat, _CHAT)
     return Starlette(
         routes=[
-            _post("/v1/completions", Generation(
-                door, CompletionShape(), fields.COMPLETION, completion_wish, _PROMPT)),
-            _post("/v1/chat/completions", Generation(
-                door, ChatShape(), fields.CHAT, chat_wish, _CHAT)),
-            _post("/tokenize", Tokenizing(door)),
-            _get("/v1/models", told.models),
-            _get("/v1/models/{model:path}", told.model),
-            _get("/health", told.health),
-            _get("/ready", told.ready),
-            _get("/metrics", told.metrics),
-            _get("/openapi.json", told.openapi),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/tokenize", TokenizeEndpoint(door), methods=["POST"]),
+            Route("/v1/models", info.models),
+            Route("/v1/models/{model:path}", info.model),
+            Route("/health", info.health),
+            Route("/ready", info.ready),
+            Route("/version", info.version),
+            Route("/metrics", info.metrics),
+            Route("/openapi.json", info.openapi),
             *routes,
         ],
-        exception_handlers={HTTPException: _refused, BatonError: _failed},
-    )  # fmt: skip
+        exception_handlers={HTTPException: _not_routed, BatonError: _failed},
+    )
 
 
-class Tokenizing(Endpoint):
+class TokenizeEndpoint(Endpoint):
     """/tokenize, as vLLM has it."""
 
     def __init__(self, door: Door) -> None:
-        super().__init__(door, fields.TOKENIZE)
+        super().__init__(door, api_schema.TOKENIZE)
 
-    async def answer(self, body: Body, caller: Caller, exchange: Exchange) -> None:
-        """Tells token ids, how many they are and how many the model takes."""
-        asked = tokenize_request(body)
+    async def answer(self, body: Body, caller: Caller, exchange: HttpExchange) -> None:
+        """Token ids, their number and the model's context."""
+        parsed = parse_tokenize(body)
         try:
-            found = await self._door.tokenize(asked, caller)
+            found = await self._door.tokenize(parsed, caller)
         except InvalidRequest as error:
-            field = "prompt" if asked.HasField("text") else "messages"
+            field = "prompt" if parsed.HasField("text") else "messages"
             raise InvalidRequest(str(error), field) from error
         tokens = list(found.token_ids)
         names = [text_of(self._door.tokenizer, token) for token in tokens]
@@ -77,15 +78,15 @@ class Tokenizing(Endpoint):
             "tokens": tokens,
             "token_strs": names if body.get("return_token_strs") else None,
         }
-        await exchange.answer(200, json.dumps(answer).encode(), exchange.names())
+        await exchange.answer(200, json.dumps(answer).encode(), exchange.id_headers())
 
 
-class Told:
-    """What is told of the router without generating anything."""
+class InfoRoutes:
+    """What can be read of the router without generating anything."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
-        self._openapi = document()
+        self._openapi = api_schema.document()
 
     async def models(self, request: Request) -> Response:
         """The served models."""
@@ -110,12 +111,16 @@ class Told:
             raise Unavailable(why_not, _RETRY_AFTER_S)
         return JSONResponse({"status": "ready"})
 
+    async def version(self, request: Request) -> Response:
+        """Baton's version."""
+        return JSONResponse({"version": metadata.version("baton-serving")})
+
     async def openapi(self, request: Request) -> Response:
         """The description of this API."""
         return JSONResponse(self._openapi)
 
     async def metrics(self, request: Request) -> Response:
-        """The router's figures, as Prometheus reads them."""
+        """The router's metrics, as Prometheus reads them."""
         kind, page = self._door.metrics_page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": kind})
 
@@ -135,17 +140,12 @@ def _model(model: inference_pb2.Model) -> dict[str, object]:
     }
 
 
-def _post(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, endpoint, methods=["POST"])
-
-
-def _get(path: str, endpoint: object) -> Route:
-    return Route(path, endpoint)  # type: ignore[arg-type]
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+async def _not_routed(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods. OPTIONS says which methods a path has; CORS is not offered."""
     assert isinstance(error, HTTPException)
+    if request.method == "OPTIONS" and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})
     headers = tuple((k.encode(), v.encode()) for k, v in (error.headers or {}).items())
     message = f"{request.method} {request.url.path}: {error.detail}"
     return await _failed(request, HttpError(error.status_code, message, headers))

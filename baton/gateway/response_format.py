@@ -1,17 +1,17 @@
-"""What answers look like: a whole one, or one chunk of a stream, for completions and for chats.
+"""Responses: a whole one, or one chunk of a stream, for completions and for chats.
 
 Chunks are written by hand around the text: a stream is hundreds of them.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
-from baton.gateway.tokens import ChatLogprobs, CompletionLogprobs
 from baton.text import AnyTokenizer
 from baton.v1 import common_pb2
 
@@ -21,12 +21,13 @@ REASONS = {
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
 DONE = b"data: [DONE]\n\n"
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Logprobs(Protocol):
-    """Tells log-probabilities of one choice, in order."""
+    """Writes log-probabilities of one choice, in order."""
 
-    def told(self, positions: Sequence[common_pb2.PositionLogprobs]) -> dict[str, Any]: ...
+    def entries(self, positions: Sequence[common_pb2.PositionLogprobs]) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Choice:
     begun: bool = False  # a chunk of it was sent
 
 
-class Shape(Protocol):
+class ResponseFormat(Protocol):
     """One of the two APIs."""
 
     whole: str  # the answer's "object"
@@ -51,7 +52,7 @@ class Shape(Protocol):
     prefix: str  # its id begins with this
 
     def logprobs(self, tokenizer: AnyTokenizer) -> Logprobs:
-        """Tells the log-probabilities of one choice."""
+        """Writes the log-probabilities of one choice."""
 
     def content(self, text: str) -> dict[str, Any]:
         """The members of a whole choice that hold its text."""
@@ -60,7 +61,7 @@ class Shape(Protocol):
         """The same of a chunk's choice, written as JSON members."""
 
 
-class CompletionShape:
+class CompletionFormat:
     """/v1/completions."""
 
     whole = chunk = "text_completion"
@@ -79,7 +80,7 @@ class CompletionShape:
         return f'"text":{encode_basestring(text)}'
 
 
-class ChatShape:
+class ChatFormat:
     """/v1/chat/completions."""
 
     whole = "chat.completion"
@@ -101,10 +102,10 @@ class ChatShape:
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseHead:
     """What all chunks of an answer begin with."""
 
-    shape: Shape
+    format: ResponseFormat
     request_id: str
     created: int
     model: str
@@ -115,7 +116,7 @@ class Head:
         """The answer in one piece."""
         return json.dumps(
             {
-                **self._members(self.shape.whole),
+                **self._members(self.format.whole),
                 "choices": [
                     self._choice(index, choice, token_ids, echoes[index // n] if echoes else "")
                     for index, choice in enumerate(choices)
@@ -130,8 +131,8 @@ class Head:
         logprobs = choice.logprobs
         return {
             "index": index,
-            **self.shape.content(echo + "".join(choice.text)),
-            "logprobs": None if logprobs is None else logprobs.told(choice.positions),
+            **self.format.content(echo + "".join(choice.text)),
+            "logprobs": None if logprobs is None else logprobs.entries(choice.positions),
             "finish_reason": choice.reason,
             "stop_reason": choice.stop,
             **({"token_ids": choice.token_ids} if token_ids else {}),
@@ -139,7 +140,7 @@ class Head:
 
     def opening(self) -> str:
         """The text of a chunk up to its choices."""
-        members = json.dumps(self._members(self.shape.chunk), separators=(",", ":"))
+        members = json.dumps(self._members(self.format.chunk), separators=(",", ":"))
         return f"data: {members[:-1]},"
 
     def usage_chunk(self, choices: Sequence[Choice], n: int) -> bytes:
@@ -149,7 +150,7 @@ class Head:
 
     def _members(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self.shape.prefix + self.request_id,
+            "id": self.format.prefix + self.request_id,
             "object": kind,
             "created": self.created,
             "model": self.model,
@@ -168,3 +169,76 @@ def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def text_of(tokenizer: AnyTokenizer, token_id: int) -> str:
+    """A token as text: bytes that are no character as "bytes:\\x.."; without a text, its id."""
+    if tokenizer.pieces is None:
+        return f"token_id:{token_id}"
+    text, piece = tokenizer.pieces.shown(token_id)
+    if "\ufffd" in text:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+    return text
+
+
+def bytes_of(tokenizer: AnyTokenizer, token_id: int) -> bytes:
+    """A token's own bytes."""
+    return b"" if tokenizer.pieces is None else tokenizer.pieces.shown(token_id)[1]
+
+
+class CompletionLogprobs:
+    """The four parallel lists of /v1/completions; keeps the offset in the text."""
+
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def entries(self, positions: Iterable[common_pb2.PositionLogprobs]) -> dict[str, Any]:
+        """For these output positions, which follow those of the last call."""
+        offsets, tokens, chosen, top = [], [], [], []
+        for position in positions:
+            token_id = position.chosen.token_id
+            text, logprob = text_of(self._tokenizer, token_id), _finite(position.chosen.logprob)
+            others = {text_of(self._tokenizer, t.token_id): _finite(t.logprob)
+                      for t in position.top}  # fmt: skip
+            offsets.append(self._offset)
+            tokens.append(text)
+            chosen.append(logprob)
+            top.append({text: logprob, **others})
+            self._offset += len(self._utf8.decode(bytes_of(self._tokenizer, token_id)))
+        return {
+            "text_offset": offsets,
+            "token_logprobs": chosen,
+            "tokens": tokens,
+            "top_logprobs": top,
+        }
+
+
+class ChatLogprobs:
+    """One entry for each token, as /v1/chat/completions has it."""
+
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def entries(self, positions: Iterable[common_pb2.PositionLogprobs]) -> dict[str, Any]:
+        """For these output positions."""
+        content = [
+            {
+                **self._entry(position.chosen),
+                "top_logprobs": [self._entry(other) for other in position.top],
+            }
+            for position in positions
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: common_pb2.TokenLogprob) -> dict[str, Any]:
+        return {
+            "token": text_of(self._tokenizer, token.token_id),
+            "logprob": _finite(token.logprob),
+            "bytes": list(bytes_of(self._tokenizer, token.token_id)),
+        }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)
