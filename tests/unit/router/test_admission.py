@@ -340,8 +340,8 @@ async def test_entering_is_charged_and_leaving_gives_back(tmp_path):
 @pytest.mark.parametrize(("own", "workers", "most"), [(32, 0, 22), (32, 20, 10), (32, 99, 22)])
 async def test_no_more_output_is_admitted_than_the_context_holds(tmp_path, own, workers, most):
     door = Admission("tiny", byte_tokenizer(tmp_path, max_position_embeddings=own), 60.0)
-    for asked in (sampling(max_tokens=FILL_CONTEXT), common_pb2.SamplingParams()):
-        asked = request("x" * 10, sampling=asked)
+    for given in (sampling(max_tokens=FILL_CONTEXT), common_pb2.SamplingParams()):
+        asked = request("x" * 10, sampling=given)
         assert (await admit(door, asked, max_context=workers)).params.max_tokens == most
     asked = request("x" * 10, sampling=sampling(max_tokens=most + 1))
     with pytest.raises(InvalidRequest, match=f"is {most + 1}, but .* leaves {most} ") as caught:
