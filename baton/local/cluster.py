@@ -24,7 +24,7 @@ from baton.local.process import ChildProcess
 from baton.local.readiness import router_sees, router_serving, worker_ready, workers_ready
 from baton.local.registry import LocalRegistry
 from baton.local.supervisor import Keeper, ending, last_words, what_happened
-from baton.registry.membership import Membership
+from baton.registry.interface import Membership
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton import rpc
 from baton.errors import DeadlineExceeded, Unavailable
 from baton.registry.backoff import Backoff
-from baton.registry.membership import Membership
+from baton.registry.interface import Membership
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 

@@ -11,7 +11,7 @@ from baton.config import ClusterConfig
 from baton.errors import ConfigError
 from baton.local.etcd import EmbeddedEtcd
 from baton.registry.etcd import EtcdRegistry
-from baton.registry.membership import Membership
+from baton.registry.interface import Membership
 
 
 class LocalRegistry:

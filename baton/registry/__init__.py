@@ -1,7 +1,6 @@
-"""Membership: who is alive. `seam` says what a registry is, `etcd` and `memory` are the two."""
+"""Membership: which workers are alive. `interface` is the contract, `etcd` and `memory` keep it."""
 
 from baton.registry.etcd import EtcdRegistry
-from baton.registry.interface import Registration, Registry
-from baton.registry.membership import Membership
+from baton.registry.interface import Membership, Registration, Registry
 
 __all__ = ["EtcdRegistry", "Membership", "Registration", "Registry"]

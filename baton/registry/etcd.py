@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 from baton.config import RegistryConfig
-from baton.registry.etcd_client import EtcdClient
-from baton.registry.etcd_registration import EtcdRegistration
-from baton.registry.etcd_watch import EtcdWatch
-from baton.registry.membership import Membership
+from baton.errors import BatonError, InvalidRequest, Stale
+from baton.registry import member_table
+from baton.registry.backoff import Backoff
+from baton.registry.etcd_client import CALL_S, EtcdClient
+from baton.registry.interface import Membership
+from baton.registry.member_table import MemberTable
+from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+GRACE_TTLS = 2  # lease TTLs that a missing member has to register again
 
 
 class EtcdRegistry:
-    """The seam's Registry over etcd; construction reads files and may raise ConfigError."""
+    """`Registry` over etcd; construction reads files and may raise ConfigError."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self._config = config
@@ -22,7 +32,7 @@ class EtcdRegistry:
 
     @asynccontextmanager
     async def register(self, record: WorkerRecord) -> AsyncIterator[EtcdRegistration]:
-        """Enters `record` until exit; see the seam."""
+        """Enters `record` until exit; see `Registry`."""
         registration = EtcdRegistration(self._client, self._config, record)
         await registration.start()
         try:
@@ -32,7 +42,7 @@ class EtcdRegistry:
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[Membership]:
-        """Follows the members until exit; see the seam."""
+        """Follows the members until exit; see `Registry`."""
         watch = EtcdWatch(self._client, self._config)
         await watch.start()
         try:
@@ -43,3 +53,248 @@ class EtcdRegistry:
     async def close(self) -> None:
         """Closes the connections."""
         await self._client.close()
+
+
+class EtcdRegistration:
+    """One worker's key in etcd, kept true until the worker leaves.
+
+    One task does all the writing, in rounds: see that the lease lives (or take a new one), then see
+    that the store holds the newest record under it, also after another process deleted or overwrote
+    it. A failed round is repeated with backoff without end: an outage of etcd ends no worker.
+    """
+
+    def __init__(self, client: EtcdClient, config: RegistryConfig, record: WorkerRecord) -> None:
+        self._client = client
+        self._prefix = config.workers_prefix
+        self._ttl_s = config.lease_ttl_s
+        self._record = member_table.copied(record)
+        self._key = member_table.key_of(self._prefix, record)
+        self._written = b""
+        self._lease = 0  # 0: none
+        self._renew_s = self._ttl_s / 3
+        self._connected = False
+        self._unwritten = asyncio.Event()
+        self._settled = asyncio.Event()  # the newest record is written, or cannot be for now
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether etcd answered the last time it was asked."""
+        return self._connected
+
+    async def start(self) -> None:
+        """Writes the key and begins to keep it alive; Unavailable or ConfigError if it cannot."""
+        await self._client.connect(self._prefix)
+        self._unwritten.set()
+        try:
+            await self._round()
+        except BaseException:  # the key may be written already
+            await self.stop()
+            raise
+        self._task = asyncio.create_task(self._keep(), name=f"keep {self._key}")
+
+    async def update(self, record: WorkerRecord) -> None:
+        """Replaces the record; see `Registration`."""
+        self._record = member_table.copy_for_update(self._record, record)
+        self._settled.clear()
+        self._unwritten.set()
+        if self._connected:
+            await self._settled.wait()
+
+    async def stop(self) -> None:
+        """Removes the key at once; if etcd cannot be reached its lease does so later."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if not self._lease:
+            return
+        try:
+            async with asyncio.timeout(CALL_S):
+                await self._client.revoke(self._lease)
+        except Stale:
+            log.info("the lease of %s was gone before it was given back", self._key)
+        except (BatonError, TimeoutError) as error:
+            log.warning("%s is left to its lease's end: %s", self._key, error)
+
+    async def _keep(self) -> None:
+        backoff = Backoff()
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._renew_s):
+                        await self._unwritten.wait()
+                try:
+                    await self._round()
+                    backoff.reset()
+                except BatonError as error:
+                    self._lost(error)
+                    await backoff.wait()
+        except Exception:
+            log.exception("the keeper of %s failed", self._key)
+            raise
+        finally:
+            self._connected = False
+            self._settled.set()
+
+    async def _round(self) -> None:
+        if not self._lease or await self._client.keep_alive(self._lease) <= 0:
+            if self._lease:
+                log.warning("the lease of %s is gone; registering again", self._key)
+            self._lease, ttl_s = await self._client.grant(self._ttl_s)
+            self._renew_s = ttl_s / 3
+            self._unwritten.set()
+        elif not self._unwritten.is_set():
+            await self._check_stored()
+        self._connected = True
+        if self._unwritten.is_set():
+            self._unwritten.clear()
+            self._written = member_table.encode(self._record)
+            await self._client.put(self._key, self._written, self._lease)
+        if not self._unwritten.is_set():
+            self._settled.set()
+
+    async def _check_stored(self) -> None:
+        """Has the record written again if the store does not hold it as it was written."""
+        stored = await self._client.get(self._key)
+        if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
+            what = "was changed" if stored else "was deleted"
+            log.warning("%s %s by another process; writing it again", self._key, what)
+            self._unwritten.set()
+
+    def _lost(self, error: BatonError) -> None:
+        if self._connected:
+            log.warning("%s cannot be kept alive for now: %s", self._key, error)
+        if isinstance(error, Stale):
+            self._lease = 0
+        self._connected = False
+        # Whatever the store remembers when it comes back, the newest record is written again.
+        self._unwritten.set()
+        self._settled.set()
+
+
+class EtcdWatch:
+    """One watcher of all workers: lists at revision R, watches from R + 1, again after every break.
+
+    After a break the watch resumes at the last revision seen, so that departures meanwhile come as
+    events and count at once. The new listing beside it catches what no event will bring: history
+    that was compacted, and a store that lost its data and counts revisions from the start. A member
+    that such a listing lacks may only not have come back yet, so it stays for GRACE_TTLS.
+    """
+
+    def __init__(self, client: EtcdClient, config: RegistryConfig) -> None:
+        self.membership = Membership()
+        self._client = client
+        self._prefix = config.workers_prefix
+        self._grace_s = GRACE_TTLS * config.lease_ttl_s
+        self._table = MemberTable()
+        self._revision: int | None = None  # everything up to it is known; None: unknown
+        self._grace: asyncio.TimerHandle | None = None
+        self._backoff = Backoff()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Lists the members and begins to follow; Unavailable or ConfigError if it cannot."""
+        self._take(await self._client.connect(self._prefix))
+        self._publish(connected=True)
+        self._task = asyncio.create_task(self._follow(), name=f"watch {self._prefix}")
+
+    async def stop(self) -> None:
+        """Ends the watch and all readers of `membership`."""
+        self._hold_grace()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self.membership.close()
+
+    async def _follow(self) -> None:
+        listed = True
+        try:
+            while True:
+                try:
+                    if not listed:
+                        self._take(await self._client.range(self._prefix))
+                    listed = False
+                    await self._listen()
+                except BatonError as error:
+                    self._lost(error)
+                await self._backoff.wait()
+        except Exception:
+            log.exception("the watch of %s failed", self._prefix)
+            raise
+        finally:
+            self.membership.close()
+
+    async def _listen(self) -> None:
+        """Applies events until the stream breaks (raises) or history is compacted (returns)."""
+        assert self._revision is not None, "listed before"
+        stream = self._client.watch(self._prefix, self._revision + 1)
+        async with aclosing(stream) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                if response.canceled:
+                    log.info("history of %s is compacted; listing again", self._prefix)
+                    self._revision = None
+                    return
+                if response.created:
+                    self._resumed()
+                self._apply(response)
+
+    def _apply(self, response: etcd_pb2.WatchResponse) -> None:
+        for event in response.events:
+            incarnation, revision = member_table.incarnation_of(event.kv.key), event.kv.mod_revision
+            if event.type == etcd_pb2.Event.DELETE:
+                self._table.delete(incarnation, revision)
+            elif (record := _decoded(event.kv)) is not None:
+                self._table.put(incarnation, record, revision)
+            self._revision = revision
+        if not response.events and not response.created:  # a progress report
+            self._revision = response.header.revision
+        self._publish(connected=True)
+
+    def _take(self, listing: etcd_pb2.RangeResponse) -> None:
+        """Takes over a listing. The watch goes on where it was, unless the store started over."""
+        self._table.listed(
+            {
+                record.incarnation: (record, kv.mod_revision)
+                for kv in listing.kvs
+                if (record := _decoded(kv)) is not None
+            }
+        )
+        newest = listing.header.revision
+        self._revision = newest if self._revision is None else min(self._revision, newest)
+
+    def _resumed(self) -> None:
+        self._backoff.reset()
+        self._hold_grace()
+        if self._table.missing:
+            log.info("%d members are missing; waiting for them", len(self._table.missing))
+            loop = asyncio.get_running_loop()
+            self._grace = loop.call_later(self._grace_s, self._give_up)
+
+    def _give_up(self) -> None:
+        for incarnation in sorted(self._table.drop_missing()):
+            log.warning("member %s did not come back", incarnation)
+        self._publish(connected=True)
+
+    def _lost(self, error: BatonError) -> None:
+        if self.membership.connected:
+            log.warning("serving on the last known members: %s", error)
+        # While no worker can register, none is dropped.
+        self._hold_grace()
+        self._publish(connected=False)
+
+    def _hold_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def _publish(self, *, connected: bool) -> None:
+        self.membership.publish(self._table.records, connected=connected)
+
+
+def _decoded(kv: etcd_pb2.KeyValue) -> WorkerRecord | None:
+    """The record at a key; None, and a warning, when something else was written there."""
+    try:
+        return member_table.decode(kv.key, kv.value)
+    except InvalidRequest as error:
+        log.warning("%s", error)
+        return None

@@ -8,21 +8,28 @@ here may be repeated without harm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
 from baton.config import RegistryConfig
-from baton.errors import BatonError, ConfigError, Unauthenticated, Unavailable
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InternalError,
+    Overloaded,
+    Stale,
+    Unauthenticated,
+    Unavailable,
+)
 from baton.registry.backoff import Backoff
-from baton.registry.etcd_errors import error_of
 from baton.v1 import etcd_pb2, etcd_pb2_grpc
 
 CALL_S = 2.0  # one attempt at one endpoint
 START_S = 10.0  # until the first answer, at start
-QUIET_S = 5.0  # a watch that brings nothing for so long asks for a sign of life
+QUIET_S = 5.0  # a watch that brings nothing for so long checks that its endpoint is alive
 
 OPTIONS: list[tuple[str, Any]] = [
     # etcd cuts off clients that ping more often than every 5 s, or with no call under way.
@@ -37,6 +44,28 @@ OPTIONS: list[tuple[str, Any]] = [
 ]
 # A stream to a member that has lost its cluster fails instead of staying silent.
 _STREAM_METADATA = (("hasleader", "true"),)
+
+# What etcd's failures mean. Its status codes alone do not tell, so its texts are read as well.
+# Unauthenticated leads to a new login, Unavailable to another attempt, ConfigError to the user.
+_TEXTS: list[tuple[str, type[BatonError], str]] = [
+    ("invalid auth token", Unauthenticated, "does not know our token"),
+    ("revision of auth store is old", Unauthenticated, "wants a newer token"),
+    ("user name is empty", Unauthenticated, "asks for a user: set --etcd-user"),
+    ("authentication failed", ConfigError, "refuses user {user!r} or its password"),
+    ("permission denied", ConfigError, "denies user {user!r} access to Baton's keys"),
+    ("lease not found", Stale, "does not know our lease"),
+    ("CERTIFICATE_VERIFY_FAILED", ConfigError, "has a certificate that --etcd-ca did not sign"),
+    ("Hostname Verification", ConfigError, "has a certificate for another name"),
+    ("ALERT_BAD_CERTIFICATE", ConfigError, "wants another client certificate: see --etcd-cert"),
+    ("CERTIFICATE_REQUIRED", ConfigError, "wants a client certificate: set --etcd-cert"),
+    ("SSL_ERROR_SSL", ConfigError, "and we find no common TLS"),
+]
+_GONE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+)
 
 T = TypeVar("T")
 
@@ -80,7 +109,7 @@ class EtcdClient:
             await endpoint.channel.close(None)
 
     async def connect(self, prefix: str, timeout_s: float | None = None) -> etcd_pb2.RangeResponse:
-        """The first listing of `prefix`, tried for START_S; Unavailable names the mend."""
+        """The first listing of `prefix`, tried for START_S; Unavailable names the fix."""
         timeout_s = START_S if timeout_s is None else timeout_s
         cause: BatonError | None = None
         backoff = Backoff()
@@ -173,7 +202,7 @@ class EtcdClient:
                 response = await self._next(call, at, create.key)
             raise Unavailable(f"etcd at {at.name} ended the watch")
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise error_of(error, at.name, self._user) from error
+            raise _error_of(error, at.name, self._user) from error
         except TimeoutError as error:
             raise Unavailable(f"etcd at {at.name} does not answer") from error
         finally:
@@ -187,18 +216,18 @@ class EtcdClient:
         reading = asyncio.ensure_future(call.read())
         try:
             while not (await asyncio.wait({reading}, timeout=QUIET_S))[0]:
-                await self._require_life(at, key)
+                await self._check_alive(at, key)
             return reading.result()
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def _require_life(self, at: _Endpoint, key: bytes) -> None:
+    async def _check_alive(self, at: _Endpoint, key: bytes) -> None:
         request = etcd_pb2.RangeRequest(key=key)
         try:
             await at.kv.Range(request, timeout=CALL_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
-            meaning = error_of(error, at.name, self._user)
+            meaning = _error_of(error, at.name, self._user)
             if isinstance(meaning, Unavailable):  # a refusal, of an old token say, is an answer
                 raise meaning from error
 
@@ -234,7 +263,7 @@ class EtcdClient:
                 self._token = await self._log_in(at, options)
             return await invoke(at, options | {"metadata": self._metadata()})
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, at.name, self._user) from error
+            raise _error_of(error, at.name, self._user) from error
 
     async def _log_in(self, at: _Endpoint, options: dict[str, Any]) -> str:
         request = etcd_pb2.AuthenticateRequest(name=self._user, password=self._password)
@@ -265,7 +294,7 @@ def _password(config: RegistryConfig) -> str:
         raise ConfigError("--etcd-user needs --etcd-password-file")
     if config.password_file is None:
         return ""
-    return _read(config.password_file, "--etcd-password-file").decode().rstrip("\r\n")
+    return (_read(config.password_file, "--etcd-password-file") or b"").decode().rstrip("\r\n")
 
 
 def _addresses(config: RegistryConfig) -> list[tuple[str, grpc.ChannelCredentials | None]]:
@@ -282,20 +311,34 @@ def _addresses(config: RegistryConfig) -> list[tuple[str, grpc.ChannelCredential
 
 
 def _credentials(config: RegistryConfig) -> grpc.ChannelCredentials:
-    files = {
-        "--etcd-ca": config.ca_file,
-        "--etcd-key": config.key_file,
-        "--etcd-cert": config.cert_file,
-    }
-    return grpc.ssl_channel_credentials(*_read_all(files.items()))
+    return grpc.ssl_channel_credentials(
+        _read(config.ca_file, "--etcd-ca"),
+        _read(config.key_file, "--etcd-key"),
+        _read(config.cert_file, "--etcd-cert"),
+    )
 
 
-def _read_all(files: Iterable[tuple[str, Path | None]]) -> list[bytes | None]:
-    return [None if path is None else _read(path, option) for option, path in files]
-
-
-def _read(path: Path, option: str) -> bytes:
+def _read(path: Path | None, option: str) -> bytes | None:
+    if path is None:
+        return None
     try:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
+
+
+def _error_of(
+    error: grpc.aio.AioRpcError | asyncio.InvalidStateError, endpoint: str, user: str
+) -> BatonError:
+    """The Baton error that a failed call to `endpoint` as `user` stands for."""
+    if isinstance(error, asyncio.InvalidStateError):  # grpc.aio: a write on a call that has ended
+        return Unavailable(f"etcd at {endpoint} ended the call")
+    code, text = error.code(), error.details() or ""
+    for sign, cls, meaning in _TEXTS:
+        if sign in text:
+            return cls(f"etcd at {endpoint} {meaning.format(user=user)} ({text})")
+    if code in _GONE:
+        return Unavailable(f"etcd at {endpoint} does not answer: {text or code.name}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(f"etcd at {endpoint} has no room or time: {text}")
+    return InternalError(f"etcd at {endpoint} failed with {code.name}: {text}")

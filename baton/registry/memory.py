@@ -2,22 +2,25 @@
 
 Everything happens at once and in the caller's task. Time is the store's own: leases end when
 `advance` is called, never by themselves. Outages are played by `stop`, `start`, `wipe` and
-`compact` on the store, and by `cut` and `mend` on one registry.
+`compact` on the store, and by `cut` and `reconnect` on one registry.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from baton.errors import Unavailable
-from baton.registry import records
-from baton.registry.member_table import Roll
-from baton.registry.membership import Membership
+from baton.registry import member_table
+from baton.registry.interface import Membership
+from baton.registry.member_table import MemberTable
 from baton.v1.common_pb2 import WorkerRecord
 
 GRACE_TTLS = 2
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -37,14 +40,14 @@ class MemoryStore:
         self.history = 0  # changes when events are lost: by a wipe, or by compaction in an outage
         self.entries: dict[str, _Entry] = {}
         self._revision = 0
-        self._registrations: list[MemoryRegistration] = []
-        self._watches: list[_MemoryWatch] = []
+        self.registrations: list[MemoryRegistration] = []
+        self.watches: list[_MemoryWatch] = []
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass: leases of those who can reach the store live on, the others' end."""
+        """Lets time pass: leases of registrations that reach the store live on, others end."""
         self.now_s += seconds
         if self.up:
-            for registration in self._registrations:
+            for registration in self.registrations:
                 registration.renew()
             for incarnation, entry in list(self.entries.items()):
                 if entry.expires_s <= self.now_s:
@@ -71,8 +74,8 @@ class MemoryStore:
         self._revision = 0
 
     def compact(self) -> None:
-        """Whoever is not watching now will not be told what happened meanwhile."""
-        for watch in self._watches:
+        """Watches that are cut off now will not get the events of meanwhile."""
+        for watch in self.watches:
             watch.forget_history()
 
     def put(self, record: WorkerRecord) -> None:
@@ -95,26 +98,21 @@ class MemoryStore:
 
     def settle(self) -> None:
         """Does at once what retries and streams do in time: everyone writes, everyone reads."""
-        for registration in self._registrations:
+        for registration in self.registrations:
             registration.renew()
-        for watch in self._watches:
+        for watch in self.watches:
             watch.read()
 
-    def enrol(self, member: MemoryRegistration | _MemoryWatch) -> None:
+    @contextmanager
+    def following(self, members: list[T], member: T) -> Iterator[T]:
         """Includes a registration or a watch in `settle`."""
-        if isinstance(member, MemoryRegistration):
-            self._registrations.append(member)
-        else:
-            self._watches.append(member)
+        members.append(member)
         self.settle()
-
-    def dismiss(self, member: MemoryRegistration | _MemoryWatch) -> None:
-        """Ends `enrol`."""
-        if isinstance(member, MemoryRegistration):
-            self._registrations.remove(member)
-        else:
-            self._watches.remove(member)
-        self.settle()
+        try:
+            yield member
+        finally:
+            members.remove(member)
+            self.settle()
 
 
 class MemoryRegistry:
@@ -134,35 +132,33 @@ class MemoryRegistry:
         self._linked = False
         self._store.settle()
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Undoes `cut`."""
         self._linked = True
         self._store.settle()
 
     @asynccontextmanager
     async def register(self, record: WorkerRecord) -> AsyncIterator[MemoryRegistration]:
-        """Enters `record` until exit; see the seam."""
+        """Enters `record` until exit; see `Registry`."""
         self._require_store()
-        records.key_of("", record)
+        member_table.key_of("", record)
         registration = MemoryRegistration(self, self._store, record)
-        self._store.enrol(registration)
-        try:
-            yield registration
-        finally:
-            if self.connected:
-                self._store.delete(record.incarnation)
-            self._store.dismiss(registration)
+        with self._store.following(self._store.registrations, registration):
+            try:
+                yield registration
+            finally:
+                if self.connected:
+                    self._store.delete(record.incarnation)
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[Membership]:
-        """Follows the members until exit; see the seam."""
+        """Follows the members until exit; see `Registry`."""
         self._require_store()
         watch = _MemoryWatch(self, self._store)
-        self._store.enrol(watch)
         try:
-            yield watch.membership
+            with self._store.following(self._store.watches, watch):
+                yield watch.membership
         finally:
-            self._store.dismiss(watch)
             watch.membership.close()
 
     async def close(self) -> None:
@@ -179,7 +175,7 @@ class MemoryRegistration:
     def __init__(self, registry: MemoryRegistry, store: MemoryStore, record: WorkerRecord) -> None:
         self._registry = registry
         self._store = store
-        self._record = records.copied(record)
+        self._record = member_table.copied(record)
 
     @property
     def connected(self) -> bool:
@@ -187,8 +183,8 @@ class MemoryRegistration:
         return self._registry.connected
 
     async def update(self, record: WorkerRecord) -> None:
-        """Replaces the record; see the seam."""
-        self._record = records.copy_for_update(self._record, record)
+        """Replaces the record; see `Registration`."""
+        self._record = member_table.copy_for_update(self._record, record)
         self._store.settle()
 
     def renew(self) -> None:
@@ -204,7 +200,7 @@ class _MemoryWatch:
         self.membership = Membership()
         self._registry = registry
         self._store = store
-        self._roll = Roll()
+        self._table = MemberTable()
         self._history: int | None = store.history  # None: lost to compaction
         self._seen: set[str] = set()
         self._give_up_s: float | None = None
@@ -218,24 +214,24 @@ class _MemoryWatch:
         """Publishes what the store has, or that it cannot be reached."""
         if not self._registry.connected:
             self._give_up_s = None
-            self.membership.publish(self._roll.records, connected=False)
+            self.membership.publish(self._table.records, connected=False)
             return
         self._take()
-        if self._roll.missing and self._give_up_s is None:
+        if self._table.missing and self._give_up_s is None:
             self._give_up_s = self._store.now_s + GRACE_TTLS * self._store.ttl_s
         if self._give_up_s is not None and self._store.now_s >= self._give_up_s:
-            self._roll.drop_missing()
-        if not self._roll.missing:
+            self._table.drop_missing()
+        if not self._table.missing:
             self._give_up_s = None
-        self.membership.publish(self._roll.records, connected=True)
+        self.membership.publish(self._table.records, connected=True)
 
     def _take(self) -> None:
         entries = self._store.entries
         if self._history != self._store.history:
             self._history, self._seen = self._store.history, set()
-            self._roll.listed({i: (e.record, e.revision) for i, e in entries.items()})
+            self._table.listed({i: (e.record, e.revision) for i, e in entries.items()})
         for incarnation in self._seen - entries.keys():
-            self._roll.delete(incarnation, self._store.revision)
+            self._table.delete(incarnation, self._store.revision)
         for incarnation, entry in entries.items():
-            self._roll.put(incarnation, entry.record, entry.revision)
+            self._table.put(incarnation, entry.record, entry.revision)
         self._seen = set(entries)

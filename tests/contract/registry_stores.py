@@ -11,8 +11,7 @@ from baton.config import RegistryConfig, split_address
 from baton.local.etcd import EmbeddedEtcd
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.etcd_client import EtcdClient
-from baton.registry.interface import Registry
-from baton.registry.membership import Membership
+from baton.registry.interface import Membership, Registry
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.v1.common_pb2 import WorkerRecord
 
@@ -47,7 +46,7 @@ class InMemory:
         registry.cut()
 
     async def mend(self, registry: MemoryRegistry) -> None:
-        registry.mend()
+        registry.reconnect()
 
     async def stop(self) -> None:
         self._store.stop()

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from baton.registry.membership import Membership
+from baton.registry.interface import Membership
 from baton.v1.common_pb2 import WorkerRecord
 
 

@@ -17,7 +17,7 @@ async def test_leases_end_exactly_when_their_time_is_up():
         assert set(members.records) == {"d1"}
         store.advance(0.2)
         assert not members.records
-        far.mend()
+        far.reconnect()
         assert set(members.records) == {"d1"}
 
 
