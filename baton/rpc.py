@@ -222,11 +222,13 @@ class _MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             self._log_after, self._unlogged = now + _LOG_EVERY_S, 0
 
 
-def channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """An asyncio channel with our options; insecure unless credentials are given."""
+def channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, kind: Any = grpc.aio
+) -> Any:
+    """A channel with our options, of asyncio or `kind` grpc; insecure without credentials."""
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+        return kind.insecure_channel(address, options=OPTIONS)
+    return kind.secure_channel(address, credentials, options=OPTIONS)
 
 
 def _write_details(

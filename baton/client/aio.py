@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, Unpack
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
 from baton import rpc, telemetry
-from baton.client.call import Attempts, GenerateCall, Target
+from baton.client.call import Attempts, BaseClient, GenerateCall, UnaryCall
 from baton.client.completion import Completion, Delta
-from baton.client.fleet import Model, explanation_of, models_of, status_of
-from baton.client.request import (
-    Options,
-    Prompt,
-    generate_request,
-    timeout_of,
-    tokenize_request,
-)
-from baton.client.retry import RetryPolicy
+from baton.client.fleet import Model
+from baton.client.request import Options, Prompt
 from baton.errors import Cancelled
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2_grpc
+
+T = TypeVar("T")
 
 _CLOSED = "the client was closed while the call ran"  # gRPC cancels the task that awaits it
 
@@ -85,12 +78,7 @@ class AsyncStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._cancel()
 
     def __del__(self) -> None:
@@ -103,7 +91,7 @@ class AsyncStream:
             self._responses.cancel()
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """`baton.Client` for asyncio, with the same methods and parameters; one event loop's own.
 
     async with baton.AsyncClient("127.0.0.1:7700") as client:
@@ -112,17 +100,8 @@ class AsyncClient:
             print(delta.text, end="")
     """
 
-    def __init__(
-        self,
-        target: str | Sequence[str] = "127.0.0.1:7700",
-        *,
-        ca_file: str | Path | None = None,
-        api_key: str | None = None,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        self._target = Target.of(target, ca_file, api_key, retry)
-        # Filled as they are called: a channel belongs to the loop that runs when it is made.
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def _open(self) -> None:
+        # Channels are made when first called: each belongs to the loop that runs then.
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # gRPC does not end all by itself
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
@@ -134,50 +113,25 @@ class AsyncClient:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """The same completion as it is written. Raises InvalidRequest before anything is sent."""
-        request = generate_request(prompt, options)
-        call = GenerateCall(self._target, request, timeout_of(options))
-        return AsyncStream(call, self._send)
+        return AsyncStream(self._generate_call(prompt, options), self._send)
 
     async def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
     ) -> list[int]:
         """The token ids that `generate` would run for a text or for chat messages."""
-        request = tokenize_request(prompt, model)
-        response = await self._unary(
-            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).Tokenize,
-            request,
-            timeout,
-        )
-        return list(response.token_ids)
+        return await self._unary(self._tokenize_call(prompt, model, timeout))
 
     async def models(self, *, timeout: float | None = 10.0) -> list[Model]:
         """The models the router serves."""
-        response = await self._unary(
-            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).ListModels,
-            inference_pb2.ListModelsRequest(),
-            timeout,
-        )
-        return models_of(response)
+        return await self._unary(self._models_call(timeout))
 
     async def status(self, *, timeout: float | None = 10.0) -> dict[str, Any]:
         """The router's view of the cluster: router, workers, pairs."""
-        response = await self._unary(
-            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).GetStatus,
-            fleet_pb2.GetStatusRequest(),
-            timeout,
-        )
-        return status_of(response)
+        return await self._unary(self._status_call(timeout))
 
     async def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
         """Where `generate` would run this request now, and why; nothing is run."""
-        timeout = timeout_of(options)
-        request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
-        response = await self._unary(
-            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).Explain,
-            request,
-            timeout,
-        )
-        return explanation_of(response)
+        return await self._unary(self._explain_call(prompt, options))
 
     async def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
@@ -190,15 +144,10 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _channel(self, address: str) -> Any:
         if address not in self._channels:
             self._channels[address] = rpc.channel(address, self._target.credentials)
         return self._channels[address]
@@ -211,15 +160,14 @@ class AsyncClient:
         self._calls.add(responses)
         return responses
 
-    async def _unary(
-        self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout: float | None
-    ) -> Any:
-        attempts = Attempts(self._target, timeout)
+    async def _unary(self, call: UnaryCall[T]) -> T:
+        attempts = Attempts(self._target, call.timeout_s)
         metadata = (*self._target.metadata, *telemetry.inject())
         while True:
-            call = method(self._channel(attempts.address))
+            send = call.method(self._channel(attempts.address))
             try:
-                return await call(request, timeout=attempts.time_left_s, metadata=metadata)
+                response = await send(call.request, timeout=attempts.time_left_s, metadata=metadata)
+                return call.result(response)
             except grpc.RpcError as rpc_error:
                 wait_s = attempts.failed(rpc.error_of(rpc_error))
             except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""The story of one call, told once for both clients: attempts, deadline, trace, outcome.
+"""What both clients share of a call: attempts, deadline, trace, outcome; and the unary calls.
 
 The clients add only the waiting: they send, receive and sleep as this module says.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import grpc
 from opentelemetry import trace
@@ -17,9 +18,19 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from baton import config, telemetry
 from baton.client.completion import Collector, Completion, Delta
+from baton.client.fleet import Model, explanation_of, models_of, status_of
+from baton.client.request import (
+    Options,
+    Prompt,
+    generate_request,
+    timeout_of,
+    tokenize_request,
+)
 from baton.client.retry import RetryPolicy
 from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
-from baton.v1 import inference_pb2
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -142,7 +153,10 @@ class GenerateCall:
         timeout_s: float | None,
     ) -> None:
         self.request = request
-        _make_repeatable(request)
+        sampling = request.sampling
+        if sampling.temperature > 0 and not sampling.HasField("seed"):
+            # Chosen here, so that another router can go on with the same random numbers.
+            sampling.seed = random.getrandbits(64)
         self.over = False
         self.attempts = Attempts(target, timeout_s)
         self._collector = Collector()
@@ -225,8 +239,67 @@ class GenerateCall:
         self.close()
 
 
-def _make_repeatable(request: inference_pb2.GenerateRequest) -> None:
-    """Gives a request that draws at random its seed here, so that another router can go on."""
-    sampling = request.sampling
-    if sampling.temperature > 0 and not sampling.HasField("seed"):
-        sampling.seed = random.getrandbits(64)
+@dataclass(frozen=True)
+class UnaryCall(Generic[T]):
+    """A call with one answer: how a channel makes it, what is sent, what the answer means."""
+
+    method: Callable[[Any], Any]
+    request: Any
+    timeout_s: float | None
+    result: Callable[[Any], T]
+
+
+class BaseClient:
+    """What `Client` and `AsyncClient` have in common: where to call, and the calls they make."""
+
+    def __init__(
+        self,
+        target: str | Sequence[str] = "127.0.0.1:7700",
+        *,
+        ca_file: str | Path | None = None,
+        api_key: str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._target = Target.of(target, ca_file, api_key, retry)
+        self._channels: dict[str, Any] = {}
+        self._open()
+
+    def _open(self) -> None:
+        """Makes what a client has beside this."""
+
+    def _generate_call(self, prompt: Prompt, options: Options) -> GenerateCall:
+        return GenerateCall(self._target, generate_request(prompt, options), timeout_of(options))
+
+    def _tokenize_call(
+        self, prompt: Prompt, model: str | None, timeout_s: float | None
+    ) -> UnaryCall[list[int]]:
+        return UnaryCall(
+            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).Tokenize,
+            tokenize_request(prompt, model),
+            timeout_s,
+            lambda response: list(response.token_ids),
+        )
+
+    def _models_call(self, timeout_s: float | None) -> UnaryCall[list[Model]]:
+        return UnaryCall(
+            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).ListModels,
+            inference_pb2.ListModelsRequest(),
+            timeout_s,
+            models_of,
+        )
+
+    def _status_call(self, timeout_s: float | None) -> UnaryCall[dict[str, Any]]:
+        return UnaryCall(
+            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).GetStatus,
+            fleet_pb2.GetStatusRequest(),
+            timeout_s,
+            status_of,
+        )
+
+    def _explain_call(self, prompt: Prompt, options: Options) -> UnaryCall[dict[str, Any]]:
+        return UnaryCall(
+            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).Explain,
+            fleet_pb2.ExplainRequest(request=generate_request(prompt, options)),
+            timeout_of(options),
+            explanation_of,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from baton.errors import Unavailable
@@ -158,12 +158,8 @@ class Collector:
             finish_reason=_REASONS.get(finish.reason),
             stop=finish.stop,
             logprobs=tuple(self._logprobs),
-            usage=Usage(
-                finish.usage.prompt_tokens,
-                finish.usage.completion_tokens,
-                finish.usage.cached_tokens,
-            ),
-            timing=_timing(finish.timing),
+            usage=Usage(**_values(finish.usage, Usage)),
+            timing=Timing(**_values(finish.timing, Timing)),
             route=_route(finish.route),
             trace_id=self._started.trace_id or trace_id,
             request_id=self._started.request_id,
@@ -191,15 +187,9 @@ def _logprobs(position: common_pb2.PositionLogprobs) -> TokenLogprobs:
     return TokenLogprobs(position.chosen.token_id, position.chosen.logprob, top)
 
 
-def _timing(message: common_pb2.Timing) -> Timing:
-    return Timing(
-        message.queue_ms,
-        message.ttft_ms,
-        message.tpot_ms,
-        message.e2e_ms,
-        message.transfer_ms,
-        message.transfer_bytes,
-    )
+def _values(message: Any, cls: Any) -> dict[str, Any]:
+    """A message's fields of the same names as a dataclass's."""
+    return {field.name: getattr(message, field.name) for field in fields(cls)}
 
 
 def _route(message: common_pb2.Route) -> Route:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, Unpack
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
 from baton import rpc, telemetry
-from baton.client.call import Attempts, GenerateCall, Target
+from baton.client.call import Attempts, BaseClient, GenerateCall, UnaryCall
 from baton.client.completion import Completion, Delta
-from baton.client.fleet import Model, explanation_of, models_of, status_of
-from baton.client.request import (
-    Options,
-    Prompt,
-    generate_request,
-    timeout_of,
-    tokenize_request,
-)
-from baton.client.retry import RetryPolicy
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.client.fleet import Model
+from baton.client.request import Options, Prompt
+from baton.v1 import inference_pb2_grpc
+
+T = TypeVar("T")
 
 
 class Stream:
@@ -77,19 +70,14 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
         self.close()
 
 
-class Client:
+class Client(BaseClient):
     """A client of one or several routers of a cluster. Safe to share between threads.
 
     `target` is "host:port", several of them separated by commas, or a sequence of them: when one
@@ -106,21 +94,9 @@ class Client:
     goes on behind the tokens that have come; see `RetryPolicy`.
     """
 
-    def __init__(
-        self,
-        target: str | Sequence[str] = "127.0.0.1:7700",
-        *,
-        ca_file: str | Path | None = None,
-        api_key: str | None = None,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        self._target = Target.of(target, ca_file, api_key, retry)
-        self._channels = {address: self._channel(address) for address in self._target.addresses}
-
-    def _channel(self, address: str) -> grpc.Channel:
-        if self._target.credentials is None:
-            return grpc.insecure_channel(address, options=rpc.OPTIONS)
-        return grpc.secure_channel(address, self._target.credentials, options=rpc.OPTIONS)
+    def _open(self) -> None:
+        for address in self._target.addresses:
+            self._channels[address] = rpc.channel(address, self._target.credentials, grpc)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole completion of a text, of token ids, or of chat messages; see `Options`.
@@ -134,50 +110,25 @@ class Client:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """The same completion as it is written. Raises InvalidRequest before anything is sent."""
-        request = generate_request(prompt, options)
-        call = GenerateCall(self._target, request, timeout_of(options))
-        return Stream(call, self._send)
+        return Stream(self._generate_call(prompt, options), self._send)
 
     def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
     ) -> list[int]:
         """The token ids that `generate` would run for a text or for chat messages."""
-        request = tokenize_request(prompt, model)
-        response = self._unary(
-            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).Tokenize,
-            request,
-            timeout,
-        )
-        return list(response.token_ids)
+        return self._unary(self._tokenize_call(prompt, model, timeout))
 
     def models(self, *, timeout: float | None = 10.0) -> list[Model]:
         """The models the router serves."""
-        response = self._unary(
-            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).ListModels,
-            inference_pb2.ListModelsRequest(),
-            timeout,
-        )
-        return models_of(response)
+        return self._unary(self._models_call(timeout))
 
     def status(self, *, timeout: float | None = 10.0) -> dict[str, Any]:
         """The router's view of the cluster: router, workers, pairs."""
-        response = self._unary(
-            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).GetStatus,
-            fleet_pb2.GetStatusRequest(),
-            timeout,
-        )
-        return status_of(response)
+        return self._unary(self._status_call(timeout))
 
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
         """Where `generate` would run this request now, and why; nothing is run."""
-        timeout = timeout_of(options)
-        request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
-        response = self._unary(
-            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).Explain,
-            request,
-            timeout,
-        )
-        return explanation_of(response)
+        return self._unary(self._explain_call(prompt, options))
 
     def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
@@ -188,12 +139,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _send(self, call: GenerateCall) -> Any:
@@ -202,15 +148,14 @@ class Client:
             call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
         )
 
-    def _unary(
-        self, method: Callable[[grpc.Channel], Any], request: Any, timeout: float | None
-    ) -> Any:
-        attempts = Attempts(self._target, timeout)
+    def _unary(self, call: UnaryCall[T]) -> T:
+        attempts = Attempts(self._target, call.timeout_s)
         metadata = (*self._target.metadata, *telemetry.inject())
         while True:
-            call = method(self._channels[attempts.address])
+            send = call.method(self._channels[attempts.address])
             try:
-                return call(request, timeout=attempts.time_left_s, metadata=metadata)
+                response = send(call.request, timeout=attempts.time_left_s, metadata=metadata)
+                return call.result(response)
             except grpc.RpcError as rpc_error:
                 wait_s = attempts.failed(rpc.error_of(rpc_error))
             threading.Event().wait(wait_s)
