@@ -5,7 +5,7 @@
     with baton.Client("127.0.0.1:7700") as client:
         print(client.generate("def f(", max_tokens=32).text)
 
-The SDK is loaded when it is first named, so that a process which needs another room of the house
+The SDK is loaded when it is first named, so that a process which needs another package
 (`baton.errors`, `baton.engine`) does not pay for it.
 """
 

@@ -1,6 +1,6 @@
 """Reads files of a model directory, which is not trusted: regular ones, of bounded size.
 
-For the text side and the engine, neither of which knows the other.
+For the text side and the engine, which do not import each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every error Baton raises on purpose, as one tree.
 
 `baton.rpc` holds the one table between these classes and gRPC status codes, in both directions, so
-that an error keeps its meaning across processes. This module knows neither gRPC nor tensors.
+that an error keeps its meaning across processes. This module imports neither gRPC nor tensors.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import reprlib
 
 MAX_QUOTED_CHARS = 200
-
-
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = MAX_QUOTED_CHARS
 
@@ -21,7 +19,12 @@ def quoted(value: object) -> str:
 
 
 class BatonError(Exception):
-    """Base of all errors; `str()` names the cause and, where there is one, the mend."""
+    """Base of all errors; `str()` names the cause and, where there is one, the fix.
+
+    `retryable` says whether the same request may work later, at this or another router.
+    """
+
+    retryable = False
 
 
 class InvalidRequest(BatonError):
@@ -43,6 +46,8 @@ class Unauthenticated(BatonError):
 class RetryableError(BatonError):
     """The same request may work later. `retry_after_s` is the server's advice, 0 if it has none."""
 
+    retryable = True
+
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -53,7 +58,7 @@ class Overloaded(RetryableError):
 
 
 class Unavailable(RetryableError):
-    """Nobody is there to do it: no worker of a role, a process that is gone or draining."""
+    """No process is there to do it: no worker of a role, a process that is gone or draining."""
 
 
 class DeadlineExceeded(BatonError, TimeoutError):
@@ -61,7 +66,7 @@ class DeadlineExceeded(BatonError, TimeoutError):
 
 
 class Cancelled(BatonError):
-    """The caller gave the request up."""
+    """The caller cancelled the request."""
 
 
 class Stale(BatonError):
@@ -69,7 +74,7 @@ class Stale(BatonError):
 
 
 class KvMismatch(BatonError):
-    """Two workers' KV caches do not mean the same; both sides are named."""
+    """Two workers' KV caches are not compatible; the message names both sides."""
 
 
 class TransferFailed(BatonError):

@@ -1,7 +1,7 @@
 """How log lines look: for people, or one JSON object a line for machines.
 
-Whoever logs about a request passes what is known of it, `log.warning(text, extra=about(...))`; it
-is in both forms, so that a line leads to its trace.
+A line about a request passes its ids, `log.warning(text, extra=about(...))`; both forms show them,
+so that a line leads to its trace.
 """
 
 from __future__ import annotations

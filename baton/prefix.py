@@ -1,9 +1,9 @@
 """Names of prompt prefixes: the hash chain that prefix caches are keyed by.
 
 A block's hash covers its tokens, its predecessor's hash and the salt, so equal hashes mean equal
-prefixes of equal tenants. Every process computes the same chain, so that the hashes that workers
-tell of in their cache events can be compared with a prompt's anywhere; whoever trusts a hash with
-a stream's content compares the tokens as well.
+prefixes of equal tenants. Every process computes the same chain, so that the hashes in
+workers' cache events can be compared with a prompt's anywhere; code that relies on a hash for a
+stream's content compares the tokens as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def hash_chain(token_ids: Sequence[int], block_size: int, salt: str = "") -> lis
 
 
 def token_digest(token_ids: Sequence[int], salt: str = "") -> bytes:
-    """What a handoff is bound to: all tokens of a sequence, and whose prefix cache they go to."""
+    """What a handoff is bound to: all tokens of a sequence, and the salt of its prefix cache."""
     digest = hashlib.blake2b(root_hash(salt).to_bytes(8, "little"), digest_size=16)
     digest.update(array("I", token_ids).tobytes())
     return digest.digest()

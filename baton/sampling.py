@@ -1,6 +1,6 @@
-"""How a caller wants tokens chosen: one validated, immutable value from SDK to sampler.
+"""How tokens are chosen: one validated, immutable value from SDK to sampler.
 
-The router validates it before any work; workers trust what a router sent. Knows no tensor.
+The router validates it before any work; workers trust what a router sent. No tensors here.
 """
 
 from __future__ import annotations

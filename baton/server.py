@@ -39,7 +39,7 @@ def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
 def settle() -> None:
     """Keeps what was made at start, which stays, out of garbage collections from now on.
 
-    Looking at all modules and classes again takes a full collection 50 to 100 ms, and nobody is
+    Looking at all modules and classes again takes a full collection 50 to 100 ms, and no call is
     answered meanwhile.
     """
     gc.collect()
@@ -84,7 +84,7 @@ class Health:
         reflection.enable_server_reflection(names, server)
 
     async def set(self, serving: bool) -> None:
-        """Tells watchers whether this process takes work."""
+        """Sets whether this process takes work."""
         if serving is self.serving:
             return
         self.serving = serving

@@ -108,7 +108,7 @@ def context_of(span: Span) -> Context:
 
 
 def is_held(span: Span) -> bool:
-    """Whether a span is recorded, and exported only if somebody keeps its trace."""
+    """Whether a span is recorded, and exported only if its trace is kept."""
     return span.is_recording() and not span.get_span_context().trace_flags.sampled
 
 
@@ -118,7 +118,7 @@ def example(span: Span, kept: bool = False) -> Context:
     if kept and context.is_valid and not context.trace_flags.sampled:
         sampled = TraceFlags(TraceFlags.SAMPLED)
         context = SpanContext(context.trace_id, context.span_id, False, sampled)
-    # The span itself would be kept alive by whoever keeps the context.
+    # The span itself would be kept alive by the context.
     return trace.set_span_in_context(NonRecordingSpan(context), Context())
 
 
@@ -143,7 +143,7 @@ def span(
 ) -> Iterator[Span]:
     """A span around what runs inside; it marks failures and cancellation.
 
-    It is not made current: in a generator, "current" would leak to whoever consumes it.
+    It is not made current: in a generator, "current" would leak to its consumer.
     """
     entered = tracer.start_span(name, context=parent, attributes=dict(attributes or {}), kind=kind)
     try:

@@ -217,7 +217,7 @@ class GenerateCall:
         return self.failed(Unavailable("the stream ended without its last message"))
 
     def close(self) -> None:
-        """The caller wants no more. Harmless after the end."""
+        """Ends the call for its caller. Harmless after the end."""
         if not self.over:
             self.over = True
             self._span.end()

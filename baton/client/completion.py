@@ -56,7 +56,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Route:
-    """Incarnations of the workers that served the request; None for a part nobody played."""
+    """Incarnations of the workers that served the request; None for a role that no worker had."""
 
     prefill: str | None = None
     decode: str | None = None
@@ -166,7 +166,7 @@ class Collector:
         )
 
     def _counted(self, reason: common_pb2.FinishReason) -> inference_pb2.Finish:
-        """The last message as far as it can be told from here."""
+        """The last message as far as it is known here."""
         usage = common_pb2.Usage(
             prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
         )

@@ -19,7 +19,7 @@ _PROMPT = (
 
 
 class Options(TypedDict, total=False):
-    """What can be asked of a completion; left out (or None), the server's default holds."""
+    """Options of a completion; left out (or None), the server's default holds."""
 
     model: str | None  # the only one the server has
     max_tokens: int | None  # 64

@@ -21,7 +21,7 @@ class Retry:
 class RetryPolicy:
     """Exponential backoff with jitter, at the next router address each time.
 
-    A server's advice is the shortest wait, and is stretched by chance, so that those who were
+    A server's advice is the shortest wait, and is stretched by chance, so that clients that were
     refused together do not come back together. What one router has no room for another has not
     either, as they share the workers; but one that is not available says nothing of the others.
     `max_attempts` counts the first one; every address gets at least one. A stream that has begun

@@ -99,9 +99,9 @@ _ANSWER: Table = {
     "stream_options": {
         "type": ["object", "null"],
         "description": "Only with stream.",
-        "properties": {"include_usage": _flag("A last chunk tells the usage.")},
+        "properties": {"include_usage": _flag("A last chunk has the usage.")},
     },
-    "return_token_ids": _flag("Tell the output's token ids too."),
+    "return_token_ids": _flag("Return the output's token ids too."),
 }
 _SERVING: Table = {
     "model": _text("The served model, which is meant too where none is named."),
@@ -155,7 +155,7 @@ COMPLETION: Part = {
             ],
         },
         "max_tokens": _integer("Most tokens of each choice.", 1, default=_DEFAULT_MAX_TOKENS),
-        "logprobs": _integer("Alternatives to tell for each token.", 0, MAX_TOP_LOGPROBS),
+        "logprobs": _integer("Alternatives to return for each token.", 0, MAX_TOP_LOGPROBS),
         "best_of": _integer("Only where it equals n.", 1, MAX_N),
         **_SAMPLING,
         **_ANSWER,
@@ -218,8 +218,8 @@ CHAT: Part = {
         "messages": MESSAGES,
         "max_completion_tokens": _integer("Most tokens; what the context holds by default.", 1),
         "max_tokens": _integer("The same, by its older name.", 1),
-        "logprobs": _flag("Tell the log-probability of each token."),
-        "top_logprobs": _integer("Alternatives to tell; needs logprobs.", 0, MAX_TOP_LOGPROBS),
+        "logprobs": _flag("Return the log-probability of each token."),
+        "top_logprobs": _integer("Alternatives to return; needs logprobs.", 0, MAX_TOP_LOGPROBS),
         **_SAMPLING,
         **_ANSWER,
         **_SERVING,
@@ -241,7 +241,7 @@ TOKENIZE: Part = {
         "model": _SERVING["model"],
         "prompt": {"type": ["string", "null"], "description": "A text; or else give messages."},
         "messages": {"anyOf": [MESSAGES, {"type": "null"}]},
-        "return_token_strs": _flag("Tell what each token stands for."),
+        "return_token_strs": _flag("Return the text of each token."),
         **_TEMPLATE,
         "add_special_tokens": {
             "type": ["boolean", "null"],

@@ -33,7 +33,7 @@ EVENTS_TYPE: Header = (b"content-type", b"text/event-stream; charset=utf-8")
 NO_CACHE: Header = (b"cache-control", b"no-cache")
 TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
-CLIENT_GONE = 499  # nginx's; nobody reads it
+CLIENT_GONE = 499  # nginx's; no client reads it
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -180,7 +180,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 class HttpError(Exception):
-    """What only HTTP knows to be wrong, as a body that is too large."""
+    """An error of HTTP alone, such as a body that is too large."""
 
     def __init__(self, status: int, message: str, headers: tuple[Header, ...] = ()) -> None:
         super().__init__(message)

@@ -219,7 +219,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.flow.read_paused or (self._expected != "body" and self._answering):
-            self._expect(self._timed, seconds)  # it is not the client who is slow
+            self._expect(self._timed, seconds)  # the client is not the slow side
         elif self._expected == "request":
             self._hang_up()
         else:
@@ -233,7 +233,7 @@ class Connection(HttpToolsProtocol):
         return bool(self.pipeline) or self._expected != "body" or self.cycle.response_started
 
     def _refuse(self, error: Exception) -> None:
-        """Tells why, unless that would end up in the middle of another answer, and hangs up."""
+        """Sends the reason, unless that would land within another answer, and hangs up."""
         if not self._answering and not (self._expected == "body" and self.cycle.response_complete):
             failure = failure_of(error)
             headers = [
@@ -265,7 +265,7 @@ class _OverLimit(Exception):
 
 
 def _parse_error(error: Exception) -> HttpError:
-    """What a client is told of a request that cannot be parsed, or has too much of something."""
+    """The answer to a request that cannot be parsed, or has too much of something."""
     cause = error if isinstance(error, _OverLimit) else error.__context__
     if isinstance(cause, _OverLimit):
         limits = f"{MAX_HEADERS} headers, {MAX_HEADER_BYTES >> 10} KiB without its body"

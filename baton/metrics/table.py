@@ -15,7 +15,7 @@ EVERYBODY = (ROUTER, *WORKERS)
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
-# Seconds. Fit for a person who waits for a first token, and for one who reads along.
+# Seconds. Fit for a person waiting for a first token, and for one reading along.
 FIRST_TOKEN_S = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0,
     5.0, 7.5, 10.0, 20.0, 30.0, 60.0,

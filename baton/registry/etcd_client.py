@@ -45,19 +45,19 @@ OPTIONS: list[tuple[str, Any]] = [
 # A stream to a member that has lost its cluster fails instead of staying silent.
 _STREAM_METADATA = (("hasleader", "true"),)
 
-# What etcd's failures mean. Its status codes alone do not tell, so its texts are read as well.
+# What etcd's failures mean. Its status codes alone are not enough, so its texts are read as well.
 # Unauthenticated leads to a new login, Unavailable to another attempt, ConfigError to the user.
 _TEXTS: list[tuple[str, type[BatonError], str]] = [
     ("invalid auth token", Unauthenticated, "does not know our token"),
-    ("revision of auth store is old", Unauthenticated, "wants a newer token"),
+    ("revision of auth store is old", Unauthenticated, "requires a newer token"),
     ("user name is empty", Unauthenticated, "asks for a user: set --etcd-user"),
     ("authentication failed", ConfigError, "refuses user {user!r} or its password"),
     ("permission denied", ConfigError, "denies user {user!r} access to Baton's keys"),
     ("lease not found", Stale, "does not know our lease"),
     ("CERTIFICATE_VERIFY_FAILED", ConfigError, "has a certificate that --etcd-ca did not sign"),
     ("Hostname Verification", ConfigError, "has a certificate for another name"),
-    ("ALERT_BAD_CERTIFICATE", ConfigError, "wants another client certificate: see --etcd-cert"),
-    ("CERTIFICATE_REQUIRED", ConfigError, "wants a client certificate: set --etcd-cert"),
+    ("ALERT_BAD_CERTIFICATE", ConfigError, "requires another client certificate: see --etcd-cert"),
+    ("CERTIFICATE_REQUIRED", ConfigError, "requires a client certificate: set --etcd-cert"),
     ("SSL_ERROR_SSL", ConfigError, "and we find no common TLS"),
 ]
 _GONE = (
@@ -242,7 +242,7 @@ class EtcdClient:
         try:
             return await self._authorised(invoke, wait_for_ready=True)
         except Unavailable as error:
-            # Who waits for a connection learns only that there was none; the others know why.
+            # An attempt that waits for a connection only learns that there was none.
             raise causes[0] from error
 
     async def _authorised(self, invoke: Invoke[T], wait_for_ready: bool) -> T:

@@ -1,4 +1,4 @@
-"""A registry of workers: they register, and routers watch who is there.
+"""A registry of workers: they register, and routers watch the members.
 
 Two implementations pass one suite: `baton.registry.etcd`, and `baton.registry.memory` for tests.
 Neither knows what a worker does, nor how a router chooses.

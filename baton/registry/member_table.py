@@ -32,7 +32,7 @@ def copy_for_update(old: WorkerRecord, new: WorkerRecord) -> WorkerRecord:
     """A copy of `new`; raises InvalidRequest unless it is about the same worker as `old`."""
     if (new.incarnation, new.role) != (old.incarnation, old.role):
         raise InvalidRequest(
-            f"an update of {old.incarnation} cannot name {new.incarnation or 'nobody'} "
+            f"an update of {old.incarnation} cannot name {new.incarnation or 'no worker'} "
             "or another role",
             "incarnation",
         )

@@ -1,8 +1,8 @@
 """Renders a conversation to the prompt text its model was trained on.
 
 Templates are jinja2 programs that come with the checkpoint, written against the names Hugging Face
-transformers gives them; the same names mean the same here. A checkpoint is somebody else's code:
-they run in jinja2's sandbox with bounds on time, memory and output. This module knows no tokenizer.
+transformers gives them; the same names mean the same here. A checkpoint is untrusted code: they
+run in jinja2's sandbox with bounds on time, memory and output. This module knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         # Whatever it is that jinja2 or Python, which compiles what jinja2 makes, cannot take.
         except Exception as error:
-            told = str(error)[:MAX_QUOTED_CHARS]
-            raise CheckpointError(f"{origin}: broken chat template: {told}") from error
+            reason = str(error)[:MAX_QUOTED_CHARS]
+            raise CheckpointError(f"{origin}: broken chat template: {reason}") from error
         try:
             self._render([{"role": "user", "content": "x"}], MAX_TRIAL)
         except (TooMuch, MemoryError) as error:
             raise CheckpointError(f"{origin}: chat template without bounds: {error}") from error
         except Exception:
-            return  # it wants another conversation
+            return  # it expects another conversation
 
     def render(self, messages: Sequence[tuple[str, str] | ChatTurn]) -> str:
         """The prompt of a conversation (oldest turn first), ready for the assistant's answer.
@@ -93,8 +93,9 @@ class ChatTemplate:
             for part in self._template.generate(variables):
                 size += len(part)
                 if size > MAX_RENDERED_CHARS:
-                    told = f"the chat is over {MAX_RENDERED_CHARS} characters"
-                    raise InvalidRequest(told, "chat")
+                    raise InvalidRequest(
+                        f"the chat is over {MAX_RENDERED_CHARS} characters", "chat"
+                    )
                 parts.append(part)
         return "".join(parts)
 

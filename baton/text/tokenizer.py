@@ -14,28 +14,44 @@ import tokenizers
 from baton.errors import CheckpointError, InvalidRequest
 from baton.text import detokenizer
 from baton.text.chat_template import ChatTemplate, ChatTurn
+from baton.text.detokenizer import TokenPieces
 from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
-from baton.text.token_pieces import TokenPieces
 
 _PIECE_CHARS = 1 << 16
 _CUT_TOKENS = 64  # more than a cut in the middle of a word, and special tokens, can add
 _NO_TOKENIZER = "this model has no tokenizer: send token ids"
 
 
-class Tokenizer:
+class _TextModel:
+    """What both tokenizers say of the model."""
+
+    def __init__(self, files: TextFiles) -> None:
+        self.vocab_size = files.vocab_size  # token ids are below this
+        self.max_context = files.max_context  # tokens; 0 when config.json does not say
+        # Tokens that end an output, from the first of generation, model and tokenizer config.
+        self.eos_token_ids = files.eos_token_ids
+        # Equal to `text_fingerprint` of the same directory, on any machine.
+        self.fingerprint = files.fingerprint
+
+
+class Tokenizer(_TextModel):
     """The tokenizer of a Hugging Face model directory."""
 
     def __init__(self, library: tokenizers.Tokenizer, files: TextFiles) -> None:
+        super().__init__(files)
         # A tokenizer.json can carry its training's limits; a prompt is never cut or padded.
         library.no_truncation()
         library.no_padding()
         self._library = library
-        self._vocab_size = files.vocab_size or library.get_vocab_size()
-        self._max_context = files.max_context
-        self._template = _template(files)
-        self._eos_token_ids = files.eos_token_ids or _eos_by_name(library, files)
-        self._fingerprint = files.fingerprint
-        self._pieces = TokenPieces(library)
+        self.vocab_size = files.vocab_size or library.get_vocab_size()
+        source = files.chat_template
+        self._template = source and ChatTemplate(
+            source.text, files.special_tokens, str(source.file)
+        )
+        name = files.special_tokens.get("eos_token")
+        if not self.eos_token_ids and name and (token := library.token_to_id(name)) is not None:
+            self.eos_token_ids = frozenset([token])
+        self.pieces = TokenPieces(library)  # what `Detokenizer` reads
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -43,40 +59,20 @@ class Tokenizer:
 
         Raises CheckpointError naming the file that is missing or broken.
         """
-        files = TextFiles.read(directory)
+        files, file = TextFiles.read(directory), directory / TOKENIZER_FILE
         if files.tokenizer_json is None:
-            raise CheckpointError(f"{directory / TOKENIZER_FILE}: not found")
-        return cls(_library(directory / TOKENIZER_FILE, files.tokenizer_json), files)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this: the model's rows, or without config.json the tokenizer's."""
-        return self._vocab_size
-
-    @property
-    def max_context(self) -> int:
-        """Longest sequence the model was made for, tokens; 0 when config.json does not say."""
-        return self._max_context
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an output, from the first of generation, model and tokenizer config."""
-        return self._eos_token_ids
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal to `text_fingerprint` of the same directory, on any machine."""
-        return self._fingerprint
+            raise CheckpointError(f"{file}: not found")
+        try:
+            library = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+        # The library raises plain Exception for whatever it cannot read.
+        except Exception as error:
+            raise CheckpointError(f"{file}: not a tokenizer: {str(error)[:200]}") from error
+        return cls(library, files)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be encoded."""
         return self._template is not None
-
-    @property
-    def pieces(self) -> TokenPieces:
-        """What `Detokenizer` reads."""
-        return self._pieces
 
     def encode(self, text: str, max_tokens: int = 0) -> list[int]:
         """Token ids, with the special tokens this tokenizer adds by default.
@@ -101,7 +97,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens; the same that a Detokenizer makes of the ids."""
-        return detokenizer.decode(self._pieces, token_ids)
+        return detokenizer.decode(self.pieces, token_ids)
 
     def _encode(
         self, text: str, field: str, max_tokens: int, *, add_special_tokens: bool
@@ -130,12 +126,11 @@ class Tokenizer:
                 )
 
 
-class TokenIdsOnly:
+class TokenIdsOnly(_TextModel):
     """Stands in for the tokenizer of a model that is only a config: it takes token ids alone."""
 
-    def __init__(self, files: TextFiles) -> None:
-        self._files = files
-        self._fingerprint = files.fingerprint
+    has_chat_template = False
+    pieces = None
 
     @classmethod
     def load(cls, path: Path) -> TokenIdsOnly:
@@ -145,36 +140,6 @@ class TokenIdsOnly:
             file = path / CONFIG_FILE if path.is_dir() else path
             raise CheckpointError(f"{file}: no vocab_size, and there is no {TOKENIZER_FILE}")
         return cls(files)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self._files.vocab_size
-
-    @property
-    def max_context(self) -> int:
-        """Longest sequence the model was made for, tokens; 0 when the config does not say."""
-        return self._files.max_context
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an output."""
-        return self._files.eos_token_ids
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal to `text_fingerprint` of the same path, on any machine."""
-        return self._fingerprint
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def pieces(self) -> None:
-        """No token stands for text."""
-        return None
 
     def encode(self, text: str, max_tokens: int = 0) -> list[int]:
         """Raises InvalidRequest (field "text")."""
@@ -202,22 +167,3 @@ def load_tokenizer(path: Path) -> AnyTokenizer:
     if (path / TOKENIZER_FILE).exists():
         return Tokenizer.load(path)
     return TokenIdsOnly.load(path)
-
-
-def _library(file: Path, text: str) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    # The library raises plain Exception for whatever it cannot read.
-    except Exception as error:
-        raise CheckpointError(f"{file}: not a tokenizer: {str(error)[:200]}") from error
-
-
-def _template(files: TextFiles) -> ChatTemplate | None:
-    source = files.chat_template
-    return source and ChatTemplate(source.text, files.special_tokens, str(source.file))
-
-
-def _eos_by_name(library: tokenizers.Tokenizer, files: TextFiles) -> frozenset[int]:
-    name = files.special_tokens.get("eos_token")
-    token = library.token_to_id(name) if name else None
-    return frozenset() if token is None else frozenset([token])

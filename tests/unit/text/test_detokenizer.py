@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.text import Detokenizer, TokenIdsOnly, Tokenizer
+from baton.text.detokenizer import TokenPieces
 from baton.text.model_files import TextFiles
-from baton.text.token_pieces import TokenPieces
 
 FAMILIES = ["byte_level", "byte_fallback", "word_piece"]
 BYTE_FAMILIES = ["byte_level", "byte_fallback", "hidden_bytes"]
