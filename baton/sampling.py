@@ -6,7 +6,7 @@ The router validates it before any work; workers trust what a router sent. No te
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 
@@ -19,6 +19,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = (1 << 64) - 1
+_OPTIONAL = frozenset(
+    one.name for one in common_pb2.SamplingParams.DESCRIPTOR.fields if one.has_presence
+)
 
 
 @dataclass(frozen=True)
@@ -77,22 +80,10 @@ class SamplingParams:
 
     def to_proto(self) -> common_pb2.SamplingParams:
         """The message that stands for these settings."""
-        return common_pb2.SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=dict(self.logit_bias),
-            seed=self.seed,
-            stop_token_ids=sorted(self.stop_token_ids),
-            min_tokens=self.min_tokens,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["logit_bias"] = dict(self.logit_bias)
+        values["stop_token_ids"] = sorted(self.stop_token_ids)
+        return common_pb2.SamplingParams(**values)
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
@@ -101,26 +92,14 @@ class SamplingParams:
         Raises InvalidRequest for more entries than are taken, before any is copied.
         """
         _check_counts(len(message.logit_bias), len(message.stop_token_ids))
-
-        def optional(name: str, default: float) -> float:
-            return getattr(message, name) if message.HasField(name) else default
-
-        return cls(
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=optional("top_p", 1.0),
-            min_p=message.min_p,
-            repetition_penalty=optional("repetition_penalty", 1.0),
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            logit_bias=MappingProxyType(dict(message.logit_bias)),
-            seed=message.seed,
-            stop_token_ids=frozenset(message.stop_token_ids),
-            min_tokens=message.min_tokens,
-            max_tokens=int(optional("max_tokens", DEFAULT_MAX_TOKENS)),
-            ignore_eos=message.ignore_eos,
-            logprobs=message.logprobs if message.HasField("logprobs") else None,
-        )
+        values = {
+            field.name: getattr(message, field.name)
+            for field in fields(cls)
+            if field.name not in _OPTIONAL or message.HasField(field.name)
+        }
+        values["logit_bias"] = MappingProxyType(dict(message.logit_bias))
+        values["stop_token_ids"] = frozenset(message.stop_token_ids)
+        return cls(**values)
 
 
 def _check_counts(num_biases: int, num_stop_token_ids: int) -> None:
