@@ -19,13 +19,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from baton import config, telemetry
 from baton.client.completion import Collector, Completion, Delta
 from baton.client.fleet import Model, explanation_of, models_of, status_of
-from baton.client.request import (
-    Options,
-    Prompt,
-    generate_request,
-    timeout_of,
-    tokenize_request,
-)
+from baton.client.request import Options, Prompt, generate_request, timeout_of, tokenize_request
 from baton.client.retry import RetryPolicy
 from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -147,10 +141,7 @@ class GenerateCall:
     """One completion from its request to its last message, over as many attempts as it takes."""
 
     def __init__(
-        self,
-        target: Target,
-        request: inference_pb2.GenerateRequest,
-        timeout_s: float | None,
+        self, target: Target, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> None:
         self.request = request
         sampling = request.sampling

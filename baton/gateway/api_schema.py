@@ -120,20 +120,12 @@ _SERVING: Table = {
 _REFUSED: Table = {
     "echo": _only(False),
     "use_beam_search": _only(False),
-    "prompt_logprobs": _only(),
-    "truncate_prompt_tokens": _only(),
-    "allowed_token_ids": _only([]),
-    "bad_words": _only([]),
-    "logits_processors": _only([]),
+    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "kv_transfer_params"), _only()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), _only([])),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _only()),
     "structured_outputs": _only(),
-    "guided_json": _only(),
-    "guided_regex": _only(),
-    "guided_choice": _only(),
-    "guided_grammar": _only(),
     "response_format": _only({"type": "text"}),
-    "skip_special_tokens": _only(True),
-    "detokenize": _only(True),
-    "kv_transfer_params": _only(),
+    **dict.fromkeys(("skip_special_tokens", "detokenize"), _only(True)),
 }
 
 COMPLETION: Part = {
@@ -330,13 +322,7 @@ def _failure(status: str) -> Part:
 def _parameter(
     name: str, place: str, schema: Part, *, required: bool = False, text: str = ""
 ) -> Part:
-    return {
-        "name": name,
-        "in": place,
-        "required": required,
-        "schema": schema,
-        "description": text,
-    }
+    return {"name": name, "in": place, "required": required, "schema": schema, "description": text}
 
 
 def _ref(name: str) -> Part:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Any, Protocol
@@ -44,61 +44,17 @@ class Choice:
     begun: bool = False  # a chunk of it was sent
 
 
-class ResponseFormat(Protocol):
-    """One of the two APIs."""
+@dataclass(frozen=True)
+class ResponseFormat:
+    """How one of the two APIs writes answers and chunks."""
 
     whole: str  # the answer's "object"
     chunk: str  # the same of a chunk
     prefix: str  # its id begins with this
-
-    def logprobs(self, tokenizer: AnyTokenizer) -> Logprobs:
-        """Writes the log-probabilities of one choice."""
-
-    def content(self, text: str) -> dict[str, Any]:
-        """The members of a whole choice that hold its text."""
-
-    def piece(self, text: str, first: bool) -> str:
-        """The same of a chunk's choice, written as JSON members."""
-
-
-class CompletionFormat:
-    """/v1/completions."""
-
-    whole = chunk = "text_completion"
-    prefix = "cmpl-"
-
-    def logprobs(self, tokenizer: AnyTokenizer) -> Logprobs:
-        """The four parallel lists."""
-        return CompletionLogprobs(tokenizer)
-
-    def content(self, text: str) -> dict[str, Any]:
-        """The text."""
-        return {"text": text}
-
-    def piece(self, text: str, first: bool) -> str:
-        """The new text."""
-        return f'"text":{encode_basestring(text)}'
-
-
-class ChatFormat:
-    """/v1/chat/completions."""
-
-    whole = "chat.completion"
-    chunk = "chat.completion.chunk"
-    prefix = "chatcmpl-"
-
-    def logprobs(self, tokenizer: AnyTokenizer) -> Logprobs:
-        """One entry for each token."""
-        return ChatLogprobs(tokenizer)
-
-    def content(self, text: str) -> dict[str, Any]:
-        """The assistant's message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def piece(self, text: str, first: bool) -> str:
-        """What the message gains."""
-        role = '"role":"assistant",' if first else ""
-        return f'"delta":{{{role}"content":{encode_basestring(text)}}}'
+    logprobs: Callable[[AnyTokenizer], Logprobs]  # those of one choice
+    content: Callable[[str], dict[str, Any]]  # the members of a whole choice that hold its text
+    # The same of a chunk's choice, written as JSON members; True for the choice's first chunk.
+    piece: Callable[[str, bool], str]
 
 
 @dataclass(frozen=True)
@@ -194,7 +150,7 @@ class CompletionLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def entries(self, positions: Iterable[common_pb2.PositionLogprobs]) -> dict[str, Any]:
+    def entries(self, positions: Sequence[common_pb2.PositionLogprobs]) -> dict[str, Any]:
         """For these output positions, which follow those of the last call."""
         offsets, tokens, chosen, top = [], [], [], []
         for position in positions:
@@ -221,7 +177,7 @@ class ChatLogprobs:
     def __init__(self, tokenizer: AnyTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def entries(self, positions: Iterable[common_pb2.PositionLogprobs]) -> dict[str, Any]:
+    def entries(self, positions: Sequence[common_pb2.PositionLogprobs]) -> dict[str, Any]:
         """For these output positions."""
         content = [
             {
@@ -240,5 +196,36 @@ class ChatLogprobs:
         }
 
 
+def _completion_piece(text: str, first: bool) -> str:
+    return f'"text":{encode_basestring(text)}'
+
+
+def _chat_message(text: str) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+def _chat_piece(text: str, first: bool) -> str:
+    role = '"role":"assistant",' if first else ""
+    return f'"delta":{{{role}"content":{encode_basestring(text)}}}'
+
+
 def _finite(logprob: float) -> float:
     return max(logprob, _MIN_LOGPROB)
+
+
+COMPLETION_FORMAT = ResponseFormat(
+    "text_completion",
+    "text_completion",
+    "cmpl-",
+    CompletionLogprobs,
+    lambda text: {"text": text},
+    _completion_piece,
+)
+CHAT_FORMAT = ResponseFormat(
+    "chat.completion",
+    "chat.completion.chunk",
+    "chatcmpl-",
+    ChatLogprobs,
+    _chat_message,
+    _chat_piece,
+)

@@ -17,7 +17,7 @@ from baton.gateway import api_schema
 from baton.gateway.generation import Endpoint, GenerationEndpoint
 from baton.gateway.http_exchange import HttpError, HttpExchange, failure_of
 from baton.gateway.request import Body, parse_chat, parse_completion, parse_tokenize
-from baton.gateway.response_format import ChatFormat, CompletionFormat, text_of
+from baton.gateway.response_format import CHAT_FORMAT, COMPLETION_FORMAT, text_of
 from baton.v1 import inference_pb2
 from router.frontend import Caller, Door
 
@@ -35,9 +35,9 @@ def app_of(door: Door, routes: Sequence[BaseRoute] = ()) -> Starlette:
     """The API over one door; `routes` come after our own."""
     info = InfoRoutes(door)
     completions = GenerationEndpoint(
-        door, CompletionFormat(), api_schema.COMPLETION, parse_completion, _PROMPT
+        door, COMPLETION_FORMAT, api_schema.COMPLETION, parse_completion, _PROMPT
     )
-    chats = GenerationEndpoint(door, ChatFormat(), api_schema.CHAT, parse_chat, _CHAT)
+    chats = GenerationEndpoint(door, CHAT_FORMAT, api_schema.CHAT, parse_chat, _CHAT)
     return Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),

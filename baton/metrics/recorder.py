@@ -15,11 +15,7 @@ from pathlib import Path
 from opentelemetry import trace
 from opentelemetry.context import Context
 from prometheus_client import Counter, Histogram, Info, Metric
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString

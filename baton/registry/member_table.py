@@ -13,10 +13,7 @@ from google.protobuf import json_format
 from baton.errors import InvalidRequest
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole
 
-_ROLES = {
-    WorkerRole.WORKER_ROLE_PREFILL: "prefill",
-    WorkerRole.WORKER_ROLE_DECODE: "decode",
-}
+_ROLES = {WorkerRole.WORKER_ROLE_PREFILL: "prefill", WorkerRole.WORKER_ROLE_DECODE: "decode"}
 
 
 def key_of(prefix: str, record: WorkerRecord) -> str:

@@ -185,9 +185,5 @@ def _tojson(
 ) -> str:
     """jinja2's own filter escapes HTML, which no model was trained on."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

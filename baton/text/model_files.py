@@ -14,12 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from baton.checkpoint_files import (
-    MAX_JSON_BYTES,
-    MAX_TOKENIZER_BYTES,
-    parse_json,
-    read_bytes,
-)
+from baton.checkpoint_files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_bytes
 from baton.errors import CheckpointError, quoted
 
 TOKENIZER_FILE = "tokenizer.json"

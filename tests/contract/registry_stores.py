@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from baton.config import RegistryConfig, split_address
 from baton.local.etcd import EmbeddedEtcd
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.etcd_client import EtcdClient
-from baton.registry.interface import Membership, Registry
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.v1.common_pb2 import WorkerRecord
 
 PATIENCE_S = 12.0
 
@@ -21,63 +18,63 @@ PATIENCE_S = 12.0
 class Store(Protocol):
     """A store, and what can happen to it."""
 
-    async def open(self, ttl_s: int) -> None: ...
-    async def registry(self, *, wired: bool = False) -> Any: ...
-    async def cut(self, registry: Registry) -> None: ...
-    async def mend(self, registry: Registry) -> None: ...
-    async def stop(self) -> None: ...
-    async def start(self) -> None: ...
-    async def wipe(self) -> None: ...
-    async def compact(self) -> None: ...
-    async def elapse(self, seconds: float) -> None: ...
-    async def close(self) -> None: ...
+    async def open(self, ttl_s): ...
+    async def registry(self, *, wired=False): ...
+    async def cut(self, registry): ...
+    async def mend(self, registry): ...
+    async def stop(self): ...
+    async def start(self): ...
+    async def wipe(self): ...
+    async def compact(self): ...
+    async def elapse(self, seconds): ...
+    async def close(self): ...
 
 
 class InMemory:
     """The twin: happens at once; time passes only in `elapse`."""
 
-    async def open(self, ttl_s: int) -> None:
+    async def open(self, ttl_s):
         self._store = MemoryStore(ttl_s)
 
-    async def registry(self, *, wired: bool = False) -> MemoryRegistry:
+    async def registry(self, *, wired=False):
         return MemoryRegistry(self._store)
 
-    async def cut(self, registry: MemoryRegistry) -> None:
+    async def cut(self, registry):
         registry.cut()
 
-    async def mend(self, registry: MemoryRegistry) -> None:
+    async def mend(self, registry):
         registry.reconnect()
 
-    async def stop(self) -> None:
+    async def stop(self):
         self._store.stop()
 
-    async def start(self) -> None:
+    async def start(self):
         self._store.start()
 
-    async def wipe(self) -> None:
+    async def wipe(self):
         self._store.wipe()
 
-    async def compact(self) -> None:
+    async def compact(self):
         self._store.compact()
 
-    async def elapse(self, seconds: float) -> None:
+    async def elapse(self, seconds):
         self._store.advance(seconds)
 
-    async def close(self) -> None:
+    async def close(self):
         pass
 
 
 class RealEtcd:
     """An etcd process; a registry that is `wired` reaches it over a wire of its own."""
 
-    async def open(self, ttl_s: int) -> None:
+    async def open(self, ttl_s):
         self._ttl_s = ttl_s
         self._etcd = EmbeddedEtcd()
         self._wires: dict[int, Wire] = {}
         self._registries: list[EtcdRegistry] = []
         await self._etcd.start()
 
-    async def registry(self, *, wired: bool = False) -> EtcdRegistry:
+    async def registry(self, *, wired=False):
         address, wire = self._etcd.address, None
         if wired:
             wire = Wire(address)
@@ -88,30 +85,30 @@ class RealEtcd:
         self._registries.append(registry)
         return registry
 
-    async def cut(self, registry: EtcdRegistry) -> None:
+    async def cut(self, registry):
         await self._wires[id(registry)].cut()
 
-    async def mend(self, registry: EtcdRegistry) -> None:
+    async def mend(self, registry):
         await self._wires[id(registry)].open()
 
-    async def stop(self) -> None:
+    async def stop(self):
         await self._etcd.kill()
 
-    async def start(self) -> None:
+    async def start(self):
         await self._etcd.start()
 
-    async def wipe(self) -> None:
+    async def wipe(self):
         await self._etcd.wipe()
 
-    async def compact(self) -> None:
+    async def compact(self):
         client = EtcdClient(RegistryConfig(etcd=self._etcd.address))
         await client.compact((await client.range("/")).header.revision)
         await client.close()
 
-    async def elapse(self, seconds: float) -> None:
+    async def elapse(self, seconds):
         """Time passes by itself; tests wait for what it brings."""
 
-    async def close(self) -> None:
+    async def close(self):
         for registry in self._registries:
             await registry.close()
         for wire in self._wires.values():
@@ -122,19 +119,19 @@ class RealEtcd:
 class Wire:
     """A TCP relay in front of a server, so that a test can cut one client off."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream):
         self._upstream = split_address(upstream)
         self._port = 0
         self._server: asyncio.Server | None = None
         self._relays: set[asyncio.Task[None]] = set()
 
-    async def open(self) -> str:
+    async def open(self):
         """Listens, always on the same port; returns host:port."""
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
         return f"127.0.0.1:{self._port}"
 
-    async def cut(self) -> None:
+    async def cut(self):
         """Breaks every connection and refuses new ones."""
         if self._server:
             self._server.close()
@@ -144,7 +141,7 @@ class Wire:
         if self._relays:
             await asyncio.wait(set(self._relays))
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _relay(self, reader, writer):
         task = asyncio.current_task()
         assert task is not None
         self._relays.add(task)
@@ -163,16 +160,14 @@ class Wire:
                 end.transport.abort()
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pump(reader, writer):
     while data := await reader.read(1 << 16):
         writer.write(data)
         await writer.drain()
     raise ConnectionResetError("the other end closed")
 
 
-async def until(
-    membership: Membership, holds: Callable[[Mapping[str, WorkerRecord]], bool]
-) -> Mapping[str, WorkerRecord]:
+async def until(membership, holds):
     """Waits for a snapshot of which `holds` is true."""
     async with asyncio.timeout(PATIENCE_S), contextlib.aclosing(membership.changes()) as changes:
         async for snapshot in changes:
@@ -181,11 +176,11 @@ async def until(
     raise AssertionError("the watch ended")
 
 
-async def until_names(membership: Membership, *names: str) -> Mapping[str, WorkerRecord]:
+async def until_names(membership, *names):
     """Waits until exactly these are members."""
     return await until(membership, lambda snapshot: snapshot.keys() == set(names))
 
 
-async def until_connected(membership: Membership, connected: bool) -> None:
+async def until_connected(membership, connected):
     """Waits until the watch has, or has not, the store."""
     await until(membership, lambda _: membership.connected is connected)

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import weakref
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -39,14 +38,14 @@ ONE_WAY = [
 
 
 @pytest.mark.parametrize(("error", "code"), [*TABLE, *ONE_WAY])
-def test_an_error_has_its_code(error: type[Exception], code: StatusCode) -> None:
+def test_an_error_has_its_code(error, code):
     assert rpc.code_of(error("why")) is code
 
 
-def test_every_error_that_can_meet_a_caller_is_in_the_table() -> None:
+def test_every_error_that_can_meet_a_caller_is_in_the_table():
     """A new error class must be given a code, or be one of those raised at start only."""
 
-    def leaves(cls: type[Exception]) -> set[type[Exception]]:
+    def leaves(cls):
         below = cls.__subclasses__()
         return {cls} if not below else set().union(*map(leaves, below))
 
@@ -58,9 +57,7 @@ def test_every_error_that_can_meet_a_caller_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("text", "error"), [("CANCELLED", errors.Unavailable), ("why", errors.Cancelled)]
 )
-def test_a_call_that_a_stopping_server_dropped_can_be_tried_again(
-    text: str, error: type[errors.BatonError]
-) -> None:
+def test_a_call_that_a_stopping_server_dropped_can_be_tried_again(text, error):
     failed = AioRpcError(StatusCode.CANCELLED, Metadata(), Metadata(), details=text)
     assert type(rpc.error_of(failed)) is error
 
@@ -72,20 +69,20 @@ class Work:
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
     """Fails as it was told to, through the wrappers that all services use."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.error: Exception | type[Exception] = errors.InternalError("not told")
         self.closed = asyncio.Event()
         self.channel: Any = None
         self.work: Any = None  # a reference to what the last call held
 
     @rpc.unary
-    async def Tokenize(self, request: Any, context: Any) -> Any:
+    async def Tokenize(self, request, context):
         work = Work()
         self.work = weakref.ref(work)
         raise self.error
 
     @rpc.streaming
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def Generate(self, request, context):
         try:
             work = Work()
             self.work = weakref.ref(work)
@@ -98,7 +95,7 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @pytest_asyncio.fixture
-async def scripted() -> AsyncIterator[tuple[Scripted, inference_pb2_grpc.InferenceServiceStub]]:
+async def scripted():
     """A server on loopback and a stub for it."""
     servicer = Scripted()
     server, address = bind("127.0.0.1", 0)
@@ -111,14 +108,14 @@ async def scripted() -> AsyncIterator[tuple[Scripted, inference_pb2_grpc.Inferen
     await server.stop(None)
 
 
-async def failure(stub: Any) -> errors.BatonError:
+async def failure(stub):
     """What a unary call raises."""
     with pytest.raises(errors.BatonError) as failed, rpc.translated():
         await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=10)
     return failed.value
 
 
-async def stream_failure(stub: Any) -> tuple[int, errors.BatonError]:
+async def stream_failure(stub):
     """How many messages came, and what the stream raised then."""
     messages = 0
     with pytest.raises(errors.BatonError) as failed, rpc.translated():
@@ -128,9 +125,7 @@ async def stream_failure(stub: Any) -> tuple[int, errors.BatonError]:
 
 
 @pytest.mark.parametrize("error", [cls for cls, _ in TABLE])
-async def test_errors_keep_class_and_text_over_a_call(
-    scripted: Any, error: type[errors.BatonError]
-) -> None:
+async def test_errors_keep_class_and_text_over_a_call(scripted, error):
     servicer, stub = scripted
     servicer.error = error("the cause, and the mend: ä")
     for received in (await failure(stub), (await stream_failure(stub))[1]):
@@ -140,9 +135,7 @@ async def test_errors_keep_class_and_text_over_a_call(
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.Unavailable])
 @pytest.mark.parametrize("retry_after_s", [0.0, 0.25, 90.0])
-async def test_retry_advice_travels(
-    scripted: Any, error: type[errors.RetryableError], retry_after_s: float
-) -> None:
+async def test_retry_advice_travels(scripted, error, retry_after_s):
     servicer, stub = scripted
     servicer.error = error("later", retry_after_s)
     received = await failure(stub)
@@ -151,7 +144,7 @@ async def test_retry_advice_travels(
 
 
 @pytest.mark.parametrize("field", ["", "sampling.top_p"])
-async def test_the_bad_field_travels(scripted: Any, field: str) -> None:
+async def test_the_bad_field_travels(scripted, field):
     servicer, stub = scripted
     servicer.error = errors.InvalidRequest("bad", field)
     received = await failure(stub)
@@ -159,16 +152,14 @@ async def test_the_bad_field_travels(scripted: Any, field: str) -> None:
     assert received.field == field
 
 
-async def test_what_came_before_a_failure_is_delivered(scripted: Any) -> None:
+async def test_what_came_before_a_failure_is_delivered(scripted):
     servicer, stub = scripted
     servicer.error = errors.Stale("gone")
     messages, error = await stream_failure(stub)
     assert messages == 1 and isinstance(error, errors.Stale)
 
 
-async def test_a_bug_is_logged_and_becomes_internal(
-    scripted: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_bug_is_logged_and_becomes_internal(scripted, caplog):
     servicer, stub = scripted
     servicer.error = ZeroDivisionError("oops")
     with caplog.at_level(logging.ERROR):
@@ -179,13 +170,13 @@ async def test_a_bug_is_logged_and_becomes_internal(
     assert record.exc_info is not None and record.exc_info[1] is servicer.error
 
 
-async def test_codes_nobody_here_sends_are_internal_and_named(scripted: Any) -> None:
+async def test_codes_nobody_here_sends_are_internal_and_named(scripted):
     _, stub = scripted
     with pytest.raises(errors.InternalError, match=r"^UNIMPLEMENTED: "), rpc.translated():
         await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=10)
 
 
-async def test_a_cancelled_call_closes_the_generator(scripted: Any) -> None:
+async def test_a_cancelled_call_closes_the_generator(scripted):
     """What a stream holds is given back when its caller goes."""
     servicer, stub = scripted
     call = stub.Generate(inference_pb2.GenerateRequest(text="wait"), timeout=10)
@@ -194,7 +185,7 @@ async def test_a_cancelled_call_closes_the_generator(scripted: Any) -> None:
     await asyncio.wait_for(servicer.closed.wait(), 5)
 
 
-async def test_nobody_listening_is_unavailable() -> None:
+async def test_nobody_listening_is_unavailable():
     async with rpc.channel("127.0.0.1:1") as channel:
         assert isinstance(
             await failure(inference_pb2_grpc.InferenceServiceStub(channel)), errors.Unavailable
@@ -202,7 +193,7 @@ async def test_nobody_listening_is_unavailable() -> None:
 
 
 @pytest.fixture
-def no_gc() -> Iterator[None]:
+def no_gc():
     """What dies during the test dies by its last reference."""
     gc.collect()
     gc.disable()
@@ -210,9 +201,7 @@ def no_gc() -> Iterator[None]:
     gc.enable()
 
 
-async def test_a_call_that_failed_leaves_nothing_to_the_garbage_collector(
-    scripted: Any, no_gc: None
-) -> None:
+async def test_a_call_that_failed_leaves_nothing_to_the_garbage_collector(scripted, no_gc):
     """Large requests that are refused would otherwise stay in memory for minutes."""
     servicer, stub = scripted
     servicer.error = errors.Stale  # the class: an instance would keep its traceback
@@ -226,7 +215,7 @@ async def test_a_call_that_failed_leaves_nothing_to_the_garbage_collector(
 
 
 @pytest.mark.parametrize("char", ["x", "\N{GRINNING FACE}"])
-async def test_a_long_text_is_cut_instead_of_breaking_the_status(scripted: Any, char: str) -> None:
+async def test_a_long_text_is_cut_instead_of_breaking_the_status(scripted, char):
     servicer, stub = scripted
     servicer.error = errors.InvalidRequest("bad: " + char * 100_000, "input")
     received = await failure(stub)
@@ -244,9 +233,7 @@ METHODS = [
 ]
 
 
-async def test_malformed_requests_are_refused_with_one_line(
-    scripted: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_malformed_requests_are_refused_with_one_line(scripted, caplog):
     channel = scripted[0].channel
     for method in METHODS * 5:
         arity = "stream" if "Reflection" in method else "unary"

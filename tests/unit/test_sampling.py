@@ -67,18 +67,18 @@ RIGHT: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_what_is_out_of_range_is_named(name: str, value: Any) -> None:
+def test_what_is_out_of_range_is_named(name, value):
     with pytest.raises(InvalidRequest, match=f"^{name} must be ") as refused:
         SamplingParams(**{name: value}).validate(VOCAB)
     assert refused.value.field == f"sampling.{name}"
 
 
 @pytest.mark.parametrize(("name", "value"), RIGHT)
-def test_limits_themselves_are_in_range(name: str, value: Any) -> None:
+def test_limits_themselves_are_in_range(name, value):
     SamplingParams(**{name: value}).validate(VOCAB)
 
 
-def singles(low: float, high: float) -> st.SearchStrategy[float]:
+def singles(low, high):
     """Numbers that a float field carries unchanged."""
     return st.floats(low, high, width=32)
 
@@ -105,17 +105,17 @@ PARAMS = st.builds(
 
 @settings(deadline=None)  # machines are busy
 @given(PARAMS)
-def test_settings_survive_their_message(params: SamplingParams) -> None:
+def test_settings_survive_their_message(params):
     """Also zeros, which a message could mistake for "not set"."""
     wire = params.to_proto().SerializeToString()
     assert SamplingParams.from_proto(common_pb2.SamplingParams.FromString(wire)) == params
 
 
-def test_what_a_message_leaves_out_has_its_default() -> None:
+def test_what_a_message_leaves_out_has_its_default():
     assert SamplingParams.from_proto(common_pb2.SamplingParams()) == SamplingParams()
 
 
-def test_not_a_number_survives_to_be_refused() -> None:
+def test_not_a_number_survives_to_be_refused():
     params = SamplingParams.from_proto(SamplingParams(temperature=NAN).to_proto())
     assert math.isnan(params.temperature)
 
@@ -131,5 +131,5 @@ def test_not_a_number_survives_to_be_refused() -> None:
         ({"logit_bias": {3: 1.0}}, True),
     ],
 )
-def test_whether_logits_depend_on_earlier_tokens(changed: Any, expected: bool) -> None:
+def test_whether_logits_depend_on_earlier_tokens(changed, expected):
     assert SamplingParams(**changed).has_penalties is expected

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, Tracer
@@ -24,23 +22,23 @@ from baton.local.span_store import SpanStore
 class Recorded:
     """A tracer whose finished spans can be looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.tracer: Tracer = provider.get_tracer("test")
 
     @property
-    def spans(self) -> Sequence[ReadableSpan]:
+    def spans(self):
         return self._exporter.get_finished_spans()
 
 
 @pytest.fixture
-def recorded() -> Recorded:
+def recorded():
     return Recorded()
 
 
-def test_context_travels_in_metadata(recorded: Recorded) -> None:
+def test_context_travels_in_metadata(recorded):
     with telemetry.span(recorded.tracer, "here", Context()) as here:
         metadata = telemetry.inject(telemetry.context_of(here))
     assert [key for key, _ in metadata] == ["traceparent"]
@@ -56,14 +54,14 @@ def test_context_travels_in_metadata(recorded: Recorded) -> None:
     "metadata",
     [None, (), (("other", "x"),), (("traceparent", "nonsense"),), (("traceparent-bin", b"\xff"),)],
 )
-def test_callers_without_a_trace_begin_one(recorded: Recorded, metadata: Any) -> None:
+def test_callers_without_a_trace_begin_one(recorded, metadata):
     with telemetry.span(recorded.tracer, "work", telemetry.extract(metadata)):
         pass
     (span,) = recorded.spans
     assert span.parent is None
 
 
-def test_a_span_has_what_it_was_given(recorded: Recorded) -> None:
+def test_a_span_has_what_it_was_given(recorded):
     attributes = {"baton.attempt": 2}
     with telemetry.span(recorded.tracer, "work", Context(), attributes, SpanKind.SERVER) as span:
         assert trace.get_current_span() is not span  # in a generator it would leak
@@ -76,7 +74,7 @@ def test_a_span_has_what_it_was_given(recorded: Recorded) -> None:
     assert done.status.status_code is StatusCode.UNSET
 
 
-def test_a_failure_is_marked(recorded: Recorded) -> None:
+def test_a_failure_is_marked(recorded):
     with pytest.raises(Overloaded), telemetry.span(recorded.tracer, "work", Context()):
         raise Overloaded("full")
     (done,) = recorded.spans
@@ -84,7 +82,7 @@ def test_a_failure_is_marked(recorded: Recorded) -> None:
     assert done.status.description == "full"
 
 
-def test_a_span_does_not_keep_a_whole_request(recorded: Recorded) -> None:
+def test_a_span_does_not_keep_a_whole_request(recorded):
     """Thousands of spans are held, and a caller can make an error as long as its request."""
     with pytest.raises(Overloaded), telemetry.span(recorded.tracer, "root", Context()):
         raise Overloaded("full " + "x" * 1_000_000)
@@ -93,7 +91,7 @@ def test_a_span_does_not_keep_a_whole_request(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit])
-def test_giving_up_is_no_failure(recorded: Recorded, error: type[BaseException]) -> None:
+def test_giving_up_is_no_failure(recorded, error):
     with pytest.raises(error), telemetry.span(recorded.tracer, "work", Context()):
         raise error
     (done,) = recorded.spans
@@ -101,7 +99,7 @@ def test_giving_up_is_no_failure(recorded: Recorded, error: type[BaseException])
     assert (done.attributes or {})["baton.cancelled"] is True
 
 
-def test_spans_can_be_recorded_from_measured_times(recorded: Recorded) -> None:
+def test_spans_can_be_recorded_from_measured_times(recorded):
     with telemetry.span(recorded.tracer, "parent", Context()) as parent:
         telemetry.record(
             recorded.tracer, "chunk", telemetry.context_of(parent), 10**18, 10**18 + 5, {"n": 1}
@@ -112,7 +110,7 @@ def test_spans_can_be_recorded_from_measured_times(recorded: Recorded) -> None:
     assert chunk.parent.span_id == parent.get_span_context().span_id
 
 
-def test_without_an_address_nothing_is_recorded() -> None:
+def test_without_an_address_nothing_is_recorded():
     quiet = telemetry.setup("baton-test", None)
     with telemetry.span(quiet.tracer, "work", Context()) as span:
         assert not span.is_recording()
@@ -121,10 +119,10 @@ def test_without_an_address_nothing_is_recorded() -> None:
     quiet.close()
 
 
-def test_a_missing_sdk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_sdk_is_told(monkeypatch):
     real = builtins.__import__
 
-    def without_sdk(name: str, *args: Any, **kwargs: Any) -> Any:
+    def without_sdk(name, *args, **kwargs):
         if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter")):
             raise ImportError(name)
         return real(name, *args, **kwargs)
@@ -135,7 +133,7 @@ def test_a_missing_sdk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     telemetry.setup("baton-test", None).close()  # nothing was asked for, nothing is needed
 
 
-async def test_spans_are_exported_over_otlp() -> None:
+async def test_spans_are_exported_over_otlp():
     """What is pending at the end is sent by `close`, with the service's name and attributes."""
     async with OtlpReceiver(SpanStore()) as receiver:
         exporting = telemetry.setup("baton-test", receiver.address, {"service.instance.id": "abc"})

@@ -18,14 +18,7 @@ import baton
 from baton import errors
 from baton.client import Model, RetryPolicy
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
-from tests.unit.client.scripted_router import (
-    HELLO,
-    ScriptedRouter,
-    delta,
-    finish,
-    serving,
-    started,
-)
+from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 
 
 async def test_tokenize_and_models(connect, serve):
@@ -103,11 +96,7 @@ async def test_status(connect, serve):
 
 def worker_record():
     return common_pb2.WorkerRecord(
-        role=common_pb2.WORKER_ROLE_PREFILL,
-        incarnation="w",
-        address="h:1",
-        pid=42,
-        blocks_total=50,
+        role=common_pb2.WORKER_ROLE_PREFILL, incarnation="w", address="h:1", pid=42, blocks_total=50
     )
 
 

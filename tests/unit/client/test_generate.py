@@ -10,14 +10,7 @@ import baton
 from baton import errors
 from baton.client import RetryPolicy
 from baton.v1 import common_pb2
-from tests.unit.client.scripted_router import (
-    HELLO,
-    ScriptedRouter,
-    delta,
-    finish,
-    serving,
-    started,
-)
+from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 
 LIMIT_S = 10  # for what should take milliseconds
 FAST = RetryPolicy(first_delay_s=0.001)

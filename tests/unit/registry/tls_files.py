@@ -20,7 +20,7 @@ class TlsFiles:
     client_key: Path
 
 
-def make_tls_files(folder: Path) -> TlsFiles:
+def make_tls_files(folder):
     """Makes a CA, a stranger's CA, and a server's and a client's certificate for 127.0.0.1."""
     assert shutil.which("openssl"), "these tests need the openssl command (Debian: apt install it)"
     for authority in ("ca", "stranger"):
@@ -54,5 +54,5 @@ def make_tls_files(folder: Path) -> TlsFiles:
     )
 
 
-def _openssl(folder: Path, *args: str) -> None:
+def _openssl(folder, *args):
     subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True, timeout=20)

@@ -21,7 +21,7 @@ CORPUS = [
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
-def byte_level_library() -> tokenizers.Tokenizer:
+def byte_level_library():
     """As GPT-2, Llama 3 and Qwen: every token is bytes."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,7 +36,7 @@ def byte_level_library() -> tokenizers.Tokenizer:
     return library
 
 
-def byte_fallback_library() -> tokenizers.Tokenizer:
+def byte_fallback_library():
     """As Llama 2 and Mistral: pieces with a leading space, bytes for what is in no piece."""
     learner = tokenizers.Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -73,14 +73,14 @@ def byte_fallback_library() -> tokenizers.Tokenizer:
     return library
 
 
-def hidden_bytes_library() -> tokenizers.Tokenizer:
+def hidden_bytes_library():
     """Byte level, behind a decoder that does not say so."""
     library = byte_level_library()
     library.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return library
 
 
-def word_piece_library() -> tokenizers.Tokenizer:
+def word_piece_library():
     """As BERT: a decoder whose every token depends on its place, and that knows no bytes."""
     library = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -102,7 +102,7 @@ FAMILIES = {
 ModelWriter = Callable[..., Path]
 
 
-def write_model(directory: Path, library: tokenizers.Tokenizer | None, **files: object) -> Path:
+def write_model(directory, library, **files):
     """A model directory; `files` are the contents of NAME.json."""
     directory.mkdir(exist_ok=True)
     if library is not None:
@@ -113,11 +113,11 @@ def write_model(directory: Path, library: tokenizers.Tokenizer | None, **files: 
 
 
 @pytest.fixture(scope="session")
-def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
+def tokenizer_of(tmp_path_factory):
     """Loads the tokenizer of a family by name."""
     loaded: dict[str, Tokenizer] = {}
 
-    def load(family: str) -> Tokenizer:
+    def load(family):
         if family not in loaded:
             directory = write_model(tmp_path_factory.mktemp(family), FAMILIES[family]())
             loaded[family] = Tokenizer.load(directory)
@@ -127,10 +127,10 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> ModelWriter:
+def write(tmp_path):
     """Writes a model directory of a family ("" for none) under the test's own path."""
 
-    def write_family(family: str = "byte_level", **files: object) -> Path:
+    def write_family(family="byte_level", **files):
         library = FAMILIES[family]() if family else None
         return write_model(tmp_path / "model", library, **files)
 

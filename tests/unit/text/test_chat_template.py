@@ -96,7 +96,7 @@ CHATS = [
 
 
 @pytest.fixture(scope="module")
-def transformers_tokenizer() -> PreTrainedTokenizerFast:
+def transformers_tokenizer():
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     return PreTrainedTokenizerFast(tokenizer_object=library, **SPECIAL)
 
@@ -108,9 +108,7 @@ def transformers_tokenizer() -> PreTrainedTokenizerFast:
         *((MISTRAL, chat) for chat in CHATS if chat[0][0] != "system"),
     ],
 )
-def test_renders_as_transformers_does(
-    transformers_tokenizer: PreTrainedTokenizerFast, source: str, chat: list[tuple[str, str]]
-) -> None:
+def test_renders_as_transformers_does(transformers_tokenizer, source, chat):
     expected = transformers_tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in chat],
         chat_template=source,
@@ -120,31 +118,31 @@ def test_renders_as_transformers_does(
     assert ChatTemplate(source, SPECIAL, "test").render(chat) == expected
 
 
-def test_takes_protobuf_messages() -> None:
+def test_takes_protobuf_messages():
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="Hi")])
     template = ChatTemplate(CHATML, SPECIAL, "test")
     assert template.render(chat.messages) == template.render([("user", "Hi")])
 
 
-def refusal(source: str, chat: list[tuple[str, str]]) -> str:
+def refusal(source, chat):
     with pytest.raises(InvalidRequest) as refused:
         ChatTemplate(source, SPECIAL, "test").render(chat)
     assert refused.value.field == "chat"
     return str(refused.value)
 
 
-def test_a_templates_own_refusal_is_passed_on() -> None:
+def test_a_templates_own_refusal_is_passed_on():
     assert "roles must alternate" in refusal(MISTRAL, [("user", "a"), ("user", "b")])
 
 
-def test_an_empty_conversation_is_refused() -> None:
+def test_an_empty_conversation_is_refused():
     assert "at least one" in refusal(CHATML, [])
 
 
 @pytest.mark.parametrize(
     "source", ["{{ missing.x }}", "{{ 1 // 0 }}", "{{ messages[0].role + 1 }}"]
 )
-def test_a_template_that_fails_refuses_the_chat(source: str) -> None:
+def test_a_template_that_fails_refuses_the_chat(source):
     assert "chat template refused" in refusal(source, CHATS[0])
 
 
@@ -170,11 +168,11 @@ def test_a_template_that_fails_refuses_the_chat(source: str) -> None:
         "{% include 'other' %}",
     ],
 )
-def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
+def test_a_template_cannot_leave_the_sandbox(source):
     refusal(source, CHATS[0])
 
 
-def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_bounded(monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100)
     source = "{% for i in range(90000) %}{{ 'xxxxxxxx' }}{% endfor %}"
     assert "over 100 characters" in refusal(source, CHATS[0])
@@ -214,7 +212,7 @@ WITHOUT_BOUNDS = [
 
 
 @pytest.mark.parametrize("source", WITHOUT_BOUNDS, ids=range(len(WITHOUT_BOUNDS)))
-def test_a_template_without_bounds_is_refused_at_load(source: str) -> None:
+def test_a_template_without_bounds_is_refused_at_load(source):
     """In a second, whatever it is; each would take minutes, or gigabytes."""
     began = time.thread_time()
     with pytest.raises(CheckpointError, match=r"template\.jinja: chat template without bounds"):
@@ -222,9 +220,7 @@ def test_a_template_without_bounds_is_refused_at_load(source: str) -> None:
     assert time.thread_time() - began < 1
 
 
-def test_a_template_that_a_message_makes_endless_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_template_that_a_message_makes_endless_is_stopped(monkeypatch):
     source = "{% if messages[0].content == 'go' %}" + WITHOUT_BOUNDS[3] + "{% endif %}fine"
     template = ChatTemplate(source, SPECIAL, "test")
     monkeypatch.setattr(chat_template, "MAX_RENDERING", (0.1, 1 << 20))
@@ -233,24 +229,24 @@ def test_a_template_that_a_message_makes_endless_is_stopped(
     assert template.render([("user", "x")]) == "fine"
 
 
-def test_long_chats_are_within_bounds() -> None:
+def test_long_chats_are_within_bounds():
     """A megabyte in 2,000 turns, in templates that copy them several times."""
     chat = [("user" if i % 2 == 0 else "assistant", "some words " * 50) for i in range(2000)]
     for source in (CHATML, MISTRAL, JSON_LINES, FEATURES):
         assert len(ChatTemplate(source, SPECIAL, "test").render(chat)) > 500_000
 
 
-def test_a_templates_own_words_are_told_in_part() -> None:
+def test_a_templates_own_words_are_told_in_part():
     assert len(refusal("{{ raise_exception('x' * 100000) }}", CHATS[0])) < 2000
 
 
 @pytest.mark.parametrize("source", ["{{ x }}" * 20_000, "{{ " + "9" * 5000 + " }}"])
-def test_a_template_of_unusual_size_is_refused_at_load(source: str) -> None:
+def test_a_template_of_unusual_size_is_refused_at_load(source):
     with pytest.raises(CheckpointError, match="test: "):
         ChatTemplate(source, SPECIAL, "test")
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% unknown %}", "{% break %}"])
-def test_a_broken_template_is_refused_at_load(source: str) -> None:
+def test_a_broken_template_is_refused_at_load(source):
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
         ChatTemplate(source, SPECIAL, "tokenizer_config.json")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.text import Detokenizer, TokenIdsOnly, Tokenizer
-from baton.text.detokenizer import TokenPieces
 from baton.text.model_files import TextFiles
 
 FAMILIES = ["byte_level", "byte_fallback", "word_piece"]
@@ -32,7 +30,7 @@ CUTS = st.lists(st.integers(0, 24), max_size=5)
 FAMILY_EMOJI = "👩\u200d👩\u200d👧 世界 e\u0301 हिन्दी"
 
 
-def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], cuts: list[int]) -> str:
+def stream(tokenizer, prompt, output, cuts):
     """What a detokenizer makes of `output`, pushed in pieces that end at `cuts`."""
     detokenizer = Detokenizer(tokenizer, prompt)
     edges = [0, *sorted(cut for cut in cuts if cut < len(output)), len(output)]
@@ -44,9 +42,7 @@ def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], cuts: lis
 @given(ids=IDS, cuts=CUTS)
 @example(ids=[], cuts=[])
 @settings(max_examples=150, deadline=None)
-def test_any_ids_stream_to_the_decoded_whole(
-    tokenizer_of: TokenizerOf, family: str, ids: list[int], cuts: list[int]
-) -> None:
+def test_any_ids_stream_to_the_decoded_whole(tokenizer_of, family, ids, cuts):
     tokenizer = tokenizer_of(family)
     assert stream(tokenizer, [], ids, cuts) == tokenizer.decode(ids)
 
@@ -56,9 +52,7 @@ def test_any_ids_stream_to_the_decoded_whole(
 @example(prompt="Hello", output=FAMILY_EMOJI, cuts=[1, 2, 3])
 @example(prompt="", output=" x", cuts=[])
 @settings(max_examples=150, deadline=None)
-def test_output_continues_the_prompts_text(
-    tokenizer_of: TokenizerOf, family: str, prompt: str, output: str, cuts: list[int]
-) -> None:
+def test_output_continues_the_prompts_text(tokenizer_of, family, prompt, output, cuts):
     tokenizer = tokenizer_of(family)
     before, after = tokenizer.encode(prompt), tokenizer.encode(output)
     whole = tokenizer.decode(before + after)
@@ -70,9 +64,7 @@ def test_output_continues_the_prompts_text(
 @example(text=FAMILY_EMOJI)
 @example(text="\ufffd👩\ufffd")
 @settings(max_examples=100, deadline=None)
-def test_no_push_gives_a_broken_character(
-    tokenizer_of: TokenizerOf, family: str, text: str
-) -> None:
+def test_no_push_gives_a_broken_character(tokenizer_of, family, text):
     tokenizer = tokenizer_of(family)
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode(text)
@@ -88,16 +80,14 @@ def test_no_push_gives_a_broken_character(
 @pytest.mark.parametrize("family", FAMILIES)
 @given(ids=IDS)
 @settings(max_examples=100, deadline=None)
-def test_decode_is_the_librarys_for_all_but_malformed_byte_runs(
-    tokenizer_of: TokenizerOf, family: str, ids: list[int]
-) -> None:
+def test_decode_is_the_librarys_for_all_but_malformed_byte_runs(tokenizer_of, family, ids):
     tokenizer = tokenizer_of(family)
     library_text = tokenizer.pieces.decode(ids)
     if family != "byte_fallback" or "\ufffd" not in library_text:
         assert tokenizer.decode(ids) == library_text
 
 
-def reference_of_byte_fallback(pieces: TokenPieces, ids: list[int]) -> str:
+def reference_of_byte_fallback(pieces, ids):
     """Bytes runs decode by themselves, other tokens by the library, behind a token that is kept."""
     text, run = "", b""
     for token in ids:
@@ -118,17 +108,13 @@ FALLBACK_A = 5 + 0x41  # after <unk> and four special tokens come the bytes
 @example(ids=[5 + byte for byte in (*"é".encode(), 0xF0, 0x9F, 0x41, 0xFF)])
 @example(ids=[5 + 0x20, 5 + 0x20])
 @settings(max_examples=200, deadline=None)
-def test_malformed_byte_tokens_become_replacement_characters(
-    tokenizer_of: TokenizerOf, ids: list[int]
-) -> None:
+def test_malformed_byte_tokens_become_replacement_characters(tokenizer_of, ids):
     tokenizer = tokenizer_of("byte_fallback")
     assert stream(tokenizer, [], ids, []) == reference_of_byte_fallback(tokenizer.pieces, ids)
 
 
 @pytest.mark.parametrize("family", BYTE_FAMILIES)
-def test_a_truncated_character_ends_in_one_replacement_character(
-    tokenizer_of: TokenizerOf, family: str
-) -> None:
+def test_a_truncated_character_ends_in_one_replacement_character(tokenizer_of, family):
     tokenizer = tokenizer_of(family)
     detokenizer = Detokenizer(tokenizer)
     assert detokenizer.push(tokenizer.encode("ab👩")[:-1]) == "ab"
@@ -138,9 +124,7 @@ def test_a_truncated_character_ends_in_one_replacement_character(
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
 @pytest.mark.parametrize("given_to_prompt", [1, 2, 3])
-def test_a_character_begun_in_the_prompt_is_given_whole(
-    tokenizer_of: TokenizerOf, family: str, given_to_prompt: int
-) -> None:
+def test_a_character_begun_in_the_prompt_is_given_whole(tokenizer_of, family, given_to_prompt):
     tokenizer = tokenizer_of(family)
     ids = tokenizer.encode("world👩!")
     split = len(ids) - 5 + given_to_prompt
@@ -148,16 +132,14 @@ def test_a_character_begun_in_the_prompt_is_given_whole(
     assert detokenizer.push(ids[split:]) + detokenizer.flush() == "👩!"
 
 
-def test_special_tokens_and_unknown_ids_have_no_text(tokenizer_of: TokenizerOf) -> None:
+def test_special_tokens_and_unknown_ids_have_no_text(tokenizer_of):
     tokenizer = tokenizer_of("byte_level")
     first, *rest = tokenizer.encode("é")
     assert stream(tokenizer, [], [0, first, 1, 10_000, *rest, 3], []) == "é"
 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
-def test_single_tokens_are_shown_with_their_spaces_bytes_and_names(
-    tokenizer_of: TokenizerOf, family: str
-) -> None:
+def test_single_tokens_are_shown_with_their_spaces_bytes_and_names(tokenizer_of, family):
     tokenizer = tokenizer_of(family)
     assert tokenizer.pieces is not None
     shown = [tokenizer.pieces.shown(token) for token in tokenizer.encode("a é🦊")]
@@ -171,7 +153,7 @@ def test_single_tokens_are_shown_with_their_spaces_bytes_and_names(
     assert tokenizer.pieces.shown(10_000) == ("", b"")
 
 
-def test_added_tokens_that_are_not_special_are_text(tokenizer_of: TokenizerOf) -> None:
+def test_added_tokens_that_are_not_special_are_text(tokenizer_of):
     tokenizer = tokenizer_of("byte_level")
     ids = tokenizer.encode("a<tool call><思考>")
     assert len(ids) == 3
@@ -179,14 +161,12 @@ def test_added_tokens_that_are_not_special_are_text(tokenizer_of: TokenizerOf) -
 
 
 @pytest.mark.parametrize("kind", ["bad_bytes", "replacement", "text"])
-def test_a_token_costs_the_same_however_long_the_output(
-    tokenizer_of: TokenizerOf, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_token_costs_the_same_however_long_the_output(tokenizer_of, monkeypatch, kind):
     tokenizer = tokenizer_of("byte_fallback")
     decoded: list[int] = []
     decode = tokenizer.pieces.decode
 
-    def counting(ids: list[int]) -> str:
+    def counting(ids):
         decoded.append(len(ids))
         return decode(ids)
 
@@ -197,16 +177,14 @@ def test_a_token_costs_the_same_however_long_the_output(
     assert sum(decoded) <= 24 * len(ids)
 
 
-def test_a_model_without_tokenizer_has_no_text(tmp_path: Path) -> None:
+def test_a_model_without_tokenizer_has_no_text(tmp_path):
     config = tmp_path / "config.json"
     config.write_text('{"vocab_size": 10}')
     detokenizer = Detokenizer(TokenIdsOnly(TextFiles.read(config)), [1, 2])
     assert detokenizer.push([3, 4]) + detokenizer.flush() == ""
 
 
-def test_a_replacement_character_of_the_models_own_keeps_its_place(
-    tokenizer_of: TokenizerOf,
-) -> None:
+def test_a_replacement_character_of_the_models_own_keeps_its_place(tokenizer_of):
     tokenizer = tokenizer_of("byte_fallback")
     own = tokenizer.encode("\ufffd")[-1]
     ids = [own, *(5 + byte for byte in "é".encode()), own]

@@ -13,7 +13,7 @@ SMALL_TEXT = st.text("ab\n", max_size=20)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=4)
 
 
-def search(text: str, stops: list[str]) -> tuple[int, str | None]:
+def search(text, stops):
     """Where the winning match ends, and it: read the whole text one character at a time."""
     for end in range(len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
@@ -26,9 +26,7 @@ def search(text: str, stops: list[str]) -> tuple[int, str | None]:
 @example(pieces=["a", "b", "c"], stops=["abc", "b"], include_stop=False)
 @example(pieces=["xaab"], stops=["aab", "ab", "b"], include_stop=True)
 @settings(max_examples=400, deadline=None)
-def test_equals_a_search_of_the_whole_text(
-    pieces: list[str], stops: list[str], include_stop: bool
-) -> None:
+def test_equals_a_search_of_the_whole_text(pieces, stops, include_stop):
     text = "".join(pieces)
     end, expected = search(text, stops)
     filtered = StopStrings(stops, include_stop)
@@ -43,7 +41,7 @@ def test_equals_a_search_of_the_whole_text(
 
 @given(text=SMALL_TEXT, stops=STOPS)
 @settings(max_examples=200, deadline=None)
-def test_holds_back_exactly_what_may_become_a_stop(text: str, stops: list[str]) -> None:
+def test_holds_back_exactly_what_may_become_a_stop(text, stops):
     emitted, matched = StopStrings(stops).push(text)
     if matched is None:
         beginnings = [
@@ -52,7 +50,7 @@ def test_holds_back_exactly_what_may_become_a_stop(text: str, stops: list[str]) 
         assert text[len(emitted) :] == max(beginnings, key=len, default="")
 
 
-def test_nothing_follows_a_match() -> None:
+def test_nothing_follows_a_match():
     filtered = StopStrings(["END"])
     assert filtered.push("one EN") == ("one ", None)
     assert filtered.push("D two") == ("", "END")
@@ -60,23 +58,23 @@ def test_nothing_follows_a_match() -> None:
     assert filtered.flush() == ""
 
 
-def test_what_was_held_is_given_at_the_end() -> None:
+def test_what_was_held_is_given_at_the_end():
     filtered = StopStrings(["\n\n"])
     assert filtered.push("x\n") == ("x", None)
     assert filtered.flush() == "\n"
     assert filtered.flush() == ""
 
 
-def test_without_stops_all_text_passes() -> None:
+def test_without_stops_all_text_passes():
     assert StopStrings([]).push("anything") == ("anything", None)
 
 
 @pytest.mark.parametrize("stops", [[""], ["x" * 257], ["x"] * 17])
-def test_refuses_bad_stops(stops: list[str]) -> None:
+def test_refuses_bad_stops(stops):
     with pytest.raises(InvalidRequest) as refused:
         StopStrings(stops)
     assert refused.value.field == "stop"
 
 
-def test_accepts_the_limits() -> None:
+def test_accepts_the_limits():
     check_stop_strings(["x" * 256] * 16)
