@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Protocol
 
 from baton.config import RegistryConfig, split_address
 from baton.local.etcd import EmbeddedEtcd
@@ -13,21 +12,6 @@ from baton.registry.etcd_client import EtcdClient
 from baton.registry.memory import MemoryRegistry, MemoryStore
 
 PATIENCE_S = 12.0
-
-
-class Store(Protocol):
-    """A store, and what can happen to it."""
-
-    async def open(self, ttl_s): ...
-    async def registry(self, *, wired=False): ...
-    async def cut(self, registry): ...
-    async def mend(self, registry): ...
-    async def stop(self): ...
-    async def start(self): ...
-    async def wipe(self): ...
-    async def compact(self): ...
-    async def elapse(self, seconds): ...
-    async def close(self): ...
 
 
 class InMemory:
@@ -42,20 +26,16 @@ class InMemory:
     async def cut(self, registry):
         registry.cut()
 
-    async def mend(self, registry):
+    async def reconnect(self, registry):
         registry.reconnect()
 
-    async def stop(self):
-        self._store.stop()
+    def __getattr__(self, verb):
+        """`stop`, `start`, `wipe` and `compact` are the store's own."""
 
-    async def start(self):
-        self._store.start()
+        async def call():
+            getattr(self._store, verb)()
 
-    async def wipe(self):
-        self._store.wipe()
-
-    async def compact(self):
-        self._store.compact()
+        return call
 
     async def elapse(self, seconds):
         self._store.advance(seconds)
@@ -88,7 +68,7 @@ class RealEtcd:
     async def cut(self, registry):
         await self._wires[id(registry)].cut()
 
-    async def mend(self, registry):
+    async def reconnect(self, registry):
         await self._wires[id(registry)].open()
 
     async def stop(self):

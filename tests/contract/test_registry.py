@@ -43,7 +43,7 @@ def in_state(record, state):
     return changed
 
 
-async def test_lists_who_is_there_and_follows_who_comes_and_goes(store):
+async def test_lists_members_and_follows_changes(store):
     registry = await store.registry()
     first = worker("d1")
     async with registry.register(first) as registration:
@@ -122,14 +122,14 @@ async def test_leaving_the_watch_ends_its_readers(store):
 
 
 @ttl(1)
-async def test_a_member_cut_off_leaves_with_its_lease_and_comes_back_by_itself(store):
+async def test_a_member_cut_off_expires_with_its_lease_and_returns(store):
     far, near = await store.registry(wired=True), await store.registry()
     async with far.register(worker("d1")), near.watch() as membership:
         await store.cut(far)
         await store.elapse(1.5)
         await until_names(membership)
         assert membership.connected
-        await store.mend(far)
+        await store.reconnect(far)
         await until_names(membership, "d1")
 
 
@@ -218,7 +218,7 @@ async def test_what_happened_while_the_watch_was_cut_counts_at_once(store):
         await registration.update(in_state(staying, DRAINING))
         async with near.register(worker("d3")):
             assert set(membership.records) == {"d1", "d2"}
-            await store.mend(far)
+            await store.reconnect(far)
             async with asyncio.timeout(5):
                 now = await until_names(membership, "d1", "d3")
             assert now["d1"].state == DRAINING
@@ -234,7 +234,7 @@ async def test_compaction_while_the_watch_was_cut_means_listing_again(store):
             await until_connected(membership, False)
         async with near.register(worker("d3")):
             await store.compact()
-            await store.mend(far)
+            await store.reconnect(far)
             # Nothing tells that d2 left, so it stays for the grace of two leases.
             await until_names(membership, "d1", "d2", "d3")
             await store.elapse(2)

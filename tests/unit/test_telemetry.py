@@ -119,7 +119,7 @@ def test_without_an_address_nothing_is_recorded():
     quiet.close()
 
 
-def test_a_missing_sdk_is_told(monkeypatch):
+def test_a_missing_sdk_is_a_config_error(monkeypatch):
     real = builtins.__import__
 
     def without_sdk(name, *args, **kwargs):

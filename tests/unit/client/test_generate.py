@@ -9,7 +9,8 @@ import pytest
 import baton
 from baton import errors
 from baton.client import RetryPolicy
-from baton.v1 import common_pb2
+from baton.client.call import GenerateCall, Target
+from baton.v1 import common_pb2, inference_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 
 LIMIT_S = 10  # for what should take milliseconds
@@ -127,7 +128,7 @@ async def test_errors_that_cannot_pass_are_final_after_output_too(connect, serve
 
 
 @pytest.mark.parametrize("broken", [[errors.Unavailable("gone")], []], ids=["error", "end"])
-async def test_nobody_goes_on_behind_the_last_tokens(connect, serve, broken):
+async def test_nothing_is_retried_behind_the_last_tokens(connect, serve, broken):
     last = delta("Hello", 1, reason=common_pb2.FINISH_REASON_STOP)
     router = ScriptedRouter([started(), last, *broken])
     async with connect(await serve(router), retry=FAST) as client:
@@ -137,15 +138,7 @@ async def test_nobody_goes_on_behind_the_last_tokens(connect, serve, broken):
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 1)
 
 
-async def test_attempts_are_bounded(connect, serve):
-    router = ScriptedRouter([errors.Unavailable("gone")])
-    async with connect(await serve(router), retry=FAST) as client:
-        with pytest.raises(errors.Unavailable, match="gone"):
-            await client.generate("x")
-    assert len(router.requests) == 4
-
-
-async def test_goes_on_when_its_router_is_back_however_many_attempts_that_takes(connect, serve):
+async def test_resumes_when_its_router_is_back_after_many_attempts(connect, serve):
     gone = [errors.Unavailable("not yet")]
     router = ScriptedRouter(
         [started(), delta("Hel", 1, 2), errors.Unavailable("gone")],
@@ -169,14 +162,6 @@ async def test_going_on_is_bounded(connect, serve):
                 await client.generate("x", timeout=None if bound else 0.3)
         assert isinstance(raised.value, (errors.Unavailable, TimeoutError))
         assert time.monotonic() - begin < 5
-
-
-async def test_a_stream_without_its_last_message_is_not_a_completion(connect, serve):
-    router = ScriptedRouter([started(), delta("Hel", 1)])
-    async with connect(await serve(router), retry=RetryPolicy(max_attempts=1)) as client:
-        with pytest.raises(errors.Unavailable, match="last message") as raised:
-            await client.generate("x")
-    assert raised.value.partial.text == "Hel"
 
 
 async def test_a_lost_router_mid_stream(connect):
@@ -330,3 +315,23 @@ async def test_concurrent_streams(connect, serve):
     async with connect(await serve(ScriptedRouter(HELLO))) as client:
         done = await asyncio.gather(*(client.generate(f"{i}") for i in range(8)))
     assert [d.text for d in done] == ["Hello"] * 8
+
+
+@pytest.fixture
+def call():
+    target = Target.of("127.0.0.1:1", None, None, None)
+    return GenerateCall(target, inference_pb2.GenerateRequest(text="x"), None)
+
+
+def test_a_closed_call_does_not_report_its_own_cancellation(call):
+    call.received(delta("Hel", 1))
+    call.close()
+    assert call.failed(errors.Cancelled("by the caller")) is None
+
+
+def test_a_failure_after_the_last_message_changes_nothing(call):
+    for message in (started(), delta("Hel", 1), finish()):
+        call.received(message)
+    assert call.failed(errors.Unavailable("the router left")) is None
+    assert call.over
+    assert call.completion.text == "Hel"

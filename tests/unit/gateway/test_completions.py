@@ -91,7 +91,7 @@ async def test_lists_of_token_ids_are_prompts(gateway_of):
     assert sorted(map(list, (s.token_ids for s in sequences))) == [[5, 6], [7]]
 
 
-async def test_a_stop_string_is_told_and_cut(gateway_of):
+async def test_a_stop_string_is_reported_and_cut(gateway_of):
     gateway = await gateway_of()
     (choice,) = (await gateway.complete(max_tokens=20, stop="cd")).json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cd")

@@ -46,13 +46,13 @@ def test_every_error_has_its_status(error, status):
     assert json.loads(failure.body)["error"]["message"] == "x"
 
 
-def test_what_nobody_expected_is_a_500_that_is_logged(caplog):
+def test_an_unexpected_error_is_a_500_that_is_logged(caplog):
     assert failure_of(ZeroDivisionError("by zero")).status == 500
     assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 2.5])
-def test_advice_when_to_come_again_is_in_whole_seconds_and_at_least_one(after_s):
+def test_retry_after_is_in_whole_seconds_and_at_least_one(after_s):
     headers = dict(failure_of(errors.Overloaded("full", after_s)).headers)
     assert int(headers[b"retry-after"]) >= max(1, after_s)
     assert (b"retry-after-ms" in headers) is (after_s > 0)
@@ -205,7 +205,7 @@ async def test_unknown_paths_methods_and_models(gateway_of):
         assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-async def test_nobody_to_serve_is_503_with_advice(gateway_of):
+async def test_no_worker_is_503_with_retry_after(gateway_of):
     gateway = await gateway_of(prefill=0)
     response = await gateway.complete()
     assert "no prefill worker" in error_of(response, 503)["message"]
@@ -215,7 +215,7 @@ async def test_nobody_to_serve_is_503_with_advice(gateway_of):
     assert (await gateway.client.get("/health")).status_code == 200
 
 
-async def test_a_full_queue_is_429_with_advice(gateway_of):
+async def test_a_full_queue_is_429_with_retry_after(gateway_of):
     gateway = await gateway_of(cluster={"max_queue": 1})
     gateway.decode.tell(blocks_free=0)
     await gateway.cluster.until(lambda s: not s.decode[0].load.blocks_free)
@@ -366,7 +366,7 @@ async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway_
     assert "".join(event["choices"][0]["text"] for event in events) == "abcde"
 
 
-async def test_a_stream_that_outlives_the_drain_is_told(gateway_of):
+async def test_a_stream_that_outlives_the_drain_ends_with_an_error(gateway_of):
     gateway = await gateway_of()
     gateway.decode.runs = [lambda *run: None]
     async with gateway.stream() as running:

@@ -123,7 +123,7 @@ async def test_a_dead_endpoint_is_passed_over(etcd):
         assert registration.connected
 
 
-async def test_no_endpoint_at_all_is_told_with_its_names_and_the_mend(monkeypatch):
+async def test_no_endpoint_at_all_is_an_error_with_names_and_fix(monkeypatch):
     monkeypatch.setattr(etcd_client, "START_S", 0.3)
     names = f"{nobody()},{nobody()}"
     async with opened(RegistryConfig(etcd=names)) as registry:

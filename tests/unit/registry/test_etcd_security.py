@@ -118,7 +118,7 @@ async def test_a_password_for_an_etcd_without_passwords_is_no_error(etcd, passwo
         ({"etcd": "http://h:1", "ca_file": "ca.crt"}, "is not TLS"),
     ],
 )
-def test_wrong_settings_are_told_before_anything_starts(settings, match, tmp_path, monkeypatch):
+def test_wrong_settings_are_errors_before_anything_starts(settings, match, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ca.crt").touch()
     paths = {k: tmp_path.joinpath(v).relative_to(tmp_path) for k, v in settings.items() if "_" in k}

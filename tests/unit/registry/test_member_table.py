@@ -54,7 +54,7 @@ def apply(store, some):
 
 @settings(deadline=None)
 @given(before=changes, meanwhile=changes, later=changes)
-def test_a_resumed_watch_leaves_nobody_missing(before, meanwhile, later):
+def test_a_resumed_watch_leaves_no_member_missing(before, meanwhile, later):
     store, table = Store(), MemberTable()
     apply(store, before)
     table.listed(store.entries)
@@ -101,7 +101,7 @@ def test_a_store_that_starts_over_keeps_everyone_until_dropped(before, after):
     assert table.records == new.records()
 
 
-def test_old_news_do_not_undo_a_listing():
+def test_old_events_do_not_undo_a_listing():
     table = MemberTable()
     table.listed({"a": (record("a", 9), 9)})
     table.put("a", record("a", 5), 5)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -98,8 +96,6 @@ FAMILIES = {
     "hidden_bytes": hidden_bytes_library,
     "word_piece": word_piece_library,
 }
-
-ModelWriter = Callable[..., Path]
 
 
 def write_model(directory, library, **files):

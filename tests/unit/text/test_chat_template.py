@@ -236,7 +236,7 @@ def test_long_chats_are_within_bounds():
         assert len(ChatTemplate(source, SPECIAL, "test").render(chat)) > 500_000
 
 
-def test_a_templates_own_words_are_told_in_part():
+def test_a_templates_own_message_is_shortened():
     assert len(refusal("{{ raise_exception('x' * 100000) }}", CHATS[0])) < 2000
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.text import Detokenizer, TokenIdsOnly, Tokenizer
+from baton.text import Detokenizer, TokenIdsOnly
 from baton.text.model_files import TextFiles
 
 FAMILIES = ["byte_level", "byte_fallback", "word_piece"]
 BYTE_FAMILIES = ["byte_level", "byte_fallback", "hidden_bytes"]
-TokenizerOf = Callable[[str], Tokenizer]
 
 TEXTS = st.text(
     st.one_of(

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -17,7 +15,6 @@ import tokenizers
 from baton.errors import CheckpointError, InvalidRequest
 from baton.text import TokenIdsOnly, Tokenizer, load_tokenizer, text_fingerprint
 
-ModelWriter = Callable[..., Path]
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
 CONFIG = {"vocab_size": 500, "max_position_embeddings": 2048, "eos_token_id": 1}
 

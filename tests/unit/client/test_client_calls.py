@@ -186,7 +186,7 @@ def test_addresses_are_checked_at_once(connect, target):
     "target",
     ["http://127.0.0.1:7780", "https://router.example:443/v1", "grpc://h:7700", ["http://h:1"]],
 )
-def test_a_url_is_told_which_address_is_wanted(connect, target):
+def test_for_a_url_the_error_names_the_right_address(connect, target):
     with pytest.raises(errors.ConfigError, match=r"HOST:PORT without \w+://.*--port .*:7700'"):
         connect(target)
 

@@ -24,7 +24,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
-async def test_models_are_told(gateway_of):
+async def test_models_are_listed(gateway_of):
     gateway = await gateway_of()
     listed = (await gateway.client.get("/v1/models")).json()
     model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "baton",
@@ -33,7 +33,7 @@ async def test_models_are_told(gateway_of):
     assert (await gateway.client.get("/v1/models/tiny")).json() == model
 
 
-async def test_tokens_are_told(gateway_of):
+async def test_tokens_are_returned(gateway_of):
     gateway = await gateway_of()
     answer = (await gateway.post("/tokenize", {"prompt": "Hi", "return_token_strs": True})).json()
     ids = gateway.tokenizer.encode("Hi")
@@ -67,7 +67,7 @@ async def test_routes_of_others_are_served_beside_ours(gateway_of):
     assert (await gateway.client.get("/hello")).text == "hello"
 
 
-async def test_the_trace_is_taken_up_and_told(gateway_of):
+async def test_the_callers_trace_is_continued_and_returned(gateway_of):
     provider = TracerProvider()
     gateway = await gateway_of(cluster={"tracer": provider.get_tracer("test")})
     for response in (
@@ -214,10 +214,10 @@ async def test_a_large_body_in_chunks_is_within_the_limits(gateway_of):
     ],
     ids=["nothing", "headers", "method", "body", "unread body", "empty line", "second request"],
 )
-async def test_who_sends_half_a_request_is_hung_up_on(gateway_of, monkeypatch, sent, status):
+async def test_half_a_request_ends_the_connection(gateway_of, monkeypatch, sent, status):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
         monkeypatch.setattr(server, name, 0.1)
-    monkeypatch.setattr("tests.unit.gateway.test_served.PATIENCE_S", 2.0)
+    monkeypatch.setattr("tests.unit.gateway.test_server.PATIENCE_S", 2.0)
     heard = await said(await gateway_of(), *sent)
     assert heard.startswith(status)
     assert bool(heard) is bool(status)
@@ -282,7 +282,7 @@ async def test_pipelined_requests_are_limited(gateway_of, requests, answers):
     assert heard.count(b"HTTP/1.1 200 ") == answers
 
 
-def test_a_taken_port_is_told_before_anything_begins():
+def test_a_port_in_use_is_an_error_before_anything_starts():
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} for HTTP.*--http-port"):
@@ -319,7 +319,7 @@ def test_logprobs_of_tokens_that_are_parts_of_characters(tmp_path):
     assert entry["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [ord("x")]}]
 
 
-async def test_a_model_without_text_takes_and_tells_token_ids(gateway_of, tmp_path):
+async def test_a_model_without_text_works_with_token_ids(gateway_of, tmp_path):
     tokenizer = ids_only_tokenizer(tmp_path, vocab_size=300)
     gateway = await gateway_of(tokenizer=tokenizer)
     (choice,) = (await gateway.complete(return_token_ids=True)).json()["choices"]
