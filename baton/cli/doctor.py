@@ -149,7 +149,7 @@ def _router(target: str | None, status: GetStatusResponse | None) -> dict[str, A
 
 
 def _worker(worker: WorkerStatus) -> dict[str, Any]:
-    from baton.client.fleet import device_of
+    from baton.client.results import device_of
     from baton.v1 import common_pb2
     from kvtransfer.pairing import name_of
 

@@ -17,9 +17,16 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from baton import config, telemetry
-from baton.client.completion import Collector, Completion, Delta
-from baton.client.fleet import Model, explanation_of, models_of, status_of
 from baton.client.request import Options, Prompt, generate_request, timeout_of, tokenize_request
+from baton.client.results import (
+    Collector,
+    Completion,
+    Delta,
+    Model,
+    explanation_of,
+    models_of,
+    status_of,
+)
 from baton.client.retry import RetryPolicy
 from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -120,21 +127,21 @@ class Attempts:
         now = time.monotonic()
         if self._begun and self._broken_at is None:
             self._broken_at = now
-        retry = self._target.retry.decide(
+        wait_s = self._target.retry.wait_s(
             error,
             attempts=self._count,
-            address=self._address,
             addresses=len(self._target.addresses),
             time_left_s=self.time_left_s,
             jitter=random.random(),  # noqa: S311 - spreads load, guards nothing
             broken_s=None if self._broken_at is None else now - self._broken_at,
         )
-        if retry is None:
+        if wait_s is None:
             raise error
         self._count += 1
         # Later calls start there too, so that one dead router is paid for once.
-        self._address = self._target.preferred = retry.address
-        return retry.after_s
+        self._address = (self._address + 1) % len(self._target.addresses)
+        self._target.preferred = self._address
+        return wait_s
 
 
 class GenerateCall:

@@ -1,4 +1,4 @@
-"""When to try again, and where: pure decisions, no clock, no network, no randomness."""
+"""When to try again: pure decisions, no clock, no network, no randomness."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ from dataclasses import dataclass
 from baton.errors import BatonError, RetryableError, Unavailable
 
 _ADVICE_JITTER = 0.25
-
-
-@dataclass(frozen=True)
-class Retry:
-    """Try again after so many seconds at the router address with this index."""
-
-    after_s: float
-    address: int
 
 
 @dataclass(frozen=True)
@@ -34,22 +26,21 @@ class RetryPolicy:
     max_delay_s: float = 2.0
     reconnect_s: float = 10.0
 
-    def decide(
+    def wait_s(
         self,
         error: BatonError,
         *,
         attempts: int,
-        address: int,
         addresses: int,
         time_left_s: float | None,
         jitter: float,
         broken_s: float | None = None,
-    ) -> Retry | None:
-        """What to do after `attempts` attempts, the last of which failed at `address`.
+    ) -> float | None:
+        """Seconds until the next attempt, after `attempts` of them, at the next router address.
 
-        `jitter` in [0, 1) is the caller's dice, `broken_s` how long ago a stream broke that had
-        begun (None: it had not). None means that the error is final: it cannot
-        pass, there were enough attempts, or the wait would outlast `time_left_s` (None: unlimited).
+        `jitter` in [0, 1) is random, `broken_s` how long ago a stream broke that had begun (None:
+        it had not). None means that the error is final: it cannot pass, there were enough attempts,
+        or the wait would outlast `time_left_s` (None: unlimited).
         """
         if not isinstance(error, RetryableError):
             return None
@@ -63,7 +54,7 @@ class RetryPolicy:
         after_s = max(advice_s, self._backoff_s(attempts, addresses, jitter))
         if time_left_s is not None and after_s >= time_left_s:
             return None
-        return Retry(after_s, (address + 1) % addresses)
+        return after_s
 
     def _reconnects(
         self, error: BatonError, broken_s: float | None, time_left_s: float | None

@@ -10,9 +10,8 @@ import grpc
 
 from baton import rpc, telemetry
 from baton.client.call import Attempts, BaseClient, GenerateCall, UnaryCall
-from baton.client.completion import Completion, Delta
-from baton.client.fleet import Model
 from baton.client.request import Options, Prompt
+from baton.client.results import Completion, Delta, Model
 from baton.v1 import inference_pb2_grpc
 
 T = TypeVar("T")

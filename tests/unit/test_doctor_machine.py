@@ -14,7 +14,7 @@ import pytest
 
 from baton import cli
 from baton.cli import doctor, status
-from baton.client.fleet import status_of
+from baton.client.results import status_of
 from baton.errors import ConfigError
 from baton.local import etcd
 from baton.local.doctor import cards, machine

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from rich.text import Text
 
-from baton.client.completion import transport_name
+from baton.client.results import transport_name
 from baton.local.top.view import PairLine, RouterLine, WorkerLine
 from baton.local.trace_tree import bytes_text
 from baton.v1 import fleet_pb2

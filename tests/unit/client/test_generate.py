@@ -281,9 +281,9 @@ async def test_closing_wakes_a_client_that_waits_to_retry(serve):
     loop = asyncio.get_running_loop()
 
     class Announcing(RetryPolicy):
-        def decide(self, error, **state):
+        def wait_s(self, error, **state):
             loop.call_soon_threadsafe(decided.set)
-            return super().decide(error, **state)
+            return super().wait_s(error, **state)
 
     router = ScriptedRouter([errors.Unavailable("gone", 60.0)])
     with baton.Client(await serve(router), retry=Announcing()) as client:
