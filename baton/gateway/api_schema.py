@@ -146,7 +146,11 @@ COMPLETION: Part = {
                 {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
             ],
         },
-        "max_tokens": _integer("Most tokens of each choice.", 1, default=_DEFAULT_MAX_TOKENS),
+        "max_tokens": _integer(
+            "Most tokens of each choice; refused where the context leaves fewer.",
+            1,
+            default=_DEFAULT_MAX_TOKENS,
+        ),
         "logprobs": _integer("Alternatives to return for each token.", 0, MAX_TOP_LOGPROBS),
         "best_of": _integer("Only where it equals n.", 1, MAX_N),
         **_SAMPLING,
@@ -208,7 +212,9 @@ CHAT: Part = {
     "required": ["messages"],
     "properties": {
         "messages": MESSAGES,
-        "max_completion_tokens": _integer("Most tokens; what the context holds by default.", 1),
+        "max_completion_tokens": _integer(
+            "Most tokens; what the context leaves by default, and refused above it.", 1
+        ),
         "max_tokens": _integer("The same, by its older name.", 1),
         "logprobs": _flag("Return the log-probability of each token."),
         "top_logprobs": _integer("Alternatives to return; needs logprobs.", 0, MAX_TOP_LOGPROBS),

@@ -14,11 +14,10 @@ from typing import TypeVar
 
 from baton.errors import Unavailable
 from baton.registry import member_table
+from baton.registry.etcd import GRACE_TTLS
 from baton.registry.interface import Membership
 from baton.registry.member_table import MemberTable
 from baton.v1.common_pb2 import WorkerRecord
-
-GRACE_TTLS = 2
 
 T = TypeVar("T")
 
@@ -39,7 +38,7 @@ class MemoryStore:
         self.up = True
         self.history = 0  # changes when events are lost: by a wipe, or by compaction in an outage
         self.entries: dict[str, _Entry] = {}
-        self._revision = 0
+        self.revision = 0  # changes since the store was made or wiped
         self.registrations: list[MemoryRegistration] = []
         self.watches: list[_MemoryWatch] = []
 
@@ -71,7 +70,7 @@ class MemoryStore:
         assert not self.up, "stop the store before wiping it"
         self.entries.clear()
         self.history += 1
-        self._revision = 0
+        self.revision = 0
 
     def compact(self) -> None:
         """Watches that are cut off now will not get the events of meanwhile."""
@@ -82,19 +81,14 @@ class MemoryStore:
         """Writes a member's record under a fresh lease."""
         old = self.entries.get(record.incarnation)
         if old is None or old.record != record:
-            self._revision += 1
-            old = self.entries[record.incarnation] = _Entry(record, self._revision, 0.0)
+            self.revision += 1
+            old = self.entries[record.incarnation] = _Entry(record, self.revision, 0.0)
         old.expires_s = self.now_s + self.ttl_s
 
     def delete(self, incarnation: str) -> None:
         """Removes a member."""
         if self.entries.pop(incarnation, None) is not None:
-            self._revision += 1
-
-    @property
-    def revision(self) -> int:
-        """Changes since the store was made or wiped."""
-        return self._revision
+            self.revision += 1
 
     def settle(self) -> None:
         """Does at once what retries and streams do in time: everyone writes, everyone reads."""
