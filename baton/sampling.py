@@ -19,9 +19,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = (1 << 64) - 1
-_OPTIONAL = frozenset(
-    one.name for one in common_pb2.SamplingParams.DESCRIPTOR.fields if one.has_presence
-)
+_OPTIONAL = frozenset(("top_p", "repetition_penalty", "seed", "max_tokens", "logprobs"))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class Options(TypedDict, total=False):
     """Options of a completion; left out (or None), the server's default holds."""
 
     model: str | None  # the only one the server has
-    max_tokens: int | None  # 64
+    max_tokens: int | None  # 64; baton.sampling.FILL_CONTEXT: as many as the context leaves
     temperature: float | None  # 0: greedy
     top_k: int | None  # 0: all
     top_p: float | None  # 1

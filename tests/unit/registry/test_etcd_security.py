@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import shutil
 import socket
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +14,6 @@ from baton.errors import ConfigError, Unavailable
 from baton.local.etcd import EmbeddedEtcd, etcd_binary
 from baton.registry.etcd import EtcdRegistry
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole
-
-from .tls_files import make_tls_files
 
 RECORD = WorkerRecord(incarnation="d1", role=WorkerRole.WORKER_ROLE_DECODE, address="h:1")
 PASSWORD = "fleet-of-foot"
@@ -124,6 +124,40 @@ def test_wrong_settings_are_errors_before_anything_starts(settings, match, tmp_p
     paths = {k: tmp_path.joinpath(v).relative_to(tmp_path) for k, v in settings.items() if "_" in k}
     with pytest.raises(ConfigError, match=match):
         EtcdRegistry(RegistryConfig(**settings | paths))
+
+
+def make_tls_files(folder):
+    """Makes a CA, a stranger's CA, and a server's and a client's certificate for 127.0.0.1."""
+    assert shutil.which("openssl"), "these tests need the openssl command (Debian: apt install it)"
+    for authority in ("ca", "stranger"):
+        _openssl(
+            folder,
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+            *("-nodes", "-days", "2", "-subj", f"/CN=test {authority}"),
+            *("-keyout", f"{authority}.key", "-out", f"{authority}.crt"),
+        )
+    for name, usage in (("server", "serverAuth,clientAuth"), ("client", "clientAuth")):
+        (folder / f"{name}.ext").write_text(
+            f"subjectAltName=IP:127.0.0.1\nextendedKeyUsage={usage}\n"
+        )
+        _openssl(
+            folder,
+            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"),
+        )
+        _openssl(
+            folder,
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
+            *("-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.crt"),
+        )
+    ours = {"ca": "ca.crt", "stranger_ca": "stranger.crt"}
+    for name in ("server", "client"):
+        ours |= {f"{name}_cert": f"{name}.crt", f"{name}_key": f"{name}.key"}
+    return SimpleNamespace(**{name: folder / file for name, file in ours.items()})
+
+
+def _openssl(folder, *args):
+    subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True, timeout=20)
 
 
 async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch):
