@@ -19,9 +19,9 @@ def line(form, text="request %s: %s", args=("r1", 'a "b"\nc'), **fields):
 
 
 def test_a_line_for_machines_is_one_object():
-    told = line("json", **about(trace_id="ab" * 16, request_id="r1"))
-    assert "\n" not in told
-    assert json.loads(told) == {
+    text = line("json", **about(trace_id="ab" * 16, request_id="r1"))
+    assert "\n" not in text
+    assert json.loads(text) == {
         "time": "2026-11-20T17:05:05.250Z", "level": "warning", "logger": "router.x",
         "message": 'request r1: a "b"\nc', "trace_id": "ab" * 16, "request_id": "r1",
     }  # fmt: skip
@@ -31,9 +31,9 @@ def test_errors_are_in_the_object_too():
     try:
         raise ValueError("broken")
     except ValueError:
-        told = line("json", exc_info=sys.exc_info())
-    assert "\n" not in told
-    assert "ValueError: broken" in json.loads(told)["error"]
+        text = line("json", exc_info=sys.exc_info())
+    assert "\n" not in text
+    assert "ValueError: broken" in json.loads(text)["error"]
 
 
 def test_a_line_for_people_ends_with_its_trace():

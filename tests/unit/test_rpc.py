@@ -67,10 +67,10 @@ class Work:
 
 
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
-    """Fails as it was told to, through the wrappers that all services use."""
+    """Fails as the test says, through the wrappers that all services use."""
 
     def __init__(self):
-        self.error: Exception | type[Exception] = errors.InternalError("not told")
+        self.error: Exception | type[Exception] = errors.InternalError("not set")
         self.closed = asyncio.Event()
         self.channel: Any = None
         self.work: Any = None  # a reference to what the last call held
@@ -127,10 +127,10 @@ async def stream_failure(stub):
 @pytest.mark.parametrize("error", [cls for cls, _ in TABLE])
 async def test_errors_keep_class_and_text_over_a_call(scripted, error):
     servicer, stub = scripted
-    servicer.error = error("the cause, and the mend: ä")
+    servicer.error = error("the cause, and the fix: ä")
     for received in (await failure(stub), (await stream_failure(stub))[1]):
         assert type(received) is error
-        assert str(received) == "the cause, and the mend: ä"
+        assert str(received) == "the cause, and the fix: ä"
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.Unavailable])

@@ -130,7 +130,7 @@ def test_a_missing_sdk_is_a_config_error(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_sdk)
     with pytest.raises(ConfigError, match=r"--otlp http://h:1 needs .*baton-serving\[otel\]"):
         telemetry.setup("baton-test", "http://h:1")
-    telemetry.setup("baton-test", None).close()  # nothing was asked for, nothing is needed
+    telemetry.setup("baton-test", None).close()  # no address, nothing is needed
 
 
 async def test_spans_are_exported_over_otlp():

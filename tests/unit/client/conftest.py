@@ -23,7 +23,7 @@ async def serve():
 
 @pytest.fixture
 def dead_address():
-    """An address at which nobody listens, kept from others for the test's length."""
+    """An address with no listener, kept from others for the test's length."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"

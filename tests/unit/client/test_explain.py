@@ -26,8 +26,8 @@ def router_that_says(*candidates, **fields):
 
 
 @pytest.fixture
-def asked(serve, capsys):
-    """asked(router, *argv) runs the command against a router: exit status and output."""
+def explain(serve, capsys):
+    """explain(router, *argv) runs the command against a router: exit status and output."""
 
     async def run(router, *argv):
         target = await serve(router)
@@ -41,15 +41,15 @@ def asked(serve, capsys):
 async def test_the_clients_explain(connect, serve):
     router = router_that_says(BEST, LEFT_OUT, tenant="us")
     async with connect(await serve(router)) as client:
-        told = await client.explain([1, 2, 3], max_tokens=9, cache_salt="s", timeout=7)
+        answer = await client.explain([1, 2, 3], max_tokens=9, cache_salt="s", timeout=7)
     (request,) = router.requests
     assert list(request.request.token_ids.ids) == [1, 2, 3]
     assert (request.request.sampling.max_tokens, request.request.cache_salt) == (9, "s")
     assert 0 < router.time_left_s[0] < 7.5
-    assert {name: told[name] for name in told if name != "candidates"} == {
+    assert {name: answer[name] for name in answer if name != "candidates"} == {
         "refused": "", "decode_prefills": False, "prompt_tokens": 41, "tenant": "us", "queued": 3,
     }  # fmt: skip
-    best, left_out = told["candidates"]
+    best, left_out = answer["candidates"]
     assert best == {
         "prefill": "p0", "decode": "d0", "refused": "", "ttft_ms": 12.34, "tpot_ms": 5.5,
         "queue_tokens": 70, "prefill_cached_tokens": 32, "decode_cached_tokens": 16,
@@ -58,9 +58,9 @@ async def test_the_clients_explain(connect, serve):
     assert left_out["refused"] == "d1 is SILENT"
 
 
-async def test_the_command_prints_a_table(asked):
+async def test_the_command_prints_a_table(explain):
     router = router_that_says(BEST, LEFT_OUT)
-    status, out = await asked(router, "x =", "--max-tokens", "5", "--cache-salt", "s")
+    status, out = await explain(router, "x =", "--max-tokens", "5", "--cache-salt", "s")
     assert status == 0
     lines = out.splitlines()
     assert lines[:2] == [
@@ -74,18 +74,18 @@ async def test_the_command_prints_a_table(asked):
     assert (request.text, request.sampling.max_tokens, request.cache_salt) == ("x =", 5, "s")
 
 
-async def test_the_command_says_why_not_and_where_decode_prefills(asked):
-    _, out = await asked(router_that_says(LEFT_OUT, refused="no room", tenant="us"), "x")
+async def test_the_command_says_why_not_and_where_decode_prefills(explain):
+    _, out = await explain(router_that_says(LEFT_OUT, refused="no room", tenant="us"), "x")
     assert "of tenant us" in out and "would be refused or wait: no room" in out
-    _, out = await asked(router_that_says(BEST, decode_prefills=True), "--token-ids", "1,2")
+    _, out = await explain(router_that_says(BEST, decode_prefills=True), "--token-ids", "1,2")
     assert "would run on d0, which would compute the prompt itself" in out
     assert "left out" not in out
-    _, out = await asked(router_that_says(refused="nobody"), "x", "--chat")
-    assert "nobody" in out and "no workers" in out
+    _, out = await explain(router_that_says(refused="no worker"), "x", "--chat")
+    assert "no worker" in out and "no workers" in out
 
 
-async def test_the_command_prints_json(asked):
-    status, out = await asked(router_that_says(BEST), "x", "--json")
+async def test_the_command_prints_json(explain):
+    status, out = await explain(router_that_says(BEST), "x", "--json")
     assert status == 0 and json.loads(out)["candidates"][0]["prefill"] == "p0"
 
 

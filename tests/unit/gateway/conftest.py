@@ -50,7 +50,7 @@ class Gateway:
             await self.door.idle()
 
     async def post(self, path, body=None, headers=None, **more):
-        """A completion's answer, greedy, of five tokens, unless told otherwise."""
+        """A completion's answer, greedy, of five tokens, unless given otherwise."""
         sent = {**(body or {}), **more}
         return await self.client.post(path, json=sent, headers=headers)
 

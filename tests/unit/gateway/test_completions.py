@@ -67,8 +67,8 @@ async def test_choices_of_prompts_are_numbered_prompt_by_prompt(gateway_of):
     assert answer["usage"]["prompt_tokens"] == 3  # each prompt once
     assert answer["usage"]["completion_tokens"] == 20
     sequences = [request.sequence for request in gateway.cluster.prefills[0].requests]
-    asked = sorted((len(s.token_ids), s.sampling.seed) for s in sequences)
-    assert asked == [(1, 7), (1, 8), (2, 7), (2, 8)]
+    sent = sorted((len(s.token_ids), s.sampling.seed) for s in sequences)
+    assert sent == [(1, 7), (1, 8), (2, 7), (2, 8)]
 
 
 async def test_streamed_choices_come_interleaved_and_each_is_whole(gateway_of):

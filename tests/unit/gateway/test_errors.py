@@ -1,4 +1,4 @@
-"""What callers are told when it cannot be done: OpenAI's shape, the field, when to come again."""
+"""Errors as callers get them: OpenAI's format, the field, when to retry."""
 
 import asyncio
 import json
@@ -390,7 +390,7 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         client.settimeout(PATIENCE_S)
         client.connect(("127.0.0.1", gateway.port))
-        client.sendall(asked(body))
+        client.sendall(raw_request(body))
         await until_stuck(gateway.door.tally)
         if end == "drain":
             gateway.door.give_up()
@@ -403,7 +403,7 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     assert done == b"[DONE]\n\n\r\n0\r\n\r\n"
 
 
-def asked(body):
+def raw_request(body):
     text = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n"
     return head.encode() + b"content-type: application/json\r\n\r\n" + text

@@ -1,4 +1,4 @@
-"""What is told beside completions, and how the server treats its connections."""
+"""Routes beside completions, and how the server treats its connections."""
 
 import asyncio
 import contextlib
@@ -52,9 +52,9 @@ async def test_health_readiness_figures_and_the_description(gateway_of):
     assert (await gateway.client.get("/health")).json() == {"status": "ok"}
     assert (await gateway.client.get("/ready")).json() == {"status": "ready"}
     assert (await gateway.client.get("/version")).json()["version"][0].isdigit()
-    gateway.door.metrics_page = lambda accept: (f"text/x; of={accept}", b"figures 1\n")
+    gateway.door.metrics_page = lambda accept: (f"text/x; of={accept}", b"metrics 1\n")
     page = await gateway.client.get("/metrics", headers={"accept": "a/b"})
-    assert (page.text, page.headers["content-type"]) == ("figures 1\n", "text/x; of=a/b")
+    assert (page.text, page.headers["content-type"]) == ("metrics 1\n", "text/x; of=a/b")
     described = (await gateway.client.get("/openapi.json")).json()
     assert "temperature" in json.dumps(described["paths"]["/v1/completions"])
 
@@ -291,7 +291,7 @@ def test_a_port_in_use_is_an_error_before_anything_starts():
         listen("no.such.host.invalid", 0)
 
 
-def told(*tokens, top=()):
+def positions(*tokens, top=()):
     def one(token_id, logprob):
         return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
 
@@ -307,14 +307,16 @@ def test_logprobs_of_tokens_that_are_parts_of_characters(tmp_path):
     first, second = tokenizer.encode("é")
     letter = tokenizer.encode("x")[0]
     logprobs = CompletionLogprobs(tokenizer)
-    answer = logprobs.entries(told(first, second, letter, top=[(first, -0.25), (second, -9e9)]))
+    answer = logprobs.entries(
+        positions(first, second, letter, top=[(first, -0.25), (second, -9e9)])
+    )
     assert answer["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "x"]
     assert answer["text_offset"] == [0, 0, 1]
     assert answer["token_logprobs"] == [-0.5] * 3
     assert answer["top_logprobs"][2] == {"x": -0.5, "bytes:\\xc3": -0.25, "bytes:\\xa9": -9999.0}
-    assert logprobs.entries(told(0))["text_offset"] == [2]
-    assert logprobs.entries(told(0))["tokens"] == ["</s>"]
-    (entry,) = ChatLogprobs(tokenizer).entries(told(first, top=[(letter, -1.0)]))["content"]
+    assert logprobs.entries(positions(0))["text_offset"] == [2]
+    assert logprobs.entries(positions(0))["tokens"] == ["</s>"]
+    (entry,) = ChatLogprobs(tokenizer).entries(positions(first, top=[(letter, -1.0)]))["content"]
     assert (entry["token"], entry["bytes"], entry["logprob"]) == ("bytes:\\xc3", [0xC3], -0.5)
     assert entry["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [ord("x")]}]
 
@@ -328,5 +330,5 @@ async def test_a_model_without_text_works_with_token_ids(gateway_of, tmp_path):
     response = await gateway.complete(prompt="text")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
     assert (await gateway.chat()).json()["error"]["param"] == "messages"
-    names = CompletionLogprobs(tokenizer).entries(told(7))["tokens"]
+    names = CompletionLogprobs(tokenizer).entries(positions(7))["tokens"]
     assert names == ["token_id:7"]

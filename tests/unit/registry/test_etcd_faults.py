@@ -47,7 +47,7 @@ async def until(membership, holds):
                 return
 
 
-def nobody():
+def closed_address():
     """An address where nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -113,7 +113,7 @@ async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, 
 
 
 async def test_a_dead_endpoint_is_passed_over(etcd):
-    config = RegistryConfig(etcd=f"{nobody()},{etcd.address}")
+    config = RegistryConfig(etcd=f"{closed_address()},{etcd.address}")
     async with (
         opened(config) as registry,
         registry.register(RECORD) as registration,
@@ -125,7 +125,7 @@ async def test_a_dead_endpoint_is_passed_over(etcd):
 
 async def test_no_endpoint_at_all_is_an_error_with_names_and_fix(monkeypatch):
     monkeypatch.setattr(etcd_client, "START_S", 0.3)
-    names = f"{nobody()},{nobody()}"
+    names = f"{closed_address()},{closed_address()}"
     async with opened(RegistryConfig(etcd=names)) as registry:
         with pytest.raises(Unavailable, match=f"{names}.*start it or correct --etcd"):
             async with registry.watch():

@@ -95,8 +95,8 @@ def test_a_store_that_starts_over_keeps_everyone_until_dropped(before, after):
     assert table.missing == set(old.entries)
     apply(new, after)
     replay(new, table, after=1)
-    told = {name for _, name, _ in new.events}
-    assert table.missing == set(old.entries) - told
+    changed = {name for _, name, _ in new.events}
+    assert table.missing == set(old.entries) - changed
     table.drop_missing()
     assert table.records == new.records()
 
