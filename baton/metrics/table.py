@@ -6,7 +6,7 @@ generated from here, and nothing can be recorded that is not listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
@@ -185,9 +185,3 @@ TABLE: tuple[Instrument, ...] = (
 def of(process: str) -> dict[str, Instrument]:
     """What a "router", "prefill" or "decode" process measures, by name."""
     return {instrument.name: instrument for instrument in TABLE if process in instrument.processes}
-
-
-def sample_names() -> Iterator[str]:
-    """Every name that a query may use, but for `target_info`."""
-    for instrument in TABLE:
-        yield from instrument.samples
