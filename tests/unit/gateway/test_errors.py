@@ -228,11 +228,14 @@ async def test_a_full_queue_is_429_with_retry_after(gateway_of):
     assert (await waiting).json()["usage"]["completion_tokens"] == 5
 
 
+def tenants(folder, text):
+    (folder / "key").write_text("secret")
+    (folder / "tenants.toml").write_text(text + "\n")
+    return Tenants.load(folder / "tenants.toml")
+
+
 async def test_keys_are_the_tenants(gateway_of, tmp_path):
-    file = tmp_path / "tenants.toml"
-    (tmp_path / "key").write_text("secret")
-    file.write_text('[tenants.search]\nkey_files = ["key"]\n')
-    gateway = await gateway_of(tenants=Tenants.load(file))
+    gateway = await gateway_of(tenants=tenants(tmp_path, '[tenants.search]\nkey_files = ["key"]'))
     good, bad = {"authorization": "Bearer secret"}, {"authorization": "Bearer wrong"}
     for headers in ({}, bad):
         response = await gateway.complete(headers)
@@ -246,10 +249,7 @@ async def test_keys_are_the_tenants(gateway_of, tmp_path):
 
 
 async def test_without_a_key_nothing_of_a_body_is_read(gateway_of, tmp_path):
-    file = tmp_path / "tenants.toml"
-    (tmp_path / "key").write_text("secret")
-    file.write_text('[tenants.search]\nkey_files = ["key"]\n')
-    gateway = await gateway_of(tenants=Tenants.load(file))
+    gateway = await gateway_of(tenants=tenants(tmp_path, '[tenants.search]\nkey_files = ["key"]'))
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n{")
     async with asyncio.timeout(PATIENCE_S):
@@ -298,9 +298,8 @@ async def test_a_large_body_is_parsed_on_a_thread(gateway_of, monkeypatch):
 
 
 async def test_a_body_is_one_request_to_its_tenant_however_many_choices(gateway_of, tmp_path):
-    file = tmp_path / "tenants.toml"
-    file.write_text("[default]\nrequests_per_minute = 3\ntokens_per_minute = 1000\n")
-    gateway = await gateway_of(tenants=Tenants.load(file))
+    limits = "[default]\nrequests_per_minute = 3\ntokens_per_minute = 1000"
+    gateway = await gateway_of(tenants=tenants(tmp_path, limits))
     assert len((await gateway.complete(n=10)).json()["choices"]) == 10
     assert len((await gateway.complete(prompt=["a", "b"], n=2)).json()["choices"]) == 4
     assert (await gateway.post("/tokenize", {"prompt": "a" * 50})).status_code == 200
