@@ -7,4 +7,4 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread each
     os.environ["OMP_NUM_THREADS"] = "1"
 
-import tests.interpreted  # noqa: E402, F401
+import tests.interpreted  # noqa: F401
