@@ -1,4 +1,4 @@
-"""A run's report: one JSON object from which the terminal's table and the page are made.
+"""A run's report: one JSON object from which the terminal's tables and the page are made.
 
 `SCHEMA` names its form. A field that is added keeps the number; one that is renamed, removed or
 changes its meaning raises it. docs/benchmarking.md describes every field.
@@ -12,22 +12,20 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import TypedDict
 
-from baton.bench.comparison import Compared, compared
-from baton.bench.figures import Figures, figures_of
-from baton.bench.generator import Run
-from baton.bench.knee import Knee, knee_of
-from baton.bench.lag import Lag
-from baton.bench.outcome import Outcome
-from baton.bench.slo import Slo
-from baton.bench.spread import Spread, spread_of
+from baton.bench.comparison import Compared, Knee, compared, knee_of
+from baton.bench.generator import Lag, Run
+from baton.bench.interference import InterferenceStats
+from baton.bench.request import Outcome
+from baton.bench.stats import Spread, Stats, limits_of, spread_of, stats_of
 from baton.bench.timeline import Timeline, timeline_of
 from baton.bench.workload import Workload
+from baton.slo import Slo
 
 SCHEMA = "baton.bench.serve/1"
 
 
-class ServerTold(TypedDict):
-    """A server that was asked."""
+class ServerInfo(TypedDict):
+    """A server under load."""
 
     name: str  # "A", "B"
     url: str
@@ -35,8 +33,8 @@ class ServerTold(TypedDict):
     model: str
 
 
-class WorkloadTold(TypedDict):
-    """What was asked of each."""
+class WorkloadInfo(TypedDict):
+    """What was sent to each; None where it does not apply."""
 
     rate: float | None
     sweep: list[float]
@@ -63,12 +61,12 @@ class ServerStage(TypedDict):
 
     server: str  # its name
     blocks: int
-    figures: Figures
+    figures: Stats
     timeline: Timeline
 
 
-class StageTold(TypedDict):
-    """One load, put to each server."""
+class StageReport(TypedDict):
+    """One load, sent to each server."""
 
     label: str
     value: float | None  # of the sweep
@@ -76,8 +74,15 @@ class StageTold(TypedDict):
     comparison: list[Compared] | None
 
 
-class GeneratorTold(TypedDict):
-    """How well the generator itself kept up."""
+class InterferenceReport(TypedDict):
+    """The interference workload on one server."""
+
+    server: str
+    rounds: list[InterferenceStats]
+
+
+class GeneratorStats(TypedDict):
+    """How well the generator itself kept time."""
 
     late_s: Spread | None
     loop_late_s: Spread | None
@@ -91,13 +96,14 @@ class Report(TypedDict):
     schema: str
     created: str
     baton_version: str
-    partial: bool  # ended early: figures are of what had ended by then
-    workload: WorkloadTold
+    partial: bool  # ended early: results are of what had ended by then
+    workload: WorkloadInfo
     slo: dict[str, float] | None
-    servers: list[ServerTold]
-    stages: list[StageTold]
+    servers: list[ServerInfo]
+    stages: list[StageReport]
+    interference: list[InterferenceReport] | None
     knees: dict[str, Knee | None] | None  # of a sweep, by server
-    generator: GeneratorTold
+    generator: GeneratorStats
 
 
 @dataclass
@@ -108,37 +114,49 @@ class Stage:
     value: float | None = None
     blocks: list[list[Run]] = field(default_factory=list)
 
-    def told(self, servers: Sequence[ServerTold], slo: Slo | None) -> StageTold:
+    def runs_of(self, server: int) -> list[Run]:
+        """One server's runs."""
+        return [block[server] for block in self.blocks if server < len(block)]
+
+    def report(self, servers: Sequence[ServerInfo], slo: Slo | None) -> StageReport:
         """Its part of the report."""
-        stages = [
-            _server_stage(
-                server["name"], [block[i] for block in self.blocks if i < len(block)], slo
+        of_servers = []
+        for i, server in enumerate(servers):
+            runs = self.runs_of(i)
+            of_servers.append(
+                ServerStage(
+                    server=server["name"],
+                    blocks=len(runs),
+                    figures=_stats(runs, slo),
+                    timeline=timeline_of(stitched(runs)),
+                )
             )
-            for i, server in enumerate(servers)
-        ]
         comparison = None
         if len(servers) == 2:
+            first, second = (stage["figures"] for stage in of_servers)
             pairs = [
-                (_figures([block[0]], slo), _figures([block[1]], slo))
+                (_stats([block[0]], slo), _stats([block[1]], slo))
                 for block in self.blocks
                 if len(block) == 2
             ]
-            comparison = compared(stages[0]["figures"], stages[1]["figures"], pairs)
-        return StageTold(
-            label=self.workload.label, value=self.value, servers=stages, comparison=comparison
+            comparison = compared(first, second, pairs)
+        return StageReport(
+            label=self.workload.label, value=self.value, servers=of_servers, comparison=comparison
         )
 
 
 def report_of(
-    workload: WorkloadTold,
-    servers: Sequence[ServerTold],
+    workload: WorkloadInfo,
+    servers: Sequence[ServerInfo],
     stages: Sequence[Stage],
     slo: Slo | None,
     partial: bool,
+    interference: list[InterferenceReport] | None = None,
+    lag: Lag | None = None,
 ) -> Report:
-    """The report of stages that have at least begun."""
-    told = [stage.told(servers, slo) for stage in stages]
-    lag = Lag()
+    """The report of stages that have at least begun; `lag` is that of runs in no stage."""
+    reports = [stage.report(servers, slo) for stage in stages]
+    lag = lag or Lag()
     for run in (run for stage in stages for block in stage.blocks for run in block):
         lag.add(run.lag)
     return Report(
@@ -147,11 +165,12 @@ def report_of(
         baton_version=_version(),
         partial=partial,
         workload=workload,
-        slo=dict(slo.limits_s) if slo else None,
+        slo=limits_of(slo) if slo else None,
         servers=list(servers),
-        stages=told,
-        knees=_knees(told, servers),
-        generator=GeneratorTold(
+        stages=reports,
+        interference=interference,
+        knees=_knees(reports, servers),
+        generator=GeneratorStats(
             late_s=spread_of(lag.late_s),
             loop_late_s=spread_of(lag.loop_late_s),
             cpu_share=lag.cpu_share,
@@ -172,22 +191,13 @@ def stitched(runs: Sequence[Run]) -> list[Outcome]:
     return outcomes
 
 
-def _server_stage(name: str, runs: Sequence[Run], slo: Slo | None) -> ServerStage:
-    return ServerStage(
-        server=name,
-        blocks=len(runs),
-        figures=_figures(runs, slo),
-        timeline=timeline_of(stitched(runs)),
-    )
-
-
-def _figures(runs: Sequence[Run], slo: Slo | None) -> Figures:
+def _stats(runs: Sequence[Run], slo: Slo | None) -> Stats:
     outcomes = (outcome for run in runs for outcome in run.outcomes)
-    return figures_of(outcomes, sum(run.seconds for run in runs), slo)
+    return stats_of(outcomes, sum(run.seconds for run in runs), slo)
 
 
 def _knees(
-    stages: Sequence[StageTold], servers: Sequence[ServerTold]
+    stages: Sequence[StageReport], servers: Sequence[ServerInfo]
 ) -> dict[str, Knee | None] | None:
     if not any(stage["value"] is not None for stage in stages):
         return None

@@ -6,28 +6,33 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from baton import config
-from baton.bench.demand import Demand
-from baton.bench.generator import Generator, Run
-from baton.bench.over_grpc import GrpcServer
-from baton.bench.over_http import HttpServer
+from baton.bench.generator import Generator, Lag, Run
+from baton.bench.interference import Interference, interference
 from baton.bench.page import page_of
-from baton.bench.progress import Progress
-from baton.bench.report import Report, ServerTold, Stage, WorkloadTold, report_of, stitched
-from baton.bench.server import Asking, Server
-from baton.bench.slo import Slo
+from baton.bench.report import (
+    InterferenceReport,
+    Report,
+    ServerInfo,
+    Stage,
+    WorkloadInfo,
+    report_of,
+    stitched,
+)
+from baton.bench.request import Demand
+from baton.bench.servers import RequestOptions, Server, server_at
+from baton.bench.terminal import Progress
 from baton.bench.workload import Workload
 from baton.errors import ConfigError, Unavailable
+from baton.slo import Slo
 
 _WARM_UP_TOKENS = 16  # of output at most: enough to touch every part of a server
 _WARM_UP_SALT = 0  # apart from those of stages: a warm-up must not fill caches for the run
-_WARM_UP_AT_A_TIME = 4
+_WARM_UP_CONCURRENCY = 4
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -36,31 +41,52 @@ class Settings:
     """What a run is to do."""
 
     workload: Workload
-    targets: Sequence[tuple[str, Asking]]  # one, or two that are compared
+    targets: Sequence[tuple[str, RequestOptions]]  # one, or two that are compared
     sweep: Sequence[float] = ()
     slo: Slo | None = None
     warm_up: int = 4
     blocks: int = 4  # turns that each server has in a stage, when there are two
-    output: Path = field(default_factory=Path)
+    interference: Interference | None = None  # instead of the workload's own requests
+    output: Path | None = None  # a directory for the report's files
 
 
 async def run(settings: Settings, progress: Progress) -> Report:
-    """Runs it and writes report.json, report.html and requests.jsonl; returns the report.
+    """Runs it; returns the report, and writes its three files where there is an `output`.
 
     SIGINT or SIGTERM ends it early, with a report of what has been measured. Raises BatonError
     when a server does not answer.
     """
     async with contextlib.AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(_server(*t)) for t in settings.targets]
-        told = await _connected(servers)
-        _make(settings.output)
+        servers: list[Server] = []
+        for url, options in settings.targets:
+            servers.append(server_at(url, options))
+            stack.push_async_callback(servers[-1].close)
+        infos = [
+            ServerInfo(name=name, url=s.url, protocol=s.protocol, model=await s.connect())
+            for name, s in zip("AB", servers, strict=False)
+        ]
+        if settings.output:  # before the run, which would otherwise be for nothing
+            try:
+                settings.output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"--output {settings.output} cannot be made: {error.strerror}"
+                ) from error
         stop = stack.enter_context(_stop_on_signals(progress))
-        bench = _Bench(settings, servers, told, stop, progress)
-        for server, one in zip(servers, told, strict=True):
-            await bench.warm_up(server, one)
-        await bench.measure()
-    report = report_of(_workload(settings), told, bench.stages, settings.slo, stop.is_set())
-    write(settings.output, report, bench.stages)
+        bench = _Bench(settings, servers, infos, stop, progress)
+        for server, info in zip(servers, infos, strict=True):
+            await bench.warm_up(server, info)
+        if settings.interference:
+            await bench.interfere(settings.interference)
+        else:
+            await bench.measure()
+    report = report_of(
+        *(_workload_info(settings), infos, bench.stages, settings.slo, stop.is_set()),
+        bench.interference,
+        bench.lag,
+    )
+    if settings.output:
+        write(settings.output, report, bench.stages)
     return report
 
 
@@ -71,117 +97,106 @@ class _Bench:
         self,
         settings: Settings,
         servers: Sequence[Server],
-        told: Sequence[ServerTold],
+        infos: Sequence[ServerInfo],
         stop: asyncio.Event,
         progress: Progress,
     ) -> None:
         self.stages: list[Stage] = []
-        self._settings, self._servers, self._told = settings, servers, told
+        self.interference: list[InterferenceReport] | None = None
+        self.lag = Lag()  # of runs that are in no stage
+        self._settings, self._servers, self._infos = settings, servers, infos
         self._stop, self._progress = stop, progress
+        self._turns = settings.blocks if len(servers) > 1 else 1
 
-    async def warm_up(self, server: Server, told: ServerTold) -> None:
-        """Connections are opened and code paths warmed; nothing of it is measured."""
-        settings = self._settings
+    async def warm_up(self, server: Server, info: ServerInfo) -> None:
+        """Opens connections and warms code paths; nothing of it is measured.
+
+        The requests have the run's prompt lengths, prompts of their own and short outputs.
+        """
+        workload = self._settings.workload
+        demands = (
+            replace(demand, new_tokens=min(demand.new_tokens, _WARM_UP_TOKENS))
+            for demand in islice(
+                replace(workload, salt=_WARM_UP_SALT).demands(), self._settings.warm_up
+            )
+        )
         generator = Generator(server, self._stop)
-        most = settings.workload.concurrency or _WARM_UP_AT_A_TIME
-        demands = _warm_up_demands(settings)
-        async with self._progress.of(f"warming up {told['name']}", generator.run):
-            done = await generator.closed_loop(demands, most, 0.0)
-        if done.outcomes and not self._stop.is_set() and not any(o.ok for o in done.outcomes):
+        async with self._progress.of(f"warming up {info['name']}", generator.run):
+            done = await generator.closed_loop(
+                demands, workload.concurrency or _WARM_UP_CONCURRENCY
+            )
+        if done.outcomes and not self._stop.is_set() and not done.ok:
             first = done.outcomes[0]
-            raise Unavailable(f"{told['url']} answers no request: {first.status}: {first.message}")
+            raise Unavailable(f"{info['url']} answers no request: {first.status}: {first.message}")
 
     async def measure(self) -> None:
         """All stages, one after the other."""
         workload = self._settings.workload
-        values: Sequence[float | None] = self._settings.sweep or (None,)
-        for value in values:
+        for value in self._settings.sweep or (None,):
             if self._stop.is_set():
                 break
-            self.stages.append(Stage(workload if value is None else workload.at(value), value))
-            await self._stage(self.stages[-1])
+            stage = Stage(workload if value is None else workload.at(value), value)
+            self.stages.append(stage)
+            blocks = [self._blocks(stage.workload, i) for i in range(len(self._servers))]
+            for turn in range(self._turns):
+                if self._stop.is_set():
+                    break
+                runs = [Run() for _ in self._servers]
+                stage.blocks.append(runs)
+                for i in self._order(turn):
+                    runs[i] = await self._block(stage.workload, i, *blocks[i][turn])
 
-    async def _stage(self, stage: Stage) -> None:
-        turns = self._settings.blocks if len(self._servers) > 1 else 1
-        blocks = [
-            self._prompts_of(stage, place).blocks(turns) for place in range(len(self._servers))
+    async def interfere(self, load: Interference) -> None:
+        """The interference workload in turns on each server."""
+        rounds: list[InterferenceReport] = [
+            InterferenceReport(server=info["name"], rounds=[]) for info in self._infos
         ]
-        for turn in range(turns):
-            if self._stop.is_set():
-                break
-            runs = [Run() for _ in self._servers]
-            stage.blocks.append(runs)
-            # Who begins alternates, so that a machine that warms up or slows down favours nobody.
-            for i in range(len(runs))[:: 1 if turn % 2 == 0 else -1]:
-                runs[i] = await self._block(stage.workload, i, *blocks[i][turn])
+        self.interference = rounds
+        for turn in range(self._turns):
+            for i in self._order(turn):
+                if self._stop.is_set():
+                    return
+                self._progress.say(f"interference on {self._infos[i]['name']}, round {turn + 1}")
+                seed = (self._settings.workload.seed << 8 | turn) << 1 | i
+                stats, runs = await interference(
+                    self._servers[i], load, seed, turn % 2 == 0, self._stop
+                )
+                if not self._stop.is_set():  # a round that was ended early has no meaning
+                    rounds[i]["rounds"].append(stats)
+                for run in runs:
+                    self.lag.add(run.lag)
 
-    def _prompts_of(self, stage: Stage, place: int) -> Workload:
+    def _order(self, turn: int) -> range:
+        """Who begins alternates, so that a machine that warms up or slows down favours nobody."""
+        number = len(self._servers)
+        return range(number) if turn % 2 == 0 else range(number - 1, -1, -1)
+
+    def _blocks(self, workload: Workload, server: int) -> list[tuple[Iterator[Demand], float]]:
         """Each stage and server has prompts of its own: else the second is served from caches."""
-        salt = len(self.stages) * len(self._servers) + place
-        return replace(stage.workload, salt=salt)
+        salt = len(self.stages) * len(self._servers) + server
+        return replace(workload, salt=salt).blocks(self._turns)
 
     async def _block(
-        self, workload: Workload, place: int, demands: Iterator[Demand], limit_s: float
+        self, workload: Workload, server: int, demands: Iterator[Demand], limit_s: float
     ) -> Run:
-        generator = Generator(self._servers[place], self._stop)
-        name = f" → {self._told[place]['name']}" if len(self._servers) > 1 else ""
+        generator = Generator(self._servers[server], self._stop)
+        name = f" → {self._infos[server]['name']}" if len(self._servers) > 1 else ""
         async with self._progress.of(f"{workload.label}{name}", generator.run):
             if workload.concurrency:
                 return await generator.closed_loop(demands, workload.concurrency, limit_s)
             return await generator.open_loop(demands)
 
 
-def _make(output: Path) -> None:
-    """The directory for the report: before the run, which would otherwise be for nothing."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be made: {error.strerror}") from error
-
-
 def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
-    """The three files; requests.jsonl has what every figure was made of."""
+    """report.json, report.html, and requests.jsonl with the outcomes that all is made of."""
     (output / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     (output / "report.html").write_text(page_of(report))
     with (output / "requests.jsonl").open("w") as lines:
         for place, stage in enumerate(stages):
             for i, server in enumerate(report["servers"]):
-                for outcome in stitched([block[i] for block in stage.blocks]):
+                for outcome in stitched(stage.runs_of(i)):
                     line = {"stage": place, "server": server["name"], **outcome.to_json()}
                     lines.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-@asynccontextmanager
-async def _server(url: str, asking: Asking) -> AsyncIterator[Server]:
-    server: Server
-    if url.startswith(("http://", "https://")):
-        server = HttpServer(url, asking)
-    elif "://" not in url or url.startswith("grpc://"):
-        address = url.removeprefix("grpc://")
-        config.split_address(address, "--target")
-        server = GrpcServer(address, asking)
-    else:
-        raise ConfigError(f"{url} is no server: give HOST:PORT, grpc://HOST:PORT or an http URL")
-    try:
-        yield server
-    finally:
-        await server.close()
-
-
-async def _connected(servers: Sequence[Server]) -> list[ServerTold]:
-    return [
-        ServerTold(
-            name="AB"[i], url=server.url, protocol=server.protocol, model=await server.connect()
-        )
-        for i, server in enumerate(servers)
-    ]
-
-
-def _warm_up_demands(settings: Settings) -> Iterator[Demand]:
-    """Requests of the run's sizes, with prompts of their own and short outputs."""
-    workload = replace(settings.workload, salt=_WARM_UP_SALT)
-    for demand in islice(workload.demands(), settings.warm_up):
-        yield replace(demand, new_tokens=min(demand.new_tokens, _WARM_UP_TOKENS))
 
 
 @contextlib.contextmanager
@@ -208,26 +223,26 @@ def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
         restore()
 
 
-def _workload(settings: Settings) -> WorkloadTold:
-    workload, asking = settings.workload, settings.targets[0][1]
-    is_open, is_made_up = not workload.concurrency, workload.trace is None
-    return WorkloadTold(
+def _workload_info(settings: Settings) -> WorkloadInfo:
+    workload, options = settings.workload, settings.targets[0][1]
+    is_open, is_generated = not workload.concurrency, workload.trace is None
+    return WorkloadInfo(
         rate=None if settings.sweep else workload.rate or None,
         sweep=list(settings.sweep),
         concurrency=workload.concurrency or None,
-        arrivals=workload.arrivals if is_open and is_made_up else None,
+        arrivals=workload.arrivals if is_open and is_generated else None,
         burstiness=workload.burstiness if workload.arrivals == "bursty" else None,
         count=workload.count or None,
         duration_s=workload.duration_s or None,
-        prompt_tokens=str(workload.prompt_lengths) if is_made_up else None,
-        output_tokens=str(workload.output_lengths) if is_made_up else None,
+        prompt_tokens=str(workload.prompt_lengths) if is_generated else None,
+        output_tokens=str(workload.output_lengths) if is_generated else None,
         shared_prefix=workload.shared_prefix,
         prefixes=workload.prefixes if workload.shared_prefix else 0,
         trace=workload.trace.name if workload.trace else None,
-        rate_scale=None if is_made_up else workload.scale.rate,
-        length_scale=None if is_made_up else workload.scale.length,
+        rate_scale=None if is_generated else workload.scale.rate,
+        length_scale=None if is_generated else workload.scale.length,
         seed=workload.seed,
-        prompt_form=asking.prompt_form,
-        ignore_eos=asking.ignore_eos,
-        timeout_s=asking.timeout_s,
+        prompt_form=options.prompt_form,
+        ignore_eos=options.ignore_eos,
+        timeout_s=options.timeout_s,
     )

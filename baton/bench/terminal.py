@@ -1,12 +1,20 @@
-"""A report as text for a terminal."""
+"""A report as tables for a terminal, and how a run goes while it goes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
-from baton.bench.figures import Figures, latency, p95_s
-from baton.bench.report import Report, StageTold
-from baton.bench.spread import Spread, columns
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from baton.bench.generator import Run
+from baton.bench.report import InterferenceReport, Report, StageReport
+from baton.bench.stats import Stats, latency, percentile
 
 LATENCY_TITLES = {
     "ttft_s": "time to first token",
@@ -14,19 +22,37 @@ LATENCY_TITLES = {
     "tpot_s": "time per output token",
     "e2e_s": "end to end",
 }
+_PHASES = {
+    "queue": "queue_s",
+    "first token after it": "first_token_after_queue_s",
+    "KV transfer": "transfer_s",
+    "rest of the answer": "decode_s",
+    "outside the server": "outside_s",
+}
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
-_TITLE_WIDTH, _NUMBER_WIDTH = 26, 9
+_KNEES = {"slo": "the highest with 90 % good", "shape": "where latency bends upwards"}
+_REWRITE_S, _LOG_S = 0.5, 5.0
 
 
-def text_of(report: Report) -> str:
-    """The whole report, narrow enough for 80 columns."""
-    lines = [f"{s['name']}  {s['url']}  {s['model']}" for s in report["servers"]]
+def show(report: Report, console: Console) -> None:
+    """Prints the whole report."""
+    for part in parts_of(report):
+        console.print(part)
+
+
+def parts_of(report: Report) -> Iterator[RenderableType]:
+    """Tables and lines, in order."""
+    for server in report["servers"]:
+        yield Text(f"{server['name']}  {server['url']}  {server['model']}")
     if report["partial"]:
-        lines.append("PARTIAL: ended early; figures are of what had ended by then")
+        yield Text("PARTIAL: ended early; results are of what had ended by then", "bold yellow")
     for stage in report["stages"]:
-        lines += ["", *_stage(stage)]
-    lines += ["", *_sweep(report), *_generator(report)]
-    return "\n".join(lines)
+        yield from _stage(stage)
+    if report["interference"]:
+        yield Text()
+        yield _interference(report["interference"])
+    yield from _sweep(report)
+    yield from _generator(report)
 
 
 def milliseconds(value_s: float | None) -> str:
@@ -37,120 +63,218 @@ def milliseconds(value_s: float | None) -> str:
     return f"{value_ms:,.0f}" if value_ms >= 1000 else f"{value_ms:.4g}"
 
 
-def phase_medians(figures: Figures) -> dict[str, str]:
-    """The median of each phase a Baton server tells of, in ms."""
-    phases = figures["phases"]
-    if phases is None:
-        return {}
-    spreads: Mapping[str, Spread | None] = {
-        "queue": phases["queue_s"],
-        "first token after it": phases["first_token_after_queue_s"],
-        "KV transfer": phases["transfer_s"],
-        "rest of the answer": phases["decode_s"],
-        "outside the server": phases["outside_s"],
-    }
-    return {name: milliseconds(s["p50"]) for name, s in spreads.items() if s}
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """One whose first column has the title as its head; all others are right-aligned."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    made.add_column(title, no_wrap=True)
+    for column in columns:
+        made.add_column(column, justify="right", no_wrap=True)
+    for name, *cells in rows:
+        made.add_row(Text(name), *map(Text, cells))
+    return made
 
 
-def _stage(stage: StageTold) -> Iterator[str]:
+def _latency_row(title: str, spread: Any) -> list[str]:
+    return [title, *(milliseconds(spread[name] if spread else None) for name in _COLUMNS)]
+
+
+def _stage(stage: StageReport) -> Iterator[RenderableType]:
     for server in stage["servers"]:
-        title = f"{server['server']}: {stage['label']}"
-        yield _row(f"{title}, ms", _COLUMNS)
-        figures = server["figures"]
-        for name, latency_title in LATENCY_TITLES.items():
-            values = columns(latency(figures, name), _COLUMNS)
-            yield _row(f"  {latency_title}", [milliseconds(value) for value in values])
-        yield from _facts(figures)
-        yield ""
+        stats = server["figures"]
+        rows = [_latency_row(f"  {t}", latency(stats, name)) for name, t in LATENCY_TITLES.items()]
+        yield Text()
+        yield table(f"{server['server']}: {stage['label']}, ms", _COLUMNS, rows)
+        yield from (Text(f"  {line}") for line in _facts(stats))
     if stage["comparison"] is not None:
-        yield _row("B / A", ("A", "B", "ratio", "   in blocks"))
+        yield Text()
+        rows = []
         for one in stage["comparison"]:
-            yield _row(f"  {one['figure']}", _compared(one))
+            form = milliseconds if "_s." in one["figure"] else "{:.4g}".format
+            ratios = one["block_ratios"]
+            rows.append(
+                [
+                    f"  {one['figure']}",
+                    form(one["first"]),
+                    form(one["second"]),
+                    "-" if one["ratio"] is None else f"{one['ratio']:.3f}",
+                    f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
+                    {"first": "A", "second": "B", "": ""}[one["better"]],
+                ]
+            )
+        head = ("A", "B", "B / A", "in blocks", "better in every block")
+        yield table("latencies in ms", head, rows)
 
 
-def _facts(figures: Figures) -> Iterator[str]:
-    requests, seconds = figures["requests"], figures["seconds"]
+def _facts(stats: Stats) -> Iterator[str]:
+    requests = stats["requests"]
+    interrupted = f"; {requests['interrupted']} interrupted" if requests["interrupted"] else ""
     yield (
-        f"  requests  {requests['ok']} of {requests['sent']} ok in {seconds:.1f} s: "
-        f"{figures['requests_per_s']:.3g}/s"
-        + (f"; {requests['interrupted']} interrupted" if requests["interrupted"] else "")
+        f"requests  {requests['ok']} of {requests['sent']} ok in {stats['seconds']:.1f} s: "
+        f"{stats['requests_per_s']:.3g}/s{interrupted}"
     )
     yield (
-        f"  tokens    in {figures['input_tokens']:,}: {figures['input_tokens_per_s']:,.0f}/s; "
-        f"out {figures['output_tokens']:,}: {figures['output_tokens_per_s']:,.0f}/s"
+        f"tokens    in {stats['input_tokens']:,}: {stats['input_tokens_per_s']:,.0f}/s; "
+        f"out {stats['output_tokens']:,}: {stats['output_tokens_per_s']:,.0f}/s"
     )
-    if goodput := figures["goodput"]:
+    if goodput := stats["goodput"]:
         met = ", ".join(
-            f"{name} ≤ {most:g} s {goodput['met'][name]:.1%}"
-            for name, most in goodput["slo"].items()
+            f"{name} ≤ {limit_s:g} s {goodput['met'][name]:.1%}"
+            for name, limit_s in goodput["slo"].items()
         )
-        yield f"  goodput   {goodput['share']:.1%}: {goodput['requests_per_s']:.3g}/s ({met})"
-    if (cache := figures["prefix_cache"]) is not None:
-        yield f"  cached    {cache['share']:.1%} of input tokens"
-    if medians := phase_medians(figures):
-        told = ", ".join(f"{name} {value}" for name, value in medians.items())
-        yield f"  phases    p50, ms: {told}"
-    for error in figures["errors"]:
-        yield f"  {error['count']} {error['status']}: {error['message'][:100]}"
-    if figures["short_outputs"]:
-        yield f"  {figures['short_outputs']} answers have fewer tokens than asked for"
-    if figures["miscounted"]:
-        yield f"  {figures['miscounted']} streams brought other counts than their usage tells"
+        yield f"goodput   {goodput['share']:.1%}: {goodput['requests_per_s']:.3g}/s ({met})"
+    if (cache := stats["prefix_cache"]) is not None:
+        yield f"cached    {cache['share']:.1%} of input tokens"
+    if (phases := stats["phases"]) is not None:
+        spreads: dict[str, Any] = {title: phases[n] for title, n in _PHASES.items()}  # type: ignore[literal-required]
+        medians = (f"{t} {milliseconds(s['p50'])}" for t, s in spreads.items() if s)
+        yield f"phases    p50, ms: {', '.join(medians)}"
+        yield (
+            f"handoffs  {phases['transferred']} with {phases['transfer_bytes']:,} bytes of KV; "
+            f"{phases['prefilled_by_decode']} prefilled by decode; {phases['failovers']} failovers"
+        )
+    for error in stats["errors"]:
+        yield f"{error['count']} {error['status']}: {error['message'][:100]}"
+    if stats["short_outputs"]:
+        yield f"{stats['short_outputs']} answers have fewer tokens than asked for"
+    if stats["miscounted"]:
+        yield f"{stats['miscounted']} streams have another number of tokens than their usage"
 
 
-def _compared(one: Mapping[str, object]) -> list[str]:
-    ratios = one["block_ratios"]
-    assert isinstance(ratios, list)
-    ratio = one["ratio"]
-    spread = f"   {min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-"
-    first, second = (_plain(one["figure"], one[side]) for side in ("first", "second"))
-    return [first, second, f"{ratio:.3f}" if isinstance(ratio, float) else "-", spread]
+# Title, path in `InterferenceStats`, factor, format.
+_ROWS = (
+    ("streams alone, tokens/s", ("alone", "tokens_per_s"), 1, ".0f"),
+    ("streams beside prompts, tokens/s", ("beside", "tokens_per_s"), 1, ".0f"),
+    ("share of tokens/s kept, %", ("kept",), 100, ".1f"),
+    *(
+        (f"{phase}: ITL {name}, ms", (phase, "itl_s", name), 1e3, ".1f")
+        for phase in ("alone", "beside")
+        for name in ("p50", "p99", "max")
+    ),
+    ("alone: time in gaps over 200 ms, %", ("alone", "long_gap_share"), 100, ".2f"),
+    ("beside: time in gaps over 200 ms, %", ("beside", "long_gap_share"), 100, ".2f"),
+    ("alone: streams' TTFT p50, ms", ("alone", "ttft_s", "p50"), 1e3, ".0f"),
+    ("beside: streams' TTFT p50, ms", ("beside", "ttft_s", "p50"), 1e3, ".0f"),
+    ("long prompts' TTFT p50, ms", ("prompts", "ttft_s", "p50"), 1e3, ".0f"),
+    ("long prompts' TTFT p95, ms", ("prompts", "ttft_s", "p95"), 1e3, ".0f"),
+    ("long prompts not answered", ("prompts", "failed"), 1, ".0f"),
+)
 
 
-def _plain(figure: object, value: object) -> str:
-    assert isinstance(value, float)
-    return milliseconds(value) if "_s." in str(figure) else f"{value:.4g}"
+def _interference(servers: Sequence[InterferenceReport]) -> Table:
+    return median_table(
+        "median (min-max)", _ROWS, {one["server"]: one["rounds"] for one in servers}
+    )
 
 
-def _sweep(report: Report) -> Iterator[str]:
+def median_table(
+    title: str,
+    rows: Sequence[tuple[str, Sequence[str], float, str]],
+    rounds: dict[str, Sequence[Any]],
+) -> Table:
+    """A column for each server: medians over its rounds, with the extremes of several."""
+
+    def cell(found: Sequence[Any], path: Sequence[str], factor: float, form: str) -> str:
+        values = [_at(one, path) for one in found]
+        known = [value * factor for value in values if value is not None]
+        if not known:
+            return "-"
+        middle = f"{percentile(known, 50):{form}}"
+        return middle if len(known) == 1 else f"{middle} ({min(known):{form}}-{max(known):{form}})"
+
+    cells = [
+        [name, *(cell(found, path, factor, form) for found in rounds.values())]
+        for name, path, factor, form in rows
+    ]
+    return table(title, list(rounds), cells)
+
+
+def _at(value: Any, path: Sequence[str]) -> float | None:
+    for key in path:
+        value = value and value[key]
+    return None if value is None else float(value)
+
+
+def _sweep(report: Report) -> Iterator[RenderableType]:
     if report["knees"] is None:
         return
-    yield _row("sweep", ("req/s", "tok/s", "TTFT p95", "TPOT p95", "good"))
+    rows = []
     for stage in report["stages"]:
         for server in stage["servers"]:
             f = server["figures"]
-            p95 = (p95_s(f, name) for name in ("ttft_s", "tpot_s"))
+            spreads = (latency(f, name) for name in ("ttft_s", "tpot_s", "e2e_s"))
+            p95s = [milliseconds(spread["p95"] if spread else None) for spread in spreads]
             good = f"{f['goodput']['share']:.1%}" if f["goodput"] else "-"
             numbers = [f"{f['requests_per_s']:.3g}", f"{f['output_tokens_per_s']:.0f}"]
-            title = f"  {server['server']}: {stage['label']}"
-            yield _row(title, [*numbers, *map(milliseconds, p95), good])
+            rows.append([f"  {server['server']}: {stage['label']}", *numbers, *p95s, good])
+    head = ("req/s", "tok/s", "TTFT p95", "TPOT p95", "E2E p95", "good")
+    yield Text()
+    yield table("sweep, ms", head, rows)
     for name, knee in report["knees"].items():
-        why = {"slo": "the highest with 90 % good", "shape": "where latency bends upwards"}
-        yield (
-            f"  knee of {name}: {knee['value']:g} ({why[knee['by']]})"
-            if knee
-            else f"  knee of {name}: none found in this sweep"
-        )
-    yield ""
+        found = f"{knee['value']:g} ({_KNEES[knee['by']]})" if knee else "none in this sweep"
+        yield Text(f"  knee of {name}: {found}")
 
 
-def _generator(report: Report) -> Iterator[str]:
-    told = report["generator"]
-    late, loop = told["late_s"], told["loop_late_s"]
-    parts = [
-        f"requests late by p50 {milliseconds(late['p50'])} p99 {milliseconds(late['p99'])} ms"
-        if late
-        else "",
-        f"event loop by p99 {milliseconds(loop['p99'])} ms" if loop else "",
-        f"{told['cpu_share']:.0%} of a core",
-    ]
-    yield f"generator: {', '.join(part for part in parts if part)}"
-    if told["complaints"]:
-        yield (
+def _generator(report: Report) -> Iterator[RenderableType]:
+    stats = report["generator"]
+    late, loop = stats["late_s"], stats["loop_late_s"]
+    parts = [f"{stats['cpu_share']:.0%} of a core"]
+    if late:
+        p50, p99 = milliseconds(late["p50"]), milliseconds(late["p99"])
+        parts.append(f"requests late by p50 {p50} p99 {p99} ms")
+    if loop:
+        parts.append(f"event loop late by p99 {milliseconds(loop['p99'])} ms")
+    yield Text(f"\ngenerator: {', '.join(parts)}")
+    if complaints := stats["complaints"]:
+        yield Text(
             "WARNING: the generator may have been the bottleneck: "
-            f"{'; '.join(told['complaints'])}. Take its figures with care."
+            f"{'; '.join(complaints)}. Take these results with care.",
+            "bold yellow",
         )
 
 
-def _row(title: str, cells: Sequence[str]) -> str:
-    return title.ljust(_TITLE_WIDTH) + "".join(cell.rjust(_NUMBER_WIDTH) for cell in cells)
+class Progress:
+    """Shows how a run goes: a line that is rewritten on a terminal, lines in a log elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        self._console.print(text, markup=False, highlight=False)
+
+    @asynccontextmanager
+    async def of(self, what: str, *runs: Run) -> AsyncIterator[None]:
+        """Shows the runs' counts as long as the block lasts."""
+
+        async def rewrite(step_s: float, write: Any) -> None:
+            elapsed_s = 0.0
+            while True:
+                await asyncio.sleep(step_s)
+                elapsed_s += step_s
+                write(f"{what}, {elapsed_s:.0f} s: {status_of(*runs)}")
+
+        with contextlib.ExitStack() as stack:
+            if self._console.is_terminal:
+                status = stack.enter_context(self._console.status(what))
+                task = asyncio.create_task(rewrite(_REWRITE_S, lambda t: status.update(Text(t))))
+            else:
+                task = asyncio.create_task(rewrite(_LOG_S, self.say))
+            try:
+                yield
+            finally:
+                task.cancel()
+
+
+def status_of(*runs: Run) -> str:
+    """Runs in one line."""
+    sent, ok, failed = (
+        sum(len(run.outcomes) for run in runs),
+        sum(run.ok for run in runs),
+        sum(run.failed for run in runs),
+    )
+    parts = [f"{sent} sent", f"{ok} done", f"{sent - ok - failed} running"]
+    if failed:
+        parts.append(f"{failed} failed")
+    if ttfts_s := [ttft_s for run in runs for ttft_s in run.recent_ttfts_s]:
+        parts.append(f"TTFT p50 {percentile(ttfts_s, 50) * 1e3:.0f} ms")
+    return ", ".join([*parts, f"{sum(run.output_tokens for run in runs)} tokens"])

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from baton.bench.demand import Demand
+from baton.bench.request import Demand
 from baton.errors import ConfigError
 
 _TOKENS_OF_AN_ID = 512
@@ -46,31 +46,31 @@ class _Row:
     new_tokens: int
     hash_ids: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 0 or self.new_tokens < 0:
+            raise ValueError("a length below 0")
+
 
 def demands(path: Path, scale: Scale) -> list[Demand]:
     """The trace's requests in order of time, the first at 0 s; raises ConfigError."""
-    rows = sorted(_rows(path), key=lambda row: row.at_s)[scale.skip :]
+    try:
+        with path.open(newline="") as file:
+            rows = sorted(_read(path, file), key=lambda row: row.at_s)[scale.skip :]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace {path} cannot be read: {error}") from error
     if not rows:
         raise ConfigError(f"{path} has no requests (after --skip {scale.skip})")
     times_s = [row.at_s - rows[0].at_s for row in rows]
     if scale.spread_ties:
         times_s = _spread(times_s)
     return [
-        Demand(at_s / scale.rate, _parts(row, scale, place), _outputs(row, scale))
-        for place, (row, at_s) in enumerate(zip(rows, times_s, strict=True))
+        Demand(at_s / scale.rate, _parts(row, scale, i), _length(row.new_tokens, scale, "output"))
+        for i, (row, at_s) in enumerate(zip(rows, times_s, strict=True))
     ]
 
 
-def _rows(path: Path) -> list[_Row]:
-    try:
-        with path.open(newline="") as file:
-            return list(_read(path, file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--trace {path} cannot be read: {error}") from error
-
-
 def _read(path: Path, file: TextIO) -> Iterator[_Row]:
-    """Each line as a row; the first line tells the format."""
+    """Each line as a row; the first line shows which format it is."""
     start = file.readline()
     file.seek(0)
     parse: Callable[[Any], _Row] = _mooncake
@@ -91,25 +91,17 @@ def _read(path: Path, file: TextIO) -> Iterator[_Row]:
 
 def _mooncake(line: str) -> _Row:
     value = json.loads(line)
-    return _checked(
-        _Row(
-            float(value["timestamp"]) / 1e3,
-            int(value["input_length"]),
-            int(value["output_length"]),
-            tuple(map(int, value.get("hash_ids") or ())),
-        )
+    return _Row(
+        float(value["timestamp"]) / 1e3,
+        int(value["input_length"]),
+        int(value["output_length"]),
+        tuple(map(int, value.get("hash_ids") or ())),
     )
 
 
 def _azure(line: dict[str, str]) -> _Row:
     at, prompt, new = (line[name] for name in _AZURE_COLUMNS)
-    return _checked(_Row(datetime.fromisoformat(at).timestamp(), int(prompt), int(new)))
-
-
-def _checked(row: _Row) -> _Row:
-    if row.prompt_tokens < 0 or row.new_tokens < 0:
-        raise ValueError("a length below 0")
-    return row
+    return _Row(datetime.fromisoformat(at).timestamp(), int(prompt), int(new))
 
 
 def _spread(times_s: list[float]) -> list[float]:
@@ -124,11 +116,15 @@ def _spread(times_s: list[float]) -> list[float]:
     return spread
 
 
+def _length(tokens: int, scale: Scale, of: str) -> int:
+    most: int = getattr(scale, f"max_{of}")
+    scaled = max(1, round(tokens * scale.length))
+    return min(scaled, most) if most else scaled
+
+
 def _parts(row: _Row, scale: Scale, place: int) -> tuple[tuple[int, int], ...]:
     """One part for each hash id, and what they do not cover as a part of its own."""
-    total = max(1, round(row.prompt_tokens * scale.length))
-    if scale.max_prompt:
-        total = min(total, scale.max_prompt)
+    total = _length(row.prompt_tokens, scale, "prompt")
     parts: list[tuple[int, int]] = []
     begin = 0
     for i, hash_id in enumerate(row.hash_ids, start=1):
@@ -140,8 +136,3 @@ def _parts(row: _Row, scale: Scale, place: int) -> tuple[tuple[int, int], ...]:
     if begin < total:
         parts.append((_OWN_SEED + place, total - begin))
     return tuple(parts)
-
-
-def _outputs(row: _Row, scale: Scale) -> int:
-    new = max(1, round(row.new_tokens * scale.length))
-    return min(new, scale.max_output) if scale.max_output else new

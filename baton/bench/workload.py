@@ -3,25 +3,89 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from baton.bench import arrivals, trace
-from baton.bench.demand import Demand
-from baton.bench.lengths import Lengths
+from baton.bench import trace
+from baton.bench.request import Demand
 from baton.bench.trace import Scale
 from baton.errors import ConfigError
 
-_PROMPT, _OUTPUT = Lengths(256, 256), Lengths(64, 64)
+ARRIVALS = ("poisson", "constant", "bursty")
+_FORMS = "512, 100-200, lognormal:MEDIAN,SIGMA or lognormal:MEDIAN,SIGMA,MOST"
 _SALT_SHIFT = 128  # above the seeds of parts
 _PREFIX_SEED = 1 << 80  # apart from the seeds of prompts' own parts
 
 
+def arrival_times_s(
+    kind: str, rate: float, burstiness: float, rng: random.Random
+) -> Iterator[float]:
+    """Endless times after the start with `rate` arrivals a second on average.
+
+    "bursty" draws gaps from a gamma distribution of shape `burstiness`: 1 is a Poisson process,
+    smaller is burstier (the gaps' variance is 1/burstiness of a Poisson process's).
+    """
+    assert kind in ARRIVALS, kind
+    at_s = 0.0
+    while True:
+        if kind == "poisson":
+            at_s += rng.expovariate(rate)
+        elif kind == "bursty":
+            at_s += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+        else:
+            at_s += 1 / rate
+        yield at_s
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of lengths in tokens, at least 1 each: even between `low` and `high`.
+
+    With a `sigma` it is lognormal with the median `low`, cut at `high` if that is more.
+    """
+
+    low: int
+    high: int
+    sigma: float = 0.0  # of the logarithm
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """From "512", "100-200", "lognormal:512,0.8" or "lognormal:512,0.8,4096".
+
+        Raises ConfigError.
+        """
+        if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
+            low = int(match[1])
+            lengths = cls(low, int(match[2] or low))
+        elif match := re.fullmatch(r"lognormal:(\d+),(\d+(?:\.\d+)?)(?:,(\d+))?", text):
+            lengths = cls(int(match[1]), int(match[3] or match[1]), float(match[2]))
+        else:
+            raise ConfigError(f"{text!r} is no length in tokens: write {_FORMS}")
+        if not 1 <= lengths.low <= lengths.high:
+            raise ConfigError(f"{text!r}: lengths are 1 or more, the smaller bound first")
+        return lengths
+
+    def sample(self, rng: random.Random) -> int:
+        """One length."""
+        if self.sigma:
+            length = max(1, round(rng.lognormvariate(math.log(self.low), self.sigma)))
+            return min(length, self.high) if self.high > self.low else length
+        return rng.randint(self.low, self.high)
+
+    def __str__(self) -> str:
+        if self.sigma:
+            most = f",{self.high}" if self.high > self.low else ""
+            return f"lognormal:{self.low},{self.sigma:g}{most}"
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+
 @dataclass(frozen=True)
 class Workload:
-    """What is asked, in an open loop (`rate`, or a trace's times) or a closed one (`concurrency`).
+    """An open loop (`rate`, or a trace's times) or a closed one (`concurrency`).
 
     `count` or `duration_s` ends it; a trace may end before either.
     """
@@ -32,8 +96,8 @@ class Workload:
     burstiness: float = 1.0
     count: int = 0
     duration_s: float = 0.0
-    prompt_lengths: Lengths = _PROMPT
-    output_lengths: Lengths = _OUTPUT
+    prompt_lengths: Lengths = Lengths(256, 256)
+    output_lengths: Lengths = Lengths(64, 64)
     shared_prefix: int = 0  # tokens that prompts have in common, in addition to their own
     prefixes: int = 1  # how many different ones there are
     trace: Path | None = None
@@ -43,28 +107,32 @@ class Workload:
 
     def demands(self) -> Iterator[Demand]:
         """Its requests in order of time; endless where only the clock ends them."""
-        found = self._recorded() if self.trace else self._made_up()
+        demands = iter(trace.demands(self.trace, self.scale)) if self.trace else self._generated()
         if self.duration_s and not self.concurrency:
-            found = itertools.takewhile(lambda demand: demand.at_s < self.duration_s, found)
-        return map(self._salted, itertools.islice(found, self.count or None))
+            demands = itertools.takewhile(lambda demand: demand.at_s < self.duration_s, demands)
+        return map(self._salted, itertools.islice(demands, self.count or None))
 
     def blocks(self, number: int) -> list[tuple[Iterator[Demand], float]]:
         """The same requests in so many consecutive runs, each with its own clock.
 
         For each its demands and, where the clock ends it, after how many seconds nothing more is
-        begun (else 0).
+        begun (else 0). Raises ConfigError when there is no request.
         """
         if self.concurrency and self.duration_s and not self.count:
-            every = self.demands()
-            return [(every, self.duration_s / number)] * number
+            endless = self.demands()
+            return [(endless, self.duration_s / number)] * number
         demands = list(self.demands())
         if not demands:
             raise ConfigError("no request arrives in that time: raise --duration or --rate")
         if self.concurrency:
             limit_s = self.duration_s / number
             return [(iter(demands[i::number]), limit_s) for i in range(number)]
-        whole_s = self.duration_s or demands[-1].at_s + 1e-9
-        return [(iter(block), 0.0) for block in _cut(demands, whole_s / number, number)]
+        block_s = (self.duration_s or demands[-1].at_s + 1e-9) / number
+        blocks: list[list[Demand]] = [[] for _ in range(number)]
+        for demand in demands:
+            i = min(int(demand.at_s / block_s), number - 1)
+            blocks[i].append(demand.later(-i * block_s))
+        return [(iter(block), 0.0) for block in blocks]
 
     def at(self, value: float) -> Workload:
         """This workload at another rate; of a trace, at another rate scale."""
@@ -82,33 +150,18 @@ class Workload:
         return f"{self.rate:g} req/s"
 
     def _salted(self, demand: Demand) -> Demand:
-        apart = (self.seed << 32 | self.salt) << _SALT_SHIFT
-        parts = tuple((apart + part, length) for part, length in demand.parts)
-        return replace(demand, parts=parts)
+        base = (self.seed << 32 | self.salt) << _SALT_SHIFT
+        return replace(demand, parts=tuple((base + seed, n) for seed, n in demand.parts))
 
-    def _recorded(self) -> Iterator[Demand]:
-        assert self.trace is not None
-        return iter(trace.demands(self.trace, self.scale))
-
-    def _made_up(self) -> Iterator[Demand]:
-        # Two dice: sizes stay the same when the rate changes.
-        dice, sizes = (random.Random(seed) for seed in (self.seed, self.seed + 1))  # noqa: S311
+    def _generated(self) -> Iterator[Demand]:
+        # Two generators: sizes stay the same when the rate changes.
+        arrivals, sizes = random.Random(self.seed), random.Random(self.seed + 1)  # noqa: S311
         times: Iterator[float] = itertools.repeat(0.0)
         if not self.concurrency:
-            times = arrivals.times_s(self.arrivals, self.rate, self.burstiness, dice)
+            times = arrival_times_s(self.arrivals, self.rate, self.burstiness, arrivals)
         for at_s in times:
-            yield Demand(at_s, self._parts(sizes), self.output_lengths.draw(sizes))
-
-    def _parts(self, dice: random.Random) -> tuple[tuple[int, int], ...]:
-        own = (dice.getrandbits(60), self.prompt_lengths.draw(dice))
-        if not self.shared_prefix:
-            return (own,)
-        return ((_PREFIX_SEED + dice.randrange(self.prefixes), self.shared_prefix), own)
-
-
-def _cut(demands: list[Demand], block_s: float, number: int) -> list[list[Demand]]:
-    blocks: list[list[Demand]] = [[] for _ in range(number)]
-    for demand in demands:
-        place = min(int(demand.at_s / block_s), number - 1)
-        blocks[place].append(demand.later(-place * block_s))
-    return blocks
+            parts = [(sizes.getrandbits(60), self.prompt_lengths.sample(sizes))]
+            if self.shared_prefix:
+                prefix = _PREFIX_SEED + sizes.randrange(self.prefixes)
+                parts.insert(0, (prefix, self.shared_prefix))
+            yield Demand(at_s, tuple(parts), self.output_lengths.sample(sizes))

@@ -1,4 +1,4 @@
-"""`baton bench serve`: loads a server, and says how it was served."""
+"""`baton bench serve`: puts a server under load, and reports how it was served."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ import json
 import os
 import random
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
-from baton.cli.bench_options import add_options
 from baton.cli.generate import api_key_of
+from baton.cli.values import count, seconds
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
+    from baton.bench.interference import Interference
     from baton.bench.serve import Settings
     from baton.bench.workload import Workload
 
 _TEXT = """\
 Sends requests to a Baton router (gRPC) or to any server with OpenAI's API, at given times whatever
 becomes of them (--rate, --trace) or so many at once (--concurrency), and reports latencies,
-throughput and goodput: as a table, as report.json, as a page with plots (report.html), and each
-request (requests.jsonl). Ctrl-C ends it early, with a report of what there is."""
+throughput and goodput as tables; with --output also as report.json, as a page with plots
+(report.html), and each request (requests.jsonl). Ctrl-C ends it early, with a report of what there
+is."""
 _EXAMPLES = """\
   baton bench serve --rate 4 --duration 30 --slo ttft=0.5,tpot=0.05
-  baton bench serve --concurrency 16 --count 500 --prompt-tokens lognormal:512,0.8
+  baton bench serve --concurrency 16 --count 500 --prompt-tokens lognormal:512,0.8 --output DIR
   baton bench serve --sweep 1,2,4,8                                 where does it bend?
   baton bench serve --trace conversation_trace.jsonl --length-scale 0.05 --rate-scale 0.5 \\
         --duration 120                                              a day's shape, made small
+  baton bench serve --interference                                  streams beside long prompts
   baton bench serve --target http://127.0.0.1:7780 --against http://127.0.0.1:8000 --rate 2
                                                                     two servers, in turns"""
 _DEFAULT_DURATION_S = 30.0
@@ -48,53 +50,160 @@ def add_commands(commands: options.Commands) -> None:
     )
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     serve = options.add_command(kinds, "serve", "load a server and report", _TEXT, _EXAMPLES)
-    add_options(serve)
+    _add_server_options(serve.add_argument_group("servers").add_argument)
+    _add_load_options(serve.add_argument_group("load"))
+    _add_trace_options(serve.add_argument_group("trace").add_argument)
+    _add_prompt_options(serve.add_argument_group("prompts").add_argument)
+    _add_measure_options(serve.add_argument_group("measuring").add_argument)
     serve.set_defaults(run=_run, extra="bench", usage_error=serve.error)
 
 
-def _run(args: argparse.Namespace) -> int:
-    _check_usage(args)
-    import uvloop
+def _add_server_options(add: Any) -> None:
+    text = "HOST:PORT of a Baton router, or http://HOST:PORT of an OpenAI-compatible server"
+    add("--target", default=options.DEFAULT_TARGET, metavar="URL", help=text)
+    text = "a second server: both get the same requests, in turns"
+    add("--against", metavar="URL", help=text)
+    add("--model", default="", metavar="NAME", help="of --target (default: its first)")
+    add("--against-model", default="", metavar="NAME", help="of --against (default: its first)")
+    text = "key for --target (default: the variable BATON_API_KEY, if set)"
+    add("--api-key-file", type=Path, metavar="FILE", help=text)
+    text = "key for --against (default: none)"
+    add("--against-api-key-file", type=Path, metavar="FILE", help=text)
+    text = "a connection for each request: for servers that close them without saying so"
+    add("--no-keep-alive", action="store_true", help=text)
+    add("--timeout", type=seconds, default=120.0, metavar="S", help="of a request")
 
-    from baton.bench import serve, terminal
-    from baton.bench.progress import Progress
 
-    settings = settings_of(args)
-    report = uvloop.run(serve.run(settings, Progress(sys.stderr)))
-    print(json.dumps(report) if args.json else f"\n{terminal.text_of(report)}")
-    print(f"report: {settings.output / 'report.html'}", file=sys.stderr)
-    if report["partial"]:
-        return 130
-    any_ok = (
-        s["figures"]["requests"]["ok"] for stage in report["stages"] for s in stage["servers"]
+def _add_load_options(group: argparse._ArgumentGroup) -> None:
+    how, add = group.add_mutually_exclusive_group().add_argument, group.add_argument
+    how("--rate", type=_positive, metavar="R", help="requests a second (default: 1)")
+    text = "requests at a time, without a rate (default: an open loop)"
+    how("--concurrency", type=count, default=0, metavar="N", help=text)
+    text = "these rates one after the other, of a trace these --rate-scales (default: one rate)"
+    add("--sweep", type=_rates, default=(), metavar="R,R,...", help=text)
+    text = "how requests follow each other"
+    add("--arrivals", choices=("poisson", "constant", "bursty"), default="poisson", help=text)
+    text = "of bursty arrivals: shape of gamma-distributed gaps, 1 is Poisson, less is burstier"
+    add("--burstiness", type=_positive, default=0.25, metavar="B", help=text)
+    text = "begin requests for so long (default: 30, unless --count or --trace)"
+    add("--duration", type=seconds, metavar="S", help=text)
+    text = "send so many requests (default: as many as arrive)"
+    add("--count", type=count, default=0, metavar="N", help=text)
+    text = (
+        "same seed, same requests (default: another each time, so that no cache remembers the "
+        "prompts)"
     )
-    return 0 if all(any_ok) else 1
+    add("--seed", type=int, metavar="N", help=text)
+    text = (
+        "instead: --concurrency streams (6), alone and beside a prompt of so many tokens every S "
+        "seconds (default: 2048,6), for --duration (24) after they have started"
+    )
+    add("--interference", nargs="?", const="2048,6", metavar="TOKENS,S", help=text)
 
 
-def _check_usage(args: argparse.Namespace) -> None:
-    """Ends the program when options contradict each other."""
+def _add_trace_options(add: Any) -> None:
+    text = "replay a Mooncake JSONL or an Azure CSV trace"
+    add("--trace", type=Path, metavar="FILE", help=text)
+    text = "so many times as many requests a second"
+    add("--rate-scale", type=_positive, default=1.0, metavar="X", help=text)
+    text = "prompts and outputs so many times as long"
+    add("--length-scale", type=_positive, default=1.0, metavar="X", help=text)
+    text = "leave out so many rows first (default: none)"
+    add("--skip", type=int, default=0, metavar="N", help=text)
+    text = "cut prompts to so many tokens (default: not cut)"
+    add("--max-prompt", type=int, default=0, metavar="N", help=text)
+    text = "cut outputs to so many tokens (default: not cut)"
+    add("--max-output", type=int, default=0, metavar="N", help=text)
+    text = "spread requests of one time evenly up to the next: some traces' clocks are coarse"
+    add("--spread-ties", action="store_true", help=text)
+
+
+def _add_prompt_options(add: Any) -> None:
+    for option, default, beside in (("--prompt-tokens", 256, 64), ("--output-tokens", 64, 200)):
+        text = (
+            "tokens: 512, 100-200 or lognormal:MEDIAN,SIGMA[,MOST]; not for traces "
+            f"(default: {default}; {beside} with --interference, where it is one number)"
+        )
+        add(option, metavar="LENGTHS", help=text)
+    text = "put before each prompt; traces tell what is shared (default: none)"
+    add("--shared-prefix", type=int, default=0, metavar="TOKENS", help=text)
+    add("--prefixes", type=count, default=1, metavar="N", help="different shared prefixes")
+    text = "token ids; text or a chat message of as many words"
+    add("--prompt-as", choices=("ids", "text", "chat"), default="ids", help=text)
+    add("--ids", default="1000-4000", metavar="FIRST-END", help="token ids in prompts")
+    text = "let answers end before their length: for servers that do not know ignore_eos"
+    add("--stop-at-eos", action="store_true", help=text)
+
+
+def _add_measure_options(add: Any) -> None:
+    text = "what is good, in seconds: ttft=0.5,tpot=0.05,e2e=10 (default: no goodput)"
+    add("--slo", metavar="LIMITS", help=text)
+    text = "requests before, not measured (default: 4, or --concurrency if that is more)"
+    add("--warm-up", type=int, metavar="N", help=text)
+    add("--blocks", type=count, default=4, metavar="N", help="turns of each server with --against")
+    text = "write report.json, report.html and requests.jsonl there (default: no files)"
+    add("--output", type=Path, metavar="DIR", help=text)
+    add("--json", action="store_true", help="print the report as one JSON object")
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def _rates(text: str) -> list[float]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.trace and args.rate:
         args.usage_error("a trace has its own times: --rate-scale instead of --rate")
     if args.sweep and args.concurrency:
         args.usage_error("--sweep is of rates: it does not go with --concurrency")
     if args.trace and args.shared_prefix:
-        args.usage_error(
-            "--shared-prefix does not go with --trace: its hash_ids tell what is shared"
-        )
+        args.usage_error("--shared-prefix does not go with --trace: its hash_ids are the prefixes")
+    if args.interference and (args.trace or args.rate or args.sweep):
+        args.usage_error("--interference has a load of its own: no --rate, --sweep or --trace")
+    import uvloop
+    from rich.console import Console
+
+    from baton.bench import serve, terminal
+
+    settings = settings_of(args)
+    progress = terminal.Progress(Console(stderr=True))
+    report = uvloop.run(serve.run(settings, progress))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print()
+        terminal.show(report, Console(highlight=False))
+    if settings.output:
+        print(f"report: {settings.output / 'report.html'}", file=sys.stderr)
+    if report["partial"]:
+        return 130
+    answered = [
+        s["figures"]["requests"]["ok"] for stage in report["stages"] for s in stage["servers"]
+    ] + [r["alone"]["tokens_per_s"] for one in report["interference"] or () for r in one["rounds"]]
+    return 0 if all(answered) else 1
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """What the options ask for; raises ConfigError."""
     from baton.bench.serve import Settings
-    from baton.bench.slo import Slo
+    from baton.slo import Slo
 
-    workload = _workload(args)
     key = api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
-    targets = [(args.target, _asking(args, args.model, key))]
+    targets = [(args.target, _request_options(args, args.model, key))]
     if args.against:
         key = api_key_of(args.against_api_key_file, None)
-        targets.append((args.against, _asking(args, args.against_model, key)))
-    warm_up = max(4, args.concurrency) if args.warm_up is None else args.warm_up
+        targets.append((args.against, _request_options(args, args.against_model, key)))
+    workload = _workload(args)
+    warm_up = max(4, workload.concurrency) if args.warm_up is None else args.warm_up
     return Settings(
         workload=workload,
         targets=targets,
@@ -102,26 +211,28 @@ def settings_of(args: argparse.Namespace) -> Settings:
         slo=Slo.parse(args.slo) if args.slo else None,
         warm_up=warm_up,
         blocks=args.blocks,
-        output=args.output or Path(f"baton-bench-{datetime.now():%Y%m%d-%H%M%S}"),
+        interference=_interference(args, workload) if args.interference else None,
+        output=args.output,
     )
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    from baton.bench.lengths import Lengths
     from baton.bench.trace import Scale
-    from baton.bench.workload import Workload
+    from baton.bench.workload import Lengths, Workload
 
-    ends_itself = args.count or args.trace
-    rate = 0.0 if args.trace or args.concurrency else args.rate or (args.sweep or (1.0,))[0]
+    prompt, output, streams = (64, 200, 6) if args.interference else (256, 64, 0)
+    concurrency = args.concurrency or streams
+    ends_itself = args.count or args.trace or args.interference
+    rate = 0.0 if args.trace or concurrency else args.rate or (args.sweep or (1.0,))[0]
     return Workload(
         rate=rate,
-        concurrency=args.concurrency,
+        concurrency=concurrency,
         arrivals=args.arrivals,
         burstiness=args.burstiness,
         count=args.count,
         duration_s=args.duration or (0.0 if ends_itself else _DEFAULT_DURATION_S),
-        prompt_lengths=Lengths.parse(args.prompt_tokens),
-        output_lengths=Lengths.parse(args.output_tokens),
+        prompt_lengths=Lengths.parse(args.prompt_tokens or str(prompt)),
+        output_lengths=Lengths.parse(args.output_tokens or str(output)),
         shared_prefix=args.shared_prefix,
         prefixes=args.prefixes,
         trace=args.trace,
@@ -130,14 +241,35 @@ def _workload(args: argparse.Namespace) -> Workload:
     )
 
 
-def _asking(args: argparse.Namespace, model: str, api_key: str | None) -> Any:
-    from baton.bench.demand import IdRange
-    from baton.bench.server import Asking
+def _interference(args: argparse.Namespace, workload: Workload) -> Interference:
+    from baton.bench.interference import Interference
+
+    prompt, _, every = args.interference.partition(",")
+    try:
+        tokens, every_s = int(prompt), float(every or Interference.every_s)
+    except ValueError:
+        tokens, every_s = 0, 0.0
+    if tokens < 1 or not every_s > 0:
+        raise ConfigError(f"--interference {args.interference}: write TOKENS,SECONDS, as 2048,6")
+    periods = round(workload.duration_s / every_s) if workload.duration_s else Interference.periods
+    return Interference(
+        streams=workload.concurrency,
+        stream_prompt=workload.prompt_lengths.low,
+        stream_output=workload.output_lengths.low,
+        prompt=tokens,
+        every_s=every_s,
+        periods=max(1, periods),
+    )
+
+
+def _request_options(args: argparse.Namespace, model: str, api_key: str | None) -> Any:
+    from baton.bench.request import IdRange
+    from baton.bench.servers import RequestOptions
 
     first, _, end = args.ids.partition("-")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise ConfigError(f"--ids {args.ids} is no range: write FIRST-END, as in 1000-4000")
-    return Asking(
+    return RequestOptions(
         model=model,
         prompt_form=args.prompt_as,
         ids=IdRange(int(first), int(end)),

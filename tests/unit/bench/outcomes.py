@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from baton.bench.outcome import Outcome
+from baton.bench.request import Outcome
 
 
 def outcome(*token_times_s: float, sent_s: float = 0.0, **fields: Any) -> Outcome:

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.bench.demand import Demand
-from baton.bench.generator import Generator
-from baton.bench.lag import Lag
-from baton.bench.outcome import INTERRUPTED, Outcome
+from baton.bench.generator import Generator, Lag
+from baton.bench.request import INTERRUPTED, Demand, Outcome
 
 FOREVER = 1e9
 
@@ -39,7 +37,7 @@ class FakeServer:
         if self.running == 3:
             self.three_run.set()
         try:
-            outcome.got(1, 0.0)
+            outcome.add_tokens(1, 0.0)
             await asyncio.sleep(self.takes_s)
         finally:
             self.running -= 1
@@ -91,7 +89,7 @@ async def test_a_closed_loop_keeps_so_many_running() -> None:
     server, stop = FakeServer(0.01), asyncio.Event()
     async with asyncio.timeout(60):
         run = await Generator(server, stop).closed_loop(demands(30), 4, 0.0)
-    assert (server.most, len(run.outcomes), run.tally.ok) == (4, 30, 30)
+    assert (server.most, len(run.outcomes), run.ok) == (4, 30, 30)
     assert sorted(int(body) for body in server.bodies) == list(range(30))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import types
@@ -12,30 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from baton.bench.charts import Axis, Line, chart
-from baton.bench.generator import Run
-from baton.bench.lag import Lag
-from baton.bench.outcome import Phases
+from baton.bench.generator import Lag, Run
 from baton.bench.page import page_of
-from baton.bench.report import SCHEMA, Report, ServerTold, Stage, WorkloadTold, report_of
-from baton.bench.slo import Slo
-from baton.bench.terminal import text_of
+from baton.bench.report import SCHEMA, Report, ServerInfo, Stage, WorkloadInfo, report_of
+from baton.bench.request import Phases
+from baton.bench.terminal import show
 from baton.bench.workload import Workload
+from baton.slo import Slo
 from tests.unit.bench.outcomes import failed, outcome
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarking.md"
-TOLD = WorkloadTold(
+INFO = WorkloadInfo(
     rate=2.0, sweep=[], concurrency=None, arrivals="poisson", burstiness=None, count=4,
     duration_s=None, prompt_tokens="10", output_tokens="3", shared_prefix=0, prefixes=0,
     trace=None, rate_scale=None, length_scale=None, seed=1, prompt_form="ids", ignore_eos=True,
     timeout_s=9.0,
 )  # fmt: skip
 SERVERS = [
-    ServerTold(name=name, url=f"http://{name}<script>", protocol="openai", model="m&m")
+    ServerInfo(name=name, url=f"http://{name}<script>", protocol="openai", model="m&m")
     for name in "AB"
 ]
 PHASES = Phases(0.01, 0.09, 0.5, 0.004, 4096)
+
+
+def text_of(found: Report) -> str:
+    """What a terminal shows."""
+    out = io.StringIO()
+    show(found, Console(file=out, width=100))
+    return out.getvalue()
 
 
 def run(scale: float = 1.0) -> Run:
@@ -57,7 +64,7 @@ def report(
         for v in sweep
     ]
     slo = Slo.parse("ttft=0.15,tpot=1")
-    return report_of(TOLD, SERVERS[:servers], stages, slo, partial)
+    return report_of(INFO, SERVERS[:servers], stages, slo, partial)
 
 
 def check(value: Any, form: Any, where: str = "report") -> None:
@@ -129,10 +136,10 @@ def names_in(form: Any) -> set[str]:
 
 
 def test_runs_of_nothing_make_a_report_too() -> None:
-    empty = report_of(TOLD, SERVERS[:1], [Stage(Workload(rate=1), None, [[Run()]])], None, True)
+    empty = report_of(INFO, SERVERS[:1], [Stage(Workload(rate=1), None, [[Run()]])], None, True)
     check(json.loads(json.dumps(empty, allow_nan=False)), Report)
     assert "PARTIAL" in text_of(empty)
-    assert "nothing was measured" in page_of(empty)
+    assert "</html>" in page_of(empty)
 
 
 def test_blocks_are_put_together() -> None:
@@ -151,7 +158,7 @@ def test_the_table_tells_it_all() -> None:
     text = text_of(report(sweep=(1.0, 2.0, 4.0), partial=True))
     for part in (
         "A: 2 req/s, ms", "time to first token", "goodput   75.0%", "4 HTTP_429: <slow>",
-        "in 120: 15/s; out 36: 4/s", "ttft_s.p50", "knee of A: none found", "PARTIAL",
+        "in 120: 15/s; out 36: 4/s", "ttft_s.p50", "knee of A: none", "PARTIAL",
         "requests late by p50 1 p99 1 ms", "queue 10", "25% of a core",
     ):  # fmt: skip
         assert part in text, part
@@ -161,7 +168,7 @@ def test_the_table_tells_it_all() -> None:
 class Page(HTMLParser):
     """Whether every element is closed, and what the page would load."""
 
-    VOID = ("meta", "!doctype", "circle", "path")
+    VOID = ("meta", "!doctype")
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,6 +182,10 @@ class Page(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
 
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
             assert self.open.pop() == tag
@@ -186,7 +197,7 @@ def test_the_page_is_whole_and_loads_nothing(servers: int, sweep: Sequence[float
     html, page = page_of(report(servers, sweep)), Page()
     page.feed(html)
     assert page.open == [] and page.loads == []
-    assert "url(" not in html and "@import" not in html
+    assert "url(" not in html.replace("url(#", "") and "@import" not in html
     plots = 9 * len(sweep) + (4 if sweep != (None,) else 0)
     assert page.seen.count("svg") == plots
     assert "nan" not in re.sub(r"<script.*", "", html).lower()
@@ -198,35 +209,3 @@ def test_the_page_carries_the_report() -> None:
     found = report()
     data = re.search(r'<script type="application/json"[^>]*>(.*)</script>', page_of(found))
     assert data and json.loads(data[1]) == json.loads(json.dumps(found))
-
-
-class TestChart:
-    def test_points_are_where_they_belong(self) -> None:
-        """On even axes from 0 to 10 and 0 to 100, a point in the middle is in the middle."""
-        svg = chart("t", Axis("x"), Axis("y"), [Line("a", [(0, 0), (5, 50), (10, 100)])])
-        (path,) = re.findall(r'class="line c0" d="([^"]+)"', svg)
-        points = [tuple(map(float, p)) for p in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)]
-        (x0, y0), (x1, y1), (x2, y2) = points
-        assert x0 < x1 < x2 and y0 > y1 > y2  # up is a smaller y
-        assert (x0 + x2) / 2 == pytest.approx(x1, abs=0.11)
-        assert (y0 + y2) / 2 == pytest.approx(y1, abs=0.11)
-
-    def test_a_logarithmic_axis(self) -> None:
-        svg = chart(
-            "t", Axis("x", is_log=True), Axis("y"), [Line("a", [(1, 0), (10, 1), (100, 2)])]
-        )
-        (path,) = re.findall(r'class="line c0" d="([^"]+)"', svg)
-        x0, x1, x2 = (float(x) for x in re.findall(r"[ML]([\d.]+) ", path))
-        assert (x0 + x2) / 2 == pytest.approx(x1, abs=0.11)
-        assert ">1<" in svg and ">10<" in svg and ">100<" in svg
-
-    def test_gaps_are_gaps(self) -> None:
-        svg = chart("t", Axis("x"), Axis("y"), [Line("a", [(0, 1), (1, None), (2, 3), (3, 4)])])
-        (path,) = re.findall(r'class="line c0" d="([^"]+)"', svg)
-        assert path.count("M") == 2 and path.count("L") == 1
-
-    @pytest.mark.parametrize("values", [[(0, 0)], [(1, 5), (1, 5)], [(-3, -7)], [(1e-9, 1e9)]])
-    def test_whatever_is_measured_can_be_drawn(self, values: list[tuple[float, float]]) -> None:
-        for is_log in (False, True):
-            svg = chart("t", Axis("x", is_log), Axis("y", is_log), [Line("a", values)])
-            assert "<figure>" in svg and "nan" not in svg and "inf" not in svg

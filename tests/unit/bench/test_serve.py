@@ -12,21 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from baton import cli
 from baton.bench import serve
 from baton.bench.generator import Run
-from baton.bench.lengths import Lengths
-from baton.bench.progress import Progress, status_of
+from baton.bench.interference import Interference
 from baton.bench.report import Report
 from baton.bench.serve import Settings
-from baton.bench.server import Asking
-from baton.bench.slo import Slo
-from baton.bench.workload import Workload
+from baton.bench.servers import RequestOptions
+from baton.bench.terminal import Progress, show, status_of
+from baton.bench.workload import Lengths, Workload
 from baton.cli.bench import settings_of
 from baton.errors import ConfigError, Unavailable
+from baton.slo import Slo
 from tests.unit.bench.outcomes import failed, outcome
-from tests.unit.bench.scripted_openai import DONE, HELLO, ScriptedOpenAI, serving, text, usage
+from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving, text
 from tests.unit.client import scripted_router
 from tests.unit.client.scripted_router import ScriptedRouter
 
@@ -39,13 +40,15 @@ async def bench(settings: Settings) -> tuple[Report, str]:
     """The report and what was said meanwhile."""
     said = io.StringIO()
     async with asyncio.timeout(90):
-        return await serve.run(settings, Progress(said)), said.getvalue()
+        return await serve.run(settings, Progress(Console(file=said))), said.getvalue()
 
 
 async def test_one_server(tmp_path: Path) -> None:
     server = ScriptedOpenAI(HELLO)
     async with serving(server) as url:
-        settings = Settings(LOAD, [(url, Asking())], slo=Slo.parse("e2e=60"), output=tmp_path)
+        settings = Settings(
+            LOAD, [(url, RequestOptions())], slo=Slo.parse("e2e=60"), output=tmp_path
+        )
         report, _ = await bench(settings)
     figures = report["stages"][0]["servers"][0]["figures"]
     assert figures["requests"] == {"sent": 8, "ok": 8, "failed": 0, "interrupted": 0}
@@ -78,7 +81,7 @@ async def test_two_servers_take_turns(tmp_path: Path) -> None:
 
     one, other = Noting("A"), Noting("B")
     async with serving(one) as a, serving(other) as b:
-        targets = [(a, Asking()), (b, Asking())]
+        targets = [(a, RequestOptions()), (b, RequestOptions())]
         report, _ = await bench(Settings(LOAD, targets, warm_up=0, blocks=4, output=tmp_path))
     assert "".join(asked) == "AABB" + "BBAA" + "AABB" + "BBAA"
     stage = report["stages"][0]
@@ -95,7 +98,7 @@ async def test_a_router_against_a_gateway(tmp_path: Path) -> None:
     load = Workload(rate=1, count=3, output_lengths=Lengths(2, 2))
     router = ScriptedRouter(scripted_router.HELLO)
     async with serving(ScriptedOpenAI(HELLO)) as a, scripted_router.serving(router) as b:
-        targets = [(a, Asking()), (f"grpc://{b}", Asking())]
+        targets = [(a, RequestOptions()), (f"grpc://{b}", RequestOptions())]
         settings = Settings(load, targets, sweep=(50, 200), blocks=1, output=tmp_path)
         report, _ = await bench(settings)
     assert [(s["protocol"], s["model"]) for s in report["servers"]] == [
@@ -126,7 +129,7 @@ async def test_a_signal_ends_it_early(tmp_path: Path) -> None:
     async with serving(server) as url, asyncio.TaskGroup() as group:
         group.create_task(end_early())
         load = replace(LOAD, count=0, duration_s=600.0)
-        settings = Settings(load, [(url, Asking())], warm_up=0, output=tmp_path)
+        settings = Settings(load, [(url, RequestOptions())], warm_up=0, output=tmp_path)
         report, said = await bench(settings)
     figures = report["stages"][0]["servers"][0]["figures"]
     assert report["partial"] and "ended early" in said
@@ -137,23 +140,23 @@ async def test_a_signal_ends_it_early(tmp_path: Path) -> None:
 
 async def test_a_server_that_answers_nothing(tmp_path: Path, dead_address: str) -> None:
     async with serving(ScriptedOpenAI((503, "warming up"))) as url:
-        settings = Settings(LOAD, [(url, Asking())], output=tmp_path)
+        settings = Settings(LOAD, [(url, RequestOptions())], output=tmp_path)
         with pytest.raises(Unavailable, match="HTTP_503: warming up"):
             await bench(settings)
     output = tmp_path / "none"
     for url in (f"http://{dead_address}", dead_address):
         with pytest.raises(Unavailable, match=dead_address):
-            await bench(replace(settings, targets=[(url, Asking())], output=output))
+            await bench(replace(settings, targets=[(url, RequestOptions())], output=output))
     assert not output.exists()
     with pytest.raises(ConfigError, match="is no server"):
-        await bench(replace(settings, targets=[("ftp://x", Asking())]))
+        await bench(replace(settings, targets=[("ftp://x", RequestOptions())]))
 
 
 async def test_a_place_for_the_report_is_made_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     server = ScriptedOpenAI(HELLO)
     async with serving(server) as url:
-        settings = Settings(LOAD, [(url, Asking())], output=tmp_path / "file" / "out")
+        settings = Settings(LOAD, [(url, RequestOptions())], output=tmp_path / "file" / "out")
         with pytest.raises(ConfigError, match="cannot be made"):
             await bench(settings)
     assert not server.bodies
@@ -163,7 +166,7 @@ async def test_errors_are_counted(tmp_path: Path) -> None:
     scripts = [HELLO, (429, "later"), [text("a")], HELLO]
     async with serving(ScriptedOpenAI(*scripts)) as url:
         load = replace(LOAD, count=6, concurrency=1)
-        settings = Settings(load, [(url, Asking())], warm_up=0, output=tmp_path)
+        settings = Settings(load, [(url, RequestOptions())], warm_up=0, output=tmp_path)
         report, _ = await bench(settings)
     figures = report["stages"][0]["servers"][0]["figures"]
     assert figures["statuses"] == {"OK": 4, "HTTP_429": 1, "INCOMPLETE": 1}
@@ -173,22 +176,8 @@ async def test_errors_are_counted(tmp_path: Path) -> None:
 def test_progress_in_one_line() -> None:
     run = Run([outcome(0.1), outcome(0.3), failed("X"), outcome()])
     for one in run.outcomes[:3]:
-        run.tally.add(one)
+        run.count(one)
     assert status_of(run) == "4 sent, 2 done, 1 running, 1 failed, TTFT p50 200 ms, 2 tokens"
-
-
-async def test_a_terminal_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr("baton.bench.progress._REWRITE_S", 0.01)
-    out = Terminal()
-    async with Progress(out).of("2 req/s", Run()):
-        await asyncio.sleep(0.2)
-    assert "\r\x1b[K2 req/s, 0 s: 0 sent" in out.getvalue()
-    assert "\n" not in out.getvalue()
-    assert out.getvalue().endswith("\r\x1b[K")
 
 
 def settings_from(*argv: str) -> Settings:
@@ -207,7 +196,7 @@ class TestOptions:
             *("--output", str(tmp_path), "--blocks", "6", "--seed", "5", "--arrivals", "constant"),
         )  # fmt: skip
         assert [url for url, _ in settings.targets] == ["http://a", "b:1"]
-        first, second = (asking for _, asking in settings.targets)
+        first, second = (options for _, options in settings.targets)
         assert (first.model, second.model) == ("", "m")
         assert (first.timeout_s, first.ignore_eos, first.ids.first) == (3, False, 7)
         assert settings.sweep == [1, 2.5] and settings.workload.rate == 1
@@ -222,10 +211,10 @@ class TestOptions:
         monkeypatch.setenv("BATON_API_KEY", "secret")
         (tmp_path / "key").write_text("other")
         both = ("--target", "a:1", "--against", "http://b")
-        keys = [asking.api_key for _, asking in settings_from(*both).targets]
+        keys = [options.api_key for _, options in settings_from(*both).targets]
         assert keys == ["secret", None]
         told = settings_from(*both, "--against-api-key-file", str(tmp_path / "key"))
-        assert [asking.api_key for _, asking in told.targets] == ["secret", "other"]
+        assert [options.api_key for _, options in told.targets] == ["secret", "other"]
 
     def test_how_a_load_ends(self) -> None:
         assert settings_from().workload.duration_s == 30
@@ -253,6 +242,7 @@ class TestOptions:
             ["--count", "0"],
             ["--sweep", "1,,2"],
             ["--trace", "x", "--rate", "2"],
+            ["--interference", "--rate", "2"],
             ["--sweep", "1,2", "--concurrency", "2"],
             ["--trace", "x", "--shared-prefix", "9"],
             ["--arrivals", "never"],
@@ -267,7 +257,8 @@ class TestOptions:
         ("argv", "told"),
         [
             (["--ids", "9-7"], "no range"),
-            (["--slo", "x=1"], "no objective"),
+            (["--slo", "x=1"], "--slo"),
+            (["--interference", "0,1"], "2048,6"),
             (["--prompt-tokens", "many"], "no length"),
             (["--target", "nowhere"], "nowhere"),
         ],
@@ -285,9 +276,38 @@ class TestOptions:
             cli.main([*what, "--help"])
         text = capsys.readouterr().out
         assert end.value.code == 0
-        assert "examples:" in text and "(default: None)" not in text
+        assert "examples:" in text and "(default: None)" not in text and "(default: ())" not in text
 
 
-def test_done_is_the_end_of_a_stream() -> None:
-    """The scripts of these tests are what servers send."""
-    assert HELLO[-1] == DONE and usage(3, 2) in HELLO
+async def test_interference_is_a_workload(tmp_path: Path) -> None:
+    """Its rounds are in the report, the table and the page; nothing is written unasked."""
+    load = Interference(streams=2, stream_prompt=3, stream_output=2, prompt=9, every_s=0.1,
+                        periods=1, ramp_s=0.05)  # fmt: skip
+    async with serving(ScriptedOpenAI(HELLO)) as a, serving(ScriptedOpenAI(HELLO)) as b:
+        targets = [(url, RequestOptions()) for url in (a, b)]
+        settings = Settings(LOAD, targets, blocks=2, interference=load)
+        report, _ = await bench(settings)
+    assert report["stages"] == [] and report["interference"] is not None
+    assert [len(one["rounds"]) for one in report["interference"]] == [2, 2]
+    assert report["interference"][0]["rounds"][0]["prompts"]["sent"] == 1
+    out = io.StringIO()
+    show(report, Console(file=out, width=100))
+    assert "share of tokens/s kept, %" in out.getvalue()
+    serve.write(tmp_path, report, [])
+    assert "long prompts not answered" in (tmp_path / "report.html").read_text()
+
+
+def test_nothing_is_written_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_address: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert settings_from().output is None
+    assert cli.main(["bench", "serve", "--target", dead_address, "--json"]) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_of_interference() -> None:
+    load = settings_from("--interference", "1000,2", "--duration", "7").interference
+    assert load == Interference(prompt=1000, every_s=2, periods=4)
+    settings = settings_from("--interference", "--concurrency", "3", "--output-tokens", "9")
+    assert settings.interference == Interference(streams=3, stream_output=9)

@@ -1,4 +1,4 @@
-"""Both ways to ask a server, over real connections to servers that tests write."""
+"""Both kinds of server, over real connections to servers that tests write."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton import errors
-from baton.bench.demand import Demand
-from baton.bench.outcome import Outcome
-from baton.bench.over_grpc import GrpcServer
-from baton.bench.over_http import HttpServer
-from baton.bench.server import Asking
+from baton.bench.request import Demand, Outcome
+from baton.bench.servers import EventReader, GrpcServer, HttpServer, RequestOptions
 from baton.v1 import common_pb2
 from tests.unit.bench.scripted_openai import (
     DONE,
@@ -33,10 +32,10 @@ DEMAND = Demand(0.0, ((1, 5),), 7)
 
 
 @contextlib.asynccontextmanager
-async def http(server: ScriptedOpenAI, **asking: Any) -> AsyncIterator[HttpServer]:
+async def http(server: ScriptedOpenAI, **options: Any) -> AsyncIterator[HttpServer]:
     """A client of a scripted server."""
     async with serving(server) as url:
-        client = HttpServer(url, Asking(**asking))
+        client = HttpServer(url, RequestOptions(**options))
         try:
             yield client
         finally:
@@ -44,10 +43,10 @@ async def http(server: ScriptedOpenAI, **asking: Any) -> AsyncIterator[HttpServe
 
 
 @contextlib.asynccontextmanager
-async def grpc(router: ScriptedRouter, **asking: Any) -> AsyncIterator[GrpcServer]:
+async def grpc(router: ScriptedRouter, **options: Any) -> AsyncIterator[GrpcServer]:
     """A client of a scripted router."""
     async with scripted_router.serving(router) as address:
-        client = GrpcServer(address, Asking(**asking))
+        client = GrpcServer(address, RequestOptions(**options))
         try:
             yield client
         finally:
@@ -75,7 +74,7 @@ class TestHttp:
         counts = (outcome.prompt_tokens, outcome.output_tokens, outcome.cached_tokens)
         assert counts == (3, 2, 1)
         (body,) = server.bodies
-        assert body.pop("prompt") == DEMAND.prompt(Asking().ids)
+        assert body.pop("prompt") == DEMAND.prompt(RequestOptions().ids)
         assert body == {
             "path": "/v1/completions", "model": "scripted", "max_tokens": 7, "temperature": 0,
             "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
@@ -91,7 +90,7 @@ class TestHttp:
         async with http(server, prompt_form="text", ignore_eos=False, model="m") as client:
             assert await client.connect() == "m"
             await ask(client)
-            chatty = HttpServer(client.url, Asking(prompt_form="chat", model="m"))
+            chatty = HttpServer(client.url, RequestOptions(prompt_form="chat", model="m"))
             outcome = await ask(chatty)
             await chatty.close()
         assert outcome.ok and len(outcome.token_times_s) == 1  # the role is no token
@@ -104,12 +103,12 @@ class TestHttp:
         gate = asyncio.Event()
         server = ScriptedOpenAI([text("a"), gate, text("b"), usage(1, 2), DONE])
         async with http(server) as client:
-            asking = asyncio.create_task(ask(client))
+            options = asyncio.create_task(ask(client))
             async with asyncio.timeout(30):
                 await server.begun.wait()
             await asyncio.sleep(0.3)
             gate.set()
-            outcome = await asking
+            outcome = await options
         (gap_s,) = outcome.gaps_s
         assert outcome.tpot_s == gap_s > 0.1
 
@@ -155,7 +154,7 @@ class TestHttp:
         assert (outcome.status, len(outcome.token_times_s)) == ("TIMEOUT", 1)
 
     async def test_nobody_there(self, dead_address: str) -> None:
-        client = HttpServer(f"http://{dead_address}", Asking())
+        client = HttpServer(f"http://{dead_address}", RequestOptions())
         with pytest.raises(errors.Unavailable, match="does not answer"):
             await client.connect()
         assert (await ask(client)).status == "UNREACHABLE"
@@ -182,7 +181,7 @@ class TestGrpc:
         assert (outcome.phases.queue_s, outcome.phases.transfer_bytes) == (0.001, 64)
         assert (outcome.attempts, outcome.prefilled_by_decode) == (2, False)
         (request,) = router.requests
-        assert list(request.token_ids.ids) == DEMAND.prompt(Asking().ids)
+        assert list(request.token_ids.ids) == DEMAND.prompt(RequestOptions().ids)
         assert (request.sampling.max_tokens, request.sampling.ignore_eos) == (7, True)
         assert router.metadata[0]["authorization"] == "Bearer k"
         assert 40 < router.time_left_s[0] < 51
@@ -221,17 +220,58 @@ class TestGrpc:
     async def test_given_up(self) -> None:
         router = ScriptedRouter([started(), delta("a", 1), asyncio.Event()])
         async with grpc(router) as client:
-            asking = asyncio.create_task(ask(client))
-            await asyncio.wait((asking,), timeout=0.3)
-            asking.cancel()
+            options = asyncio.create_task(ask(client))
+            await asyncio.wait((options,), timeout=0.3)
+            options.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asking
+                await options
             async with asyncio.timeout(30):
                 await router.cancelled.wait()
 
     async def test_nobody_there(self, dead_address: str) -> None:
-        client = GrpcServer(dead_address, Asking())
+        client = GrpcServer(dead_address, RequestOptions())
         with pytest.raises(errors.Unavailable):
             await client.connect()
         assert (await ask(client)).status == "UNAVAILABLE"
         await client.close()
+
+
+STREAM = (
+    'data: {"a": 1}\n\n: ping\n\nevent: x\ndata:two\ndata: lines\n\ndata: é✓\n\ndata: [DONE]\n\n'
+)
+EVENTS = [b'{"a": 1}', b"two\nlines", "é✓".encode(), b"[DONE]"]
+
+
+def read(stream: bytes, *cuts: int) -> list[bytes]:
+    """The events of a stream that comes in pieces."""
+    reader, ends = EventReader(), [*sorted(cuts), len(stream)]
+    begins = [0, *ends]
+    return [e for b, end in zip(begins, ends, strict=False) for e in reader.feed(stream[b:end])]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+class TestCuts:
+    def test_at_every_place(self, end: str) -> None:
+        stream = stream_of(end)
+        assert all(read(stream, cut) == EVENTS for cut in range(len(stream)))
+        assert read(stream, *range(len(stream))) == EVENTS
+
+    @given(st.lists(st.integers(0, len(STREAM)), max_size=8))
+    def test_anywhere(self, end: str, cuts: list[int]) -> None:
+        assert read(stream_of(end), *cuts) == EVENTS
+
+
+def stream_of(end: str) -> bytes:
+    """The stream with such line ends. A lone CR is one only when no LF follows: something must."""
+    return STREAM.replace("\n", end).encode() + b":"
+
+
+def test_an_event_is_given_as_soon_as_it_is_whole() -> None:
+    reader = EventReader()
+    assert list(reader.feed(b"data: one\n")) == []
+    assert list(reader.feed(b"\ndata: tw")) == [b"one"]
+    assert list(reader.feed(b"o\n\n")) == [b"two"]
+
+
+def test_an_unfinished_event_is_none() -> None:
+    assert read(b"data: one\n\ndata: two\n") == [b"one"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.demand import IdRange
+from baton.bench.request import IdRange
 from baton.bench.trace import Scale, demands
 from baton.errors import ConfigError
 

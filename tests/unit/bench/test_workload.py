@@ -1,4 +1,4 @@
-"""What is asked and when: rates, lengths, prefixes, determinism, and turns of two servers."""
+"""Which requests are sent and when: rates, lengths, prefixes, seeds, and two servers in turns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.arrivals import ARRIVALS, times_s
-from baton.bench.demand import Demand, IdRange, text_of
-from baton.bench.lengths import Lengths
-from baton.bench.workload import Workload
+from baton.bench.request import Demand, IdRange, text_of
+from baton.bench.workload import ARRIVALS, Lengths, Workload, arrival_times_s
 from baton.errors import ConfigError
 
 IDS = IdRange(100, 4000)
@@ -21,7 +19,7 @@ IDS = IdRange(100, 4000)
 
 def gaps(kind: str, rate: float, burstiness: float = 1.0) -> list[float]:
     """Many gaps between arrivals."""
-    times = islice(times_s(kind, rate, burstiness, random.Random(7)), 20_000)
+    times = islice(arrival_times_s(kind, rate, burstiness, random.Random(7)), 20_000)
     return [later - earlier for earlier, later in pairwise(times)]
 
 
@@ -57,10 +55,10 @@ class TestLengths:
             Lengths.parse(text)
 
     def test_distributions(self) -> None:
-        dice = random.Random(1)
+        rng = random.Random(1)
 
         def drawn(text: str) -> list[int]:
-            return [Lengths.parse(text).draw(dice) for _ in range(4000)]
+            return [Lengths.parse(text).sample(rng) for _ in range(4000)]
 
         assert set(drawn("7")) == {7}
         even = drawn("10-20")

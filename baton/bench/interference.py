@@ -1,0 +1,163 @@
+"""Streams that run, and long prompts that arrive beside them: what do the streams notice?
+
+Two phases on the same server, one after the other: the streams alone, and with a long prompt every
+few seconds. Only a window of whole periods counts; prompts sent in it are waited for while the
+streams go on, so that no slow answer is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypedDict
+
+from baton.bench.generator import Generator, Run
+from baton.bench.request import INTERRUPTED, Demand, Outcome
+from baton.bench.servers import Server
+from baton.bench.stats import Spread, spread_of
+
+LONG_GAP_S = 0.2
+_LATEST_END_S = 40.0  # after the window; a prompt that is not answered by then has failed
+_PROMPT_SEEDS = 1 << 48  # apart from the streams'
+
+
+@dataclass(frozen=True)
+class Interference:
+    """The load. Lengths are tokens."""
+
+    streams: int = 6
+    stream_prompt: int = 64
+    stream_output: int = 200
+    prompt: int = 2048
+    prompt_output: int = 8
+    every_s: float = 6.0
+    periods: int = 4
+    ramp_s: float = 4.0  # before the window, until all streams run
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """Begin and end of what counts, seconds after the start: whole periods."""
+        return self.ramp_s, self.ramp_s + self.periods * self.every_s
+
+    def stream_demands(self, seed: int) -> Iterator[Demand]:
+        """Endless. The first ones have different lengths, so that streams do not start in step."""
+        for number in itertools.count():
+            share = min(1.0, (number + 1) / self.streams)
+            parts = ((seed + number, self.stream_prompt),)
+            yield Demand(0.0, parts, max(1, round(self.stream_output * share)))
+
+    def prompt_demands(self, seed: int) -> Iterator[Demand]:
+        """One at the beginning of each period of the window."""
+        for number in range(self.periods):
+            parts = ((seed + _PROMPT_SEEDS + number, self.prompt),)
+            yield Demand(self.ramp_s + number * self.every_s, parts, self.prompt_output)
+
+
+class StreamStats(TypedDict):
+    """The streams in one window. A gap is the time between two messages of one request."""
+
+    tokens_per_s: float
+    itl_s: Spread | None  # gaps that ended in the window
+    long_gap_share: float  # of the time between first and last messages: in gaps over 200 ms
+    ttft_s: Spread | None  # of requests sent in the window
+    failed: int
+
+
+class PromptStats(TypedDict):
+    """The long prompts, whenever they ended; one that was given up counts as failed."""
+
+    sent: int
+    failed: int
+    ttft_s: Spread | None
+
+
+class InterferenceStats(TypedDict):
+    """Both phases; `kept` is the streams' tokens/s with prompts over those without."""
+
+    alone: StreamStats
+    beside: StreamStats
+    prompts: PromptStats
+    kept: float
+
+
+async def interference(
+    server: Server,
+    load: Interference,
+    seed: int,
+    alone_first: bool,
+    stop: asyncio.Event | None = None,
+) -> tuple[InterferenceStats, list[Run]]:
+    """Runs both phases, with prompts that no cache has; also the runs, the streams' first.
+
+    With `stop` set it ends early, and the statistics are of what there was.
+    """
+    runs: dict[bool, tuple[Run, Run]] = {}
+    for number, has_prompts in enumerate((False, True) if alone_first else (True, False)):
+        runs[has_prompts] = await _phase(server, load, (seed * 2 + number) << 56, has_prompts, stop)
+    alone = stream_stats(runs[False][0].outcomes, load.window_s)
+    beside = stream_stats(runs[True][0].outcomes, load.window_s)
+    prompts = runs[True][1].outcomes
+    return InterferenceStats(
+        alone=alone,
+        beside=beside,
+        prompts=PromptStats(
+            sent=len(prompts),
+            failed=sum(not outcome.ok for outcome in prompts),
+            ttft_s=spread_of(outcome.ttft_s for outcome in prompts if outcome.ok),
+        ),
+        kept=beside["tokens_per_s"] / alone["tokens_per_s"] if alone["tokens_per_s"] else 0.0,
+    ), [runs[False][0], *runs[True]]
+
+
+async def _phase(
+    server: Server, load: Interference, seed: int, has_prompts: bool, stop: asyncio.Event | None
+) -> tuple[Run, Run]:
+    ended = asyncio.Event()
+    streams, prompts = Generator(server, ended), Generator(server, ended)
+    running = asyncio.create_task(streams.closed_loop(load.stream_demands(seed), load.streams))
+    demands = load.prompt_demands(seed) if has_prompts else iter(())
+    arriving = asyncio.create_task(prompts.open_loop(demands))
+    stopped = asyncio.create_task((stop or asyncio.Event()).wait())
+    try:
+        await asyncio.wait(
+            {stopped, running}, timeout=load.window_s[1], return_when=asyncio.FIRST_COMPLETED
+        )
+        await asyncio.wait(
+            {stopped, arriving}, timeout=_LATEST_END_S, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        ended.set()
+        stopped.cancel()
+        await asyncio.gather(running, arriving)
+    return streams.run, prompts.run
+
+
+def stream_stats(outcomes: Sequence[Outcome], window_s: tuple[float, float]) -> StreamStats:
+    """What happened to these requests inside the window.
+
+    Requests that were cancelled at the end of the run count with the tokens they had.
+    """
+    begin_s, end_s = window_s
+    spans = [(o.sent_s + a, o.sent_s + b) for o in outcomes for a, b in pairwise(o.token_times_s)]
+    inside = [(max(0.0, min(b, end_s) - max(a, begin_s)), b - a) for a, b in spans]
+    streamed_s = sum(part_s for part_s, _ in inside)
+    waited_s = sum(part_s for part_s, gap_s in inside if gap_s > LONG_GAP_S)
+    messages = sum(begin_s <= o.sent_s + at < end_s for o in outcomes for at in o.token_times_s)
+    sent = [outcome for outcome in outcomes if begin_s <= outcome.sent_s < end_s]
+    return StreamStats(
+        tokens_per_s=messages * _tokens_per_message(outcomes) / (end_s - begin_s),
+        itl_s=spread_of(b - a for a, b in spans if begin_s <= b < end_s),
+        long_gap_share=waited_s / streamed_s if streamed_s else 0.0,
+        ttft_s=spread_of(outcome.ttft_s for outcome in sent),
+        failed=sum(not o.ok and o.status != INTERRUPTED for o in outcomes),
+    )
+
+
+def _tokens_per_message(outcomes: Sequence[Outcome]) -> float:
+    """Over HTTP a message may bring several tokens; only a request's end says how many it had."""
+    ended = [outcome for outcome in outcomes if outcome.ok]
+    messages = sum(len(outcome.token_times_s) for outcome in ended)
+    return sum(outcome.output_tokens for outcome in ended) / messages if messages else 1.0

@@ -1,0 +1,167 @@
+"""One request of a run: what is sent and when (`Demand`), and what its caller saw (`Outcome`).
+
+Prompts are given by seeds, so that a long run is a small list.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+OK = "OK"
+INTERRUPTED = "INTERRUPTED"  # cancelled by the generator, when the run was ended early
+
+
+@dataclass(frozen=True, slots=True)
+class IdRange:
+    """Token ids that prompts are made of: `first` up to, not including, `end`."""
+
+    first: int = 1000
+    end: int = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A request to send. Prompts that begin with equal parts share that prefix, token for token."""
+
+    at_s: float  # after the start of its run
+    parts: tuple[tuple[int, int], ...]  # (seed, tokens) each
+    new_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return sum(length for _, length in self.parts)
+
+    def prompt(self, ids: IdRange) -> list[int]:
+        """Its token ids."""
+        prompt: list[int] = []
+        span = ids.end - ids.first
+        for seed, length in self.parts:
+            # Four bytes a token: a shorter part of the same seed is a prefix of a longer one.
+            words = array("I", random.Random(seed).randbytes(length * 4))  # noqa: S311
+            prompt += [word % span + ids.first for word in words]
+        return prompt
+
+    def later(self, by_s: float) -> Demand:
+        """The same at another time."""
+        return Demand(self.at_s + by_s, self.parts, self.new_tokens)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """A text of about as many tokens, the same for the same ids: one short word each."""
+    return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in ids)
+
+
+# Common English words, one token each in most vocabularies.
+_TEXT = (
+    "the of and to in is was for on that with as his they be at one have this from or had by hot "
+    "but some what there we can out other were all your when up use word how said an each she "
+    "which do their time if will way about many then them would write like so these her long make "
+    "thing see him two has look more day could go come did my no most who over know water than "
+    "call first people may down side been now find any new work part take get place made live "
+    "where after back little only round man year came show every good me give our under name very "
+    "through just form much great think say help low line before turn cause same mean differ move "
+    "right boy old too does tell sentence set three want air well also play small end put home"
+)
+_WORDS = tuple(_TEXT.split())
+
+
+@dataclass(slots=True)
+class Phases:
+    """Where a Baton server says the time went, seconds."""
+
+    queue_s: float
+    ttft_s: float
+    e2e_s: float
+    transfer_s: float
+    transfer_bytes: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request. `at_s` and `sent_s` are seconds from the run's start, others from
+    `sent_s`.
+
+    `token_times_s` has one time for each message that brought tokens, `token_counts` how many.
+    """
+
+    at_s: float  # when it was due
+    sent_s: float = 0.0
+    planned_prompt: int = 0
+    planned_output: int = 0
+    status: str = OK
+    message: str = ""
+    retry_after_s: float = 0.0  # the server's advice with a refusal; 0: none
+    token_times_s: array[float] = field(default_factory=lambda: array("d"))
+    token_counts: array[int] = field(default_factory=lambda: array("I"))
+    ended_s: float = 0.0
+    prompt_tokens: int = 0  # as the server counted them
+    output_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not report it
+    opened_connection: bool = False
+    phases: Phases | None = None
+    attempts: int = 0  # the router's; 0: not reported
+    prefilled_by_decode: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended as it should."""
+        return self.status == OK
+
+    @property
+    def received_tokens(self) -> int:
+        """Tokens in its messages, where messages give a count: else messages."""
+        return sum(self.token_counts)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token; None if none came."""
+        return self.token_times_s[0] if self.token_times_s else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Time to the last token; None if none came."""
+        return self.token_times_s[-1] if self.token_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of an output token after the first; None of fewer than two tokens."""
+        if not self.token_times_s or self.output_tokens < 2:
+            return None
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between consecutive messages with tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times_s)]
+
+    def add_tokens(self, tokens: int, now_s: float) -> None:
+        """Records a message with tokens, `now_s` after the request was sent."""
+        self.token_times_s.append(now_s)
+        self.token_counts.append(tokens)
+
+    def fail(self, status: str, message: str) -> None:
+        """Records how it went wrong."""
+        self.status, self.message = status, message
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of requests.jsonl."""
+        return {
+            "at_s": self.at_s,
+            "sent_s": self.sent_s,
+            "status": self.status,
+            "message": self.message,
+            "planned_prompt_tokens": self.planned_prompt,
+            "planned_output_tokens": self.planned_output,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "token_times_s": [round(time_s, 6) for time_s in self.token_times_s],
+            "token_counts": list(self.token_counts),
+            "ended_s": self.ended_s,
+        }

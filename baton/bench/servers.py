@@ -1,0 +1,351 @@
+"""The servers under load: a Baton router over gRPC, or any server with OpenAI's API over HTTP.
+
+One attempt a request, no retries, no SDK between; what comes back goes into the `Outcome`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import aiohttp
+import grpc
+
+from baton import config, rpc
+from baton.bench.request import Demand, IdRange, Outcome, Phases, text_of
+from baton.errors import ConfigError, DeadlineExceeded, RetryableError, Unavailable
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+PROMPT_FORMS = ("ids", "text", "chat")
+_GENERATE = "/baton.v1.InferenceService/Generate"
+_MODELS_TIMEOUT_S = 10.0
+_KEEP_ALIVE_S = 600.0
+_MESSAGE_CHARS = 300  # of an error that are kept
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How requests are made for a server."""
+
+    model: str = ""  # empty: the first one it lists
+    prompt_form: str = "ids"
+    ids: IdRange = field(default_factory=IdRange)
+    ignore_eos: bool = True
+    timeout_s: float = 120.0  # of a request
+    api_key: str | None = None
+    keep_alive: bool = True  # of HTTP connections; False: one a request
+    stream: bool = True  # over HTTP; False: the answer comes whole
+    ttft_target_ms: int = 0  # over gRPC; 0: the router's own
+
+
+class Server(Protocol):
+    """One server under load."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+
+    @property
+    def protocol(self) -> str:
+        """ "grpc" or "openai"."""
+
+    async def connect(self) -> str:
+        """The name of the model that is used; raises BatonError if the server does not answer."""
+
+    def body(self, demand: Demand) -> bytes:
+        """The request as it is sent: made before its time, so that making it delays nothing."""
+
+    async def send(self, body: bytes, outcome: Outcome) -> None:
+        """Sends it and records the outcome, errors too; only its own cancellation is raised."""
+
+    async def close(self) -> None:
+        """Closes the connections."""
+
+
+def server_at(url: str, options: RequestOptions) -> Server:
+    """By the form of its address. Needs a running event loop; raises ConfigError."""
+    if url.startswith(("http://", "https://")):
+        return HttpServer(url, options)
+    if "://" not in url or url.startswith("grpc://"):
+        address = url.removeprefix("grpc://")
+        config.split_address(address, "--target")
+        return GrpcServer(address, options)
+    raise ConfigError(f"{url} is no server: give HOST:PORT, grpc://HOST:PORT or an http URL")
+
+
+class GrpcServer:
+    """A Baton router. Must be made where an event loop runs."""
+
+    protocol = "grpc"
+
+    def __init__(self, address: str, options: RequestOptions) -> None:
+        self.url = f"grpc://{address}"
+        self._options = options
+        self._channel = rpc.channel(address)
+        self._metadata = (
+            (("authorization", f"Bearer {options.api_key}"),) if options.api_key else None
+        )
+        self._generate: Any = self._channel.unary_stream(
+            _GENERATE,
+            request_serializer=None,  # bodies are bytes already
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )
+
+    async def connect(self) -> str:
+        """See `Server`."""
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        request = inference_pb2.ListModelsRequest()
+        try:
+            with rpc.translated():
+                answer = await stub.ListModels(
+                    request, timeout=_MODELS_TIMEOUT_S, metadata=self._metadata
+                )
+        except (Unavailable, DeadlineExceeded) as error:
+            raise Unavailable(
+                f"no Baton router answers at {self.url} (`baton up` starts one): {error}"
+            ) from error
+        return self._options.model or answer.models[0].name
+
+    def body(self, demand: Demand) -> bytes:
+        """See `Server`."""
+        options = self._options
+        request = inference_pb2.GenerateRequest(
+            model=options.model, ttft_target_ms=options.ttft_target_ms
+        )
+        ids = demand.prompt(options.ids)
+        if options.prompt_form == "ids":
+            request.token_ids.ids.extend(ids)
+        elif options.prompt_form == "text":
+            request.text = text_of(ids)
+        else:
+            request.chat.messages.add(role="user", content=text_of(ids))
+        request.sampling.max_tokens = demand.new_tokens
+        request.sampling.ignore_eos = options.ignore_eos
+        return request.SerializeToString()
+
+    async def send(self, body: bytes, outcome: Outcome) -> None:
+        """See `Server`."""
+        began = time.monotonic()
+        call = self._generate(body, timeout=self._options.timeout_s, metadata=self._metadata)
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                if response.HasField("delta"):
+                    if tokens := len(response.delta.token_ids):
+                        outcome.add_tokens(tokens, time.monotonic() - began)
+                elif response.HasField("finish"):
+                    _record_finish(response.finish, outcome)
+            if outcome.phases is None:
+                outcome.fail("INCOMPLETE", "the stream ended without its last message")
+        except grpc.RpcError as error:
+            outcome.fail(error.code().name, error.details() or "")
+            if isinstance(translated := rpc.error_of(error), RetryableError):
+                outcome.retry_after_s = translated.retry_after_s
+        finally:
+            outcome.ended_s = time.monotonic() - began
+            call.cancel()
+
+    async def close(self) -> None:
+        """See `Server`."""
+        await self._channel.close(None)
+
+
+def _record_finish(finish: inference_pb2.Finish, outcome: Outcome) -> None:
+    usage, timing, route = finish.usage, finish.timing, finish.route
+    outcome.prompt_tokens = usage.prompt_tokens
+    outcome.output_tokens = usage.completion_tokens
+    outcome.cached_tokens = usage.cached_tokens
+    outcome.attempts = route.attempts
+    outcome.prefilled_by_decode = not route.prefill
+    outcome.phases = Phases(
+        queue_s=timing.queue_ms / 1e3,
+        ttft_s=timing.ttft_ms / 1e3,
+        e2e_s=timing.e2e_ms / 1e3,
+        transfer_s=timing.transfer_ms / 1e3,
+        transfer_bytes=timing.transfer_bytes,
+    )
+
+
+class HttpServer:
+    """An OpenAI-compatible server. Must be made where an event loop runs."""
+
+    protocol = "openai"
+
+    def __init__(self, url: str, options: RequestOptions) -> None:
+        self.url = url.rstrip("/")
+        base = self.url if self.url.endswith("/v1") else f"{self.url}/v1"
+        path = "chat/completions" if options.prompt_form == "chat" else "completions"
+        self._models, self._completions = f"{base}/models", f"{base}/{path}"
+        self._options, self._model = options, options.model
+        self._timeout = aiohttp.ClientTimeout(total=options.timeout_s)
+        key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        kept: Any = (
+            {"keepalive_timeout": _KEEP_ALIVE_S} if options.keep_alive else {"force_close": True}
+        )
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, **kept),
+            headers={"Content-Type": "application/json", **key},
+            trace_configs=[_connection_trace()],
+            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding",),
+        )
+
+    async def connect(self) -> str:
+        """See `Server`."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
+            async with self._session.get(self._models, timeout=timeout) as response:
+                text = await response.text()
+                response.raise_for_status()
+            self._model = self._model or json.loads(text)["data"][0]["id"]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Unavailable(f"{self._models} does not answer: {error or 'too slow'}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise Unavailable(
+                f"{self._models} lists no model: {text[:_MESSAGE_CHARS]!r}"
+            ) from error
+        return self._model
+
+    def body(self, demand: Demand) -> bytes:
+        """See `Server`."""
+        options = self._options
+        ids = demand.prompt(options.ids)
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": demand.new_tokens,
+            "temperature": 0,
+            "stream": options.stream,
+        }
+        if options.stream:
+            body["stream_options"] = {"include_usage": True}
+        if options.ignore_eos:
+            body["ignore_eos"] = True
+        if options.prompt_form == "chat":
+            body["messages"] = [{"role": "user", "content": text_of(ids)}]
+        else:
+            body["prompt"] = ids if options.prompt_form == "ids" else text_of(ids)
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    async def send(self, body: bytes, outcome: Outcome) -> None:
+        """See `Server`."""
+        began = time.monotonic()
+        try:
+            async with self._session.post(
+                self._completions, data=body, timeout=self._timeout, trace_request_ctx=outcome
+            ) as response:
+                if response.status != 200:
+                    text = (await response.text(errors="replace"))[:_MESSAGE_CHARS]
+                    outcome.fail(f"HTTP_{response.status}", _error_message(text))
+                elif self._options.stream:
+                    await _read_stream(response, outcome, began)
+                else:
+                    data = await response.read()
+                    _record_event(data, outcome, time.monotonic() - began)
+        except TimeoutError:
+            outcome.fail("TIMEOUT", f"not finished within {self._options.timeout_s:g} s")
+        except aiohttp.ClientConnectorError as error:
+            outcome.fail("UNREACHABLE", str(error))
+        except aiohttp.ClientError as error:
+            outcome.fail("BROKEN", str(error) or type(error).__name__)
+        finally:
+            outcome.ended_s = time.monotonic() - began
+
+    async def close(self) -> None:
+        """See `Server`."""
+        await self._session.close()
+
+
+async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome, began: float) -> None:
+    """Reads a stream to its end; each event has the time at which its last bytes were read."""
+    events, is_done = EventReader(), False
+    while chunk := await response.content.readany():
+        now_s = time.monotonic() - began
+        for data in events.feed(chunk):
+            if data == b"[DONE]":
+                is_done = True
+            else:
+                _record_event(data, outcome, now_s)
+    if outcome.ok and not is_done:
+        outcome.fail("INCOMPLETE", "the stream ended without [DONE]")
+    outcome.output_tokens = outcome.output_tokens or outcome.received_tokens
+
+
+def _record_event(data: bytes, outcome: Outcome, now_s: float) -> None:
+    try:
+        event = json.loads(data)
+        if error := event.get("error"):
+            outcome.fail("STREAM_ERROR", str(error.get("message", error))[:_MESSAGE_CHARS])
+        for choice in event.get("choices") or ():
+            if _has_output(choice):
+                outcome.add_tokens(1, now_s)
+        if usage := event.get("usage"):
+            outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+            outcome.output_tokens = int(usage.get("completion_tokens") or 0)
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            outcome.cached_tokens = None if cached is None else int(cached)
+    except (ValueError, AttributeError, TypeError) as error:
+        outcome.fail("GARBLED", f"{error}: {data[:_MESSAGE_CHARS]!r}")
+
+
+def _has_output(choice: dict[str, Any]) -> bool:
+    """Whether a chunk brings text; a role alone, or an empty string, is no token."""
+    delta = choice.get("delta") or choice.get("message") or {}
+    texts = (choice.get("text"), delta.get("content"), delta.get("reasoning_content"))
+    return any(texts) or bool(delta.get("reasoning"))
+
+
+def _error_message(text: str) -> str:
+    """The message in an error of OpenAI's shape; else the text as it is."""
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        return text
+
+
+def _connection_trace() -> aiohttp.TraceConfig:
+    """Records in an outcome that its request had to open a connection."""
+
+    async def opened(session: Any, context: SimpleNamespace, params: Any) -> None:
+        if isinstance(outcome := context.trace_request_ctx, Outcome):
+            outcome.opened_connection = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_start.append(opened)
+    return trace
+
+
+class EventReader:
+    """Server-sent events out of a byte stream, however it is cut into chunks.
+
+    Source: WHATWG HTML Living Standard, section 9.2 (only `data` fields matter to completions).
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """The data of the events that end in this chunk."""
+        *lines, self._rest = _lines(self._rest + chunk)
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data = []
+
+
+def _lines(text: bytes) -> list[bytes]:
+    """Lines ended by LF, CR LF or CR; the last one has no end yet."""
+    if b"\r" not in text:
+        return text.split(b"\n")
+    held = b""
+    if text.endswith(b"\r"):  # an LF may follow
+        text, held = text[:-1], b"\r"
+    lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    lines[-1] += held
+    return lines
