@@ -1,6 +1,5 @@
-"""Benchmarks against other programs: `python -m benchmarks engine` and `python -m benchmarks
-serve`.
+"""Measurements that start what they measure: `python -m benchmarks NAME`, see `--help`.
 
-Not part of what is installed: it starts programs that are not Baton's, some under an interpreter
-of their own. What loads one server and needs no such thing is `baton bench serve`.
+Not part of what is installed: some start programs that are not Baton's, under an interpreter of
+their own. `baton bench serve` loads any server that runs already.
 """

@@ -1,86 +1,59 @@
-"""The command line: `python -m benchmarks engine`, `serve` and `gpu`."""
+"""`python -m benchmarks NAME`: comparisons with other engines, the GPU's, and scenarios."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
-import os
+import inspect
 import signal
 import sys
-from pathlib import Path
 
-from benchmarks import checkpoint, machine
-from benchmarks.shapes import SHAPES
-
-ROOMS = {
-    "engine": ("benchmarks.engine.run", "decode steps and prompts, no server around them"),
-    "serve": ("benchmarks.serving.run", "servers under load: interference and a mixed load"),
+# Module, and what it measures. Scenarios have a function of their name and one for its options.
+COMMANDS = {
+    "engine": ("benchmarks.engine.compare", "decode steps and prompts, no server around them"),
+    "serve": ("benchmarks.serve", "servers under load: interference and a mixed load"),
     "gpu": ("benchmarks.gpu.run", "kernels, engine and cluster on this machine's GPU"),
+}
+SCENARIOS = {
+    "latency": ("latency", "TTFT and TPOT of a local cluster, and what long prompts cost streams"),
+    "local_prefill": ("latency", "up to which length decode should compute a prompt itself"),
+    "placement": ("placement", "Baton's choice of workers against baselines, on a trace"),
+    "overload": ("overload", "several times the load that a cluster can carry"),
+    "tenants": ("overload", "what a tenant that floods the cluster costs another one"),
+    "router_cost": ("cost", "CPU seconds of a router for 1,000 requests"),
+    "served_decode": ("cost", "what serving takes from the decode rate of a bare engine"),
+    "handoff_cost": ("cost", "what a handoff costs beyond computing and copying"),
 }
 
 
-def parser(asked: str) -> argparse.ArgumentParser:
-    """All options of the command that is asked for, and the others' names.
+def parser(name: str) -> argparse.ArgumentParser:
+    """All options of the command `name`, and the others' names.
 
-    Only its own room is imported: another may need what is not installed.
+    Only its own module is imported: another may need what is not installed.
     """
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    kinds = top.add_subparsers(title="what", metavar="WHAT", required=True)
-    for name, (module, text) in ROOMS.items():
-        if name != asked:
-            kinds.add_parser(name, help=text)
-            continue
-        room = importlib.import_module(module)
-        command = kinds.add_parser(name, help=text, description=room.__doc__)
-        if name != "gpu":
-            _add_common(command)
-        room.add_options(command)
-        command.set_defaults(main=room.main)
+    kinds = top.add_subparsers(title="what", metavar="NAME", required=True)
+    for other, (_, text) in {**COMMANDS, **SCENARIOS}.items():
+        if other != name:
+            kinds.add_parser(other, help=text)
+    if name in COMMANDS:
+        module = importlib.import_module(COMMANDS[name][0])
+        command = kinds.add_parser(name, help=COMMANDS[name][1], description=module.__doc__)
+        module.add_options(command)
+        command.set_defaults(main=module.main)
+    elif name in SCENARIOS:
+        module = importlib.import_module(f"benchmarks.scenarios.{SCENARIOS[name][0]}")
+        run = getattr(module, name)
+        command = kinds.add_parser(
+            name,
+            help=SCENARIOS[name][1],
+            description=inspect.getdoc(run),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        getattr(module, f"{name}_options")(command)
+        command.set_defaults(main=lambda args: int(asyncio.run(run(args)) or 0))
     return top
-
-
-def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--shape", choices=sorted(SHAPES), default="M", help="default: M")
-    command.add_argument(
-        "--rivals", type=_directory, metavar="VENV", help="virtual environment with the others"
-    )
-    command.add_argument(
-        "--llama-cpp",
-        type=_directory,
-        metavar="DIR",
-        help="where llama.cpp was built: libllama and llama-server (default: the package's own)",
-    )
-    command.add_argument(
-        "--cache",
-        type=Path,
-        default=checkpoint.default_cache(),
-        metavar="DIR",
-        help="keeps the models that are made (default: the user's cache)",
-    )
-    command.add_argument(
-        "--cpus",
-        type=_cpus,
-        default=machine.cores()[:2],
-        metavar="N,N",
-        help="cores for everybody (default: the first two)",
-    )
-    command.add_argument("--threads", type=int, default=0, metavar="N", help="default: a core each")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-
-
-def _directory(text: str) -> Path | None:
-    """None of an empty text, so that a Makefile may pass a variable that is not set."""
-    path = Path(text).expanduser().absolute()
-    if text and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no directory")
-    return path if text else None
-
-
-def _cpus(text: str) -> tuple[int, ...]:
-    cpus = tuple(sorted({int(part) for part in text.split(",")}))
-    if missing := set(cpus) - os.sched_getaffinity(0):
-        raise argparse.ArgumentTypeError(f"core {min(missing)} is not for this process")
-    return cpus
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -141,7 +141,7 @@ def _facts(stats: Stats) -> Iterator[str]:
 
 
 # Title, path in `InterferenceStats`, factor, format.
-_ROWS = (
+INTERFERENCE_ROWS = (
     ("streams alone, tokens/s", ("alone", "tokens_per_s"), 1, ".0f"),
     ("streams beside prompts, tokens/s", ("beside", "tokens_per_s"), 1, ".0f"),
     ("share of tokens/s kept, %", ("kept",), 100, ".1f"),
@@ -162,14 +162,14 @@ _ROWS = (
 
 def _interference(servers: Sequence[InterferenceReport]) -> Table:
     return median_table(
-        "median (min-max)", _ROWS, {one["server"]: one["rounds"] for one in servers}
+        "median (min-max)", INTERFERENCE_ROWS, {one["server"]: one["rounds"] for one in servers}
     )
 
 
 def median_table(
     title: str,
     rows: Sequence[tuple[str, Sequence[str], float, str]],
-    rounds: dict[str, Sequence[Any]],
+    rounds: Mapping[str, Sequence[Any]],
 ) -> Table:
     """A column for each server: medians over its rounds, with the extremes of several."""
 

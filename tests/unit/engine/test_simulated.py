@@ -20,7 +20,7 @@ from baton.errors import ConfigError, InternalError
 from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
 
-TINY = Path(__file__).parents[3] / "scripts" / "load" / "tiny.json"
+TINY = Path(__file__).parents[3] / "benchmarks" / "scenarios" / "tiny.json"
 VOCAB, BLOCK, EOS = 500, 4, 7
 GREEDY = SamplingParams(max_tokens=8)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.0, seed=5)

@@ -27,7 +27,7 @@ from baton.sampling import SamplingParams
 from baton.text import load_tokenizer
 
 WAIT_S = 60.0
-TINY = Path(__file__).parents[3] / "scripts" / "load" / "tiny.json"
+TINY = Path(__file__).parents[3] / "benchmarks" / "scenarios" / "tiny.json"
 
 GREEDY = SamplingParams(max_tokens=60, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=60, temperature=0.4, top_p=0.9, seed=11, ignore_eos=True)

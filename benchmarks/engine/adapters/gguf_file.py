@@ -1,0 +1,107 @@
+"""Writes a model directory of ours as a GGUF file, for llama.cpp.
+
+    python -m benchmarks.engine.adapters.gguf_file DIRECTORY SHAPE TYPE FILE
+
+TYPE is "bf16" or "q8_0" (all matrices, as llama.cpp's own quantizer does it). Runs under the
+interpreter that has the `gguf` package. llama.cpp's converters do not know our tokenizer; weights
+are random, so the order of rotary pairs in q and k does not matter either.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import word
+from benchmarks.shapes import SHAPES, Shape
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+_NORMAL, _CONTROL = 1, 3  # kinds of tokens
+
+
+def name_of(tensor: str) -> str:
+    """A tensor's name in a GGUF file."""
+    if tensor in _TOP:
+        return _TOP[tensor]
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", tensor)
+    assert match is not None, tensor
+    return f"blk.{match[1]}.{_NAMES[match[2]]}.{match[3]}"
+
+
+def gguf_of(python: str, directory: str, shape: str, kind: str) -> Path:
+    """The model of a directory as a GGUF file beside it, written if it is not there.
+
+    In a process of its own under that interpreter: the memory that writing takes is given back.
+    """
+    file = Path(directory) / f"{kind}.gguf"
+    if not file.exists():
+        module = "benchmarks.engine.adapters.gguf_file"
+        subprocess.run([python, "-m", module, directory, shape, kind, str(file)], check=True)
+    return file
+
+
+def write(directory: Path, shape: Shape, kind: str, file: Path) -> None:
+    """Writes the file; one that is interrupted leaves none."""
+    import gguf
+    from safetensors.torch import load_file
+
+    part = file.with_name(f"{file.name}.part")
+    writer = gguf.GGUFWriter(part, "qwen2" if shape.biased else "llama")
+    _describe(writer, shape)
+    types = gguf.GGMLQuantizationType
+    wanted = {"bf16": types.BF16, "q8_0": types.Q8_0}[kind]
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        values = tensor.float().numpy()
+        if values.ndim == 1:
+            writer.add_tensor(name_of(name), values)
+        else:
+            writer.add_tensor(name_of(name), gguf.quantize(values, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part.rename(file)
+
+
+def _describe(writer: Any, shape: Shape) -> None:
+    config = shape.config()
+    writer.add_name(shape.name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_size)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(shape.vocab)
+    tokens = [word(token_id) for token_id in range(shape.vocab)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    # Its tokenizer joins tokens as they are: a space keeps them words (its byte form is "Ġ").
+    writer.add_token_list([f"\u0120{token}" for token in tokens])
+    writer.add_token_types([_CONTROL, *[_NORMAL] * (shape.vocab - 1)])
+    writer.add_token_merges(["w 0"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+
+
+if __name__ == "__main__":
+    _directory, _shape, _kind, _file = sys.argv[1:]
+    write(Path(_directory), SHAPES[_shape], _kind, Path(_file))

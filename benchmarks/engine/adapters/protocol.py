@@ -1,0 +1,184 @@
+"""The adapter's end of the pipe: JSON lines in, JSON lines out. Needs only Python.
+
+The first line it writes is `{"ready": {...}}`, or `{"missing": why}` where its library is not
+installed. It then answers each of
+
+    {"do": "decode", "batch": 8, "context": 512, "steps": 32}
+    {"do": "prefill", "tokens": 2048}
+
+with `{"seconds": ..., "note": ...}`, or `{"error": why}`, until its input ends.
+
+decode: `batch` sequences have `context` tokens each in the KV cache, all of them different; the
+clock runs over `steps` steps that sample a token greedily for each. prefill: one prompt that is in
+no cache, from its submission to its first token. Nothing is turned into text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TextIO
+
+SPARE_TOKENS = 512  # beyond what is measured: sequences that are ready first go on meanwhile
+_FIRST_ID = 10  # of prompts: below lie what tokenizers keep for themselves
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an adapter loads, and how large its cache must be. Sizes are tokens."""
+
+    directory: str
+    vocab: int
+    threads: int
+    cpus: tuple[int, ...]
+    max_batch: int
+    max_context: int  # of a decoding sequence, its steps included
+    max_prefill: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> Setup:
+        """As `to_json` wrote it."""
+        values = json.loads(text)
+        return cls(**{**values, "cpus": tuple(values["cpus"])})
+
+    def to_json(self) -> str:
+        """One argument of a command line."""
+        return json.dumps({**self.__dict__, "options": dict(self.options)})
+
+    @property
+    def cache_tokens(self) -> int:
+        """What the KV cache must hold: all decoding sequences and a prompt, and as much again."""
+        return 2 * (self.max_batch * self.max_context + self.max_prefill)
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        """Random token ids, the same for the same seed."""
+        # Seeded with a text: integers of different lengths may give equal sequences.
+        rng = random.Random(str(seed))
+        return [rng.randrange(_FIRST_ID, self.vocab) for _ in range(length)]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How long it took; `note` says how it was done where there was a choice."""
+
+    seconds: float
+    note: str = ""
+
+
+class Adapter(Protocol):
+    """One engine with the model in memory."""
+
+    def about(self) -> dict[str, str]:
+        """Its version and the settings that matter."""
+
+    def decode(self, batch: int, context: int, steps: int) -> Timed:
+        """See the head of this module."""
+
+    def prefill(self, tokens: int) -> Timed:
+        """See the head of this module."""
+
+
+class SteppedAdapter:
+    """An engine with continuous batching and a prefix cache, driven step by step.
+
+    The prompts of decoding sequences stay in the prefix cache from one call to the next.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.names = map(str, itertools.count())
+        self._seeds = itertools.count(1 << 32)  # of prompts that are in no cache
+        self._cached: set[tuple[int, int]] = set()  # (batch, context) whose prompts are cached
+
+    def add(self, prompt: list[int], new_tokens: int) -> str:
+        """Adds a sequence; its name."""
+        raise NotImplementedError
+
+    def step(self) -> tuple[float, set[str]]:
+        """(when the next step ended, which sequences got a token)."""
+        raise NotImplementedError
+
+    def release(self, names: set[str]) -> None:
+        """Ends sequences, and waits until nothing of them is left."""
+        raise NotImplementedError
+
+    def decode(self, batch: int, context: int, steps: int) -> Timed:
+        """See `Adapter`."""
+        if (batch, context) not in self._cached:
+            self._run(batch, context, 1)
+            self._cached.add((batch, context))
+        return Timed(self._run(batch, context, steps))
+
+    def prefill(self, tokens: int) -> Timed:
+        """See `Adapter`."""
+        prompt = self.setup.prompt(tokens, next(self._seeds))
+        began = time.perf_counter()
+        return Timed(self._until({self.add(prompt, 1)}) - began)
+
+    def _run(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of `steps` steps in which all sequences got a token."""
+        prompts = [self.setup.prompt(context, seed) for seed in range(batch)]
+        names = {self.add(prompt, steps + SPARE_TOKENS) for prompt in prompts}
+        began = ended = self._until(names)
+        for _ in range(steps):
+            ended, got = self.step()
+            assert got == names, "a sequence missed a step"
+        self.release(names)
+        return ended - began
+
+    def _until(self, names: set[str]) -> float:
+        """When a step had a token for each of `names`."""
+        while True:
+            ended, got = self.step()
+            if got == names:
+                return ended
+
+
+def main(load: Callable[[Setup], Adapter]) -> None:
+    """Loads the engine for the setup on the command line and answers until the input ends."""
+    setup = Setup.from_json(sys.argv[1])
+    os.sched_setaffinity(0, setup.cpus)
+    # Libraries print: what they write must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        adapter = load(setup)
+        _write(answers, {"ready": adapter.about()})
+    except ImportError as error:
+        _write(answers, {"missing": str(error)})
+        return
+    except Exception as error:
+        _write(answers, _failure(error))
+        return
+    for line in sys.stdin:
+        _write(answers, answer(adapter, json.loads(line)))
+
+
+def answer(adapter: Adapter, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Does what one line asks for."""
+    try:
+        if request["do"] == "decode":
+            timed = adapter.decode(request["batch"], request["context"], request["steps"])
+        else:
+            timed = adapter.prefill(request["tokens"])
+    except Exception as error:
+        return _failure(error)
+    return {"seconds": timed.seconds, "note": timed.note}
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    traceback.print_exc()
+    return {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+
+def _write(out: TextIO, message: Mapping[str, Any]) -> None:
+    out.write(json.dumps(message) + "\n")
+    out.flush()

@@ -1,0 +1,138 @@
+"""Hugging Face transformers, greedy: a loop over its model, or its own `generate`.
+
+The loop takes the attention ("eager", "sdpa") and the cache ("dynamic" grows with each token,
+"static" is preallocated) that do best for each kind of work: tried at its first call, and noted.
+`generate` is called as by default: sdpa, dynamic.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.engine.adapters.protocol import Setup, Timed, main
+
+Variant = tuple[str, str]  # attention and cache
+_VARIANTS = tuple(itertools.product(("sdpa", "eager"), ("dynamic", "static")))
+_TRIED_STEPS = 3
+
+
+class Transformers:
+    """One model in bfloat16; `options["generate"]` asks for the library's own loop."""
+
+    def __init__(self, setup: Setup) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(setup.threads)
+        self._torch, self._setup, self._transformers = torch, setup, transformers
+        loader: Any = transformers.AutoModelForCausalLM
+        self._model = loader.from_pretrained(setup.directory, dtype=torch.bfloat16).eval()
+        self._seeds = itertools.count(1 << 32)
+        self._best: dict[tuple[str, int], Variant] = {}
+        self._prompts: dict[int, tuple[Any, Any]] = {}  # by length: (cache, next token)
+        self._generates = bool(setup.options.get("generate"))
+
+    def about(self) -> dict[str, str]:
+        """See `Adapter`."""
+        return {"version": self._transformers.__version__, "torch": str(self._torch.__version__)}
+
+    def decode(self, batch: int, context: int, steps: int) -> Timed:
+        """See `Adapter`. The sequences' cached keys and values are copies of one prompt's."""
+        return self._timed("decode", batch, lambda v, n: self._decode(v, batch, context, n), steps)
+
+    def prefill(self, tokens: int) -> Timed:
+        """See `Adapter`."""
+        return self._timed("prefill", tokens, lambda v, _: self._prefill(v, tokens), 1)
+
+    def _timed(
+        self, kind: str, size: int, run: Callable[[Variant, int], float], steps: int
+    ) -> Timed:
+        if self._generates:
+            self._best[kind, size] = _VARIANTS[0]
+        if (kind, size) not in self._best:
+            tried = {}
+            for variant in _VARIANTS:
+                run(variant, _TRIED_STEPS)  # first-time costs
+                tried[variant] = run(variant, _TRIED_STEPS)
+            self._best[kind, size] = min(tried, key=tried.__getitem__)
+        best = self._best[kind, size]
+        return Timed(run(best, steps), " ".join(best))
+
+    def _prefill(self, variant: Variant, tokens: int) -> float:
+        ids = self._torch.tensor([self._setup.prompt(tokens, next(self._seeds))])
+        cache = self._cache(variant, 1, tokens + 1)
+        if self._generates:
+            return self._generate(ids, cache, 1)
+        began = time.perf_counter()
+        with self._torch.inference_mode():
+            self._step(ids, cache, 0).tolist()
+        return time.perf_counter() - began
+
+    def _decode(self, variant: Variant, batch: int, context: int, steps: int) -> float:
+        torch = self._torch
+        with torch.inference_mode():
+            one, token = self._prompt(context)
+            # How long a step takes does not depend on what is cached.
+            cache = self._cache(variant, batch, context + steps + 1)
+            where = {"cache_position": torch.arange(context)}  # a dynamic cache ignores it
+            for number, layer in enumerate(one.layers):
+                rows = [part.expand(batch, -1, -1, -1) for part in (layer.keys, layer.values)]
+                cache.update(*(part.contiguous() for part in rows), number, where)
+            if self._generates:
+                ids = torch.tensor([[*self._setup.prompt(context, 0), int(token)]])
+                return self._generate(ids.expand(batch, -1), cache, steps)
+            tokens = self._step(token.expand(batch, 1), cache, context)
+            began = time.perf_counter()
+            for at in range(context + 1, context + 1 + steps):
+                tokens = self._step(tokens, cache, at)
+            tokens.tolist()
+            return time.perf_counter() - began
+
+    def _prompt(self, length: int) -> tuple[Any, Any]:
+        """A cache with a prompt of that length, and the token after it."""
+        if length not in self._prompts:
+            ids = self._torch.tensor([self._setup.prompt(length, 0)])
+            cache = self._cache(_VARIANTS[0], 1, length)
+            self._prompts[length] = cache, self._step(ids, cache, 0)
+        return self._prompts[length]
+
+    def _step(self, ids: Any, cache: Any, at: int) -> Any:
+        """The next token of each row: `[rows, 1]`."""
+        positions = self._torch.arange(at, at + ids.shape[1])[None].expand(ids.shape[0], -1)
+        logits = self._model(
+            input_ids=ids,
+            past_key_values=cache,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    def _generate(self, ids: Any, cache: Any, steps: int) -> float:
+        began = time.perf_counter()
+        self._model.generate(
+            ids,
+            attention_mask=self._torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
+            pad_token_id=0,
+        ).tolist()
+        return time.perf_counter() - began
+
+    def _cache(self, variant: Variant, batch: int, length: int) -> Any:
+        """An empty cache, with the model set to the variant's attention."""
+        attention, kind = variant
+        self._model.set_attn_implementation(attention)
+        config = self._model.config
+        if kind == "dynamic":
+            return self._transformers.DynamicCache(config=config)
+        return self._transformers.StaticCache(config=config, max_cache_len=length)
+
+
+if __name__ == "__main__":
+    main(Transformers)

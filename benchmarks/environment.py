@@ -1,0 +1,124 @@
+"""The machine, and where the other engines are installed: what comparisons share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoint
+from benchmarks.shapes import SHAPES
+
+ROOT = Path(__file__).parents[1]
+PAGE = "docs/comparison.md"
+_LAST_LINES = 5
+_LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
+
+
+class Missing(Exception):
+    """An engine that is not installed."""
+
+
+class Failed(Exception):
+    """An engine could not do it; it may be able to do other things."""
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """A virtual environment with the others' packages, and a build of llama.cpp if there is one."""
+
+    venv: Path | None = None
+    llama_cpp: Path | None = None  # the directory with libllama.so and llama-server
+
+    @property
+    def python(self) -> str:
+        """Its interpreter; ours without such an environment, where imports then show what lacks."""
+        return str(self.venv / "bin" / "python") if self.venv else sys.executable
+
+    @property
+    def preload(self) -> str:
+        """What vLLM's manual wants in LD_PRELOAD on a CPU, as far as it is installed."""
+        found = [*self.venv.glob("lib/libiomp5.so")] if self.venv else []
+        for folder in _LIBRARY_FOLDERS:
+            found += sorted(Path(folder).glob("libtcmalloc_minimal.so.4"))[:1]
+        return ":".join(map(str, found))
+
+    def need(self, module: str) -> None:
+        """Raises Missing where the interpreter does not have a module."""
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        if subprocess.run([self.python, "-c", code], check=False).returncode:
+            which = "" if self.venv else " (--rivals names no environment)"
+            raise Missing(f"no module {module}{which}; {PAGE} tells how to install it")
+
+
+def cores() -> tuple[int, ...]:
+    """Those this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def machine(cpus: Sequence[int], threads: int) -> dict[str, Any]:
+    """Processor, cores, and how busy the machine was before: no result means much without it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "system": platform.platform(),
+        "cpus": list(cpus),
+        "threads": threads,
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def exit_text(status: int, log: Path) -> str:
+    """How a process ended, with the last lines of what it printed."""
+    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    return " | ".join([f"it ended with status {status}", *lines])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of both comparisons."""
+    add = parser.add_argument
+    add("--shape", choices=sorted(SHAPES), default="M", help="default: M")
+    text = "virtual environment with the others"
+    add("--rivals", type=_directory, metavar="VENV", help=text)
+    text = "where llama.cpp was built: libllama and llama-server (default: the package's own)"
+    add("--llama-cpp", type=_directory, metavar="DIR", help=text)
+    text = "keeps the models that are made (default: the user's cache)"
+    add("--cache", type=Path, default=checkpoint.default_cache(), metavar="DIR", help=text)
+    text = "cores for everybody (default: the first two)"
+    add("--cpus", type=_cpus, default=cores()[:2], metavar="N,N", help=text)
+    add("--json", type=Path, metavar="FILE", help="write all results there")
+
+
+def names(known: Container[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of an option that takes some of `known`, separated by commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is not known")
+        return found
+
+    return parse
+
+
+def _directory(text: str) -> Path | None:
+    """None of an empty text, so that a Makefile may pass a variable that is not set."""
+    path = Path(text).expanduser().absolute()
+    if text and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no directory")
+    return path if text else None
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    cpus = tuple(sorted({int(part) for part in text.split(",")}))
+    if missing := set(cpus) - os.sched_getaffinity(0):
+        raise argparse.ArgumentTypeError(f"core {min(missing)} is not for this process")
+    return cpus

@@ -1,0 +1,332 @@
+"""Whole servers under load on the same cores: streams beside long prompts, and a mixed load.
+
+Each server runs alone, in rounds whose order rotates. The load generator runs on the same cores, as
+everybody's client. All serve HTTP with prompts in token ids and ignore_eos, so that lengths are the
+same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from baton.bench.generator import Generator
+from baton.bench.interference import Interference, interference, stream_stats
+from baton.bench.request import Demand, IdRange
+from baton.bench.servers import HttpServer, RequestOptions
+from baton.bench.stats import stats_of
+from baton.bench.terminal import INTERFERENCE_ROWS, median_table
+from baton.bench.workload import Lengths, Workload
+from baton.config import KV_DTYPES, QUANTIZATIONS, ClusterConfig, EngineConfig, RouterLimits
+from baton.errors import BatonError
+from baton.local import ports
+from baton.local.cluster import LocalCluster
+from baton.slo import Slo
+from benchmarks import checkpoint, environment
+from benchmarks.engine.adapters.gguf_file import gguf_of
+from benchmarks.environment import Failed, Missing, Rivals, cores, exit_text
+from benchmarks.shapes import SHAPES
+
+SCHEMA = "baton.bench.comparison/2"
+_READY_S, _END_S, _POLL_S, _TIMEOUT_S = 600.0, 20.0, 0.5, 300.0
+_MOST_CONTEXT, _SLOTS = 4096, 16
+_EVERY_PROMPT = 1 << 20  # longer than any: decode computes all of them itself
+_IDLE_BLOCKS = 64
+_WARM_UP = ((64, 24), (512, 4), (2048, 4))  # (prompt, output): every code path once
+_WARM_UP_SEED = 1 << 55
+_FIRST_ID = 10
+LOADS = ("interference", "mixed")
+# Prompts of 363 tokens on average and outputs of 58.
+MIXED = Workload(
+    prompt_lengths=Lengths.parse("lognormal:260,0.85,2000"),
+    output_lengths=Lengths.parse("lognormal:45,0.7,256"),
+)
+MIXED_SLO = Slo.parse("ttft=1,tpot=0.1")
+# Title, path in the results, factor, format.
+_MIXED_ROWS = (
+    ("requests/s finished", ("requests_per_s",), 1, ".2f"),
+    ("output tokens/s", ("output_tokens_per_s",), 1, ".0f"),
+    *(
+        (f"{name.upper()} {p}, ms", (f"{name}_s", p), 1e3, ".1f")
+        for name, percentiles in (
+            ("ttft", ("p50", "p95")),
+            ("tpot", ("p50", "p95")),
+            ("itl", ("p50", "p99", "max")),
+        )
+        for p in percentiles
+    ),
+    ("time in gaps over 200 ms, %", ("long_gap_share",), 100, ".2f"),
+    ("goodput, requests/s", ("goodput", "requests_per_s"), 1, ".2f"),
+    ("goodput, % of requests", ("goodput", "share"), 100, ".1f"),
+    ("failed requests", ("requests", "failed"), 1, ".0f"),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every server is started with."""
+
+    shape: str
+    directory: Path
+    rivals: Rivals
+    log: Path
+    engine: EngineConfig  # Baton's
+
+
+def baton_1p1d(start: Start) -> AbstractAsyncContextManager[str]:
+    """Baton as `baton up` starts it: a prefill and a decode worker that share the cores."""
+    return _cluster(ClusterConfig(engine=start.engine, port=0, trace_sample=0.0), {})
+
+
+def baton_aggregated(start: Start) -> AbstractAsyncContextManager[str]:
+    """Baton with one engine on all cores: its decode worker computes prompts in chunks itself.
+
+    The router pairs workers, so there is a prefill worker too, with a small cache: it gets nothing
+    to do, and takes memory only.
+    """
+    limits = RouterLimits(local_prefill_max_tokens=_EVERY_PROMPT)
+    config = ClusterConfig(engine=start.engine, limits=limits, port=0, trace_sample=0.0)
+    pinned = ("--cpus", ",".join(map(str, cores())))
+    extra = {
+        "decode": ("--threads", str(len(cores())), *pinned),
+        "prefill": ("--threads", "1", "--kv-blocks", str(_IDLE_BLOCKS), *pinned),
+    }
+    return _cluster(config, extra)
+
+
+@asynccontextmanager
+async def _cluster(config: ClusterConfig, extra: Mapping[str, Sequence[str]]) -> AsyncIterator[str]:
+    (port,) = ports.consecutive("127.0.0.1", 0, 1)
+    config = replace(config, http_port=port)
+    async with LocalCluster(config, extra_args=extra, start_timeout_s=_READY_S) as cluster:
+        yield f"http://{cluster.http_addresses[0]}"
+
+
+def vllm(start: Start) -> AbstractAsyncContextManager[str]:
+    """vLLM's OpenAI server, its defaults but for what is set here."""
+    start.rivals.need("vllm")
+    (port,) = ports.consecutive("127.0.0.1", 0, 1)
+    argv = [
+        *(start.rivals.python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(start.directory), "--dtype", "bfloat16"),
+        *("--max-model-len", str(_MOST_CONTEXT)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
+    env = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "LD_PRELOAD": start.rivals.preload,
+    }
+    return program(argv, env, port, start.log)
+
+
+def llama_server(start: Start) -> AbstractAsyncContextManager[str]:
+    """llama.cpp's server with bf16 weights and a slot for each request in flight."""
+    folder, threads = start.rivals.llama_cpp, str(len(cores()))
+    if folder is None or not (folder / "llama-server").is_file():
+        raise Missing("no llama-server in the directory that --llama-cpp names")
+    start.rivals.need("gguf")
+    file = gguf_of(start.rivals.python, str(start.directory), start.shape, "bf16")
+    (port,) = ports.consecutive("127.0.0.1", 0, 1)
+    argv = [
+        str(folder / "llama-server"),
+        *("--model", str(file), "--host", "127.0.0.1", "--port", str(port)),
+        *("--threads", threads, "--threads-batch", threads),
+        *("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _MOST_CONTEXT)),
+    ]
+    return program(argv, {}, port, start.log)
+
+
+SERVERS: Mapping[str, Callable[[Start], AbstractAsyncContextManager[str]]] = {
+    "baton-1p1d": baton_1p1d,
+    "baton-aggregated": baton_aggregated,
+    "vllm": vllm,
+    "llama-server": llama_server,
+}
+# They close connections after a streamed answer without saying so in its head.
+_CLOSING = frozenset({"llama-server"})
+
+
+@asynccontextmanager
+async def program(
+    argv: Sequence[str], env: Mapping[str, str], port: int, log: Path
+) -> AsyncIterator[str]:
+    """Runs a server until the block ends; its URL once it is healthy. Raises Failed."""
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,  # so that whatever it starts can be ended with it
+        )
+    try:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                if process.returncode is not None:
+                    raise Failed(exit_text(process.returncode, log))
+                # llama-server lists models before it has loaded one: /health waits for it.
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.get(f"{url}/health") as response:
+                        if response.status == 200:
+                            break
+                if time.monotonic() > until:
+                    raise Failed(f"not ready after {_READY_S:g} s")
+                await asyncio.sleep(_POLL_S)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            process.terminate()
+            await asyncio.wait_for(process.wait(), _END_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def mixed(server: HttpServer, rate: float, duration_s: float, seed: int) -> dict[str, Any]:
+    """Requests of mixed sizes at Poisson times; the statistics of `baton bench serve`."""
+    load = replace(MIXED, rate=rate, duration_s=duration_s, seed=seed)
+    run = await Generator(server).open_loop(load.demands())
+    ok = [outcome for outcome in run.outcomes if outcome.ok]
+    gaps = stream_stats(ok, (0.0, math.inf))["long_gap_share"]
+    return {**stats_of(run.outcomes, run.seconds, MIXED_SLO), "long_gap_share": gaps}
+
+
+async def warm_up(server: HttpServer) -> None:
+    """First-time costs, and the connections. Raises Failed when a request is not answered."""
+    demands = (
+        Demand(0.0, ((_WARM_UP_SEED + number, prompt),), output)
+        for number, (prompt, output) in enumerate(_WARM_UP * 2)
+    )
+    run = await Generator(server).closed_loop(demands, 3)
+    if failed := next((outcome for outcome in run.outcomes if not outcome.ok), None):
+        raise Failed(f"a first request ended with {failed.status}: {failed.message}")
+
+
+Results = dict[str, dict[str, list[Any]]]  # by load, by server: one for each round
+
+
+async def rounds(
+    args: argparse.Namespace, results: Results, absent: dict[str, str], say: Callable[[str], None]
+) -> None:
+    """All servers in turn; one that fails is left out from then on, its results stay."""
+    shape = SHAPES[args.shape]
+    directory = checkpoint.directory_of(shape, args.cache)
+    engine = EngineConfig(
+        model=str(directory),
+        dtype="bfloat16",
+        quantization=args.quantization,
+        kv_dtype=args.kv_dtype,
+        chunk_tokens=args.chunk_tokens,
+    )
+    load = Interference(every_s=args.every, periods=args.periods)
+    rivals = Rivals(args.rivals, args.llama_cpp)
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
+        for round_ in range(args.rounds):
+            names = [name for name in args.servers if name not in absent]
+            began = round_ % max(1, len(names))
+            for name in [*names[began:], *names[:began]]:
+                start = Start(args.shape, directory, rivals, Path(logs) / name, engine)
+                options = RequestOptions(
+                    ids=IdRange(_FIRST_ID, shape.vocab),
+                    timeout_s=_TIMEOUT_S,
+                    keep_alive=name not in _CLOSING,
+                )
+                try:
+                    async with SERVERS[name](start) as url, contextlib.AsyncExitStack() as stack:
+                        server = HttpServer(url, options)
+                        stack.push_async_callback(server.close)
+                        await server.connect()
+                        await warm_up(server)
+                        for kind in args.loads:
+                            say(f"round {round_ + 1} of {args.rounds}: {name}, {kind}")
+                            result: Any
+                            if kind == "interference":
+                                alone_first = round_ % 2 == 0
+                                result, _ = await interference(server, load, round_, alone_first)
+                            else:
+                                duration_s = args.mixed_duration
+                                result = await mixed(server, args.rate, duration_s, round_ + 1)
+                            results[kind].setdefault(name, []).append(result)
+                except (Missing, Failed, BatonError, OSError) as error:
+                    kind = "not installed" if isinstance(error, Missing) else "failed"
+                    absent[name] = f"{kind}: {error}"
+                    say(f"{name}: {absent[name]}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its command line."""
+    environment.add_options(parser)
+    add = parser.add_argument
+    names, text = environment.names, f"of {', '.join(SERVERS)} (default: all)"
+    add("--servers", type=names(SERVERS), default=tuple(SERVERS), metavar="NAME,...", help=text)
+    add("--loads", type=names(LOADS), default=LOADS, metavar="NAME,...", help="default: both")
+    add("--rounds", type=int, default=3, metavar="N", help="default: 3")
+    text = "of the mixed load, requests a second: 1.9"
+    add("--rate", type=float, default=1.9, metavar="R", help=text)
+    text = "seconds in which requests of the mixed load begin: 45"
+    add("--mixed-duration", type=float, default=45.0, metavar="S", help=text)
+    text = f"seconds from one long prompt to the next: {Interference.every_s:g}"
+    add("--every", type=float, default=Interference.every_s, metavar="S", help=text)
+    text = f"long prompts in each window: {Interference.periods}"
+    add("--periods", type=int, default=Interference.periods, metavar="N", help=text)
+    add("--quantization", choices=QUANTIZATIONS, default="none", help="Baton's")
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="Baton's")
+    text = f"Baton's, default: {EngineConfig.chunk_tokens}"
+    add("--chunk-tokens", type=int, default=EngineConfig.chunk_tokens, metavar="N", help=text)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures what the command line asks for; what there is when it is interrupted, too."""
+    os.sched_setaffinity(0, args.cpus)  # this process and all that it starts
+    machine = environment.machine(args.cpus, len(args.cpus))
+    results: Results = {kind: {} for kind in args.loads}
+    absent: dict[str, str] = {}
+    is_partial = False
+    try:
+        work = rounds(args, results, absent, lambda line: print(line, file=sys.stderr, flush=True))
+        asyncio.run(work)
+    except KeyboardInterrupt:  # the servers have been stopped on its way
+        is_partial = True
+    console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False, markup=False)
+    console.print(
+        f"shape {args.shape}; servers and client on cores {machine['cpus']} of "
+        f"{machine['processor']}, load before {machine['load_before']}; one server at a time, "
+        f"{args.rounds} rounds{' (PARTIAL: ended early)' if is_partial else ''}"
+    )
+    for name, why in absent.items():
+        console.print(f"{name}: {why}")
+    for kind, rows in (("interference", INTERFERENCE_ROWS), ("mixed", _MIXED_ROWS)):
+        if found := results.get(kind):
+            console.print("", median_table(f"{kind}: median (min-max)", rows, found), sep="\n")
+    if args.json:
+        report = {
+            "schema": SCHEMA,
+            "machine": machine,
+            "partial": is_partial,
+            "shape": SHAPES[args.shape].config(),
+            "absent": absent,
+            **results,
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 130 if is_partial else 0

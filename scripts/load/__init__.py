@@ -1,1 +1,0 @@
-"""What the load experiments share: arrivals, a generator in a process of its own, figures."""
