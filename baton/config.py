@@ -273,9 +273,9 @@ class RouterLimits:
     recovery_s: float = 30.0  # that accepted requests wait for a worker to come back
     slos: tuple[str, ...] = ()  # what classes of callers were promised: "NAME:ttft=0.5,tpot=0.05"
     trace_slow_s: float = 2.0  # to the first token: such a request's trace is kept in any case
-    # Measured by python -m benchmarks local_prefill on two CPU cores: up to 64 tokens decode is sooner and
-    # the streams beside it do not notice; from 80 on they do. Half of that, because models whose
-    # prompts take longer, next to their steps, disturb streams sooner.
+    # Measured (python -m benchmarks local_prefill) on two CPU cores: up to 64 tokens decode is
+    # sooner and the streams beside it do not notice; from 80 on they do. Half of that, because
+    # models whose prompts take longer, next to their steps, disturb streams sooner.
     local_prefill_max_tokens: int = 32
 
     def __post_init__(self) -> None:

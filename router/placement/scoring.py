@@ -30,7 +30,8 @@ class Way:
 
 
 # On one host a short prompt's first token comes 2 to 3 ms later than from decode itself
-# (python -m benchmarks local_prefill); shared memory moves 4 to 9 GB/s. The network's are assumptions.
+# (python -m benchmarks local_prefill); shared memory moves 4 to 9 GB/s. The network's are
+# assumptions.
 _SAME_HOST, _NETWORK = Way(0.003, 4e9), Way(0.005, 1e9)
 # Decode's time is everybody's, also of streams that are still to come: computing prompts there
 # counts double.
