@@ -2,7 +2,7 @@
 
 The files are those of a downloaded model, so that every engine loads them in the usual way: config,
 bfloat16 weights, and a tokenizer whose every token is one short word, so that a server's text
-arrives token by token. Needs torch and transformers.
+arrives token by token. Needs transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def directory_of(shape: Shape, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "model"
         write_model(made, shape)
-        _write_tokenizer(made, shape.vocab)
         made.rename(directory)
     return directory
 
@@ -46,52 +45,32 @@ def word(token_id: int) -> str:
 
 
 def write_model(directory: Path, shape: Shape) -> None:
-    """Config and weights, initialised as transformers does."""
+    """Config and weights, initialised as transformers does, and the tokenizer."""
     import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(_SEED)
     config = shape.config()
-    model: Any = AutoModelForCausalLM
-    made = model.from_config(
-        AutoConfig.for_model(**{k: v for k, v in config.items() if "dtype" not in k}),
-        dtype=torch.bfloat16,
+    auto: Any = AutoModelForCausalLM
+    settings = {name: value for name, value in config.items() if "dtype" not in name}
+    auto.from_config(AutoConfig.for_model(**settings), dtype=torch.bfloat16).save_pretrained(
+        directory
     )
-    made.save_pretrained(directory)
     # Exactly the shape's own config: what transformers adds to it differs between versions.
     _write_json(directory / "config.json", config)
+    vocab = {word(token_id): token_id for token_id in range(shape.vocab)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token=word(0)))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(directory / "tokenizer.json"))
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": word(0),
+        "model_max_length": 8192,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(directory / "tokenizer_config.json", tokenizer)
 
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def _write_tokenizer(directory: Path, vocab: int) -> None:
-    """Words between spaces, each a token."""
-    _write_json(
-        directory / "tokenizer.json",
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [],
-            "normalizer": None,
-            "pre_tokenizer": {"type": "WhitespaceSplit"},
-            "post_processor": None,
-            "decoder": None,
-            "model": {
-                "type": "WordLevel",
-                "vocab": {word(index): index for index in range(vocab)},
-                "unk_token": word(0),
-            },
-        },
-    )
-    _write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": word(0),
-            "model_max_length": 8192,
-            "clean_up_tokenization_spaces": False,
-        },
-    )

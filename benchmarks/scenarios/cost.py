@@ -6,12 +6,10 @@ import argparse
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 import torch
@@ -112,40 +110,39 @@ async def served_decode(args: argparse.Namespace) -> None:
     """
     shape, batch, context, tokens = SHAPES[args.shape], args.batch, args.context, args.tokens
     core, all_cores = cpus.available()[-1], os.sched_getaffinity(0)  # where decode computes
-    with tempfile.TemporaryDirectory() as folder:
-        directory = checkpoint.directory_of(shape, Path(folder))
-        options = {"dtype": "bfloat16", "quantization": args.quantization}
-        setup = Setup(str(directory), shape.vocab, 1, (core,), batch, context + tokens, 1, options)
-        os.sched_setaffinity(0, {core})  # the engine's thread inherits it
-        alone = Baton(setup)
-        os.sched_setaffinity(0, all_cores)
-        blocks = batch * (-(-(context + tokens) // EngineConfig.block_size) + 1)
-        engine = EngineConfig(model=str(directory), kv_blocks=blocks, max_batch=batch, **options)
-        load = Workload(
-            concurrency=batch,
-            count=batch,
-            prompt_lengths=Lengths(context, context),
-            output_lengths=Lengths(tokens, tokens),
-        )
-        shares = []
-        async with (
-            LocalCluster(ClusterConfig(engine=engine, port=0)) as cluster,
-            connected(cluster.address, ids=IdRange(10, 4000)) as server,
-        ):
-            for number in range(args.rounds + 1):
-                timed = await asyncio.to_thread(alone.decode, batch, context, tokens // 2)
-                by_engine = batch * (tokens // 2) / timed.seconds
-                demands = replace(load, seed=number).demands()
-                run = await Generator(server).closed_loop(demands, batch)
-                times = [[o.sent_s + t for t in o.token_times_s[1:]] for o in run.outcomes]
-                begin, end = max(t[0] for t in times), min(t[-1] for t in times)
-                got = sum(begin < at <= end for stream in times for at in stream)
-                by_cluster = got / (end - begin)
-                if number:  # the first warms up
-                    shares.append(by_cluster / by_engine)
-                    console.print(
-                        f"alone {by_engine:.1f} tokens/s, served {by_cluster:.1f}: {shares[-1]:.1%}"
-                    )
+    directory = checkpoint.directory_of(shape, checkpoint.default_cache())
+    options = {"dtype": "bfloat16", "quantization": args.quantization}
+    setup = Setup(str(directory), shape.vocab, 1, (core,), batch, context + tokens, 1, options)
+    os.sched_setaffinity(0, {core})  # the engine's thread inherits it
+    alone = Baton(setup)
+    os.sched_setaffinity(0, all_cores)
+    blocks = batch * (-(-(context + tokens) // EngineConfig.block_size) + 1)
+    engine = EngineConfig(model=str(directory), kv_blocks=blocks, max_batch=batch, **options)
+    load = Workload(
+        concurrency=batch,
+        count=batch,
+        prompt_lengths=Lengths(context, context),
+        output_lengths=Lengths(tokens, tokens),
+    )
+    shares = []
+    async with (
+        LocalCluster(ClusterConfig(engine=engine, port=0)) as cluster,
+        connected(cluster.address, ids=IdRange(10, 4000)) as server,
+    ):
+        for number in range(args.rounds + 1):
+            timed = await asyncio.to_thread(alone.decode, batch, context, tokens // 2)
+            by_engine = batch * (tokens // 2) / timed.seconds
+            demands = replace(load, seed=number).demands()
+            run = await Generator(server).closed_loop(demands, batch)
+            times = [[o.sent_s + t for t in o.token_times_s[1:]] for o in run.outcomes]
+            begin, end = max(t[0] for t in times), min(t[-1] for t in times)
+            got = sum(begin < at <= end for stream in times for at in stream)
+            by_cluster = got / (end - begin)
+            if number:  # the first warms up
+                shares.append(by_cluster / by_engine)
+                console.print(
+                    f"alone {by_engine:.1f} tokens/s, served {by_cluster:.1f}: {shares[-1]:.1%}"
+                )
     median = statistics.median(shares)
     console.print(f"serving keeps {median:.1%} (median of {len(shares)} rounds)")
 
