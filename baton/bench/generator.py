@@ -41,11 +41,9 @@ class Lag:
 
     @property
     def cpu_share(self) -> float:
-        """Of one core, while it ran."""
         return self.cpu_s / self.wall_s if self.wall_s else 0.0
 
     def add(self, other: Lag) -> None:
-        """Adds another run's measurements."""
         self.late_s += other.late_s
         self.loop_late_s += other.loop_late_s
         self.cpu_s += other.cpu_s
@@ -101,7 +99,6 @@ class Run:
     recent_ttfts_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def count(self, outcome: Outcome) -> None:
-        """Counts a request that has ended."""
         self.ok += outcome.ok
         self.failed += not outcome.ok
         self.output_tokens += outcome.output_tokens

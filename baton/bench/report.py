@@ -115,11 +115,9 @@ class Stage:
     blocks: list[list[Run]] = field(default_factory=list)
 
     def runs_of(self, server: int) -> list[Run]:
-        """One server's runs."""
         return [block[server] for block in self.blocks if server < len(block)]
 
     def report(self, servers: Sequence[ServerInfo], slo: Slo | None) -> StageReport:
-        """Its part of the report."""
         of_servers = []
         for i, server in enumerate(servers):
             runs = self.runs_of(i)

@@ -34,11 +34,9 @@ class Demand:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
         return sum(length for _, length in self.parts)
 
     def prompt(self, ids: IdRange) -> list[int]:
-        """Its token ids."""
         prompt: list[int] = []
         span = ids.end - ids.first
         for seed, length in self.parts:
@@ -48,7 +46,6 @@ class Demand:
         return prompt
 
     def later(self, by_s: float) -> Demand:
-        """The same at another time."""
         return Demand(self.at_s + by_s, self.parts, self.new_tokens)
 
 
@@ -110,7 +107,6 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended as it should."""
         return self.status == OK
 
     @property
@@ -137,7 +133,6 @@ class Outcome:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between consecutive messages with tokens."""
         return [later - earlier for earlier, later in pairwise(self.token_times_s)]
 
     def add_tokens(self, tokens: int, now_s: float) -> None:
@@ -150,7 +145,6 @@ class Outcome:
         self.status, self.message = status, message
 
     def to_json(self) -> dict[str, Any]:
-        """A line of requests.jsonl."""
         return {
             "at_s": self.at_s,
             "sent_s": self.sent_s,

@@ -78,7 +78,7 @@ def server_at(url: str, options: RequestOptions) -> Server:
 
 
 class GrpcServer:
-    """A Baton router. Must be made where an event loop runs."""
+    """A Baton router, as a `Server`. Must be made where an event loop runs."""
 
     protocol = "grpc"
 
@@ -96,7 +96,6 @@ class GrpcServer:
         )
 
     async def connect(self) -> str:
-        """See `Server`."""
         stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         request = inference_pb2.ListModelsRequest()
         try:
@@ -111,7 +110,6 @@ class GrpcServer:
         return self._options.model or answer.models[0].name
 
     def body(self, demand: Demand) -> bytes:
-        """See `Server`."""
         options = self._options
         request = inference_pb2.GenerateRequest(
             model=options.model, ttft_target_ms=options.ttft_target_ms
@@ -128,7 +126,6 @@ class GrpcServer:
         return request.SerializeToString()
 
     async def send(self, body: bytes, outcome: Outcome) -> None:
-        """See `Server`."""
         began = time.monotonic()
         call = self._generate(body, timeout=self._options.timeout_s, metadata=self._metadata)
         try:
@@ -149,7 +146,6 @@ class GrpcServer:
             call.cancel()
 
     async def close(self) -> None:
-        """See `Server`."""
         await self._channel.close(None)
 
 
@@ -170,7 +166,7 @@ def _record_finish(finish: inference_pb2.Finish, outcome: Outcome) -> None:
 
 
 class HttpServer:
-    """An OpenAI-compatible server. Must be made where an event loop runs."""
+    """An OpenAI-compatible server, as a `Server`. Must be made where an event loop runs."""
 
     protocol = "openai"
 
@@ -194,7 +190,6 @@ class HttpServer:
         )
 
     async def connect(self) -> str:
-        """See `Server`."""
         try:
             timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
             async with self._session.get(self._models, timeout=timeout) as response:
@@ -210,7 +205,6 @@ class HttpServer:
         return self._model
 
     def body(self, demand: Demand) -> bytes:
-        """See `Server`."""
         options = self._options
         ids = demand.prompt(options.ids)
         body: dict[str, Any] = {
@@ -230,7 +224,6 @@ class HttpServer:
         return json.dumps(body, separators=(",", ":")).encode()
 
     async def send(self, body: bytes, outcome: Outcome) -> None:
-        """See `Server`."""
         began = time.monotonic()
         try:
             async with self._session.post(
@@ -254,7 +247,6 @@ class HttpServer:
             outcome.ended_s = time.monotonic() - began
 
     async def close(self) -> None:
-        """See `Server`."""
         await self._session.close()
 
 

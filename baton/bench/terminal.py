@@ -239,7 +239,6 @@ class Progress:
         self._console = console
 
     def say(self, text: str) -> None:
-        """Prints a line that stays."""
         self._console.print(text, markup=False, highlight=False)
 
     @asynccontextmanager

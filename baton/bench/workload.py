@@ -70,7 +70,6 @@ class Lengths:
         return lengths
 
     def sample(self, rng: random.Random) -> int:
-        """One length."""
         if self.sigma:
             length = max(1, round(rng.lognormvariate(math.log(self.low), self.sigma)))
             return min(length, self.high) if self.high > self.low else length
@@ -142,7 +141,6 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """What drives it, in few words."""
         if self.concurrency:
             return f"{self.concurrency} at a time"
         if self.trace:

@@ -43,18 +43,15 @@ class Baton(SteppedAdapter):
         self._engine.start()
 
     def about(self) -> dict[str, str]:
-        """See `Adapter`."""
         return self._about
 
     def add(self, prompt: list[int], new_tokens: int) -> str:
-        """See `SteppedAdapter`."""
         name = next(self.names)
         params = self._params(max_tokens=new_tokens, ignore_eos=True)
         self._engine.add(self._sequence(name, prompt, len(prompt), params))
         return name
 
     def step(self) -> tuple[float, set[str]]:
-        """See `SteppedAdapter`."""
         ended, report = self._steps.get(timeout=_STEP_S)
         failed = [one.abort_reason for one in report.progress if one.abort_reason]
         if failed:
@@ -62,7 +59,6 @@ class Baton(SteppedAdapter):
         return ended, {one.seq_id for one in report.progress if one.token_ids}
 
     def release(self, names: set[str]) -> None:
-        """See `SteppedAdapter`."""
         for name in names:
             self._engine.release(name).result()
         self._engine.load().result()  # the step that ran meanwhile has been reported

@@ -46,7 +46,6 @@ class LlamaCpp:
         self._filled = (0, 0)  # (sequences, tokens of each) that are in the decoding context
 
     def about(self) -> dict[str, str]:
-        """See `Adapter`."""
         api = self._api
         told = api.llama_print_system_info().decode()
         return {
@@ -70,7 +69,6 @@ class LlamaCpp:
         return Timed(seconds)
 
     def prefill(self, tokens: int) -> Timed:
-        """See `Adapter`."""
         prompt = self._setup.prompt(tokens, next(self._seeds))
         memory = self._api.llama_get_memory(self._prompting)
         began = time.perf_counter()

@@ -111,14 +111,12 @@ class SteppedAdapter:
         raise NotImplementedError
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:
-        """See `Adapter`."""
         if (batch, context) not in self._cached:
             self._run(batch, context, 1)
             self._cached.add((batch, context))
         return Timed(self._run(batch, context, steps))
 
     def prefill(self, tokens: int) -> Timed:
-        """See `Adapter`."""
         prompt = self.setup.prompt(tokens, next(self._seeds))
         began = time.perf_counter()
         return Timed(self._until({self.add(prompt, 1)}) - began)

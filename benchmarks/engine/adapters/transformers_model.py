@@ -36,7 +36,6 @@ class Transformers:
         self._generates = bool(setup.options.get("generate"))
 
     def about(self) -> dict[str, str]:
-        """See `Adapter`."""
         return {"version": self._transformers.__version__, "torch": str(self._torch.__version__)}
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:
@@ -44,7 +43,6 @@ class Transformers:
         return self._timed("decode", batch, lambda v, n: self._decode(v, batch, context, n), steps)
 
     def prefill(self, tokens: int) -> Timed:
-        """See `Adapter`."""
         return self._timed("prefill", tokens, lambda v, _: self._prefill(v, tokens), 1)
 
     def _timed(

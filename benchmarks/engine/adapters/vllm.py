@@ -35,7 +35,6 @@ class Vllm(SteppedAdapter):
         )
 
     def about(self) -> dict[str, str]:
-        """See `Adapter`."""
         scheduler = self._engine.vllm_config.scheduler_config
         return {
             "version": self._vllm.__version__,
@@ -43,7 +42,6 @@ class Vllm(SteppedAdapter):
         }
 
     def add(self, prompt: list[int], new_tokens: int) -> str:
-        """See `SteppedAdapter`."""
         name = next(self.names)
         params = self._vllm.SamplingParams(
             temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
@@ -52,12 +50,10 @@ class Vllm(SteppedAdapter):
         return name
 
     def step(self) -> tuple[float, set[str]]:
-        """See `SteppedAdapter`."""
         outputs = self._engine.step()
         return time.perf_counter(), {output.request_id for output in outputs}
 
     def release(self, names: set[str]) -> None:
-        """See `SteppedAdapter`."""
         self._engine.abort_request(sorted(names))
         while self._engine.has_unfinished_requests():
             self._engine.step()
