@@ -127,15 +127,18 @@ async def served_decode(args: argparse.Namespace) -> None:
     shares = []
     async with (
         LocalCluster(ClusterConfig(engine=engine, port=0)) as cluster,
-        connected(cluster.address, ids=IdRange(10, 4000)) as server,
+        connected(cluster.address, ids=IdRange(10, shape.vocab)) as server,
     ):
         for number in range(args.rounds + 1):
             timed = await asyncio.to_thread(alone.decode, batch, context, tokens // 2)
             by_engine = batch * (tokens // 2) / timed.seconds
             demands = replace(load, seed=number).demands()
             run = await Generator(server).closed_loop(demands, batch)
+            assert run.ok == batch, run.outcomes[0].message
             times = [[o.sent_s + t for t in o.token_times_s[1:]] for o in run.outcomes]
             begin, end = max(t[0] for t in times), min(t[-1] for t in times)
+            if end <= begin:
+                raise SystemExit("a stream ended before the last one began: raise --tokens")
             got = sum(begin < at <= end for stream in times for at in stream)
             by_cluster = got / (end - begin)
             if number:  # the first warms up
