@@ -1,6 +1,6 @@
 """Baton's router with another placement, to compare with. Not part of the product.
 
-    python scripts/load/baseline_router.py round-robin router --model demo …
+    python benchmarks/scenarios/baseline_router.py round-robin router --model demo …
 
 Everything but the choice of workers is the real router. Both policies send a request on at once, as
 a load balancer does, and leave out only workers that are down or a decode worker without room.

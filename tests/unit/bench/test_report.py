@@ -110,20 +110,14 @@ def test_a_report_is_of_its_schema(servers: int, sweep: Sequence[float | None]) 
     assert (found["stages"][0]["comparison"] is None) == (servers == 1)
 
 
-def test_the_check_can_fail() -> None:
-    for change in ({"schema": 3}, {"partial": None}, {"extra": 1}, {"servers": [{}]}):
-        with pytest.raises(AssertionError):
-            check({**report(), **change}, Report)
-
-
 def test_every_field_is_documented() -> None:
     """Each name in the report's types stands in the documentation."""
-    told = {
+    documented = {
         name
         for code in re.findall(r"`[^`]+`", re.sub(r"```.*?```", "", DOCS.read_text(), flags=re.S))
         for name in re.findall(r"\w+", code)
     }
-    assert not names_in(Report) - told
+    assert not names_in(Report) - documented
     assert f"`{SCHEMA}`" in DOCS.read_text() and len(names_in(Report)) > 60
 
 

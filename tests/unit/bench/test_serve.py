@@ -186,7 +186,7 @@ def settings_from(*argv: str) -> Settings:
 
 
 class TestOptions:
-    def test_what_is_asked_for_is_what_runs(self, tmp_path: Path) -> None:
+    def test_settings_are_what_the_options_say(self, tmp_path: Path) -> None:
         (tmp_path / "key").write_text("other\n")
         settings = settings_from(
             *("--target", "http://a", "--against", "b:1", "--against-model", "m"),
@@ -205,7 +205,7 @@ class TestOptions:
         assert str(settings.workload.prompt_lengths) == "5-9"
         assert settings.slo == Slo.parse("ttft=1")
 
-    def test_a_key_is_shown_to_its_server_alone(
+    def test_a_key_is_sent_to_its_server_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("BATON_API_KEY", "secret")
@@ -213,8 +213,8 @@ class TestOptions:
         both = ("--target", "a:1", "--against", "http://b")
         keys = [options.api_key for _, options in settings_from(*both).targets]
         assert keys == ["secret", None]
-        told = settings_from(*both, "--against-api-key-file", str(tmp_path / "key"))
-        assert [options.api_key for _, options in told.targets] == ["secret", "other"]
+        both_keys = settings_from(*both, "--against-api-key-file", str(tmp_path / "key"))
+        assert [options.api_key for _, options in both_keys.targets] == ["secret", "other"]
 
     def test_how_a_load_ends(self) -> None:
         assert settings_from().workload.duration_s == 30
@@ -263,7 +263,7 @@ class TestOptions:
             (["--target", "nowhere"], "nowhere"),
         ],
     )
-    def test_bad_values_are_told(
+    def test_bad_values_are_reported(
         self, argv: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         assert cli.main(["bench", "serve", *argv, "--output", str(tmp_path)]) == 1
