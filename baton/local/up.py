@@ -20,7 +20,7 @@ from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
-from baton.local.trace_summary import entry_of
+from baton.local.trace_tree import entry_of
 
 INTERRUPTED = 130
 _QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans

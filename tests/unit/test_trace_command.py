@@ -9,10 +9,10 @@ import pytest
 
 from baton import cli
 from baton.errors import Unavailable
-from baton.local import jaeger, trace_source
+from baton.local import trace_source
 from baton.local.span_store import Span
 from baton.local.trace_source import TraceSource
-from baton.local.trace_summary import Summary, summarize
+from baton.local.trace_tree import Summary, summarize
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 OTHER = "1" * 32
@@ -152,7 +152,7 @@ def test_it_looks_where_it_is_told(kept: Kept, monkeypatch: pytest.MonkeyPatch) 
         return kept
 
     monkeypatch.setattr(trace_source, "KeptTraces", elsewhere)
-    monkeypatch.setattr(jaeger, "Jaeger", elsewhere)
+    monkeypatch.setattr(trace_source, "Jaeger", elsewhere)
     assert run(TRACE, "--from", "f:1") == run(TRACE, "--jaeger", "http://j:1") == 0
     assert looked == ["f:1", "http://j:1"]
 

@@ -13,8 +13,8 @@ import pytest
 
 from baton.cli.trace import render
 from baton.errors import InternalError, InvalidRequest, Unavailable
-from baton.local.jaeger import Jaeger
-from baton.local.trace_summary import ROUTER, entry_of, is_whole
+from baton.local.trace_source import Jaeger
+from baton.local.trace_tree import ROUTER, entry_of, is_whole
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())

@@ -11,9 +11,8 @@ import pytest
 
 from baton import rpc
 from baton.errors import InvalidRequest, Unavailable
-from baton.local.otlp import OtlpReceiver
+from baton.local.otlp import OtlpReceiver, TraceServicer
 from baton.local.span_store import Span, SpanStore
-from baton.local.trace_service import TraceServicer
 from baton.local.trace_source import KeptTraces, kept_by
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, trace_pb2
 
@@ -161,5 +160,5 @@ async def test_a_collector_keeps_none_for_us() -> None:
 async def test_nobody_there() -> None:
     async with routing("") as target:
         pass
-    with pytest.raises(Unavailable, match="nobody answers at"):
+    with pytest.raises(Unavailable, match="nothing answers at"):
         await asyncio.to_thread(KeptTraces(target).trace, TRACE, TIMEOUT_S)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.local.span_store import Span
-from baton.local.trace_summary import account, entry_of, is_trace_id, is_whole, summarize
+from baton.local.trace_tree import coverage, entry_of, is_trace_id, is_whole, summarize
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -22,7 +22,7 @@ def request(start: int = 0, end: int = 100, ids: str = "client/r", **fields: Any
 
 
 def test_gaps_are_when_nothing_below_the_request_ran() -> None:
-    told = account(
+    told = coverage(
         [
             request(),
             span("router.admit", "r/a", 5, 10),
@@ -40,7 +40,7 @@ def test_gaps_are_when_nothing_below_the_request_ran() -> None:
 
 
 def test_what_is_outside_the_request_or_measures_it_does_not_count() -> None:
-    told = account(
+    told = coverage(
         [
             request(10, 90),
             span("generate", "client", 0, 100, service="baton-client"),
@@ -53,10 +53,10 @@ def test_what_is_outside_the_request_or_measures_it_does_not_count() -> None:
 
 
 def test_a_request_alone_is_not_explained_at_all() -> None:
-    told = account([request()])
+    told = coverage([request()])
     assert told is not None and told.share == 0.0
     assert told.gaps == ((0, 100_000_000),)
-    assert account([span("other", "x", 0, 1)]) is None
+    assert coverage([span("other", "x", 0, 1)]) is None
 
 
 def test_of_several_routers_the_one_that_ended_last_counts() -> None:
