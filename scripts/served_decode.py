@@ -23,7 +23,6 @@ from step_profile import SHAPES, config_of, profile
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig
 from baton.engine import build
-from baton.local import cpus
 from baton.local.cluster import LocalCluster
 from baton.sampling import SamplingParams
 
@@ -70,7 +69,7 @@ async def compare(args: argparse.Namespace, folder: Path) -> None:
         threads=1, kv_blocks=blocks, max_batch=batch, quantization=args.quantization,
     )  # fmt: skip
     loaded = build.load(engine)
-    core = cpus.available()[-1]  # where the decode worker computes
+    core = max(os.sched_getaffinity(0))  # where the decode worker computes
     config = ClusterConfig(engine=replace(engine, threads=0), port=0)
     shares = []
     print(f"{batch} sequences, {context} tokens each and {tokens} more; tokens/s")

@@ -27,7 +27,7 @@ from baton.config import (
 )
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
-from baton.local.cpus import Share
+from baton.local.resources import Share
 
 COMMANDS = ("up", "demo", "router", "prefill-worker", "decode-worker", "generate", "status")
 DONE = Completion(

@@ -14,7 +14,7 @@ import pytest
 from baton.config import ClusterConfig, EngineConfig
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import cluster as local_cluster
-from baton.local import ports, readiness, supervisor
+from baton.local import ports, supervisor
 from baton.local.cluster import LocalCluster
 from baton.local.supervisor import restart_delay_s
 from tests.waiting import eventually
@@ -71,7 +71,7 @@ async def test_starts_and_leaves_nothing() -> None:
 
 async def test_workers_are_told_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(local_cluster.gpus, "count", lambda: 2)
+    monkeypatch.setattr(local_cluster.resources, "count_gpus", lambda: 2)
     async with cluster(decode=2, say=said.append) as started:
         argvs = {name: process.argv for name, process in started.processes.items()}
     places = {}
@@ -184,10 +184,10 @@ async def test_several_routers() -> None:
             await started.wait_ready(timeout_s=0.2)
         await started.wait_ready(timeout_s=30)
         assert started.processes["router-1"].starts == 2
-        await readiness.router_sees(started.addresses[2], started.processes["decode-0"].pid)
+        await local_cluster.router_sees(started.addresses[2], started.processes["decode-0"].pid)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await readiness.router_sees(started.addresses[2], os.getpid())
+                await local_cluster.router_sees(started.addresses[2], os.getpid())
     for address in started.addresses:
         ports.check_free("127.0.0.1", int(address.rpartition(":")[2]))
 
@@ -210,8 +210,10 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(
     said: list[str] = []
     found: list[tuple[str, int]] = []
 
+    seen = local_cluster.router_sees
+
     async def router_sees(address: str, pid: int) -> None:
-        await readiness.router_sees(address, pid)
+        await seen(address, pid)
         found.append((address, pid))
 
     monkeypatch.setattr(local_cluster, "router_sees", router_sees)
@@ -233,7 +235,7 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(
             for name in before
             for verb in verbs["router" if name.startswith("router") else "worker"]
         ]
-        assert not any("starting it again" in line for line in said), "the keeper meddled"
+        assert not any("starting it again" in line for line in said), "the supervisor meddled"
 
 
 async def test_a_restart_that_is_no_drain_is_told() -> None:
@@ -296,7 +298,7 @@ async def test_etcd_restarts_with_its_data() -> None:
         await started.restart_etcd()
         assert started.etcd.pid != pid and started.etcd_address == address
         assert set(started.membership.records) == members
-        assert not any("etcd ended" in line for line in said), "its keeper meddled"
+        assert not any("etcd ended" in line for line in said), "its supervisor meddled"
         os.kill(started.etcd.pid or 0, signal.SIGKILL)
         await said_of(said, "etcd ended with status -9; starting it again")
         await started.restart("decode-0")  # needs the watch to be back

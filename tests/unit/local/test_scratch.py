@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.local.scratch import ScratchFolder
+from baton.local.etcd import ScratchFolder
 
 OWNER = """
 import signal, sys
-from baton.local.scratch import ScratchFolder
+from baton.local.etcd import ScratchFolder
 folder = ScratchFolder("baton-test-")
 (folder.path / "data").mkdir()
 (folder.path / "data" / "wal").write_text("x" * 1000)

@@ -91,7 +91,7 @@ async def test_a_taken_port_is_told_when_asked_for_and_avoided_when_not(monkeypa
             probe.bind(("127.0.0.1", 0))
             free = probe.getsockname()[1]
         ports = iter([port, free])
-        monkeypatch.setattr(local_etcd, "_free_port", lambda: next(ports))
+        monkeypatch.setattr(local_etcd.ports, "free", lambda: next(ports))
         async with EmbeddedEtcd() as etcd:
             assert etcd.address == f"127.0.0.1:{free}"
 
