@@ -7,27 +7,25 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from baton.local.top.columns import blocks_bar
-from baton.local.top.frame import Look, frame
-from baton.local.top.poll import Watched
-from baton.local.top.view import View, WorkerLine, view_of
+from baton.local.top import Options, blocks_bar, frame
+from baton.local.top_view import PolledRouter, View, WorkerLine, view_of
 from baton.v1 import fleet_pb2
 
-from .statuses import DECODE, pair, status, watched, worker
+from .statuses import DECODE, pair, polled, status, worker
 
-LOOK = Look(1.0)
+OPTIONS = Options(1.0)
 AT = 1_700_000_000.0
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
-def seen(*routers: Watched) -> View:
+def seen(*routers: PolledRouter) -> View:
     return view_of(routers, 12.0, AT)
 
 
-def lines(view: View, width: int = 160, height: int = 60, look: Look = LOOK) -> list[str]:
+def lines(view: View, width: int = 160, height: int = 60, options: Options = OPTIONS) -> list[str]:
     console = Console(width=width, height=height, color_system=None, file=io.StringIO())
     with console.capture() as captured:
-        console.print(frame(view, look, width, height))
+        console.print(frame(view, options, width, height))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -47,7 +45,7 @@ def busy() -> View:
     link = pair(sent_bytes=4 << 20, sent_ms=4.0)
     told = {"counts": later, "latency": latency, "running": 8, "queued": 5}
     new = status([prefill, decode], [link], **told)
-    return seen(watched(new, old))
+    return seen(polled(new, old))
 
 
 def test_a_wide_frame_tells_everything() -> None:
@@ -61,11 +59,11 @@ def test_a_wide_frame_tells_everything() -> None:
         "        9.5/12.0        3          2",
         "",
         "role     worker  state    batch  wait  queue tok  KV blocks                 used  tok/s"
-        "  drawn/s  prefill cap.  step ms  preempt",
+        "  sampled/s  prefill cap.  step ms  preempt",
         "prefill  p0      READY     0/64     0        717  ██▓▓▓▓▓░░░░░░░░░░░░░░░░░   10%  4,500"
-        "        0         2,514        -        0",
+        "          0         2,514        -        0",
         "decode   d0      STALLED   7/64     2          0  ██▓▓▓▓▓▒░░░░░░░░░░░░░░░░   11%      0"
-        "      500             -      7.0        4",
+        "        500             -      7.0        4",
         "KV blocks: █ held ▓ cached ▒ quarantined ░ free",
         "  d0: its step takes 12 s",
         "",
@@ -91,8 +89,8 @@ def test_a_large_fleet_is_cut_to_the_terminals_height(height: int) -> None:
     workers = [worker(name, DECODE) for name in names]
     events = [fleet_pb2.RouterEvent(time_ms=at, text=f"event {at}") for at in range(9)]
     view = seen(
-        watched(status(workers, [pair("p0", name) for name in names], events=events)),
-        Watched("b:1", failure="gone"),
+        polled(status(workers, [pair("p0", name) for name in names], events=events)),
+        polled(address="b:1", failure="gone"),
     )
     drawn = lines(view, height=height)
     assert len(drawn) <= height
@@ -103,25 +101,25 @@ def test_a_large_fleet_is_cut_to_the_terminals_height(height: int) -> None:
 
 
 def test_a_small_fleet_is_shown_whole() -> None:
-    view = seen(watched(status([worker(f"w{n}") for n in range(8)], [pair()])))
+    view = seen(polled(status([worker(f"w{n}") for n in range(8)], [pair()])))
     text = "\n".join(lines(view, height=24))
     assert "more" not in text and "w7" in text and "shm" in text
 
 
 def test_it_says_who_does_not_answer() -> None:
-    dead = watched(status([worker("p0")]), failure="connection\n refused")
+    dead = polled(status([worker("p0")]), failure="connection\n refused")
     text = "\n".join(lines(view_of([dead], 15.0, AT)))
     assert "NO ANSWER" in text
     assert "router h:1 does not answer for 3 s: connection refused" in text
     assert "no router answers: what follows is old" in text
-    other = watched(status([worker("p0")], incarnation="r1", registry_connected=False))
+    other = polled(status([worker("p0")], incarnation="r1", registry_connected=False))
     text = "\n".join(lines(view_of([dead, other], 15.0, AT)))
     assert "what follows is old" not in text
     assert "router h:1 does not reach the registry" in text
 
 
 def test_before_any_answer_there_is_nothing_to_see() -> None:
-    text = "\n".join(lines(seen(Watched("[::1]:7700"))))
+    text = "\n".join(lines(seen(polled(address="[::1]:7700"))))
     assert "[::1]:7700" in text and "no workers" in text
     assert "does not answer" not in text and "old" not in text
 
@@ -131,7 +129,7 @@ def test_events_tell_kind_count_text_and_trace() -> None:
         time_ms=int(AT * 1000), kind=fleet_pb2.EVENT_KIND_FAILOVER, times=3,
         text="the stream of [red]d0 broke " + "x" * 200, trace_id=TRACE,
     )  # fmt: skip
-    view = seen(watched(status(events=[event])))
+    view = seen(polled(status(events=[event])))
     when = time.strftime("%H:%M:%S", time.localtime(AT))
     wide = lines(view, 120)[-1]
     assert wide.startswith(f"{when} failover x3 the stream of [red]d0 broke xx")
@@ -142,7 +140,7 @@ def test_events_tell_kind_count_text_and_trace() -> None:
 
 def test_keys_choose_role_and_order() -> None:
     view = seen(
-        watched(
+        polled(
             status(
                 [
                     worker("p0", queue_tokens=5, blocks_held=1),
@@ -153,16 +151,16 @@ def test_keys_choose_role_and_order() -> None:
         )
     )
 
-    def order(look: Look) -> list[str]:
-        rows = [line.split() for line in lines(view, look=look) if "░░" in line]
+    def order(options: Options) -> list[str]:
+        rows = [line.split() for line in lines(view, options=options) if "░░" in line]
         return [row[1] for row in rows]
 
-    prefill, by_queue = LOOK.next_role(), LOOK.next_sort()
+    prefill, by_queue = OPTIONS.next_role(), OPTIONS.next_sort()
     by_blocks = by_queue.next_sort()
-    assert order(LOOK) == ["p0", "p1", "d0"]
+    assert order(OPTIONS) == ["p0", "p1", "d0"]
     assert order(prefill) == ["p0", "p1"] and order(prefill.next_role()) == ["d0"]
     assert order(by_queue) == ["p1", "d0", "p0"] and order(by_blocks) == ["d0", "p1", "p0"]
-    assert prefill.next_role().next_role() == LOOK == by_blocks.next_sort().next_sort()
+    assert prefill.next_role().next_role() == OPTIONS == by_blocks.next_sort().next_sort()
 
 
 @pytest.mark.parametrize(
