@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton.errors import KvMismatch
-from baton.local.doctor import fleet
-from baton.local.doctor.finding import Finding, Level
+from baton.local.doctor import Finding
+from baton.local.doctor_cluster import Pair, check_cluster, pairs_of
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from kvtransfer import negotiation, pairing
@@ -70,7 +70,7 @@ def told(
     state: str = "READY",
     used: pairing.Kind | None = None,
     registry: bool = True,
-) -> tuple[list[fleet.Pair], list[Finding]]:
+) -> tuple[list[Pair], list[Finding]]:
     """The pairs of a cluster of these workers, and what is found."""
     open_pairs = []
     if used is not None:
@@ -81,8 +81,8 @@ def told(
         workers=[fleet_pb2.WorkerStatus(record=one, state=state) for one in records],
         pairs=open_pairs,
     )
-    pairs = fleet.pairs_of(status)
-    return pairs, list(fleet.examine(status, pairs))
+    pairs = pairs_of(status)
+    return pairs, list(check_cluster(status, pairs))
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -109,18 +109,18 @@ def only(findings: list[Finding]) -> Finding:
 )
 def test_a_good_pair_is_left_alone(records: tuple[WorkerRecord, ...], transport: int) -> None:
     pairs, findings = told(*records)
-    assert [pair.judgement.transport for pair in pairs] == [transport]
-    assert only(findings).level is Level.OK
+    assert [pair.transport for pair in pairs] == [transport]
+    assert only(findings).level == "ok"
 
 
 def test_containers_that_see_one_gpu_each_fall_to_sockets() -> None:
     pairs, findings = told(gpu("p", "A"), gpu("d", "B", host=CONTAINER))
     found = only(findings)
-    assert (found.level, found.subject) == (Level.WARN, "p → d")
+    assert (found.level, found.subject) == ("warn", "p → d")
     assert "do not see each other's GPU" in found.text and "sockets" in found.text
-    for mend in ("every GPU to every worker", "ipc: host", "pid: host", "NCCL_HOSTID"):
-        assert mend in found.mend
-    judged = pairs[0].judgement
+    for fix in ("every GPU to every worker", "ipc: host", "pid: host", "NCCL_HOSTID"):
+        assert fix in found.fix
+    judged = pairs[0]
     assert judged.transport == NCCL
     assert judged.obstacles == {CUDA_IPC: "their process namespaces differ"}
 
@@ -128,27 +128,27 @@ def test_containers_that_see_one_gpu_each_fall_to_sockets() -> None:
 def test_containers_that_see_both_gpus_lack_one_process_namespace() -> None:
     _, findings = told(gpu("p", "A", "B"), gpu("d", "B", "A", host=CONTAINER))
     found = only(findings)
-    assert "process namespaces differ" in found.text and "pid: host" in found.mend
+    assert "process namespaces differ" in found.text and "pid: host" in found.fix
 
 
 def test_what_lies_between_two_gpus_is_told() -> None:
     prefill = gpu("p", "A", "BC")
     prefill.hardware.gpu_links.extend(["NV18 B", "SYS C"])
     pairs, _ = told(prefill, gpu("d1", "B", "AC"), gpu("d2", "C", "AB"), gpu("d3", "D"))
-    assert [pair.judgement.link for pair in pairs] == ["NV18", "SYS", ""]
+    assert [pair.link for pair in pairs] == ["NV18", "SYS", ""]
 
 
 def test_gpus_that_are_no_peers_are_explained_and_not_complained_of() -> None:
     pairs, findings = told(gpu("p", "A", "B", peers=""), gpu("d", "B", "A", peers=""))
-    assert "cannot write" in pairs[0].judgement.obstacles[CUDA_IPC]
-    assert only(findings).level is Level.OK
+    assert "cannot write" in pairs[0].obstacles[CUDA_IPC]
+    assert only(findings).level == "ok"
 
 
 @pytest.mark.parametrize("rdma", [(), ("mlx5_0",)])
 def test_machines_of_which_one_has_no_rdma_use_tcp(rdma: tuple[str, ...]) -> None:
     _, findings = told(gpu("p", "A", rdma=rdma), gpu("d", "B", host=ELSEWHERE))
     found = only(findings)
-    assert "NCCL will use TCP sockets" in found.text and "/dev/infiniband" in found.mend
+    assert "NCCL will use TCP sockets" in found.text and "/dev/infiniband" in found.fix
 
 
 @pytest.mark.parametrize(
@@ -156,22 +156,22 @@ def test_machines_of_which_one_has_no_rdma_use_tcp(rdma: tuple[str, ...]) -> Non
 )
 def test_cpus_of_one_machine_that_use_the_network(host: str, why: str) -> None:
     pairs, findings = told(cpu("p"), cpu("d", host))
-    assert pairs[0].judgement.transport == GLOO
+    assert pairs[0].transport == GLOO
     found = only(findings)
-    assert "within one machine" in found.text and why in found.text and "one user" in found.mend
+    assert "within one machine" in found.text and why in found.text and "one user" in found.fix
 
 
 def test_a_gpu_and_a_cpu_never_talk() -> None:
     pairs, findings = told(gpu("p", "A"), cpu("d"))
-    assert pairs[0].judgement.transport is None and not pairs[0].judgement.obstacles
-    assert [found.level for found in findings] == [Level.FAIL, Level.WARN]
+    assert pairs[0].transport is None and not pairs[0].obstacles
+    assert [found.level for found in findings] == ["fail", "warn"]
     assert "one computes on a GPU and the other on a CPU" in findings[1].text
 
 
 def test_one_pair_that_works_is_enough_not_to_fail() -> None:
     pairs, findings = told(gpu("p", "A", "B"), gpu("d1", "B", "A"), cpu("d2"))
-    assert [pair.judgement.transport for pair in pairs] == [CUDA_IPC, None]
-    assert only(findings).level is Level.WARN and only(findings).subject == "p → d2"
+    assert [pair.transport for pair in pairs] == [CUDA_IPC, None]
+    assert only(findings).level == "warn" and only(findings).subject == "p → d2"
 
 
 @pytest.mark.parametrize(
@@ -182,24 +182,24 @@ def test_caches_that_mean_different_things(field: str, value: Any) -> None:
     other = common_pb2.KvDescriptor(dtype="bfloat16", block_size=16)
     setattr(other, field, value)
     pairs, findings = told(cpu("p"), cpu("d", kv=other))
-    assert pairs[0].judgement.transport is None
-    assert findings[1].level is Level.WARN and f"{field}: " in findings[1].text
+    assert pairs[0].transport is None
+    assert findings[1].level == "warn" and f"{field}: " in findings[1].text
 
 
 def test_transports_that_exclude_each_other() -> None:
     _, findings = told(cpu("p", transports=[SHM]), cpu("d", transports=[GLOO]))
     assert "prefill offers shm, decode gloo" in findings[1].text
-    assert "--transport auto" in findings[1].mend
+    assert "--transport auto" in findings[1].fix
 
 
 def test_one_gpu_for_both_is_for_cuda_ipc_or_a_late_nccl() -> None:
     alone: dict[str, Any] = {"transports": [NCCL]}
     pairs, findings = told(gpu("p", "A", **alone), gpu("d", "A", **alone))
-    assert pairs[0].judgement.transport is None and findings[0].level is Level.FAIL
-    assert "2.30" in pairs[0].judgement.obstacles[NCCL]
+    assert pairs[0].transport is None and findings[0].level == "fail"
+    assert "2.30" in pairs[0].obstacles[NCCL]
     late: dict[str, Any] = {**alone, "nccl": "2.30.3"}
     pairs, findings = told(gpu("p", "A", **late), gpu("d", "A", **late))
-    assert pairs[0].judgement.transport == NCCL and only(findings).level is Level.OK
+    assert pairs[0].transport == NCCL and only(findings).level == "ok"
 
 
 def test_two_versions_of_nccl() -> None:
@@ -211,8 +211,8 @@ def test_two_versions_of_nccl() -> None:
 def test_a_gpu_that_was_not_described() -> None:
     silent = common_pb2.Hardware(torch_version="2.11.0")
     pairs, findings = told(gpu("p", "A", hardware=silent, transports=[NCCL]), gpu("d", "B"))
-    assert pairs[0].judgement.transport == NCCL
-    assert "does not tell which GPU" in only(findings).text
+    assert pairs[0].transport == NCCL
+    assert "does not report which GPU" in only(findings).text
 
 
 def test_the_same_trouble_of_many_pairs_is_told_once() -> None:
@@ -227,17 +227,17 @@ def test_an_open_link_that_is_slower_than_it_could_be() -> None:
     assert pairs[0].in_use == GLOO
     assert "uses gloo, and shm is faster" in only(findings).text
     _, findings = told(cpu("p"), cpu("d"), used=SHM)
-    assert only(findings).level is Level.OK
+    assert only(findings).level == "ok"
 
 
 def test_a_cluster_that_cannot_serve() -> None:
     _, findings = told(cpu("p"))
     assert only(findings) == Finding(
-        Level.FAIL, "cluster", "has no decode worker", "start one: baton decode-worker"
+        "fail", "cluster", "has no decode worker", "start one: baton decode-worker"
     )
     _, findings = told(cpu("p"), cpu("d"), state="STALLED", registry=False)
-    assert [found.level for found in findings] == [Level.WARN] * 3
-    assert [found.subject for found in findings] == ["registry", "prefill p", "decode d"]
+    assert [found.level for found in findings] == ["warn"] * 3
+    assert [found.subject for found in findings] == ["registry", "p", "d"]
 
 
 class Named(Transport):
