@@ -264,7 +264,7 @@ class LocalCluster:
     ) -> None:
         program = self._programs.get(name) or self._programs.get(role) or commands.PROGRAM
         extra = [*self._extra_args.get(role, ()), *self._extra_args.get(name, ())]
-        argv = [*program, *args, *extra]
+        argv = [*program, *args, "--name", name, *extra]
         on_line = partial(self._on_line, name) if self._on_line else lambda line: None
         process = self.processes[name] = ChildProcess(name, role, argv, self._env, on_line)
         supervisor = Supervisor(process, until_ready, self._process_ended, self._say)
@@ -275,8 +275,8 @@ class LocalCluster:
 
     async def _worker_ready(self, process: ChildProcess) -> str:
         record = await worker_ready(self.membership, process.pid)
-        where = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
-        return f"ready in {process.age_s:.1f} s ({where})"
+        what = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
+        return f"ready in {process.age_s:.1f} s as {record.incarnation} ({what})"
 
     async def _router_ready(self, process: ChildProcess) -> str:
         address = self._routers[process.name]

@@ -29,10 +29,12 @@ _MAX_LISTED = 20
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on a free loopback port between `async with` and its end; `address` is its URL."""
+    """Listens on a loopback port between `async with` and its end; `address` is its URL."""
 
-    def __init__(self, store: SpanStore) -> None:
+    def __init__(self, store: SpanStore, port: int = 0) -> None:
+        """`port` 0 takes a free one."""
         self.store = store
+        self._port = port
         self.address = ""
         self._server: grpc.aio.Server | None = None
 
@@ -41,7 +43,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         register: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
         register(self, self._server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceServicer(self.store), self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self._server.start()
         self.address = f"http://127.0.0.1:{port}"
         return self

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from baton.config import ClusterConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
 from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
@@ -34,8 +34,6 @@ async def run(config: ClusterConfig) -> int:
     Returns the exit status: 0 once it was ready. Raises ConfigError or Unavailable when it cannot
     start.
     """
-    if config.trace and config.otlp:
-        raise ConfigError("--trace shows the traces here and --otlp sends them away: choose one")
     cancel_on_signals()
     hangup = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
@@ -46,7 +44,7 @@ async def run(config: ClusterConfig) -> int:
             cluster = LocalCluster(here, say=say, on_line=echo)
             await stack.enter_async_context(cluster)
             was_ready = True
-            say(_ready_text(cluster, keeps_traces=here.otlp != config.otlp))
+            say(_ready_text(cluster, keeps_traces=here is not config))
             await _restart_on(hangup, cluster)
     except asyncio.CancelledError:
         pass
@@ -101,15 +99,16 @@ def _has_terminal() -> bool:
 
 
 async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> ClusterConfig:
-    """`config`, sending its traces here: `baton trace` reads them, `--trace` draws them."""
-    if config.otlp or not (config.trace or config.keep_traces):
+    """`config`, sending its traces here, too: `baton trace` reads them, `--trace` draws them."""
+    if not (config.trace or config.keep_traces):
         return config
     kept = max(config.keep_traces, _LEAST_KEPT if config.trace else 0)
     store = SpanStore(kept, kept * _SPANS_PER_TRACE)
     if config.trace:
         store.follow(_show_finished, _QUIET_S)
     receiver = await stack.enter_async_context(OtlpReceiver(store))
-    return dataclasses.replace(config, otlp=receiver.address)
+    otlp = ",".join(filter(None, (receiver.address, config.otlp)))  # the first is `baton trace`'s
+    return dataclasses.replace(config, otlp=otlp)
 
 
 def _show_finished(spans: Sequence[Span]) -> bool:

@@ -315,8 +315,8 @@ def test_bad_settings_and_directories_are_told(capsys: pytest.CaptureFixture[str
         "baton: error: --decode must be at least 1, not 0: a cluster serves with a worker of each "
         "role\n"
     )
-    assert cli.main(["up", "--trace", "--otlp", "http://x:1"]) == 1
-    assert "choose one" in capsys.readouterr().err
+    assert cli.main(["decode-worker", "--name", "a/b"]) == 1
+    assert "--name 'a/b': use up to 63 letters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

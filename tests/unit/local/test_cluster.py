@@ -327,7 +327,8 @@ async def test_programs_and_options_go_by_name_before_role() -> None:
     async with started:
         first, second = (started.processes[f"decode-{n}"].argv for n in (0, 1))
         assert first[:3] == [*MEMBER, "decode-worker"] and second[:5] == [*named, "decode-worker"]
-        assert first[3:-4] == second[5:-2]
+        assert first[3:-6] == second[5:-4]
+        assert first[-6:-4] == ["--name", "decode-0"]
         assert first[-4:] == ["--advertise", "h:1", "--advertise", "h:2"]
 
 

@@ -19,8 +19,8 @@ DONE = Completion(
 
 
 def test_the_route_of_a_handoff() -> None:
-    assert demo.route_text(DONE, {"p1": "prefill-0", "d1": "decode-0"}).splitlines() == [
-        "  prefill by prefill-0, decode by decode-0",
+    assert demo.route_text(DONE).splitlines() == [
+        "  prefill by p1, decode by d1",
         "  KV cache moved over shm: 332.0 KiB in 2.6 ms",
         "  83 prompt tokens (16 from a cache), 64 generated, finish reason: length",
         "  first token after 54 ms, then one each 4.7 ms, 352 ms in all",
@@ -29,7 +29,7 @@ def test_the_route_of_a_handoff() -> None:
 
 def test_the_route_without_a_handoff() -> None:
     alone = dataclasses.replace(DONE, route=Route(None, "d1", None, 1))
-    text = demo.route_text(alone, {})
+    text = demo.route_text(alone)
     assert text.startswith("  prefill and decode by d1: no KV cache had to move\n")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from baton import telemetry
 from baton.errors import DeadlineExceeded
+from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
 
@@ -107,3 +108,33 @@ async def test_receiver_takes_what_a_real_exporter_sends() -> None:
     assert parent.error is None
     assert child.error is not None and "boom" in child.error
     assert parent.start_ns <= child.start_ns <= child.end_ns <= parent.end_ns
+
+
+async def test_a_late_collector_gets_its_traces_and_the_log_says_once_who_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, port = SpanStore(), ports.free()
+    async with OtlpReceiver(SpanStore()) as early:
+        exporter = telemetry.setup("client", f"{early.address}, http://127.0.0.1:{port}")
+        roots = []
+        for _ in range(3):
+            with exporter.tracer.start_as_current_span("generate") as root:
+                roots.append(telemetry.trace_id_of(root))
+            await early.store.wait_for(roots[-1], timeout=10)  # one that is missing delays no other
+        async with asyncio.timeout(20):
+            while not caplog.messages:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        async with OtlpReceiver(store, port):
+            for trace_id in roots:
+                await store.wait_for(trace_id, timeout=20)
+            await asyncio.to_thread(exporter.close)
+    missing, back = caplog.messages
+    assert f"no traces reach http://127.0.0.1:{port}" in missing and "UNAVAILABLE" in missing
+    assert f"traces reach http://127.0.0.1:{port} now" in back
+
+
+async def test_a_collector_that_never_comes_does_not_delay_the_end() -> None:
+    exporter = telemetry.setup("client", f"http://127.0.0.1:{ports.free()}")
+    exporter.tracer.start_span("generate").end()
+    async with asyncio.timeout(15):
+        await asyncio.to_thread(exporter.close)
