@@ -18,7 +18,8 @@ def add_options(parser: argparse.ArgumentParser, log_level: str = "info") -> Non
     group.add_argument(
         "--otlp",
         metavar="URL",
-        help="export traces to this OTLP/gRPC address, as http://HOST:4317; several separated by commas",
+        help="export traces to this OTLP/gRPC address, as http://HOST:4317; several "
+        "separated by commas",
     )
     group.add_argument(
         "--trace-sample",
