@@ -64,11 +64,6 @@ def test_torch_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.level == "warn" and "baton-serving[worker]" in found.fix
 
 
-def test_an_old_python_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MIN_PYTHON", (99, 0))
-    assert doctor.python().level == "fail"
-
-
 def test_no_compiler_is_told_unless_kernels_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,17 +133,6 @@ def test_nothing_is_recorded_yet(
         assert json.loads(capsys.readouterr().out) == {"traces": []}
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [[TRACE, "--last"], ["--last", "--slowest", "2"], ["--slowest", "0"],
-     [TRACE, "--from", "h:1", "--jaeger", "http://j"]],
-)  # fmt: skip
-def test_what_does_not_go_together(kept: Kept, argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(*argv)
-    assert ended.value.code == 2
-
-
 def test_it_looks_where_it_is_told(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
 

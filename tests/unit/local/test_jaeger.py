@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from baton.cli.trace import render
-from baton.errors import InternalError, InvalidRequest, Unavailable
+from baton.errors import InternalError, Unavailable
 from baton.local.trace_source import Jaeger
 from baton.local.trace_tree import ROUTER, entry_of, is_whole
 
@@ -155,9 +155,3 @@ def test_nobody_there() -> None:
         url = server.url
     with pytest.raises(Unavailable, match="does not answer"):
         Jaeger(url).trace(TRACE, TIMEOUT_S)
-
-
-@pytest.mark.parametrize("url", ["ftp://h:1", "http://", "file:///etc/passwd"])
-def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(InvalidRequest, match="--jaeger"):
-        Jaeger(url)

@@ -100,12 +100,6 @@ def test_a_large_fleet_is_cut_to_the_terminals_height(height: int) -> None:
     assert "event 8" in drawn[-6] and "event 3" in drawn[-1]
 
 
-def test_a_small_fleet_is_shown_whole() -> None:
-    view = seen(polled(status([worker(f"w{n}") for n in range(8)], [pair()])))
-    text = "\n".join(lines(view, height=24))
-    assert "more" not in text and "w7" in text and "shm" in text
-
-
 def test_it_says_who_does_not_answer() -> None:
     dead = polled(status([worker("p0")]), failure="connection\n refused")
     text = "\n".join(lines(view_of([dead], 15.0, AT)))

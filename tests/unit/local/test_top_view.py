@@ -5,7 +5,7 @@ import pytest
 from baton.local.top_view import PolledRouter, Sample, View, view_of
 from baton.v1 import fleet_pb2
 
-from .statuses import DECODE, pair, polled, status, worker
+from .statuses import pair, polled, status, worker
 
 Counts = fleet_pb2.RouterCounts
 
@@ -32,14 +32,6 @@ def test_rates_are_differences_over_the_time_between() -> None:
     assert router.good_share == pytest.approx(13 / 18)
     assert (first.computed_per_s, first.sampled_per_s) == (250.0, 2.0)
     assert (link.bytes_per_s, link.wire_bytes_per_s) == (2_000.0, 2_000_000.0)
-
-
-def test_one_answer_makes_no_rates() -> None:
-    view = seen(polled(status([worker("p0")], [pair()])))
-    assert view.routers[0].requests_per_s is None
-    assert view.routers[0].good_share is None
-    assert view.workers[0].computed_per_s is None
-    assert view.pairs[0].bytes_per_s is None
 
 
 def test_a_new_link_and_a_new_worker_begin_at_nothing() -> None:
@@ -69,14 +61,6 @@ def test_the_worst_word_about_a_worker_counts() -> None:
         assert line.load.running == 3  # of the one that heard of it last
     both = seen(polled(status([silent])), there).workers[0]
     assert both.reason == "no sign of life"
-
-
-def test_workers_are_in_order_of_role_and_name() -> None:
-    workers = [worker("a", DECODE), worker("z"), worker("b", DECODE), worker("c")]
-    lines = seen(polled(status(workers))).workers
-    assert [(line.role, line.record.incarnation) for line in lines] == [
-        ("prefill", "c"), ("prefill", "z"), ("decode", "a"), ("decode", "b"),
-    ]  # fmt: skip
 
 
 def test_a_router_that_does_not_answer_tells_of_nobody_while_another_does() -> None:

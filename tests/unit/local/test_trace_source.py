@@ -82,11 +82,6 @@ async def test_an_old_trace_comes_at_once(
     assert len(answer.spans) == len(spans)
 
 
-async def test_an_unknown_trace_has_no_spans(receiver: OtlpReceiver) -> None:
-    receiver.store.add([request()])
-    assert await trace_of(receiver, "1" * 32) == []
-
-
 async def test_a_malformed_id_is_refused(receiver: OtlpReceiver) -> None:
     with pytest.raises(InvalidRequest, match="32 hexadecimal"):
         await trace_of(receiver, "xyz")
