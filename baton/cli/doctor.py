@@ -81,13 +81,13 @@ def look(target: str | None, timeout_s: float) -> dict[str, Any]:
     from baton.local import doctor, doctor_cluster
 
     status = _router_status(target, timeout_s)
-    asked = target or options.DEFAULT_TARGET
-    hosts = {address.strip().rpartition(":")[0] for address in asked.split(",")}
+    addresses = target or options.DEFAULT_TARGET
+    hosts = {address.strip().rpartition(":")[0] for address in addresses.split(",")}
     router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
     machine = [*doctor.check_machine(router_here), *doctor.check_gpus()]
     report: dict[str, Any] = {
         "machine": [dataclasses.asdict(finding) for finding in machine],
-        "router": {"target": asked, "answers": status is not None},
+        "router": {"target": addresses, "answers": status is not None},
         "workers": [],
         "pairs": [],
         "cluster": [],

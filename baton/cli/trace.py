@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _TEXT = """\
 Draws what a request did, and when, in client, router and workers, and says how much of its time
 the spans account for. `baton up` keeps the last traces in memory, and a router says where. A trace
-id is what `baton generate --json` and `baton top` tell; without one the requests whose traces are
-kept are listed."""
+id is what `baton generate --json` and `baton top` show; without one the requests whose traces
+are kept are listed."""
 _EXAMPLES = """\
   baton trace                                      the last requests
   baton trace --slowest 5                          those that took longest
@@ -64,7 +64,7 @@ def add_commands(commands: options.Commands) -> None:
         "--from",
         dest="source",
         metavar="HOST:PORT",
-        help="what `baton up` says it keeps traces at (default: the router is asked)",
+        help="the address at which `baton up` keeps traces (default: the one that the router exports to)",
     )
     other.add_argument(
         "--jaeger", metavar="URL", help="read Jaeger's HTTP API, as http://HOST:16686"

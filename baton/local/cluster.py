@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels are compiled
 _STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
-_RESTART_GRACE_S = 15.0  # the same when nobody waits at a terminal
+_RESTART_GRACE_S = 15.0  # the same where no user waits at a terminal
 _STATUS_S = 5.0
 
 
@@ -122,7 +122,7 @@ class LocalCluster:
             ) from None
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        """Sends a signal to one process, as an accident or an operator would."""
+        """Sends a signal to one process."""
         self.processes[name].signal(signum)
 
     async def add_worker(self, role: str, share: resources.Share | None = None) -> str:

@@ -39,9 +39,10 @@ class Cache:
         """Return the value for key, or default."""
         with self._lock:
 '''
-# What happens during the first start takes longest: kernels are compiled, and say so.
-_PROGRESS_LOGGER = "baton.engine.ops."
-_LOG_LINE = re.compile(r"[-\d]+ [:,\d]+ (?P<level>[A-Z]+) (?P<logger>\S+): (?P<text>.*)")
+_LOG_LINE = r"[-\d]+ [:,\d]+ "
+_QUIET_LINE = re.compile(_LOG_LINE + "(DEBUG|INFO) ")
+# The first start takes longest because kernels are compiled, which they log.
+_PROGRESS_LINE = re.compile(_LOG_LINE + r"[A-Z]+ baton\.engine\.ops\.\S*: (.*compil.*)")
 _SERVICES = ("baton-client", "baton-router", "baton-prefill", "baton-decode")
 _REQUEST_S = 60.0
 _TRACE_S = 10.0
@@ -71,10 +72,9 @@ async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequenc
         say(f"  {time.monotonic() - began:5.1f} s  {text}")
 
     def log_line(name: str, line: str) -> None:
-        match = _LOG_LINE.match(line)
-        if match and match["logger"].startswith(_PROGRESS_LOGGER):
-            detail(f"{name} {match['text']}")
-        elif not match or match["level"] not in ("DEBUG", "INFO"):
+        if text := progress(line):
+            detail(f"{name} {text}")
+        elif not _QUIET_LINE.match(line):
             print(f"  [{name}] {line}", file=sys.stderr, flush=True)
 
     config = ClusterConfig(port=0, otlp=receiver.address, restart=False, log_level="info")
@@ -115,6 +115,12 @@ async def _complete(
     finally:
         await asyncio.to_thread(client_telemetry.close)
     return completion, telemetry.trace_id_of(span)
+
+
+def progress(line: str) -> str:
+    """What a worker's log line says about its start; empty when it says nothing about it."""
+    match = _PROGRESS_LINE.match(line)
+    return match[1] if match else ""
 
 
 def route_text(completion: Completion) -> str:

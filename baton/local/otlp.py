@@ -80,7 +80,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
     async def ListTraces(
         self, request: trace_pb2.ListTracesRequest, context: Any
     ) -> trace_pb2.ListTracesResponse:
-        """Requests, in the order asked for."""
+        """Requests, in the requested order."""
         found = [summary for spans in self._store.traces() if (summary := summarize(spans))]
         slowest = request.order == trace_pb2.TRACE_ORDER_SLOWEST
         found.sort(key=slowest_first if slowest else latest_first)

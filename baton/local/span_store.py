@@ -46,7 +46,7 @@ class _Trace:
     spans: dict[str, Span] = field(default_factory=dict)  # by span id: a resent span counts once
     arrived_at: float = 0.0  # time.monotonic() of the last one
     timer: asyncio.TimerHandle | None = None  # of `SpanStore.follow`
-    done: bool = False  # its follower wants no more of it
+    done: bool = False  # its follower has returned True
 
     def cancel_timer(self) -> None:
         if self.timer:

@@ -66,7 +66,7 @@ class KeptTraces(TraceSource):
         return [span_of(trace_id, message) for message in response.spans]
 
     def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[Summary]:
-        """Requests, in the order asked for."""
+        """Requests, in the requested order."""
         order = trace_pb2.TRACE_ORDER_SLOWEST if slowest else trace_pb2.TRACE_ORDER_LATEST
         request = trace_pb2.ListTracesRequest(order=order, most=most)
         names = [field.name for field in fields(Summary)]
@@ -137,7 +137,7 @@ class Jaeger(TraceSource):
         return [s for spans in self._get(f"/api/traces/{trace_id}", timeout_s) for s in spans]
 
     def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[Summary]:
-        """Requests of the last hour, in the order asked for."""
+        """Requests of the last hour, in the requested order."""
         end = time.time_ns() // 1000
         query = {
             "service": ROUTER,

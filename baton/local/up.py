@@ -24,7 +24,7 @@ from baton.local.trace_tree import entry_of
 
 INTERRUPTED = 130
 _QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans
-_LEAST_KEPT = 256  # to be drawn: requests may run side by side
+_MIN_KEPT = 256  # to be drawn: requests may run side by side
 _SPANS_PER_TRACE = 24  # on average, at about 1 KiB a span
 
 
@@ -59,7 +59,7 @@ def cancel_on_signals() -> None:
 
     def cancel() -> None:
         if not task.cancelling():
-            say(("\n" if sys.stdout.isatty() else "") + "stopping…")  # not beside the terminal's ^C
+            say(("\n" if sys.stdout.isatty() else "") + "stopping…")  # not after the terminal's ^C
         task.cancel()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -84,14 +84,14 @@ async def _restart_on(hangup: asyncio.Event, cluster: LocalCluster) -> None:
     while True:
         await hangup.wait()
         if had_terminal and not _has_terminal():
-            return  # the window was closed: nobody is left to press ctrl-C
+            return  # the window was closed: no ctrl-C can come any more
         say(f"SIGHUP: restarting {', '.join(cluster.processes)}, one after the other")
         try:
             await cluster.rolling_restart()
             say("all processes have been restarted")
         except BatonError as error:
             say(f"the restart has stopped: {error}")
-        hangup.clear()  # one that came meanwhile has had its restart
+        hangup.clear()  # a signal that came meanwhile needs no other restart
 
 
 def _has_terminal() -> bool:
@@ -102,7 +102,7 @@ async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> Cluste
     """`config`, sending its traces here, too: `baton trace` reads them, `--trace` draws them."""
     if not (config.trace or config.keep_traces):
         return config
-    kept = max(config.keep_traces, _LEAST_KEPT if config.trace else 0)
+    kept = max(config.keep_traces, _MIN_KEPT if config.trace else 0)
     store = SpanStore(kept, kept * _SPANS_PER_TRACE)
     if config.trace:
         store.follow(_show_finished, _QUIET_S)
@@ -136,7 +136,7 @@ def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
 
 
 def _http_text(cluster: LocalCluster) -> str:
-    """For those who speak HTTP: a line to try, and what OpenAI's clients are told."""
+    """A curl command to try, and the settings of OpenAI's clients."""
     if not cluster.http_addresses:
         return ""
     url = f"http://{cluster.http_addresses[0]}/v1"

@@ -44,3 +44,13 @@ def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
     span = Span("t", "a", "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
     assert up._show_finished([span]) is shown
     assert ("generate" in capsys.readouterr().out) is shown
+
+
+def test_compiling_kernels_is_progress() -> None:
+    at = "2026-01-01 12:00:00,123"
+    logger = "baton.engine.ops.native.library"
+    text = "compiling native kernels for avx2, once: this takes some seconds"
+    assert demo.progress(f"{at} WARNING {logger}: {text}") == text
+    assert demo.progress(f"{at} INFO {logger}: {text}") == text
+    assert demo.progress(f"{at} INFO baton.worker.node: ready") == ""
+    assert demo.progress("Traceback (most recent call last):") == ""
