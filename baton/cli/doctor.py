@@ -45,6 +45,8 @@ _PAIR_COLUMNS = {
     "why": "why none that is faster",
 }
 
+_HARDWARE_LISTS = ("visible_gpus", "peer_gpus", "gpu_links", "rdma_devices")
+_VERSIONS = ("torch", "cuda", "nccl", "driver")
 _MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
 _MIN_TEXT = 40  # columns
 
@@ -147,17 +149,9 @@ def _worker(worker: WorkerStatus) -> dict[str, Any]:
         "gpu": hardware.gpu.uuid or None,
         "memory_bytes": hardware.gpu.memory_bytes or None,
         "capability": hardware.gpu.capability or None,
-        "visible_gpus": list(hardware.visible_gpus),
-        "peer_gpus": list(hardware.peer_gpus),
-        "gpu_links": list(hardware.gpu_links),
-        "rdma_devices": list(hardware.rdma_devices),
+        **{name: list(getattr(hardware, name)) for name in _HARDWARE_LISTS},
         "transports": [name_of(kind) for kind in record.transports],
-        "versions": {
-            "torch": hardware.torch_version,
-            "cuda": hardware.cuda_version,
-            "nccl": hardware.nccl_version,
-            "driver": hardware.driver_version,
-        },
+        "versions": {name: getattr(hardware, f"{name}_version") for name in _VERSIONS},
     }
 
 
@@ -177,15 +171,24 @@ def _pair(pair: Pair) -> dict[str, Any]:
 
 def render(report: dict[str, Any], width: int = 200) -> str:
     """The object of `baton doctor --json` as text for people; tables may be wider than `width`."""
-    here = _findings(report["machine"], width)
-    lines = ["this machine", *here, "", _router_line(report["router"])]
+    lines = ["this machine", *_findings(report["machine"], width), ""]
+    router = report["router"]
+    if router["answers"]:
+        lines.append(
+            "router at {address}: {state}, model {model}, cluster {cluster}".format(**router)
+        )
+    else:
+        lines.append(f"router: none answers at {router['target']}")
     if report["workers"]:
         lines += ["", *table(_WORKER_COLUMNS, [_shown(worker) for worker in report["workers"]])]
     if report["pairs"]:
         lines += ["", *table(_PAIR_COLUMNS, [_explained(pair) for pair in report["pairs"]])]
     if report["cluster"]:
         lines += ["", "cluster", *_findings(report["cluster"], width)]
-    return "\n".join([*lines, "", _summary([*report["machine"], *report["cluster"]])])
+    levels = [finding["level"] for finding in (*report["machine"], *report["cluster"])]
+    failed, warned = levels.count("fail"), levels.count("warn")
+    counts = f"{failed} failed, {warned} warning{'' if warned == 1 else 's'}"
+    return "\n".join([*lines, "", counts if failed or warned else "nothing is missing"])
 
 
 def _findings(findings: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
@@ -205,15 +208,6 @@ def _folded(head: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(text, room, initial_indent=head, subsequent_indent=indent)
 
 
-def _router_line(router: dict[str, Any]) -> str:
-    if not router["answers"]:
-        return f"router: none answers at {router['target']}"
-    return (
-        f"router at {router['address']}: {router['state']}, model {router['model']}, "
-        f"cluster {router['cluster']}"
-    )
-
-
 def _shown(worker: dict[str, Any]) -> dict[str, str]:
     seen = len(worker["visible_gpus"]) - 1
     return {
@@ -229,11 +223,3 @@ def _explained(pair: dict[str, Any]) -> dict[str, str]:
     why = "; ".join(reasons or ([] if pair["transport"] else pair["problems"]))
     over = f" over {pair['link']}" if pair["link"] else ""
     return {**pair, "transport": f"{pair['transport'] or 'NONE'}{over}", "why": why or "-"}
-
-
-def _summary(findings: Sequence[dict[str, Any]]) -> str:
-    failed = sum(finding["level"] == "fail" for finding in findings)
-    warned = sum(finding["level"] == "warn" for finding in findings)
-    if not failed and not warned:
-        return "nothing is missing"
-    return f"{failed} failed, {warned} warning{'' if warned == 1 else 's'}"

@@ -64,7 +64,7 @@ def add_commands(commands: options.Commands) -> None:
         "--from",
         dest="source",
         metavar="HOST:PORT",
-        help="the address at which `baton up` keeps traces (default: the one that the router exports to)",
+        help="where `baton up` keeps traces (default: where the router exports to)",
     )
     other.add_argument(
         "--jaeger", metavar="URL", help="read Jaeger's HTTP API, as http://HOST:16686"

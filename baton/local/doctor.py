@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -54,19 +55,9 @@ class Finding:
     fix: str = ""
 
 
-def ok(subject: str, text: str) -> Finding:
-    """As it should be, or as it may be."""
-    return Finding("ok", subject, text)
-
-
-def warn(subject: str, text: str, fix: str = "") -> Finding:
-    """It works, but slower or not everywhere."""
-    return Finding("warn", subject, text, fix)
-
-
-def fail(subject: str, text: str, fix: str = "") -> Finding:
-    """It does not work."""
-    return Finding("fail", subject, text, fix)
+ok = partial(Finding, "ok")
+warn = partial(Finding, "warn")
+fail = partial(Finding, "fail")
 
 
 def check_machine(router_here: bool) -> Iterator[Finding]:

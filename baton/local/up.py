@@ -121,35 +121,24 @@ def _show_finished(spans: Sequence[Span]) -> bool:
 
 
 def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
+    """Where the cluster serves, with commands to try."""
     target = "" if cluster.targets == "127.0.0.1:7700" else f" --target {cluster.targets}"
-    kept = f"  baton trace{target}\n" if keeps_traces else ""
-    return (
-        f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:\n"
-        f"  baton generate 'class Stack:'{target}\n"
-        f"  baton status{target}\n"
-        f"  baton top{target}\n"
-        f"{kept}"
-        f"{_http_text(cluster)}"
-        f"{_metrics_text(cluster)}"
-        "ctrl-C stops it"
-    )
-
-
-def _http_text(cluster: LocalCluster) -> str:
-    """A curl command to try, and the settings of OpenAI's clients."""
-    if not cluster.http_addresses:
-        return ""
-    url = f"http://{cluster.http_addresses[0]}/v1"
-    body = '{"prompt": "class Stack:", "max_tokens": 32}'
-    return (
-        f"  curl {url}/completions -H 'content-type: application/json' -d '{body}'\n"
-        f"OpenAI's clients: base_url={url}, any api_key\n"
-    )
-
-
-def _metrics_text(cluster: LocalCluster) -> str:
-    """For a Prometheus configuration: where each process serves its metrics."""
-    if not cluster.metrics:
-        return ""
-    served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())
-    return f"metrics at http://HOST:PORT/metrics of {served}\n"
+    lines = [
+        f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:",
+        f"  baton generate 'class Stack:'{target}",
+        f"  baton status{target}",
+        f"  baton top{target}",
+    ]
+    if keeps_traces:
+        lines.append(f"  baton trace{target}")
+    if cluster.http_addresses:
+        url = f"http://{cluster.http_addresses[0]}/v1"
+        body = '{"prompt": "class Stack:", "max_tokens": 32}'
+        lines += [
+            f"  curl {url}/completions -H 'content-type: application/json' -d '{body}'",
+            f"OpenAI's clients: base_url={url}, any api_key",
+        ]
+    if cluster.metrics:
+        served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())
+        lines.append(f"metrics at http://HOST:PORT/metrics of {served}")
+    return "\n".join([*lines, "ctrl-C stops it"])
