@@ -17,6 +17,7 @@ from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local import ports
 from baton.local.child import tied
+from baton.local.supervisor import ChildProcess
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 START_S = 20.0
 STOP_S = 5.0
-_LOG_TAIL_BYTES = 2000
+_LOG_LINES = 40  # shown of one that fails
 _PORT_ATTEMPTS = 3
 _LOCK = "owner.lock"
 
@@ -69,7 +70,7 @@ class EmbeddedEtcd:
         self._scratch: ScratchFolder | None = None
         self._port = client_port
         self._args = args
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
 
     @property
     def address(self) -> str:
@@ -78,7 +79,7 @@ class EmbeddedEtcd:
 
     @property
     def home(self) -> Path:
-        """The directory of its data and log, once started."""
+        """The directory of its data, once started."""
         assert self._home is not None, "etcd was never started"
         return self._home
 
@@ -105,36 +106,28 @@ class EmbeddedEtcd:
             self._scratch = await asyncio.to_thread(ScratchFolder, "baton-etcd-")
             self._home = self._scratch.path
         self._home.mkdir(parents=True, exist_ok=True)
-        if self._port:
-            await self._start_once()
-            return
-        for attempt in range(_PORT_ATTEMPTS):
-            self._port = ports.free()
+        attempts = 1 if self._port else _PORT_ATTEMPTS
+        for attempt in range(1, attempts + 1):
+            self._port = self._port if attempts == 1 else ports.free()
             try:
                 await self._start_once()
                 return
             except Unavailable as error:
-                taken = "address already in use" in str(error)
-                if not taken or attempt + 1 == _PORT_ATTEMPTS:
+                if attempt == attempts or "address already in use" not in str(error):
                     raise
 
-    async def stop(self, *, kill: bool = False) -> None:
-        """SIGTERM, then SIGKILL after a while, or at once with `kill`; the data stay."""
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL after a while; the data stay."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill() if kill else process.terminate()
-        try:
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        if process is not None:
+            await process.stop(STOP_S)
 
     async def kill(self) -> None:
         """SIGKILL; the data stay."""
-        await self.stop(kill=True)
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await process.wait()
 
     async def close(self) -> None:
         """Stops etcd and removes its data, if they were in a temporary directory."""
@@ -191,22 +184,10 @@ class EmbeddedEtcd:
         say(f"etcd starts empty: it could not start on its data, moved to {aside} ({cause})")
 
     async def _launch(self) -> None:
-        with (self.home / "etcd.log").open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *tied(self._command()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is ours: those who use etcd end first
-            )
-        try:
-            await self._answering(self._process)
-        except BaseException:
-            await self.kill()
-            raise
-
-    async def _answering(self, process: asyncio.subprocess.Process) -> None:
         """Returns when etcd answers a read; raises Unavailable when it exits or stays silent."""
+        # It dies with us, and ctrl-C does not reach it: those who use etcd end first.
+        process = self._process = ChildProcess("etcd", "etcd", tied(self._command()))
+        await process.start()
         client = EtcdClient(RegistryConfig(etcd=self.address))
         answered = asyncio.create_task(client.connect("/", START_S))
         exited = asyncio.create_task(process.wait())
@@ -216,10 +197,11 @@ class EmbeddedEtcd:
                 raise _Ended(f"etcd ended with status {exited.result()}")
             with contextlib.suppress(ConfigError):  # one that asks for a password answers, too
                 answered.result()
-        except Unavailable as error:
-            tail = (self.home / "etcd.log").read_bytes()[-_LOG_TAIL_BYTES:]
-            said = tail.decode(errors="replace").strip()
-            raise type(error)(f"{error}; etcd said: {said}") from error
+        except BaseException as error:
+            await self.kill()
+            if isinstance(error, Unavailable):
+                raise type(error)(f"{error}; etcd said: {process.log_tail(_LOG_LINES)}") from error
+            raise
         finally:
             for task in (answered, exited):
                 task.cancel()
