@@ -65,7 +65,7 @@ def gpu(
     return cpu(name, host, **fields)
 
 
-def told(
+def check(
     *records: WorkerRecord,
     state: str = "READY",
     used: pairing.Kind | None = None,
@@ -108,7 +108,7 @@ def only(findings: list[Finding]) -> Finding:
     ],
 )
 def test_a_good_pair_is_left_alone(records: tuple[WorkerRecord, ...], transport: int) -> None:
-    pairs, findings = told(*records)
+    pairs, findings = check(*records)
     assert [pair.transport for pair in pairs] == [transport]
     assert only(findings).level == "ok"
 
@@ -159,7 +159,7 @@ UNKNOWN: dict[str, Any] = {
 def test_a_pair_that_could_do_better(
     records: tuple[WorkerRecord, ...], transport: int, text: list[str], fix: list[str]
 ) -> None:
-    pairs, findings = told(*records)
+    pairs, findings = check(*records)
     found = only(findings)
     assert (found.level, found.subject, pairs[0].transport) == ("warn", "p → d", transport)
     assert all(part in found.text for part in text), found
@@ -184,57 +184,57 @@ def test_a_pair_that_could_do_better(
     ],
 )  # fmt: skip
 def test_a_pair_that_cannot_work(records: tuple[WorkerRecord, ...], text: str, fix: str) -> None:
-    pairs, findings = told(*records)
+    pairs, findings = check(*records)
     assert pairs[0].transport is None
     assert [found.level for found in findings] == ["fail", "warn"]
     assert text in findings[1].text and fix in findings[1].fix
 
 
-def test_links_and_obstacles_of_pairs_are_told() -> None:
+def test_links_and_obstacles_of_pairs_are_reported() -> None:
     prefill = gpu("p", "A", "BC")
     prefill.hardware.gpu_links.extend(["NV18 B", "SYS C"])
-    pairs, _ = told(prefill, gpu("d1", "B", "AC"), gpu("d2", "C", "AB"), gpu("d3", "D"))
+    pairs, _ = check(prefill, gpu("d1", "B", "AC"), gpu("d2", "C", "AB"), gpu("d3", "D"))
     assert [pair.link for pair in pairs] == ["NV18", "SYS", ""]
-    pairs, _ = told(gpu("p", "A"), gpu("d", "B", host=CONTAINER))
+    pairs, _ = check(gpu("p", "A"), gpu("d", "B", host=CONTAINER))
     assert pairs[0].obstacles == {CUDA_IPC: "their process namespaces differ"}
-    pairs, findings = told(gpu("p", "A", "B", peers=""), gpu("d", "B", "A", peers=""))
+    pairs, findings = check(gpu("p", "A", "B", peers=""), gpu("d", "B", "A", peers=""))
     assert "cannot write" in pairs[0].obstacles[CUDA_IPC] and only(findings).level == "ok"
-    assert not told(gpu("p", "A"), cpu("d"))[0][0].obstacles
+    assert not check(gpu("p", "A"), cpu("d"))[0][0].obstacles
 
 
 def test_one_pair_that_works_is_enough_not_to_fail() -> None:
-    pairs, findings = told(gpu("p", "A", "B"), gpu("d1", "B", "A"), cpu("d2"))
+    pairs, findings = check(gpu("p", "A", "B"), gpu("d1", "B", "A"), cpu("d2"))
     assert [pair.transport for pair in pairs] == [CUDA_IPC, None]
     assert (only(findings).level, only(findings).subject) == ("warn", "p → d2")
 
 
 def test_one_gpu_for_both_is_for_cuda_ipc_or_a_late_nccl() -> None:
-    pairs, findings = told(gpu("p", "A", **ONE_NCCL), gpu("d", "A", **ONE_NCCL))
+    pairs, findings = check(gpu("p", "A", **ONE_NCCL), gpu("d", "A", **ONE_NCCL))
     assert pairs[0].transport is None and findings[0].level == "fail"
     assert "2.30" in pairs[0].obstacles[NCCL]
     late = {**ONE_NCCL, "nccl": "2.30.3"}
-    pairs, findings = told(gpu("p", "A", **late), gpu("d", "A", **late))
+    pairs, findings = check(gpu("p", "A", **late), gpu("d", "A", **late))
     assert pairs[0].transport == NCCL and only(findings).level == "ok"
 
 
-def test_the_same_problem_of_many_pairs_is_told_once() -> None:
+def test_the_same_problem_of_many_pairs_is_reported_once() -> None:
     prefill = [gpu(f"p{i}", "A") for i in range(3)]
     decode = [gpu(f"d{i}", "B", host=CONTAINER) for i in range(2)]
-    _, findings = told(*prefill, *decode)
+    _, findings = check(*prefill, *decode)
     assert only(findings).subject.endswith("p1 → d1 and 2 more")
 
 
 def test_an_open_link_that_is_slower_than_it_could_be() -> None:
-    pairs, findings = told(cpu("p"), cpu("d"), used=GLOO)
+    pairs, findings = check(cpu("p"), cpu("d"), used=GLOO)
     assert pairs[0].in_use == GLOO
     assert "uses gloo, and shm is faster" in only(findings).text
-    assert only(told(cpu("p"), cpu("d"), used=SHM)[1]).level == "ok"
+    assert only(check(cpu("p"), cpu("d"), used=SHM)[1]).level == "ok"
 
 
 def test_a_cluster_that_cannot_serve() -> None:
     missing = Finding("fail", "cluster", "has no decode worker", "start one: baton decode-worker")
-    assert only(told(cpu("p"))[1]) == missing
-    _, findings = told(cpu("p"), cpu("d"), state="STALLED", registry=False)
+    assert only(check(cpu("p"))[1]) == missing
+    _, findings = check(cpu("p"), cpu("d"), state="STALLED", registry=False)
     assert [(found.level, found.subject) for found in findings] == [
         ("warn", "registry"), ("warn", "p"), ("warn", "d")
     ]  # fmt: skip
