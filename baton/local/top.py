@@ -332,7 +332,7 @@ def _worker_columns(width: int) -> Sequence[Column[WorkerLine]]:
     """The workers' columns; the bar is as long as the terminal's width allows."""
     bar = 8 if width < 90 else 16 if width < 140 else 24
     return (
-        Column("role", lambda w: w.role, 1, left=True),
+        Column("role", lambda w: w.role, 6, left=True),
         Column("worker", lambda w: w.record.incarnation, left=True),
         Column("state", lambda w: _state_text(w.state), left=True),
         Column("batch", lambda w: f"{w.load.running}/{w.record.max_batch}"),
