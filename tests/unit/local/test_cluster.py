@@ -123,7 +123,8 @@ async def test_without_restart_it_stays_away_until_told() -> None:
             await started.wait_ready(timeout_s=0.01)
 
 
-async def test_a_deaf_process_is_killed_in_bounded_time() -> None:
+async def test_a_deaf_process_is_killed_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_cluster, "_STOP_GRACE_S", 0.3)
     async with cluster(extra={"prefill": ["--deaf"]}, drain_s=0) as started:
         process = started.processes["prefill-0"]
     assert process.exit_status == -signal.SIGKILL
@@ -256,16 +257,19 @@ async def test_a_restart_that_is_no_drain_is_told() -> None:
         started.kill("prefill-0")  # or stopping it would take the whole grace
 
 
-async def test_a_crash_loop_disturbs_nobody_and_says_why() -> None:
+async def test_a_crash_loop_disturbs_no_other_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
     said: list[str] = []
     async with cluster(decode=2, say=said.append) as started:
         crashing = started.processes["decode-1"]
         crashing.argv.append("--fail")
         started.kill("decode-1")
-        await said_of(said, "decode-1 was killed by SIGKILL; starting it again in 0.5 s")
+        await said_of(said, "decode-1 was killed by SIGKILL; starting it again in 0.1 s")
         why = "decode-1 exited with status 1: the checkpoint is broken; starting it again in "
         looped = await said_of(said, why, 2)
-        assert [line.removeprefix(why) for line in looped] == ["1 s", "2 s"]
+        assert [line.removeprefix(why) for line in looped[:2]] == ["0.2 s", "0.4 s"]
         others = [p for name, p in started.processes.items() if name != "decode-1"]
         assert [p.starts for p in others] == [1] * 3 and all(p.running for p in others)
         with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
@@ -277,18 +281,19 @@ async def test_a_crash_loop_disturbs_nobody_and_says_why() -> None:
 async def test_the_delay_is_forgotten_once_it_was_ready_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
     said: list[str] = []
     async with cluster(say=said.append) as started:
-        for number, delay_s in enumerate(("0.5", "1"), 1):
+        for number, delay_s in enumerate(("0.1", "0.2"), 1):
             started.kill("decode-0")
             await said_of(said, f"SIGKILL; starting it again in {delay_s} s")
             await said_of(said, "decode-0 ready in", number + 1)
         monkeypatch.setattr(supervisor, "_HEALTHY_S", 0.0)
         started.kill("decode-0")
-        await said_of(said, "SIGKILL; starting it again in 0.5 s", 2)
+        await said_of(said, "SIGKILL; starting it again in 0.1 s", 2)
         started.processes["decode-0"].argv.append("--fail")  # long life without READY is no health
         await said_of(said, "exited with status 1: the checkpoint is broken; starting it again in")
-        assert said[-1].endswith("in 1 s")
+        assert said[-1].endswith("in 0.2 s")
 
 
 async def test_etcd_restarts_with_its_data() -> None:
