@@ -56,15 +56,13 @@ class _Trace:
 class SpanStore:
     """Keeps at most `max_traces` traces and `max_spans` spans; the oldest traces go first.
 
-    A single trace longer than `max_spans` loses its later spans, which are counted in
-    `spans_dropped` as evicted ones are.
+    A single trace longer than `max_spans` loses its later spans.
     """
 
     def __init__(self, max_traces: int = 256, max_spans: int = 20_000) -> None:
         self.max_traces = max_traces
         self.max_spans = max_spans
         self.spans_total = 0
-        self.spans_dropped = 0
         self._traces: OrderedDict[str, _Trace] = OrderedDict()
         self._arrived = asyncio.Event()
         self._on_quiet: Callable[[Sequence[Span]], bool] | None = None
@@ -91,7 +89,6 @@ class SpanStore:
         while len(self._traces) > self.max_traces or self.spans_total > self.max_spans:
             _, oldest = self._traces.popitem(last=False)
             self.spans_total -= len(oldest.spans)
-            self.spans_dropped += len(oldest.spans)
             oldest.cancel_timer()
         if self._on_quiet is not None:
             loop = asyncio.get_running_loop()
@@ -135,10 +132,7 @@ class SpanStore:
 
     def _insert(self, span: Span) -> bool:
         trace = self._traces.setdefault(span.trace_id, _Trace())
-        if span.span_id in trace.spans:
-            return False
-        if len(trace.spans) >= self.max_spans:
-            self.spans_dropped += 1
+        if span.span_id in trace.spans or len(trace.spans) >= self.max_spans:
             return False
         trace.spans[span.span_id] = span
         trace.arrived_at = time.monotonic()
