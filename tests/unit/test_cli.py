@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -71,6 +72,9 @@ def test_defaults_are_those_of_the_settings() -> None:
     assert router == RouterConfig(incarnation=router.incarnation)
     worker = services.worker_config(parse("decode-worker"))
     assert worker == WorkerConfig("decode", incarnation=worker.incarnation)
+    assert re.fullmatch("decode-[0-9a-f]{8}", worker.incarnation)
+    named = services.worker_config(parse("decode-worker", "--name", "d7"))
+    assert re.fullmatch("d7-[0-9a-f]{8}", named.incarnation)
     assert up.cluster_config(parse("up")) == ClusterConfig()
 
 

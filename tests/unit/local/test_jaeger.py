@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def jaeger() -> Iterator[Server]:
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         server.answers[f"/api/traces/{TRACE}"] = (200, json.dumps(ANSWER).encode())
         yield server
