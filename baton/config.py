@@ -219,6 +219,16 @@ class EngineConfig:
                 raise ConfigError(f"--simulate computes nothing: leave --device {self.device} out")
 
 
+def new_incarnation(name: str) -> str:
+    """An id for one run of the router or worker called `name`, which it begins with.
+
+    The name stays when a process is restarted, the id does not. Raises ConfigError.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,63}", name):
+        raise ConfigError(f"--name {name!r}: use up to 63 letters, digits, and . _ -")
+    return f"{name}-{uuid.uuid4().hex[:8]}"
+
+
 @dataclass(frozen=True)
 class WorkerConfig:
     """One prefill or decode worker."""
@@ -238,7 +248,7 @@ class WorkerConfig:
     metrics_port: int | None = None  # None: not served; 0: a free one
     trace_sample: float = 1.0  # of traces that begin here
     price_per_hour: float = 0.0  # of this worker, in whatever currency
-    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    incarnation: str = field(default_factory=lambda: new_incarnation("worker"))
 
     def __post_init__(self) -> None:
         _choice("role", self.role, ("prefill", "decode"))
@@ -307,7 +317,7 @@ class RouterConfig(RouterLimits):
     trace_sample: float = 1.0  # of traces that begin here
     otlp: str | None = None
     drain_s: float = 30.0
-    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    incarnation: str = field(default_factory=lambda: new_incarnation("router"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

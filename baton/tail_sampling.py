@@ -1,8 +1,8 @@
-"""Spans of traces that were not sampled, held until somebody knows whether they are wanted.
+"""Tail sampling: spans of traces that were not sampled are held until the request's end.
 
-Whether a request fails or is slow is known at its end. Every process therefore records all spans,
-exports those of sampled traces and holds the others in bounded memory; `keep` exports them after
-all. Needs the OpenTelemetry SDK.
+Whether a request fails or is slow is known then. Every process therefore records all spans, exports
+those of sampled traces and holds the others in bounded memory; `keep` exports them after all. Needs
+the OpenTelemetry SDK.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 
-MOST_SPANS = 16_384  # about 50 MB; at 20 spans a request the last 800 requests
-MOST_KEPT = 4096  # traces whose later spans are exported as well
+MAX_SPANS = 16_384  # about 50 MB; at 20 spans a request the last 800 requests
+MAX_KEPT = 4096  # traces whose later spans are exported as well
 
 _ID_BITS = (1 << 64) - 1
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-class HeadRatio(Sampler):
+class HeadSampler(Sampler):
     """Samples as the parent did, and of traces that begin here a share by their ids.
 
     What is not sampled is recorded all the same.
@@ -47,24 +47,24 @@ class HeadRatio(Sampler):
     ) -> SamplingResult:
         """The same for every span of a trace."""
         parent = trace.get_current_span(parent_context).get_span_context()
-        sampled = parent.trace_flags.sampled if parent.is_valid else self._drawn(trace_id)
+        sampled = parent.trace_flags.sampled if parent.is_valid else self._is_sampled(trace_id)
         decision = Decision.RECORD_AND_SAMPLE if sampled else Decision.RECORD_ONLY
         return SamplingResult(decision, attributes, parent.trace_state or None)
 
     def get_description(self) -> str:
-        """For people."""
-        return f"HeadRatio{{{self._ratio}}}"
+        """Its name and ratio."""
+        return f"HeadSampler{{{self._ratio}}}"
 
-    def _drawn(self, trace_id: int) -> bool:
+    def _is_sampled(self, trace_id: int) -> bool:
         return (trace_id & _ID_BITS) < self._bound
 
 
-class HeldSpans(SpanProcessor):
+class TailSampler(SpanProcessor):
     """Hands sampled spans to `exporting` at once, and the others when their trace is kept."""
 
-    def __init__(self, exporting: SpanProcessor, most_spans: int = MOST_SPANS) -> None:
+    def __init__(self, exporting: SpanProcessor, max_spans: int = MAX_SPANS) -> None:
         self._exporting = exporting
-        self._most_spans = most_spans
+        self._max_spans = max_spans
         self._lock = threading.Lock()
         self._held: OrderedDict[int, list[ReadableSpan]] = OrderedDict()  # by trace, oldest first
         self._num_held = 0
@@ -94,7 +94,7 @@ class HeldSpans(SpanProcessor):
         with self._lock:
             self._kept[trace_id] = None
             self._kept.move_to_end(trace_id)
-            if len(self._kept) > MOST_KEPT:
+            if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
             spans = self._held.pop(trace_id, [])
             self._num_held -= len(spans)
@@ -103,7 +103,7 @@ class HeldSpans(SpanProcessor):
                 self._exporting.on_end(_as_sampled(span, context))
 
     def shutdown(self) -> None:
-        """Exports what was handed on; what is held is not wanted."""
+        """Exports what was handed on and drops what is held."""
         self._exporting.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
@@ -113,7 +113,7 @@ class HeldSpans(SpanProcessor):
     def _hold(self, trace_id: int, span: ReadableSpan) -> None:
         self._held.setdefault(trace_id, []).append(span)
         self._num_held += 1
-        while self._num_held > self._most_spans:
+        while self._num_held > self._max_spans:
             _, spans = self._held.popitem(last=False)
             self._num_held -= len(spans)
 

@@ -37,10 +37,10 @@ Attributes = Mapping[str, str | int | float | bool]
 class Telemetry:
     """A process's tracer and, when spans are exported, the provider to flush at the end."""
 
-    def __init__(self, tracer: Tracer, provider: Any = None, held: Any = None) -> None:
+    def __init__(self, tracer: Tracer, provider: Any = None, tail: Any = None) -> None:
         self.tracer = tracer
         self._provider = provider
-        self._held = held
+        self._tail = tail
 
     def keep(self, trace_id: str) -> None:
         """Exports a trace's spans of this process, also those to come, though not sampled.
@@ -49,8 +49,8 @@ class Telemetry:
         """
         if not _TRACE_ID.fullmatch(trace_id):
             raise InvalidRequest(f"{trace_id!r} is no trace id", "trace_ids")
-        if self._held is not None:
-            self._held.keep(int(trace_id, 16))
+        if self._tail is not None:
+            self._tail.keep(int(trace_id, 16))
 
     def close(self) -> None:
         """Exports what is pending (bounded by the exporter's own timeout)."""
@@ -61,7 +61,9 @@ class Telemetry:
 def setup(
     service: str, otlp: str | None, attributes: Attributes | None = None, sample: float = 1.0
 ) -> Telemetry:
-    """A tracer named for `service` that exports to the OTLP gRPC address `otlp`, if given.
+    """A tracer named for `service` that exports to the OTLP/gRPC address `otlp`, if given.
+
+    Several addresses, separated by commas, get all spans each.
 
     `sample` is the share of traces that begin here which is exported in any case; other traces go
     as their callers decided. What is not exported is held for a while: see `Telemetry.keep`.
@@ -71,22 +73,23 @@ def setup(
     if not otlp:
         return Telemetry(trace.NoOpTracer())
     try:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
 
-        from baton.tail_sampling import HeadRatio, HeldSpans
+        from baton.span_export import otlp_processor
+        from baton.tail_sampling import HeadSampler, TailSampler
     except ImportError as error:
         raise ConfigError(
             f"--otlp {otlp} needs the OpenTelemetry SDK: pip install 'baton-serving[otel]'"
         ) from error
     resource = Resource.create({"service.name": service, **(attributes or {})})
-    provider = TracerProvider(resource=resource, sampler=HeadRatio(sample))
-    exporter = OTLPSpanExporter(endpoint=otlp, insecure=not otlp.startswith("https"))
-    held = HeldSpans(BatchSpanProcessor(exporter, schedule_delay_millis=200))
-    provider.add_span_processor(held)
-    return Telemetry(provider.get_tracer("baton"), provider, held)
+    provider = TracerProvider(resource=resource, sampler=HeadSampler(sample))
+    exporting = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
+    for url in otlp.split(","):
+        exporting.add_span_processor(otlp_processor(url.strip()))
+    tail = TailSampler(exporting)
+    provider.add_span_processor(tail)
+    return Telemetry(provider.get_tracer("baton"), provider, tail)
 
 
 def inject(context: Context | None = None) -> tuple[tuple[str, str], ...]:

@@ -16,9 +16,7 @@ from baton.cli.values import seconds
 from baton.errors import BatonError, Unavailable
 
 if TYPE_CHECKING:
-    from baton.local.doctor.finding import Finding
-    from baton.local.doctor.fleet import Pair
-    from baton.v1.common_pb2 import WorkerRecord
+    from baton.local.doctor_cluster import Pair
     from baton.v1.fleet_pb2 import GetStatusResponse, WorkerStatus
 
 _TEXT = """\
@@ -47,8 +45,10 @@ _PAIR_COLUMNS = {
     "why": "why none that is faster",
 }
 
-_LONGEST_SUBJECT = 28  # what names pairs can be longer, and alone is
-_LEAST_TEXT = 40  # columns
+_HARDWARE_LISTS = ("visible_gpus", "peer_gpus", "gpu_links", "rdma_devices")
+_VERSIONS = ("torch", "cuda", "nccl", "driver")
+_MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
+_MIN_TEXT = 40  # columns
 
 
 def add_commands(commands: options.Commands) -> None:
@@ -80,31 +80,40 @@ def look(target: str | None, timeout_s: float) -> dict[str, Any]:
 
     Raises BatonError when `target` names routers and none answers.
     """
-    from baton.local.doctor import cards, fleet, machine
+    from baton.local import doctor, doctor_cluster
 
-    status = _ask(target, timeout_s)
-    router_here = status is not None and _is_here(target or options.DEFAULT_TARGET)
-    here = [*machine.examine(router_here), *cards.examine()]
-    pairs = fleet.pairs_of(status) if status is not None else []
-    there = list(fleet.examine(status, pairs)) if status is not None else []
-    return {
-        "status": _worst([*here, *there]),
-        "machine": [dataclasses.asdict(finding) for finding in here],
-        "router": _router(target, status),
-        "workers": [_worker(worker) for worker in status.workers] if status is not None else [],
-        "pairs": [_pair(pair) for pair in pairs],
-        "cluster": [dataclasses.asdict(finding) for finding in there],
+    status = _router_status(target, timeout_s)
+    addresses = target or options.DEFAULT_TARGET
+    hosts = {address.strip().rpartition(":")[0] for address in addresses.split(",")}
+    router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
+    machine = [*doctor.check_machine(router_here), *doctor.check_gpus()]
+    report: dict[str, Any] = {
+        "machine": [dataclasses.asdict(finding) for finding in machine],
+        "router": {"target": addresses, "answers": status is not None},
+        "workers": [],
+        "pairs": [],
+        "cluster": [],
     }
+    if status is not None:
+        for field in ("address", "state", "model", "cluster"):
+            report["router"][field] = getattr(status.router, field)
+        pairs = doctor_cluster.pairs_of(status)
+        cluster = doctor_cluster.check_cluster(status, pairs)
+        report["cluster"] = [dataclasses.asdict(finding) for finding in cluster]
+        report["workers"] = [_worker(worker) for worker in status.workers]
+        report["pairs"] = [_pair(pair) for pair in pairs]
+    levels = {finding["level"] for finding in (*report["machine"], *report["cluster"])}
+    worst = next((level for level in ("fail", "warn") if level in levels), "ok")
+    return {"status": worst, **report}
 
 
-def _ask(target: str | None, timeout_s: float) -> GetStatusResponse | None:
+def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | None:
     """A router's view; None when none answers at the default address, where none need be."""
     import grpc
 
     from baton import rpc
     from baton.v1 import fleet_pb2, fleet_pb2_grpc
 
-    asked = fleet_pb2.GetStatusRequest()
     problem: BatonError = Unavailable("no router is named")
     for address in (target or options.DEFAULT_TARGET).split(","):
         try:
@@ -114,8 +123,9 @@ def _ask(target: str | None, timeout_s: float) -> GetStatusResponse | None:
                 grpc.insecure_channel(address.strip(), options=rpc.OPTIONS) as channel,
             ):
                 stub = fleet_pb2_grpc.FleetServiceStub(channel)
-                answer: GetStatusResponse = stub.GetStatus(asked, timeout=timeout_s)
-                return answer
+                request = fleet_pb2.GetStatusRequest()
+                status: GetStatusResponse = stub.GetStatus(request, timeout=timeout_s)
+                return status
         except BatonError as error:
             problem = error
     if target is not None:
@@ -123,38 +133,12 @@ def _ask(target: str | None, timeout_s: float) -> GetStatusResponse | None:
     return None
 
 
-def _is_here(target: str) -> bool:
-    """Whether a router's address is this machine's loopback."""
-    hosts = {address.strip().rpartition(":")[0] for address in target.split(",")}
-    return bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
-
-
-def _worst(findings: Sequence[Finding]) -> str:
-    levels = {finding.level.value for finding in findings}
-    return next((level for level in ("fail", "warn") if level in levels), "ok")
-
-
-def _router(target: str | None, status: GetStatusResponse | None) -> dict[str, Any]:
-    if status is None:
-        return {"target": target or options.DEFAULT_TARGET, "answers": False}
-    router = status.router
-    return {
-        "target": target or options.DEFAULT_TARGET,
-        "answers": True,
-        "address": router.address,
-        "state": router.state,
-        "model": router.model,
-        "cluster": router.cluster,
-    }
-
-
 def _worker(worker: WorkerStatus) -> dict[str, Any]:
     from baton.client.results import device_of
     from baton.v1 import common_pb2
     from kvtransfer.pairing import name_of
 
-    record: WorkerRecord = worker.record
-    hardware = record.hardware
+    record, hardware = worker.record, worker.record.hardware
     return {
         "role": common_pb2.WorkerRole.Name(record.role).removeprefix("WORKER_ROLE_").lower(),
         "incarnation": record.incarnation,
@@ -165,72 +149,63 @@ def _worker(worker: WorkerStatus) -> dict[str, Any]:
         "gpu": hardware.gpu.uuid or None,
         "memory_bytes": hardware.gpu.memory_bytes or None,
         "capability": hardware.gpu.capability or None,
-        "visible_gpus": list(hardware.visible_gpus),
-        "peer_gpus": list(hardware.peer_gpus),
-        "gpu_links": list(hardware.gpu_links),
-        "rdma_devices": list(hardware.rdma_devices),
+        **{name: list(getattr(hardware, name)) for name in _HARDWARE_LISTS},
         "transports": [name_of(kind) for kind in record.transports],
-        "versions": {
-            "torch": hardware.torch_version,
-            "cuda": hardware.cuda_version,
-            "nccl": hardware.nccl_version,
-            "driver": hardware.driver_version,
-        },
+        "versions": {name: getattr(hardware, f"{name}_version") for name in _VERSIONS},
     }
 
 
 def _pair(pair: Pair) -> dict[str, Any]:
     from kvtransfer.pairing import name_of
 
-    judged = pair.judgement
     return {
         "prefill": pair.prefill.incarnation,
         "decode": pair.decode.incarnation,
-        "transport": None if judged.transport is None else name_of(judged.transport),
-        "link": judged.link or None,
+        "transport": None if pair.transport is None else name_of(pair.transport),
+        "link": pair.link or None,
         "in_use": None if pair.in_use is None else name_of(pair.in_use),
-        "not_possible": {name_of(kind): why for kind, why in judged.obstacles.items()},
-        "troubles": [trouble.text for trouble in judged.troubles],
+        "not_possible": {name_of(kind): why for kind, why in pair.obstacles.items()},
+        "problems": [problem.text for problem in pair.problems],
     }
 
 
 def render(report: dict[str, Any], width: int = 200) -> str:
     """The object of `baton doctor --json` as text for people; tables may be wider than `width`."""
-    here = _findings(report["machine"], width)
-    lines = ["this machine", *here, "", _router_line(report["router"])]
+    lines = ["this machine", *_findings(report["machine"], width), ""]
+    router = report["router"]
+    if router["answers"]:
+        lines.append(
+            "router at {address}: {state}, model {model}, cluster {cluster}".format(**router)
+        )
+    else:
+        lines.append(f"router: none answers at {router['target']}")
     if report["workers"]:
         lines += ["", *table(_WORKER_COLUMNS, [_shown(worker) for worker in report["workers"]])]
     if report["pairs"]:
         lines += ["", *table(_PAIR_COLUMNS, [_explained(pair) for pair in report["pairs"]])]
     if report["cluster"]:
         lines += ["", "cluster", *_findings(report["cluster"], width)]
-    return "\n".join([*lines, "", _summary([*report["machine"], *report["cluster"]])])
+    levels = [finding["level"] for finding in (*report["machine"], *report["cluster"])]
+    failed, warned = levels.count("fail"), levels.count("warn")
+    counts = f"{failed} failed, {warned} warning{'' if warned == 1 else 's'}"
+    return "\n".join([*lines, "", counts if failed or warned else "nothing is missing"])
 
 
 def _findings(findings: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
     longest = max((len(finding["subject"]) for finding in findings), default=0)
-    column = min(longest, _LONGEST_SUBJECT)
+    column = min(longest, _MAX_SUBJECT)
     for finding in findings:
         head = f"  {finding['level']:<4}  {finding['subject']:<{column}}  "
         yield from _folded(head, finding["text"], width)
-        if finding["mend"]:
-            yield from _folded(" " * (column + 10) + "→ ", finding["mend"], width)
+        if finding["fix"]:
+            yield from _folded(" " * (column + 10) + "→ ", finding["fix"], width)
 
 
 def _folded(head: str, text: str, width: int) -> list[str]:
     """The text behind its head, in as many lines as it takes."""
-    room = max(width, len(head) + _LEAST_TEXT)
+    room = max(width, len(head) + _MIN_TEXT)
     indent = " " * len(head)
     return textwrap.wrap(text, room, initial_indent=head, subsequent_indent=indent)
-
-
-def _router_line(router: dict[str, Any]) -> str:
-    if not router["answers"]:
-        return f"router: none answers at {router['target']}"
-    return (
-        f"router at {router['address']}: {router['state']}, model {router['model']}, "
-        f"cluster {router['cluster']}"
-    )
 
 
 def _shown(worker: dict[str, Any]) -> dict[str, str]:
@@ -245,14 +220,6 @@ def _shown(worker: dict[str, Any]) -> dict[str, str]:
 
 def _explained(pair: dict[str, Any]) -> dict[str, str]:
     reasons = [f"{name}: {reason}" for name, reason in pair["not_possible"].items()]
-    why = "; ".join(reasons or ([] if pair["transport"] else pair["troubles"]))
+    why = "; ".join(reasons or ([] if pair["transport"] else pair["problems"]))
     over = f" over {pair['link']}" if pair["link"] else ""
     return {**pair, "transport": f"{pair['transport'] or 'NONE'}{over}", "why": why or "-"}
-
-
-def _summary(findings: Sequence[dict[str, Any]]) -> str:
-    failed = sum(finding["level"] == "fail" for finding in findings)
-    warned = sum(finding["level"] == "warn" for finding in findings)
-    if not failed and not warned:
-        return "nothing is missing"
-    return f"{failed} failed, {warned} warning{'' if warned == 1 else 's'}"

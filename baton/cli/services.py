@@ -10,7 +10,7 @@ from pathlib import Path
 
 from baton.cli import options, telemetry
 from baton.cli.values import Collected
-from baton.config import EngineConfig, RouterConfig, RouterLimits, WorkerConfig
+from baton.config import EngineConfig, RouterConfig, RouterLimits, WorkerConfig, new_incarnation
 from baton.errors import ConfigError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -54,14 +54,18 @@ def add_commands(commands: options.Commands) -> None:
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """The router's settings."""
-    return options.filled(RouterConfig, args, registry=options.registry_config(args))
+    registry, incarnation = options.registry_config(args), new_incarnation(args.name or "router")
+    return options.filled(RouterConfig, args, registry=registry, incarnation=incarnation)
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:
     """A worker's settings."""
     registry = options.registry_config(args)
     engine = options.filled(EngineConfig, args, threads=args.threads or len(args.cpus))
-    return options.filled(WorkerConfig, args, engine=engine, registry=registry)
+    incarnation = new_incarnation(args.name or args.role)
+    return options.filled(
+        WorkerConfig, args, engine=engine, registry=registry, incarnation=incarnation
+    )
 
 
 def limit_cpu(threads: int, cpus: Sequence[int]) -> None:
@@ -203,6 +207,13 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_service_options(group: options.Options, port: int, drain_s: float) -> None:
+    group.add_argument(
+        "--name",
+        default="",
+        metavar="NAME",
+        help="of this process in status, traces and logs, which append an id of its run to it "
+        "(default: its role)",
+    )
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     port_text = "port to listen on" + ("" if port else " (default: a free one)")
     group.add_argument("--port", type=int, default=port, help=port_text)

@@ -16,7 +16,10 @@ def add_options(parser: argparse.ArgumentParser, log_level: str = "info") -> Non
     """Where spans go, where metrics are read, and how much is logged."""
     group = parser.add_argument_group("telemetry")
     group.add_argument(
-        "--otlp", metavar="URL", help="export traces to this OTLP/gRPC address, as http://HOST:4317"
+        "--otlp",
+        metavar="URL",
+        help="export traces to this OTLP/gRPC address, as http://HOST:4317; several "
+        "separated by commas",
     )
     group.add_argument(
         "--trace-sample",

@@ -41,10 +41,10 @@ def add_commands(commands: options.Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from baton.local.top import screen
+    from baton.local import top
 
     addresses = [address for address in args.target.split(",") if address.strip()]
     if args.once:
-        print(asyncio.run(screen.once(addresses, args.interval, args.width)))
+        print(asyncio.run(top.once(addresses, args.interval, args.width)))
         return 0
-    return asyncio.run(screen.watch(addresses, args.interval))
+    return asyncio.run(top.watch(addresses, args.interval))

@@ -6,7 +6,6 @@ import argparse
 import json
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,13 +19,13 @@ from baton.errors import InvalidRequest, Stale
 if TYPE_CHECKING:
     from baton.local.span_store import Span
     from baton.local.trace_source import TraceSource
-    from baton.local.trace_summary import Account, Summary
+    from baton.local.trace_tree import Summary
 
 _TEXT = """\
 Draws what a request did, and when, in client, router and workers, and says how much of its time
 the spans account for. `baton up` keeps the last traces in memory, and a router says where. A trace
-id is what `baton generate --json` and `baton top` tell; without one the requests whose traces are
-kept are listed."""
+id is what `baton generate --json` and `baton top` show; without one the requests whose traces
+are kept are listed."""
 _EXAMPLES = """\
   baton trace                                      the last requests
   baton trace --slowest 5                          those that took longest
@@ -43,10 +42,9 @@ _COLUMNS = {
     "spans": "spans",
     "error": "failed",
 }
-_MOST_LISTED = 20
-_LEAST_WIDTH, _MOST_WIDTH = 60, 160
+_MAX_LISTED = 20
+_MAX_WIDTH = 160
 _FILE_WIDTH = 100  # where there is no terminal
-_MOST_GAPS = 3
 
 
 def add_commands(commands: options.Commands) -> None:
@@ -66,7 +64,7 @@ def add_commands(commands: options.Commands) -> None:
         "--from",
         dest="source",
         metavar="HOST:PORT",
-        help="what `baton up` says it keeps traces at (default: the router is asked)",
+        help="where `baton up` keeps traces (default: where the router exports to)",
     )
     other.add_argument(
         "--jaeger", metavar="URL", help="read Jaeger's HTTP API, as http://HOST:16686"
@@ -81,10 +79,18 @@ def add_commands(commands: options.Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     trace_id = checked(args.trace_id) if args.trace_id else ""
     source = _source(args)
-    if not trace_id and not args.last:
-        return _list(source, args)
-    if args.last:
-        trace_id = _last(source, args.timeout)
+    if not trace_id:
+        most = 1 if args.last else args.slowest or _MAX_LISTED
+        found = source.summaries(args.slowest is not None, most, args.timeout)
+        if args.json and not args.last:
+            print(json.dumps({"traces": [asdict(summary) for summary in found]}))
+            return 0
+        if not found:
+            raise Stale(f"{source.name} keeps no trace of a request yet")
+        if not args.last:
+            print("\n".join(listed(found)))
+            return 0
+        trace_id = found[0].trace_id
     spans = source.trace(trace_id, args.timeout)
     if not spans:
         raise Stale(
@@ -97,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def checked(text: str) -> str:
     """The id that `text` names, also as UUID or in capitals. Raises InvalidRequest."""
-    from baton.local.trace_summary import is_trace_id
+    from baton.local.trace_tree import is_trace_id
 
     trace_id = text.strip().lower().replace("-", "")
     if not is_trace_id(trace_id):
@@ -106,87 +112,54 @@ def checked(text: str) -> str:
 
 
 def render(spans: Sequence[Span], width: int) -> str:
-    """Tree, waterfall, and what is accounted for."""
+    """Tree, waterfall, and how much of the request's time is accounted for."""
     from baton.local import trace_tree
-    from baton.local.trace_summary import account
 
-    tree = trace_tree.render(spans, width)
-    told = account(spans)
-    first_ns = min(span.start_ns for span in spans)
-    return f"{tree}\n{textwrap.fill(_account_text(told, first_ns), width)}" if told else tree
+    parts = trace_tree.render(spans, width), trace_tree.render_coverage(spans, width)
+    return "\n".join(filter(None, parts))
 
 
 def as_json(spans: Sequence[Span]) -> dict[str, Any]:
     """The object of `--json`."""
-    from baton.local.trace_summary import account
+    from baton.local.trace_tree import coverage
 
-    told = account(spans)
+    found = coverage(spans)
     return {
         "trace_id": spans[0].trace_id,
-        "accounted_share": told.share if told else None,
+        "accounted_share": found.share if found else None,
         "spans": [asdict(span) for span in sorted(spans, key=lambda span: span.start_ns)],
     }
 
 
 def _source(args: argparse.Namespace) -> TraceSource:
-    if args.jaeger:
-        from baton.local.jaeger import Jaeger
-
-        return Jaeger(args.jaeger)
     from baton.local import trace_source
 
+    if args.jaeger:
+        return trace_source.Jaeger(args.jaeger)
     if args.source:
         return trace_source.KeptTraces(args.source)
     with options.calling(args.target, args.timeout):
         return trace_source.kept_by(args.target, args.timeout)
 
 
-def _last(source: TraceSource, timeout_s: float) -> str:
-    found = source.summaries(False, 1, timeout_s)
-    if not found:
-        raise Stale(f"{source.name} keeps no trace of a request yet")
-    return found[0].trace_id
-
-
-def _list(source: TraceSource, args: argparse.Namespace) -> int:
-    found = source.summaries(args.slowest is not None, args.slowest or _MOST_LISTED, args.timeout)
-    if args.json:
-        print(json.dumps({"traces": [asdict(told) for told in found]}))
-    elif not found:
-        raise Stale(f"{source.name} keeps no trace of a request yet")
-    else:
-        print("\n".join(listed(found)))
-    return 0
-
-
 def listed(found: Sequence[Summary]) -> list[str]:
     """Requests as lines of a table."""
-    failed = any(told.error is not None for told in found)
+    failed = any(summary.error is not None for summary in found)
     columns = {key: title for key, title in _COLUMNS.items() if failed or key != "error"}
-    return table(columns, [_row(told) for told in found])
+    return table(columns, [_row(summary) for summary in found])
 
 
-def _row(told: Summary) -> dict[str, Any]:
-    ended = time.localtime(told.start_ns / 1e9 + told.took_ms / 1e3)
+def _row(summary: Summary) -> dict[str, Any]:
+    ended = time.localtime(summary.start_ns / 1e9 + summary.took_ms / 1e3)
     return {
-        **asdict(told),
+        **asdict(summary),
         "ended": time.strftime("%H:%M:%S", ended),
-        "took": round(told.took_ms, 1),
-        "error": "" if told.error is None else told.error or "yes",
+        "took": round(summary.took_ms, 1),
+        "error": "" if summary.error is None else summary.error or "yes",
     }
-
-
-def _account_text(told: Account, first_ns: int) -> str:
-    """How much is known, and where the largest holes are, in the tree's time."""
-    text = f"spans account for {told.share:.1%} of the request's {told.took_ns / 1e6:.1f} ms"
-    gaps = [
-        f"{(end - start) / 1e6:.1f} ms at {(start - first_ns) / 1e6:.1f}"
-        for start, end in told.gaps[:_MOST_GAPS]
-    ]
-    return f"{text}; longest gaps: {', '.join(gaps)}" if gaps else text
 
 
 def _width() -> int:
     if not sys.stdout.isatty():
         return _FILE_WIDTH
-    return max(_LEAST_WIDTH, min(shutil.get_terminal_size().columns, _MOST_WIDTH))
+    return min(shutil.get_terminal_size().columns, _MAX_WIDTH)

@@ -86,7 +86,7 @@ def add_commands(commands: options.Commands) -> None:
         type=int,
         default=ClusterConfig.keep_traces,
         metavar="N",
-        help="of the last requests, in memory, for `baton trace`, unless --otlp sends them away",
+        help="of the last requests, in memory, for `baton trace`; --otlp gets them all",
     )
     parser.set_defaults(run=_run_up, extra="local")
     demo = options.add_command(

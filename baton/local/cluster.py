@@ -10,31 +10,39 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Self
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton import rpc
 from baton.config import ClusterConfig
-from baton.errors import DeadlineExceeded, Unavailable
-from baton.local import commands, cpus, gpus, ports
+from baton.errors import ConfigError, DeadlineExceeded, Unavailable
+from baton.local import commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
-from baton.local.process import ChildProcess
-from baton.local.readiness import router_sees, router_serving, worker_ready, workers_ready
-from baton.local.registry import LocalRegistry
-from baton.local.supervisor import Keeper, ending, last_words, what_happened
+from baton.local.supervisor import ERROR, ChildProcess, Supervisor
+from baton.registry.backoff import Backoff
+from baton.registry.etcd import EtcdRegistry
 from baton.registry.interface import Membership
+from baton.v1 import fleet_pb2, fleet_pb2_grpc
+from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 
 log = logging.getLogger(__name__)
 
 _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels are compiled
 _STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
-_RESTART_GRACE_S = 15.0  # the same when nobody waits at a terminal
+_RESTART_GRACE_S = 15.0  # the same where no user waits at a terminal
+_STATUS_S = 5.0
 
 
 class LocalCluster:
-    """Starts, watches, restarts and stops the processes of `config`.
+    """Starts, supervises, restarts and stops the processes of `config`.
 
     `say` gets a line whenever something happens; `on_line` each output line of a process, with its
     name. By process name ("decode-0") or role ("prefill", "decode", "router"), `programs` are run
@@ -58,15 +66,18 @@ class LocalCluster:
         self.addresses: tuple[str, ...] = ()  # host:port of each router
         self.http_addresses: tuple[str, ...] = ()  # the same for HTTP; empty where it is off
         self.metrics: dict[str, str] = {}  # host:port by process name, where metrics are served
+        self.etcd: EmbeddedEtcd | None = None  # the cluster's own; None when it uses another
+        self.etcd_address = ""  # host:port
+        self.membership: Membership  # the workers that etcd lists
         self._say = say
-        self._on_line = on_line or (lambda name, line: None)
-        self._output_is_seen = on_line is not None
+        self._on_line = on_line
         self._programs = programs
         self._extra_args = extra_args
         self._env = env
         self._start_timeout_s = start_timeout_s
-        self._registry = LocalRegistry(config, say)
-        self._keepers: dict[str, Keeper] = {}
+        self._supervisors: dict[str, Supervisor] = {}
+        self._etcd_supervisor: asyncio.Task[None] | None = None
+        self._stack = AsyncExitStack()  # etcd, and the connection to it
         self._failed_start: asyncio.Future[None] | None = None
         self._stop: asyncio.Task[None] | None = None
 
@@ -80,21 +91,6 @@ class LocalCluster:
         """All routers, as the SDK takes them."""
         return ",".join(self.addresses)
 
-    @property
-    def etcd(self) -> EmbeddedEtcd | None:
-        """The cluster's own etcd; None when it uses another."""
-        return self._registry.etcd
-
-    @property
-    def etcd_address(self) -> str:
-        """host:port of etcd."""
-        return self._registry.address
-
-    @property
-    def membership(self) -> Membership:
-        """The members as etcd tells of them."""
-        return self._registry.membership
-
     async def __aenter__(self) -> Self:
         try:
             await self._start()
@@ -103,12 +99,7 @@ class LocalCluster:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
@@ -120,48 +111,56 @@ class LocalCluster:
         try:
             async with asyncio.timeout(timeout_s):
                 await workers_ready(self.membership, self._worker_pids)
-                for keeper in [keeper for keeper in self._keepers.values() if keeper.wanted]:
+                for supervisor in [s for s in self._supervisors.values() if s.wanted]:
                     with contextlib.suppress(Unavailable):
-                        await keeper.ready()
+                        await supervisor.ready()
         except TimeoutError:
+            waiting = [s for s in self._supervisors.values() if s.wanted and not s.is_ready]
+            missing = ", ".join(s.process.name for s in waiting) or "a worker's record in etcd"
             raise DeadlineExceeded(
-                f"the cluster was not ready after {timeout_s:g} s; missing: {self._missing()}"
+                f"the cluster was not ready after {timeout_s:g} s; missing: {missing}"
             ) from None
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        """Sends a signal to one process, as an accident or an operator would."""
+        """Sends a signal to one process."""
         self.processes[name].signal(signum)
 
-    async def add_worker(self, role: str, share: cpus.Share | None = None) -> str:
-        """Starts one more "prefill" or "decode" worker, unpinned if not told; returns its name."""
-        number = sum(process.role == role for process in self.processes.values())
-        name = f"{role}-{number}"
-        share = share or cpus.Share((), 1)
-        metrics_port = self._metrics_port(name, "127.0.0.1")
+    async def add_worker(self, role: str, share: resources.Share | None = None) -> str:
+        """Starts one more "prefill" or "decode" worker, by default unpinned; returns its name."""
+        name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
         args = commands.worker(
-            self.config, role, share, self.etcd_address, self.config.otlp, metrics_port
+            self.config,
+            role,
+            share or resources.Share((), 1),
+            self.etcd_address,
+            self.config.otlp,
+            self._metrics_port(name, "127.0.0.1"),
         )
         await self._launch(name, role, args, self._worker_ready)
         return name
 
     async def start_again(self, name: str) -> None:
         """Starts a process that ended and is not restarted by itself (`restart=False`)."""
-        await self._keepers[name].start()
+        await self._supervisors[name].start()
 
     async def restart(self, name: str) -> int:
         """Drains a process and starts it again; returns how the old run ended: 0 after a drain.
 
-        When it returns the process serves, a worker in the eyes of every router. Raises
+        When it returns the process serves, and every router has found a restarted worker. Raises
         DeadlineExceeded or Unavailable when it does not come back.
         """
-        ran = self.processes[name].running
+        process = self.processes[name]
+        ran = process.running
         self._say(f"{name} restarting…" if ran else f"{name} starting again…")
-        status = await self._keepers[name].restart(self.config.drain_s + _RESTART_GRACE_S)
+        status = await self._supervisors[name].restart(self.config.drain_s + _RESTART_GRACE_S)
         if ran and status:
             self._say(f"warning: {name} did not drain: it ended with status {status}")
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._in_service(name)
+                await self._supervisors[name].ready()
+                if process.role != "router":
+                    for address in self._routers.values():
+                        await router_sees(address, process.pid)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{name} is not back after {self._start_timeout_s:g} s"
@@ -169,15 +168,20 @@ class LocalCluster:
         return status
 
     async def rolling_restart(self) -> dict[str, int]:
-        """Restarts routers and workers, each when the one before serves again; see `restart`.
-
-        Stops at the first that does not come back. Returns how each old run ended, by name.
-        """
+        """Restarts routers and workers, each when the one before serves again; see `restart`."""
         return {name: await self.restart(name) for name in list(self.processes)}
 
     async def restart_etcd(self) -> None:
-        """Restarts the embedded etcd with its data; the cluster serves on meanwhile."""
-        await self._registry.restart_etcd()
+        """Restarts the embedded etcd with its data; the cluster serves on meanwhile.
+
+        Raises ConfigError when etcd was not started by this cluster.
+        """
+        if self.etcd is None:
+            raise ConfigError(f"etcd at {self.etcd_address} was not started here")
+        await self._release_etcd()
+        await self.etcd.stop()
+        await self.etcd.start()
+        self._supervise_etcd(self.etcd)
 
     async def stop(self) -> None:
         """Stops router, workers and etcd, in this order; every wait is bounded. Safe to repeat.
@@ -204,33 +208,52 @@ class LocalCluster:
         await asyncio.to_thread(check_model, config.engine)
         found = ports.consecutive(config.host, config.port, config.routers)
         self.addresses = tuple(f"{config.host}:{port}" for port in found)
-        http_ports = self._http_ports()
-        self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
-        await self._registry.start()
-        shares = await self._shares()
+        http_ports = [0] * config.routers
+        if first := config.first_http_port:
+            http_ports = ports.consecutive(config.host, first, config.routers, "--http-port")
+            self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
+        await self._start_etcd()
+        names = [f"prefill-{number}" for number in range(config.prefill)]
+        names += [f"decode-{number}" for number in range(config.decode)]
+        may_use_gpus = config.engine.device in ("auto", "cuda") and not config.engine.simulate
+        gpus = await asyncio.to_thread(resources.count_gpus) if may_use_gpus else 0
+        shares = resources.shares(config.engine, names, config.prefill, gpus, self._say)
         if any(share.device for share in shares):
             self._start_timeout_s = max(self._start_timeout_s, _GPU_START_S)
-        for number, port in enumerate(found):
+        for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)
-            http_port = http_ports[number] if http_ports else 0
             args = commands.router(
                 config, port, self.etcd_address, config.otlp, metrics_port, http_port
             )
             await self._launch(name, "router", args, self._router_ready)
-        roles = ["prefill"] * config.prefill + ["decode"] * config.decode
-        for role, share in zip(roles, shares, strict=True):
-            await self.add_worker(role, share)
+        for name, share in zip(names, shares, strict=True):
+            await self.add_worker(name.partition("-")[0], share)
         await self._ready_or_failed()
 
-    async def _shares(self) -> list[cpus.Share]:
-        """What each worker gets of this machine, prefill workers' first."""
-        config = self.config
-        counted = config.engine.device in ("auto", "cuda") and not config.engine.simulate
-        found = await asyncio.to_thread(gpus.count) if counted else 0
-        names = [f"prefill-{number}" for number in range(config.prefill)]
-        names += [f"decode-{number}" for number in range(config.decode)]
-        return gpus.share_out(config.engine, names, config.prefill, found, self._say)
+    async def _start_etcd(self) -> None:
+        if self.config.etcd is None:
+            began = time.monotonic()
+            self.etcd = await self._stack.enter_async_context(EmbeddedEtcd())
+            self.etcd_address = self.etcd.address
+            self._say(f"etcd ready in {time.monotonic() - began:.1f} s ({self.etcd_address})")
+            self._stack.push_async_callback(self._release_etcd)
+            self._supervise_etcd(self.etcd)
+        else:
+            self.etcd_address = self.config.etcd
+        registry = EtcdRegistry(self.config.registry(self.etcd_address))
+        self._stack.push_async_callback(registry.close)
+        self.membership = await self._stack.enter_async_context(registry.watch())
+
+    def _supervise_etcd(self, etcd: EmbeddedEtcd) -> None:
+        if self.config.restart:
+            supervise = etcd.keep_running(self._say)
+            self._etcd_supervisor = asyncio.create_task(supervise, name="supervisor of etcd")
+
+    async def _release_etcd(self) -> None:
+        if self._etcd_supervisor is not None:
+            self._etcd_supervisor.cancel()
+            await asyncio.gather(self._etcd_supervisor, return_exceptions=True)
 
     async def _launch(
         self,
@@ -241,38 +264,24 @@ class LocalCluster:
     ) -> None:
         program = self._programs.get(name) or self._programs.get(role) or commands.PROGRAM
         extra = [*self._extra_args.get(role, ()), *self._extra_args.get(name, ())]
-        argv = [*program, *args, *extra]
-        process = ChildProcess(name, role, argv, self._env, partial(self._on_line, name))
-        self.processes[name] = process
-        self._keepers[name] = Keeper(process, until_ready, self._accident, self._say)
-        await self._keepers[name].start()
+        argv = [*program, *args, "--name", name, *extra]
+        on_line = partial(self._on_line, name) if self._on_line else lambda line: None
+        process = self.processes[name] = ChildProcess(name, role, argv, self._env, on_line)
+        supervisor = Supervisor(process, until_ready, self._process_ended, self._say)
+        self._supervisors[name] = supervisor
+        await supervisor.start()
         what = "starting…" if role == "router" else f"loading model {self.config.engine.model}…"
         self._say(f"{name} {what}")
 
     async def _worker_ready(self, process: ChildProcess) -> str:
         record = await worker_ready(self.membership, process.pid)
-        where = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
-        return f"ready in {process.age_s:.1f} s ({where})"
+        what = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
+        return f"ready in {process.age_s:.1f} s as {record.incarnation} ({what})"
 
     async def _router_ready(self, process: ChildProcess) -> str:
         address = self._routers[process.name]
         await router_serving(address)
         return f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
-
-    async def _in_service(self, name: str) -> None:
-        """Returns once a process is ready and, if it is a worker, every router has found it."""
-        await self._keepers[name].ready()
-        process = self.processes[name]
-        if process.role != "router":
-            for address in self._routers.values():
-                await router_sees(address, process.pid)
-
-    def _http_ports(self) -> list[int]:
-        """Where the routers serve HTTP. Raises ConfigError when a port is in use."""
-        first = self.config.first_http_port
-        if not first:
-            return []
-        return ports.consecutive(self.config.host, first, self.config.routers, "--http-port")
 
     def _metrics_port(self, name: str, host: str) -> int | None:
         """Where a new process serves its metrics: the port after the last one's."""
@@ -288,19 +297,27 @@ class LocalCluster:
     def _routers(self) -> dict[str, str]:
         """Addresses of the routers that run or are going to, by name."""
         names = [process.name for process in self.processes.values() if process.role == "router"]
-        addresses = zip(names, self.addresses, strict=False)  # at the start not all are there
-        return {name: address for name, address in addresses if self._keepers[name].wanted}
+        addresses = zip(names, self.addresses, strict=False)  # at the start some are missing
+        return {name: address for name, address in addresses if self._supervisors[name].wanted}
 
-    def _accident(self, process: ChildProcess) -> bool:
-        """A process ended though nobody asked it to; whether it is started again."""
+    def _process_ended(self, process: ChildProcess) -> bool:
+        """A process ended though that was not requested; whether it is started again."""
         if self._failed_start is not None and not self._failed_start.done():
-            words = last_words(process, self._output_is_seen)
-            why = f"{ending(process)} while the cluster was starting{words}"
+            why = f"{process.ending} while the cluster was starting{self._last_output(process)}"
             self._failed_start.set_exception(Unavailable(why))
             return False
         if not self.config.restart:
-            self._say(what_happened(process))
+            self._say(process.failure)
         return self.config.restart
+
+    def _last_output(self, process: ChildProcess) -> str:
+        """Why a process ended: our own error, else its last lines, unless they were shown."""
+        last = process.log[-1] if process.log else ""
+        if last.startswith(ERROR):
+            return f": {last.removeprefix(ERROR)}"
+        if self._on_line:
+            return "; what it wrote is above" if last else " and wrote nothing"
+        return f". Its last lines:\n{process.log_tail() or '(it wrote nothing)'}"
 
     async def _ready_or_failed(self) -> None:
         """Returns when the cluster is ready; raises as soon as one of its processes has ended."""
@@ -311,22 +328,18 @@ class LocalCluster:
             if self._failed_start.done():
                 self._failed_start.result()
             await ready
-            self._failed_start.cancel()  # from now on an exit is an accident, not a failed start
+            self._failed_start.cancel()  # from now on an exit is no failed start
         finally:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
 
     def _worker_pids(self) -> set[int]:
         """Process ids of the workers that should be READY; 0 for one about to be restarted."""
-        workers = [k for k in self._keepers.values() if k.process.role != "router"]
-        return {k.process.pid if k.process.running else 0 for k in workers if k.wanted}
-
-    def _missing(self) -> str:
-        missing = [k.process.name for k in self._keepers.values() if k.wanted and not k.is_ready]
-        return ", ".join(missing) or "a worker's record in etcd"
+        workers = [s for s in self._supervisors.values() if s.process.role != "router"]
+        return {s.process.pid if s.process.running else 0 for s in workers if s.wanted}
 
     async def _stop_all(self) -> None:
-        await asyncio.gather(*(keeper.let_go() for keeper in self._keepers.values()))
+        await asyncio.gather(*(supervisor.release() for supervisor in self._supervisors.values()))
         if self._failed_start is not None and self._failed_start.done():
             self._failed_start.cancelled() or self._failed_start.exception()  # seen
         timeout_s = self.config.drain_s + _STOP_GRACE_S
@@ -336,4 +349,55 @@ class LocalCluster:
                 await asyncio.gather(*(p.stop(timeout_s) for p in group if p.starts))
         finally:
             self.kill_all()
-            await self._registry.close()
+            await self._stack.aclose()
+
+
+async def workers_ready(
+    membership: Membership, pids: Callable[[], Collection[int]]
+) -> dict[int, WorkerRecord]:
+    """Returns once each process in `pids()` (evaluated after each change) is READY.
+
+    The records of all READY workers, by pid. Raises Unavailable when the watch ends before.
+    """
+    async for records in membership.changes():
+        ready = {r.pid: r for r in records.values() if r.state == WORKER_STATE_READY}
+        if set(pids()) <= ready.keys():
+            return ready
+    raise Unavailable("the registry is no longer watched")
+
+
+async def worker_ready(membership: Membership, pid: int) -> WorkerRecord:
+    """The record of the process `pid` once it is READY; raises like `workers_ready`."""
+    return (await workers_ready(membership, lambda: {pid}))[pid]
+
+
+async def router_serving(address: str) -> None:
+    """Returns once the router at `address` reports SERVING, however late it starts to listen."""
+    backoff = Backoff()
+    async with rpc.channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while True:
+            call = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            try:
+                async for response in call:
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise rpc.error_of(error) from error
+            finally:
+                call.cancel()
+            await backoff.wait()  # the stream broke: the router is starting again
+
+
+async def router_sees(address: str, pid: int) -> None:
+    """Returns once the router at `address` can place requests on the worker with this pid."""
+    backoff = Backoff()
+    async with rpc.channel(address) as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        while True:
+            with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():
+                status = await fleet.GetStatus(fleet_pb2.GetStatusRequest(), timeout=_STATUS_S)
+                if any(w.record.pid == pid and w.state == "READY" for w in status.workers):
+                    return
+            await backoff.wait()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
-from baton.local.cpus import Share
+from baton.local.resources import Share
 
 PROGRAM = (sys.executable, "-m", "baton")
 

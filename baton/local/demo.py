@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from baton import telemetry
@@ -38,6 +39,10 @@ class Cache:
         """Return the value for key, or default."""
         with self._lock:
 '''
+_LOG_LINE = r"[-\d]+ [:,\d]+ "
+_QUIET_LINE = re.compile(_LOG_LINE + "(DEBUG|INFO) ")
+# The first start takes longest because kernels are compiled, which they log.
+_PROGRESS_LINE = re.compile(_LOG_LINE + r"[A-Z]+ baton\.engine\.ops\.\S*: (.*compil.*)")
 _SERVICES = ("baton-client", "baton-router", "baton-prefill", "baton-decode")
 _REQUEST_S = 60.0
 _TRACE_S = 10.0
@@ -61,15 +66,30 @@ async def run(prompt: str = PROMPT, max_tokens: int = MAX_TOKENS) -> int:
 async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequence[Span]:
     """Everything between the first process and the last; the spans of the completion's trace."""
     _step(1, "Starting etcd, a router, one prefill and one decode worker of the demo model.")
-    config = ClusterConfig(port=0, otlp=receiver.address, restart=False)
-    cluster = LocalCluster(config, say=partial(_detail, began=time.monotonic()), on_line=_log_line)
-    async with cluster:
+    began = time.monotonic()
+
+    def detail(text: str) -> None:
+        say(f"  {time.monotonic() - began:5.1f} s  {text}")
+
+    def log_line(name: str, line: str) -> None:
+        if text := progress(line):
+            detail(f"{name} {text}")
+        elif not _QUIET_LINE.match(line):
+            print(f"  [{name}] {line}", file=sys.stderr, flush=True)
+
+    config = ClusterConfig(port=0, otlp=receiver.address, restart=False, log_level="info")
+    async with LocalCluster(config, say=detail, on_line=log_line) as cluster:
         _step(2, f"Completing {len(prompt.splitlines())} lines of Python, {max_tokens} tokens:")
         completion, trace_id = await _complete(cluster.address, receiver, prompt, max_tokens)
         _step(3, "The way it took:")
-        say(route_text(completion, _names(cluster)))
+        say(route_text(completion))
         _step(4, "Its trace, as client, router, prefill and decode recorded it:")
-        spans = await _trace(receiver.store, trace_id)
+        complete = partial(is_complete, services=_SERVICES)
+        try:
+            spans = await receiver.store.wait_for(trace_id, complete, _TRACE_S)
+        except DeadlineExceeded as error:
+            say(f"warning: {error}")
+            spans = receiver.store.trace(trace_id)
         say(trace_tree.render(spans))
         _step(5, "Stopping the router, the workers and etcd.")
     return spans
@@ -97,30 +117,23 @@ async def _complete(
     return completion, telemetry.trace_id_of(span)
 
 
-async def _trace(store: SpanStore, trace_id: str) -> Sequence[Span]:
-    """The trace once every service's spans have come, or what came of it, with a warning."""
-    try:
-        return await store.wait_for(trace_id, partial(is_complete, services=_SERVICES), _TRACE_S)
-    except DeadlineExceeded as error:
-        say(f"warning: {error}")
-        return store.trace(trace_id)
+def progress(line: str) -> str:
+    """What a worker's log line says about its start; empty when it says nothing about it."""
+    match = _PROGRESS_LINE.match(line)
+    return match[1] if match else ""
 
 
-def route_text(completion: Completion, names: Mapping[str, str]) -> str:
-    """Where a completion ran and how long it took. `names` says who an incarnation is."""
+def route_text(completion: Completion) -> str:
+    """Where a completion ran and how long it took."""
     route, timing, usage = completion.route, completion.timing, completion.usage
-
-    def name(incarnation: str | None) -> str:
-        return names.get(incarnation or "", incarnation or "nobody")
-
     if route.prefill:
         lines = [
-            f"prefill by {name(route.prefill)}, decode by {name(route.decode)}",
+            f"prefill by {route.prefill}, decode by {route.decode}",
             f"KV cache moved over {route.transport}: "
             f"{trace_tree.bytes_text(timing.transfer_bytes)} in {timing.transfer_ms:.1f} ms",
         ]
     else:
-        lines = [f"prefill and decode by {name(route.decode)}: no KV cache had to move"]
+        lines = [f"prefill and decode by {route.decode}: no KV cache had to move"]
     lines += [
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from a cache), "
         f"{usage.completion_tokens} generated, finish reason: {completion.finish_reason}",
@@ -130,25 +143,10 @@ def route_text(completion: Completion, names: Mapping[str, str]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _names(cluster: LocalCluster) -> dict[str, str]:
-    """Process names by incarnation."""
-    by_pid = {process.pid: process.name for process in cluster.processes.values()}
-    records = cluster.membership.records.values()
-    return {record.incarnation: by_pid.get(record.pid, record.incarnation) for record in records}
-
-
 def _step(number: int, text: str) -> None:
     say(f"\n[{number}/5] {text}")
 
 
-def _detail(text: str, began: float) -> None:
-    say(f"  {time.monotonic() - began:5.1f} s  {text}")
-
-
-def _log_line(name: str, line: str) -> None:
-    print(f"  [{name}] {line}", file=sys.stderr, flush=True)
-
-
 def _bright(text: str) -> str:
-    """Tells what the model wrote from what it was given, where colours can be seen."""
+    """Distinguishes what the model wrote from the prompt, where colours can be seen."""
     return f"\x1b[1;32m{text}\x1b[0m" if text and sys.stdout.isatty() else text

@@ -1,25 +1,23 @@
-"""An etcd of one's own: a real etcd process for one machine, reachable from it alone.
-
-It is started, watched until it answers, and ended with its owner. It knows nothing of workers.
-"""
+"""A real etcd process for one machine, reachable from it alone; it ends with its owner."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import importlib.util
 import logging
 import os
 import shutil
-import socket
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
+from baton.local import ports
 from baton.local.child import tied
-from baton.local.scratch import ScratchFolder
+from baton.local.supervisor import ChildProcess
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
 
@@ -27,8 +25,9 @@ log = logging.getLogger(__name__)
 
 START_S = 20.0
 STOP_S = 5.0
-_LOG_TAIL_BYTES = 2000
+_LOG_LINES = 40  # shown of one that fails
 _PORT_ATTEMPTS = 3
+_LOCK = "owner.lock"
 
 
 def etcd_binary() -> Path:
@@ -54,9 +53,9 @@ class _Ended(Unavailable):
 class EmbeddedEtcd:
     """One etcd process: `async with EmbeddedEtcd() as etcd: ... etcd.address`.
 
-    After `stop` or `kill`, `start` brings it back on the same port with the same data. Data that
-    were given no directory live in a temporary one and go with `close` (or the `async with`), those
-    of a killed owner when the next one starts. Damaged data are moved aside, and it starts empty.
+    After `stop` or `kill`, `start` brings it back on the same port with the same data. Without
+    `data_dir` the data live in a `ScratchFolder`, which goes with `close` (or the `async with`).
+    Damaged data are moved aside, and it starts empty.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class EmbeddedEtcd:
         self._scratch: ScratchFolder | None = None
         self._port = client_port
         self._args = args
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
 
     @property
     def address(self) -> str:
@@ -80,7 +79,7 @@ class EmbeddedEtcd:
 
     @property
     def home(self) -> Path:
-        """The directory of its data and log, once started."""
+        """The directory of its data, once started."""
         assert self._home is not None, "etcd was never started"
         return self._home
 
@@ -97,41 +96,38 @@ class EmbeddedEtcd:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
-        """Returns when etcd answers; raises Unavailable, with its last words, if it fails."""
+        """Returns when etcd answers; raises Unavailable, with its last output, if it fails."""
         assert self._process is None, "etcd runs already"
         if self._home is None:
             self._scratch = await asyncio.to_thread(ScratchFolder, "baton-etcd-")
             self._home = self._scratch.path
         self._home.mkdir(parents=True, exist_ok=True)
-        if self._port:
-            await self._start_once()
-            return
-        for attempt in range(_PORT_ATTEMPTS):
-            self._port = _free_port()
+        attempts = 1 if self._port else _PORT_ATTEMPTS
+        for attempt in range(1, attempts + 1):
+            self._port = self._port if attempts == 1 else ports.free()
             try:
                 await self._start_once()
                 return
             except Unavailable as error:
-                taken = "address already in use" in str(error)
-                if not taken or attempt + 1 == _PORT_ATTEMPTS:
+                if attempt == attempts or "address already in use" not in str(error):
                     raise
 
     async def stop(self) -> None:
-        """Asks etcd to end, and kills it if it does not; the data stay."""
-        await self._end(kill=False)
+        """SIGTERM, then SIGKILL after a while; the data stay."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.stop(STOP_S)
 
     async def kill(self) -> None:
         """SIGKILL; the data stay."""
-        await self._end(kill=True)
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await process.wait()
 
     async def close(self) -> None:
         """Stops etcd and removes its data, if they were in a temporary directory."""
@@ -188,22 +184,10 @@ class EmbeddedEtcd:
         say(f"etcd starts empty: it could not start on its data, moved to {aside} ({cause})")
 
     async def _launch(self) -> None:
-        with self._log.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *tied(self._command()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is ours: those who use etcd end first
-            )
-        try:
-            await self._answering(self._process)
-        except BaseException:
-            await self.kill()
-            raise
-
-    async def _answering(self, process: asyncio.subprocess.Process) -> None:
         """Returns when etcd answers a read; raises Unavailable when it exits or stays silent."""
+        # It dies with us, and ctrl-C does not reach it: those who use etcd end first.
+        process = self._process = ChildProcess("etcd", "etcd", tied(self._command()))
+        await process.start()
         client = EtcdClient(RegistryConfig(etcd=self.address))
         answered = asyncio.create_task(client.connect("/", START_S))
         exited = asyncio.create_task(process.wait())
@@ -213,44 +197,27 @@ class EmbeddedEtcd:
                 raise _Ended(f"etcd ended with status {exited.result()}")
             with contextlib.suppress(ConfigError):  # one that asks for a password answers, too
                 answered.result()
-        except Unavailable as error:
-            raise type(error)(f"{error}; etcd said: {self._last_words()}") from error
+        except BaseException as error:
+            await self.kill()
+            if isinstance(error, Unavailable):
+                raise type(error)(f"{error}; etcd said: {process.log_tail(_LOG_LINES)}") from error
+            raise
         finally:
             for task in (answered, exited):
                 task.cancel()
             await asyncio.wait({answered, exited})
             await client.close()
 
-    async def _end(self, *, kill: bool) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill() if kill else process.terminate()
-        try:
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-    @property
-    def _log(self) -> Path:
-        return self.home / "etcd.log"
-
-    def _last_words(self) -> str:
-        return self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-
     def _command(self) -> list[str]:
         url = f"http://{self.address}"
-        nobody = "http://127.0.0.1:0"  # a cluster of one has no peers to listen for
+        no_peers = "http://127.0.0.1:0"  # a cluster of one has no peers to listen for
         return [
             str(self._runnable()),
             *("--name", "baton"),
             *("--data-dir", str(self.home / "data")),
             *("--listen-client-urls", url, "--advertise-client-urls", url),
-            *("--listen-peer-urls", nobody, "--initial-advertise-peer-urls", nobody),
-            *("--initial-cluster", f"baton={nobody}"),
+            *("--listen-peer-urls", no_peers, "--initial-advertise-peer-urls", no_peers),
+            *("--initial-cluster", f"baton={no_peers}"),
             # It elects itself: a short term makes it start soon and allows leases of one second.
             *("--heartbeat-interval", "50", "--election-timeout", "300"),
             # Its data are leased records that their owners write again; a power cut may take them.
@@ -270,7 +237,32 @@ class EmbeddedEtcd:
         return copy
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class ScratchFolder:
+    """A temporary folder named `prefix` and something random, until `remove`.
+
+    The owner holds a lock on a file in it. The kernel drops the lock when the owner ends, however
+    that happens and in whatever pid namespace it lived, so a folder without a lock is abandoned;
+    the next owner removes it.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Creates it, and removes those with the same prefix that have no owner any more."""
+        for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
+            with contextlib.suppress(OSError):  # it is owned, another user's, or just gone
+                file = os.open(lock, os.O_RDWR)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent)
+                finally:
+                    os.close(file)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        # Locked under another name first: an unlocked lock would make it look abandoned.
+        new = self.path / f"{_LOCK}.new"
+        self._lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(self.path / _LOCK)
+
+    def remove(self) -> None:
+        """Removes it with all that is in it."""
+        shutil.rmtree(self.path)
+        os.close(self._lock)

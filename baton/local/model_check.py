@@ -1,4 +1,4 @@
-"""A look at a model's files before any process is started for it: broken ones are told at once."""
+"""Checks a model's files before any process is started for it, so that errors show at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.text.model_files import TOKENIZER_FILE
 def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     """Raises ConfigError or CheckpointError, naming the file, when no process could load it.
 
-    Reads no tensors and imports no torch. A worker has no use for the tokenizer but its identity.
+    Reads no tensors and imports no torch. A worker uses only the tokenizer's fingerprint.
     """
     path = model_path(settings.model)
     if path.is_file() and not settings.random_weights:

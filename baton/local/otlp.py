@@ -1,30 +1,40 @@
-"""A small OTLP/gRPC trace receiver: the local cluster's spans, without a collector to install.
+"""A small OTLP/gRPC trace receiver with a `TraceService` that reads what it received.
 
-Any OpenTelemetry exporter can send to it. Traces only; spans go to a bounded `SpanStore`, and
-`baton trace` reads them at the same address.
+Any OpenTelemetry exporter can send traces to it; they go to a bounded `SpanStore`, and `baton
+trace` reads them at the same address.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from dataclasses import asdict, fields
 from typing import Any, Self
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from baton import rpc
+from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.local.span_store import AttributeValue, Span, SpanStore
-from baton.local.trace_service import TraceServicer
-from baton.v1 import trace_pb2_grpc
+from baton.local.trace_tree import is_trace_id, is_whole, latest_first, slowest_first, summarize
+from baton.v1 import trace_pb2, trace_pb2_grpc
+
+_QUIET_S = 1.0  # exporters send several times a second: after this nothing more is on its way
+_MAX_WAIT_S = 10.0  # what has not come by then died with its process
+_MAX_LISTED = 20
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on a free loopback port between `async with` and its end; `address` says where."""
+    """Listens on a loopback port between `async with` and its end; `address` is its URL."""
 
-    def __init__(self, store: SpanStore) -> None:
+    def __init__(self, store: SpanStore, port: int = 0) -> None:
+        """`port` 0 takes a free one."""
         self.store = store
+        self._port = port
         self.address = ""
         self._server: grpc.aio.Server | None = None
 
@@ -33,62 +43,129 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         register: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
         register(self, self._server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceServicer(self.store), self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self._server.start()
         self.address = f"http://127.0.0.1:{port}"
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         await self._server.stop(grace=0.5)
         self.store.close()
 
     async def Export(self, request: Any, context: Any) -> Any:
         """Stores the spans of one export."""
-        self.store.add(list(spans_of(request)))
+        self.store.add(list(_received(request)))
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-def spans_of(request: Any) -> Iterator[Span]:
-    """The spans of an ExportTraceServiceRequest."""
-    for resource_spans in request.resource_spans:
-        resource = _attributes(resource_spans.resource.attributes)
-        service = str(resource.get("service.name", "unknown"))
-        for scope_spans in resource_spans.scope_spans:
-            for span in scope_spans.spans:
-                yield _span(span, service)
+class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
+    """`TraceService` over a store."""
+
+    def __init__(self, store: SpanStore, quiet_s: float = _QUIET_S) -> None:
+        self._store = store
+        self._quiet_s = quiet_s
+
+    @rpc.unary
+    async def GetTrace(
+        self, request: trace_pb2.GetTraceRequest, context: Any
+    ) -> trace_pb2.GetTraceResponse:
+        """The trace's spans; none of an unknown trace."""
+        if not is_trace_id(request.trace_id):
+            raise InvalidRequest("a trace id has 32 hexadecimal digits", "trace_id")
+        spans = await self._settled(request.trace_id, request.wait_ms / 1000)
+        return trace_pb2.GetTraceResponse(spans=map(span_message, spans))
+
+    @rpc.unary
+    async def ListTraces(
+        self, request: trace_pb2.ListTracesRequest, context: Any
+    ) -> trace_pb2.ListTracesResponse:
+        """Requests, in the requested order."""
+        found = [summary for spans in self._store.traces() if (summary := summarize(spans))]
+        slowest = request.order == trace_pb2.TRACE_ORDER_SLOWEST
+        found.sort(key=slowest_first if slowest else latest_first)
+        found = found[: request.most or _MAX_LISTED]
+        messages = (trace_pb2.TraceSummary(**asdict(summary)) for summary in found)
+        return trace_pb2.ListTracesResponse(traces=messages)
+
+    async def _settled(self, trace_id: str, wait_s: float) -> list[Span]:
+        """The trace once it is whole and quiet, or what there is of it after `wait_s`."""
+        now = time.monotonic()
+        if 0 < self._store.arrived_at(trace_id) < now - _MAX_WAIT_S:
+            return self._store.trace(trace_id)
+        end = now + wait_s
+        with contextlib.suppress(DeadlineExceeded):
+            await self._store.wait_for(trace_id, is_whole, wait_s)
+            quiet_at = self._store.arrived_at(trace_id) + self._quiet_s
+            await asyncio.sleep(min(quiet_at, end) - time.monotonic())
+        return self._store.trace(trace_id)
 
 
-def _span(span: Any, service: str) -> Span:
-    failed = span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+def span_message(span: Span) -> trace_pb2.Span:
+    """A span as `TraceService` sends it."""
+    values = asdict(span)
+    del values["trace_id"]
+    values["attributes"] = {key: _value_message(v) for key, v in span.attributes.items()}
+    return trace_pb2.Span(**values)
+
+
+def span_of(trace_id: str, message: trace_pb2.Span) -> Span:
+    """The span that `span_message` made."""
+    names = {field.name for field in fields(Span)} - {"trace_id", "attributes", "error"}
     return Span(
-        trace_id=span.trace_id.hex(),
-        span_id=span.span_id.hex(),
-        parent_id=span.parent_span_id.hex(),
-        name=span.name,
-        service=service,
-        start_ns=span.start_time_unix_nano,
-        end_ns=span.end_time_unix_nano,
-        attributes=_attributes(span.attributes),
-        is_entry=span.kind == trace_pb2.Span.SPAN_KIND_SERVER,
-        error=span.status.message if failed else None,
+        trace_id,
+        attributes={key: _value(value) for key, value in message.attributes.items()},
+        error=message.error if message.HasField("error") else None,
+        **{name: getattr(message, name) for name in names},
     )
 
 
-def _attributes(pairs: Iterable[Any]) -> dict[str, AttributeValue]:
-    return {pair.key: _value(pair.value) for pair in pairs}
+def _value_message(value: AttributeValue) -> trace_pb2.AttributeValue:
+    if isinstance(value, bool):  # which is an int, too
+        return trace_pb2.AttributeValue(flag=value)
+    if isinstance(value, int):
+        return trace_pb2.AttributeValue(integer=value)
+    if isinstance(value, float):
+        return trace_pb2.AttributeValue(number=value)
+    return trace_pb2.AttributeValue(text=value)
 
 
-def _value(value: Any) -> AttributeValue:
+def _value(message: trace_pb2.AttributeValue) -> AttributeValue:
+    kind = message.WhichOneof("value")
+    value: AttributeValue = getattr(message, kind) if kind else ""
+    return value
+
+
+def _received(request: Any) -> Iterator[Span]:
+    """The spans of an ExportTraceServiceRequest."""
+    for resource_spans in request.resource_spans:
+        resource = _otlp_attributes(resource_spans.resource.attributes)
+        service = str(resource.get("service.name", "unknown"))
+        for span in (span for scope in resource_spans.scope_spans for span in scope.spans):
+            failed = span.status.code == otlp_pb2.Status.STATUS_CODE_ERROR
+            yield Span(
+                trace_id=span.trace_id.hex(),
+                span_id=span.span_id.hex(),
+                parent_id=span.parent_span_id.hex(),
+                name=span.name,
+                service=service,
+                start_ns=span.start_time_unix_nano,
+                end_ns=span.end_time_unix_nano,
+                attributes=_otlp_attributes(span.attributes),
+                is_entry=span.kind == otlp_pb2.Span.SPAN_KIND_SERVER,
+                error=span.status.message if failed else None,
+            )
+
+
+def _otlp_attributes(pairs: Iterable[Any]) -> dict[str, AttributeValue]:
+    return {pair.key: _otlp_value(pair.value) for pair in pairs}
+
+
+def _otlp_value(value: Any) -> AttributeValue:
     kind = value.WhichOneof("value")
     if kind in ("string_value", "int_value", "double_value", "bool_value"):
         scalar: AttributeValue = getattr(value, kind)
         return scalar
     if kind == "array_value":
-        return ", ".join(str(_value(item)) for item in value.array_value.values)
+        return ", ".join(str(_otlp_value(item)) for item in value.array_value.values)
     return "" if kind is None else f"<{kind.removesuffix('_value')}>"

@@ -1,4 +1,4 @@
-"""TCP ports: is this one free, and which one is."""
+"""Checks for and choice of free TCP ports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.errors import ConfigError
 
 
 def check_free(host: str, port: int, option: str = "--port") -> None:
-    """Raises ConfigError when nobody could listen on `host`:`port` now."""
+    """Raises ConfigError when `host`:`port` is not free now."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         _listen(family, address)
@@ -21,7 +21,7 @@ def check_free(host: str, port: int, option: str = "--port") -> None:
 
 
 def free(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now; somebody else may take it before the caller does."""
+    """A port that is free now; another process may take it before the caller does."""
     return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
 
 
@@ -38,9 +38,9 @@ def consecutive(host: str, first: int, count: int, option: str = "--port") -> li
 
 
 def _listen(family: int, address: Any) -> int:
-    """Listens for a moment; the port."""
+    """The port, after listening on it for a moment."""
     with socket.socket(family, socket.SOCK_STREAM) as listener:
-        # As servers do, or connections that ended a moment ago would count as somebody.
+        # As servers do, or connections that ended a moment ago would count as a listener.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()

@@ -34,7 +34,7 @@ class SingleProcess:
         with cores.confined(settings.cpus):
             self._loaded = build.load(settings)
         self.tokenizer = load_tokenizer(self._loaded.path)
-        self._news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         self._engine: Engine = self._loaded.engine(self._publish)
         self._requests = 0
 
@@ -80,13 +80,13 @@ class SingleProcess:
         on_text: Callable[[str], None],
     ) -> Completion:
         text = TextStream(self.tokenizer, ask)
-        said: list[str] = []
+        pieces: list[str] = []
         logprobs: list[TokenLogprobs] = []
         times: list[float] = []
         tokens: list[int] = []
         reason: str | None = None
         while reason is None:
-            progress = self._news.get()
+            progress = self._reports.get()
             if progress.abort_reason:
                 raise InternalError(progress.abort_reason)
             if progress.seq_id != sequence.seq_id:
@@ -96,16 +96,16 @@ class SingleProcess:
                 times.append(time.monotonic())
                 tokens.append(token_id)
                 if progress.logprobs:
-                    drawn = progress.logprobs[at - 1]
-                    logprobs.append(TokenLogprobs(drawn.token_id, drawn.logprob, drawn.top))
-                said.append(text.advance([token_id], progress.finish_reason if last else None))
-                on_text(said[-1])
+                    sampled = progress.logprobs[at - 1]
+                    logprobs.append(TokenLogprobs(sampled.token_id, sampled.logprob, sampled.top))
+                pieces.append(text.advance([token_id], progress.finish_reason if last else None))
+                on_text(pieces[-1])
                 if text.stop is not None:
-                    break  # what was drawn behind it is not output
+                    break  # tokens sampled after it are not output
             reason = "stop" if text.stop is not None else progress.finish_reason
         steps = max(1, len(times) - 1)
         return Completion(
-            text="".join(said),
+            text="".join(pieces),
             token_ids=tuple(tokens),
             finish_reason="stop" if reason == "stop" else "length",
             stop=text.stop or "",
@@ -134,7 +134,7 @@ class SingleProcess:
 
     def _publish(self, report: StepReport) -> None:
         for progress in report.progress:
-            self._news.put(progress)
+            self._reports.put(progress)
 
 
 def encode(tokenizer: AnyTokenizer, prompt: Prompt) -> list[int]:
@@ -155,6 +155,6 @@ def run_local(
     stop: Sequence[str] = (),
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Completion:
-    """Loads the model, runs one completion, and lets the model go."""
+    """Loads the model, runs one completion, and frees the model."""
     with SingleProcess(settings) as process:
         return process.generate(prompt, params, stop, on_text)

@@ -1,29 +1,44 @@
-"""Where `baton trace` reads: the traces that `baton up` keeps, found through a router of it."""
+"""Where `baton trace` reads: the traces that `baton up` keeps, or a Jaeger query service."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 
 from baton import rpc
 from baton.client import Client
-from baton.errors import BatonError, Unavailable
-from baton.local.span_store import Span
-from baton.local.trace_messages import spans_of, summary_of
-from baton.local.trace_summary import Summary
+from baton.errors import InternalError, InvalidRequest, Unavailable
+from baton.local.otlp import span_of
+from baton.local.span_store import AttributeValue, Span
+from baton.local.trace_tree import ROUTER, Summary, latest_first, slowest_first, summarize
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
 _WAIT_S = 3.0  # for the spans of a request that has only just ended
+_MAX_JAEGER_BYTES = 64 << 20
+_JAEGER_LOOKBACK_S = 3600
+_JAEGER_LIMIT = 200  # the slowest are found among at least as many
+_ADDED_BY_JAEGER = ("span.kind", "internal.")
+_PARSERS: Mapping[str, Callable[[str], AttributeValue]] = {
+    "int64": int,
+    "float64": float,
+    "bool": lambda text: text == "true",
+}
 
 
 class TraceSource(ABC):
     """Somewhere that traces are kept. Methods raise BatonError."""
 
-    name: str  # where that is, for people
+    name: str  # where that is, for messages
 
     @abstractmethod
     def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
@@ -35,59 +50,169 @@ class TraceSource(ABC):
 
 
 class KeptTraces(TraceSource):
-    """What `baton up` keeps, at the address its processes export to."""
+    """The traces that `baton up` keeps, at the address its processes export to."""
 
     def __init__(self, address: str) -> None:
         """`address` is HOST:PORT or a URL."""
         self.name = address
-        url = urlsplit(address if "//" in address else f"//{address}")
+        url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
         self._address, self._secure = url.netloc, url.scheme == "https"
 
     def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
         """The trace's spans, once they all have come."""
         wait_ms = int(min(_WAIT_S, timeout_s / 2) * 1000)
         request = trace_pb2.GetTraceRequest(trace_id=trace_id, wait_ms=wait_ms)
-        return spans_of(trace_id, self._call("GetTrace", request, timeout_s).spans)
+        response = self._call("GetTrace", request, timeout_s)
+        return [span_of(trace_id, message) for message in response.spans]
 
     def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[Summary]:
-        """Requests, in the order asked for."""
+        """Requests, in the requested order."""
         order = trace_pb2.TRACE_ORDER_SLOWEST if slowest else trace_pb2.TRACE_ORDER_LATEST
         request = trace_pb2.ListTracesRequest(order=order, most=most)
-        return [summary_of(told) for told in self._call("ListTraces", request, timeout_s).traces]
+        names = [field.name for field in fields(Summary)]
+        return [
+            Summary(
+                **{name: getattr(message, name) for name in names}
+                | {"error": message.error if message.HasField("error") else None}
+            )
+            for message in self._call("ListTraces", request, timeout_s).traces
+        ]
 
     def _call(self, method: str, request: Any, timeout_s: float) -> Any:
-        with self._channel() as channel:
+        if self._secure:
+            credentials = grpc.ssl_channel_credentials()
+            channel = grpc.secure_channel(self._address, credentials, options=rpc.OPTIONS)
+        else:
+            channel = grpc.insecure_channel(self._address, options=rpc.OPTIONS)
+        with channel:
             stub = trace_pb2_grpc.TraceServiceStub(channel)
             try:
                 return getattr(stub, method)(request, timeout=timeout_s)
             except grpc.RpcError as error:
-                raise self._failure(error) from error
-
-    def _channel(self) -> grpc.Channel:
-        if self._secure:
-            credentials = grpc.ssl_channel_credentials()
-            return grpc.secure_channel(self._address, credentials, options=rpc.OPTIONS)
-        return grpc.insecure_channel(self._address, options=rpc.OPTIONS)
-
-    def _failure(self, error: grpc.RpcError) -> BatonError:
-        code = error.code()
-        if code == grpc.StatusCode.UNIMPLEMENTED:
-            return Unavailable(
-                f"{self.name} is not a `baton up` that keeps traces: if they go to Jaeger, "
-                "name it with --jaeger URL"
-            )
-        if code == grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(f"nobody answers at {self.name}, where the traces should be kept")
-        return rpc.error_of(error)
+                if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                    raise Unavailable(
+                        f"{self.name} is not a `baton up` that keeps traces: if they go to Jaeger, "
+                        "name it with --jaeger URL"
+                    ) from error
+                if error.code() == grpc.StatusCode.UNAVAILABLE:
+                    raise Unavailable(
+                        f"nothing answers at {self.name}, where the traces should be kept"
+                    ) from error
+                raise rpc.error_of(error) from error
 
 
 def kept_by(target: str, timeout_s: float) -> KeptTraces:
-    """Where the cluster of the router at `target` sends its spans. Raises Unavailable."""
+    """Where the cluster of the router at `target` sends its spans. Raises Unavailable.
+
+    Of several addresses it is the first: `baton up` puts its own there.
+    """
     with Client(target) as client:
         router = client.status(timeout=timeout_s)["router"]
     if not router["otlp"]:
         raise Unavailable(
             f"the router at {router['address']} exports no traces: "
-            "`baton up` keeps them, and --otlp URL sends them away"
+            "`baton up` keeps them, and --otlp URL sends them to a collector"
         )
-    return KeptTraces(router["otlp"])
+    return KeptTraces(router["otlp"].split(",")[0])
+
+
+class Jaeger(TraceSource):
+    """A Jaeger query service, as `http://HOST:16686`, with its base path if it has one.
+
+    It is read by the JSON of its HTTP API, as Jaeger 1 and 2 serve it to their own UI: a trace has
+    `spans`, whose `processID` names an entry of `processes`; times are microseconds; a parent is a
+    reference of type CHILD_OF.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises InvalidRequest when it is no HTTP URL."""
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise InvalidRequest(f"--jaeger {url}: not a URL like http://HOST:16686")
+        self.name = f"Jaeger at {parts.netloc}"
+        self._base = urllib.parse.urlunsplit(parts._replace(query="", fragment="")).rstrip("/")
+
+    def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
+        """The trace's spans; none when Jaeger does not know it."""
+        return [s for spans in self._get(f"/api/traces/{trace_id}", timeout_s) for s in spans]
+
+    def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[Summary]:
+        """Requests of the last hour, in the requested order."""
+        end = time.time_ns() // 1000
+        query = {
+            "service": ROUTER,
+            "limit": max(most, _JAEGER_LIMIT),
+            "start": end - _JAEGER_LOOKBACK_S * 1_000_000,
+            "end": end,
+        }
+        traces = self._get(f"/api/traces?{urllib.parse.urlencode(query)}", timeout_s)
+        found = [summary for spans in traces if (summary := summarize(spans))]
+        return sorted(found, key=slowest_first if slowest else latest_first)[:most]
+
+    def _get(self, path: str, timeout_s: float) -> Iterator[list[Span]]:
+        """The spans of each trace in the answer; none for what Jaeger does not know."""
+        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
+            self._base + path, headers={"Accept": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310
+                body = response.read(_MAX_JAEGER_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            with error, contextlib.suppress(ValueError):
+                # Jaeger's 404 for an unknown trace is JSON; other servers' 404 are pages.
+                if error.code == 404 and isinstance(
+                    json.loads(error.read(_MAX_JAEGER_BYTES)), dict
+                ):
+                    return iter(())
+            raise Unavailable(f"{self.name} answers {error.code} {error.reason}") from error
+        except OSError as error:  # URLError, a time-out, a broken connection
+            reason = getattr(error, "reason", error)
+            raise Unavailable(f"{self.name} does not answer: {reason}") from error
+        if len(body) > _MAX_JAEGER_BYTES:
+            limit = f"{_MAX_JAEGER_BYTES >> 20} MiB"
+            raise InternalError(f"{self.name}: the answer has more than {limit}")
+        try:
+            answer = json.loads(body)
+        except ValueError as error:
+            raise InternalError(f"{self.name}: the answer is not JSON: is it Jaeger?") from error
+        if not isinstance(answer, dict) or not isinstance(answer.get("data") or [], list):
+            raise InternalError("not an answer of Jaeger: it has no list of traces in `data`")
+        return map(_jaeger_spans, answer.get("data") or [])
+
+
+def _jaeger_spans(trace: Mapping[str, Any]) -> list[Span]:
+    try:
+        return [_jaeger_span(span, trace["processes"]) for span in trace["spans"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InternalError(f"not a trace as Jaeger describes it: {error!r}") from error
+
+
+def _jaeger_span(span: Mapping[str, Any], processes: Mapping[str, Any]) -> Span:
+    tags = {tag["key"]: _jaeger_value(tag) for tag in span.get("tags") or ()}
+    start_ns = int(span["startTime"]) * 1000
+    failed = tags.pop("error", False) in (True, "true") or tags.get("otel.status_code") == "ERROR"
+    parents = [  # a link to another trace is a reference, too, but no parent
+        reference["spanID"]
+        for reference in span.get("references") or ()
+        if reference["refType"] == "CHILD_OF" and reference["traceID"] == span["traceID"]
+    ]
+    return Span(
+        trace_id=str(span["traceID"]).zfill(32),
+        span_id=span["spanID"],
+        parent_id=parents[0] if parents else "",
+        name=span["operationName"],
+        service=processes[span["processID"]]["serviceName"],
+        start_ns=start_ns,
+        end_ns=start_ns + int(span["duration"]) * 1000,
+        attributes={k: v for k, v in tags.items() if not k.startswith(_ADDED_BY_JAEGER)},
+        is_entry=tags.get("span.kind") in ("server", "consumer"),
+        error=str(tags.get("otel.status_description", "")) if failed else None,
+    )
+
+
+def _jaeger_value(tag: Mapping[str, Any]) -> AttributeValue:
+    """Numbers may come as text: Jaeger writes 64-bit integers so."""
+    value, parse = tag["value"], _PARSERS.get(tag.get("type", ""))
+    if isinstance(value, str) and parse is not None:
+        return parse(value)
+    return value if isinstance(value, str | int | float | bool) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Draws a trace as a tree with times and a waterfall, for a terminal. Pure: spans in, text out.
+"""What a trace says of its request, and its drawing as a tree with a waterfall. Pure.
 
 client  generate                       0.0   412.3 ms |████████████████████|
 └─ router  Generate                    0.9   410.8 ms |████████████████████|
@@ -9,18 +9,131 @@ client  generate                       0.0   412.3 ms |████████�
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.local.span_store import AttributeValue, Span
 
+ROUTER = "baton-router"
+# Spans that measure what others are made of; they are no work of their own.
+_MEASURES = frozenset({"router.first_token"})
+_HEX = frozenset("0123456789abcdef")
+
 _BAR_COLUMNS = 20
 _RIGHT_COLUMNS = len("  12345.7  12345.7 ms ||") + _BAR_COLUMNS + 1  # right of the names
-_LEAST_WIDTH = 60
-_MOST_LINES = 3  # of one span's attributes
+_MIN_WIDTH = 60
+_MAX_ATTRIBUTE_LINES = 3  # of one span
+_MAX_GAPS = 3
 _HIDDEN = ("rpc.", "network.", "server.", "client.", "otel.", "thread.", "code.", "net.")
-_MISSING_MARK = "? "
-_ERROR_MARK = "! "
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One request whose trace is kept."""
+
+    trace_id: str
+    start_ns: int  # Unix
+    took_ms: float
+    spans: int
+    error: str | None  # why the request failed, possibly empty; None when it did not
+    input_tokens: int
+    output_tokens: int
+    attempts: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a request's time the spans below it account for."""
+
+    took_ns: int
+    known_ns: int  # while at least one span without children ran
+    gaps: tuple[tuple[int, int], ...]  # when none did, the longest first: (start, end), Unix ns
+
+    @property
+    def share(self) -> float:
+        """Of the request's time, between 0 and 1."""
+        return self.known_ns / self.took_ns if self.took_ns else 1.0
+
+
+def is_trace_id(text: str) -> bool:
+    """Whether it could name a trace: 32 hexadecimal digits, lower case, not all of them 0."""
+    return len(text) == 32 and _HEX.issuperset(text) and text.strip("0") != ""
+
+
+def entry_of(spans: Iterable[Span]) -> Span | None:
+    """The router's span of the whole request: of several (a router died), the one that ended last.
+
+    None when the trace is not one of a request, or that span has not arrived.
+    """
+    entries = [span for span in spans if span.is_entry and span.service == ROUTER]
+    return max(entries, key=lambda span: span.end_ns, default=None)
+
+
+def is_whole(spans: Sequence[Span]) -> bool:
+    """Whether the request's own span and every parent that others name have arrived.
+
+    The parents of entries may be kept elsewhere: they are the callers'.
+    """
+    ids = {span.span_id for span in spans}
+    return entry_of(spans) is not None and all(
+        span.is_entry or not span.parent_id or span.parent_id in ids for span in spans
+    )
+
+
+def summarize(spans: Sequence[Span]) -> Summary | None:
+    """The trace in one line; None when it is not one of a request."""
+    if (entry := entry_of(spans)) is None:
+        return None
+
+    def count(attribute: str) -> int:
+        value = entry.attributes.get(attribute)
+        return value if isinstance(value, int) else 0
+
+    return Summary(
+        trace_id=entry.trace_id,
+        start_ns=entry.start_ns,
+        took_ms=(entry.end_ns - entry.start_ns) / 1e6,
+        spans=len(spans),
+        error=entry.error,
+        input_tokens=count("gen_ai.usage.input_tokens"),
+        output_tokens=count("gen_ai.usage.output_tokens"),
+        attempts=sum(span.name == "router.attempt" for span in spans),
+    )
+
+
+def slowest_first(summary: Summary) -> float:
+    """A sort key: the request that took longest comes first."""
+    return -summary.took_ms
+
+
+def latest_first(summary: Summary) -> float:
+    """A sort key: the request that ended last comes first."""
+    return -(summary.start_ns + summary.took_ms * 1e6)
+
+
+def coverage(spans: Sequence[Span]) -> Coverage | None:
+    """What of the request's time the spans explain; None when it is not one of a request.
+
+    Only spans without children count: one that merely contains others explains nothing.
+    """
+    if (entry := entry_of(spans)) is None:
+        return None
+    # A measure's children, if it had any, would not make its parent a leaf.
+    parents = {span.parent_id for span in spans if span.name not in _MEASURES}
+    leaves = sorted(
+        (max(span.start_ns, entry.start_ns), min(span.end_ns, entry.end_ns))
+        for span in spans
+        if span.span_id not in parents and span.name not in _MEASURES and span is not entry
+    )
+    known, at, gaps = 0, entry.start_ns, []
+    for start, end in [*leaves, (entry.end_ns, entry.end_ns)]:
+        if start > at:
+            gaps.append((at, start))
+        if end > at:
+            known += end - max(start, at)
+        at = max(at, end)
+    gaps.sort(key=lambda gap: gap[0] - gap[1])
+    return Coverage(entry.end_ns - entry.start_ns, known, tuple(gaps))
 
 
 @dataclass(frozen=True)
@@ -28,7 +141,7 @@ class _Line:
     span: Span
     stem: str  # drawn before the span's own name
     below: str  # drawn before what belongs to the span: attributes and children
-    mark: str
+    is_orphan: bool
 
 
 def render(spans: Sequence[Span], width: int = 100) -> str:
@@ -39,76 +152,82 @@ def render(spans: Sequence[Span], width: int = 100) -> str:
     """
     if not spans:
         return "(no spans)"
-    width = max(width, _LEAST_WIDTH)
+    width = max(width, _MIN_WIDTH)
     first_ns = min(span.start_ns for span in spans)
     last_ns = max(span.end_ns for span in spans)
-    name_columns = width - _RIGHT_COLUMNS
+    columns = width - _RIGHT_COLUMNS
     total_ms = (last_ns - first_ns) / 1e6
     text = [
         f"trace {spans[0].trace_id}: {len(spans)} spans, {total_ms:.1f} ms",
-        f"{'service  span':<{name_columns}}  {'start':>8} {'took':>8} ms",
+        f"{'service  span':<{columns}}  {'start':>8} {'took':>8} ms",
     ]
     lines = list(_walk(spans))
     for line in lines:
-        text.append(_span_line(line, name_columns, first_ns, last_ns))
+        span = line.span
+        marks = ("? " if line.is_orphan else "") + ("! " if span.error is not None else "")
+        service = span.service.removeprefix("baton-")
+        name = _fit(f"{line.stem}{marks}{service}  {span.name}", columns)
+        start_ms, took_ms = (span.start_ns - first_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6
+        bar = _bar(span, first_ns, last_ns)
+        text.append(f"{name:<{columns}}  {start_ms:8.1f} {took_ms:8.1f} ms |{bar}|")
         left = f"{line.below}  "
-        attributes = _attribute_text(line.span)
         wrapped = textwrap.wrap(
-            attributes, max(width - len(left), 20), max_lines=_MOST_LINES, placeholder=" …"
+            _attributes(span),
+            max(width - len(left), 20),
+            max_lines=_MAX_ATTRIBUTE_LINES,
+            placeholder=" …",
         )
         text += [_fit(left + part, width) for part in wrapped]
-    if any(line.mark for line in lines):
+    if any(line.is_orphan for line in lines):
         text.append("? = the parent span did not arrive")
     return "\n".join(text)
+
+
+def render_coverage(spans: Sequence[Span], width: int = 100) -> str:
+    """How much of a request's time is known and where the largest gaps are, in the tree's time.
+
+    Empty when the trace is not one of a request.
+    """
+    if (found := coverage(spans)) is None:
+        return ""
+    first_ns = min(span.start_ns for span in spans)
+    text = f"spans account for {found.share:.1%} of the request's {found.took_ns / 1e6:.1f} ms"
+    gaps = [
+        f"{(end - start) / 1e6:.1f} ms at {(start - first_ns) / 1e6:.1f}"
+        for start, end in found.gaps[:_MAX_GAPS]
+    ]
+    return textwrap.fill(f"{text}; longest gaps: {', '.join(gaps)}" if gaps else text, width)
 
 
 def _walk(spans: Sequence[Span]) -> Iterator[_Line]:
     """The spans depth first, with what is drawn to the left of each."""
     ids = {span.span_id for span in spans}
     children: dict[str, list[Span]] = {}
+    orphans = []
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id)):
         children.setdefault(span.parent_id, []).append(span)
-    orphans = [span for span in spans if span.parent_id and span.parent_id not in ids]
-    orphans.sort(key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
-    tops = children.get("", [])
-    if not tops and orphans:  # the caller's own span is kept elsewhere
-        tops, orphans = orphans[:1], orphans[1:]
+        if span.parent_id and span.parent_id not in ids:
+            orphans.append(span)
+    roots = children.get("", [])
+    if not roots and orphans:  # the caller's own span is kept elsewhere
+        roots, orphans = orphans[:1], orphans[1:]
     seen: set[str] = set()
-    for number, top in enumerate(tops):
-        hangers = orphans if number == 0 else []
-        yield from _branch(top, children, hangers, ("", ""), seen)
 
+    def branch(span: Span, stem: str, below: str, is_orphan: bool) -> Iterator[_Line]:
+        if span.span_id in seen:  # malformed: a span below itself
+            return
+        seen.add(span.span_id)
+        under = [(child, False) for child in children.get(span.span_id, [])]
+        if span is roots[0]:
+            under += [(orphan, True) for orphan in orphans]
+        yield _Line(span, stem, below + ("│" if under else " "), is_orphan)
+        for number, (child, lost) in enumerate(under, 1):
+            ends = number == len(under)
+            stems = ("└─ ", "   ") if ends else ("├─ ", "│  ")
+            yield from branch(child, below + stems[0], below + stems[1], lost)
 
-def _branch(
-    span: Span,
-    children: dict[str, list[Span]],
-    orphans: Sequence[Span],
-    stems: tuple[str, str],
-    seen: set[str],
-    mark: str = "",
-) -> Iterator[_Line]:
-    """`span` and everything below it; `orphans` hang below it last, marked."""
-    if span.span_id in seen:  # malformed: a span below itself
-        return
-    seen.add(span.span_id)
-    stem, below = stems
-    under = [(child, "") for child in children.get(span.span_id, [])]
-    under += [(orphan, _MISSING_MARK) for orphan in orphans]
-    yield _Line(span, stem, below + ("│" if under else " "), mark)
-    for number, (child, child_mark) in enumerate(under):
-        last = number == len(under) - 1
-        stems = (below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "))
-        yield from _branch(child, children, (), stems, seen, child_mark)
-
-
-def _span_line(line: _Line, name_columns: int, first_ns: int, last_ns: int) -> str:
-    span = line.span
-    service = span.service.removeprefix("baton-")
-    error = _ERROR_MARK if span.error is not None else ""
-    name = _fit(f"{line.stem}{line.mark}{error}{service}  {span.name}", name_columns)
-    start_ms, took_ms = (span.start_ns - first_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6
-    bar = _bar(span, first_ns, last_ns)
-    return f"{name:<{name_columns}}  {start_ms:8.1f} {took_ms:8.1f} ms |{bar}|"
+    for root in roots:
+        yield from branch(root, "", "", False)
 
 
 def _bar(span: Span, first_ns: int, last_ns: int) -> str:
@@ -119,7 +238,7 @@ def _bar(span: Span, first_ns: int, last_ns: int) -> str:
     return " " * begin + "█" * (end - begin) + " " * (_BAR_COLUMNS - end)
 
 
-def _attribute_text(span: Span) -> str:
+def _attributes(span: Span) -> str:
     """The span's attributes but for those that repeat how a call travelled; the error first."""
     parts = [] if not span.error else [f"error={span.error}"]
     for key, value in span.attributes.items():

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from baton.config import ClusterConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
 from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
-from baton.local.trace_summary import entry_of
+from baton.local.trace_tree import entry_of
 
 INTERRUPTED = 130
 _QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans
-_LEAST_KEPT = 256  # to be drawn: requests may run side by side
+_MIN_KEPT = 256  # to be drawn: requests may run side by side
 _SPANS_PER_TRACE = 24  # on average, at about 1 KiB a span
 
 
@@ -34,8 +34,6 @@ async def run(config: ClusterConfig) -> int:
     Returns the exit status: 0 once it was ready. Raises ConfigError or Unavailable when it cannot
     start.
     """
-    if config.trace and config.otlp:
-        raise ConfigError("--trace shows the traces here and --otlp sends them away: choose one")
     cancel_on_signals()
     hangup = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
@@ -46,7 +44,7 @@ async def run(config: ClusterConfig) -> int:
             cluster = LocalCluster(here, say=say, on_line=echo)
             await stack.enter_async_context(cluster)
             was_ready = True
-            say(_ready_text(cluster, keeps_traces=here.otlp != config.otlp))
+            say(_ready_text(cluster, keeps_traces=here is not config))
             await _restart_on(hangup, cluster)
     except asyncio.CancelledError:
         pass
@@ -61,7 +59,7 @@ def cancel_on_signals() -> None:
 
     def cancel() -> None:
         if not task.cancelling():
-            say(("\n" if sys.stdout.isatty() else "") + "stopping…")  # not beside the terminal's ^C
+            say(("\n" if sys.stdout.isatty() else "") + "stopping…")  # not after the terminal's ^C
         task.cancel()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -86,14 +84,14 @@ async def _restart_on(hangup: asyncio.Event, cluster: LocalCluster) -> None:
     while True:
         await hangup.wait()
         if had_terminal and not _has_terminal():
-            return  # the window was closed: nobody is left to press ctrl-C
+            return  # the window was closed: no ctrl-C can come any more
         say(f"SIGHUP: restarting {', '.join(cluster.processes)}, one after the other")
         try:
             await cluster.rolling_restart()
             say("all processes have been restarted")
         except BatonError as error:
             say(f"the restart has stopped: {error}")
-        hangup.clear()  # one that came meanwhile has had its restart
+        hangup.clear()  # a signal that came meanwhile needs no other restart
 
 
 def _has_terminal() -> bool:
@@ -101,15 +99,16 @@ def _has_terminal() -> bool:
 
 
 async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> ClusterConfig:
-    """`config`, sending its traces here: `baton trace` reads them, `--trace` draws them."""
-    if config.otlp or not (config.trace or config.keep_traces):
+    """`config`, sending its traces here, too: `baton trace` reads them, `--trace` draws them."""
+    if not (config.trace or config.keep_traces):
         return config
-    kept = max(config.keep_traces, _LEAST_KEPT if config.trace else 0)
+    kept = max(config.keep_traces, _MIN_KEPT if config.trace else 0)
     store = SpanStore(kept, kept * _SPANS_PER_TRACE)
     if config.trace:
         store.follow(_show_finished, _QUIET_S)
     receiver = await stack.enter_async_context(OtlpReceiver(store))
-    return dataclasses.replace(config, otlp=receiver.address)
+    otlp = ",".join(filter(None, (receiver.address, config.otlp)))  # the first is `baton trace`'s
+    return dataclasses.replace(config, otlp=otlp)
 
 
 def _show_finished(spans: Sequence[Span]) -> bool:
@@ -122,35 +121,24 @@ def _show_finished(spans: Sequence[Span]) -> bool:
 
 
 def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
+    """Where the cluster serves, with commands to try."""
     target = "" if cluster.targets == "127.0.0.1:7700" else f" --target {cluster.targets}"
-    kept = f"  baton trace{target}\n" if keeps_traces else ""
-    return (
-        f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:\n"
-        f"  baton generate 'class Stack:'{target}\n"
-        f"  baton status{target}\n"
-        f"  baton top{target}\n"
-        f"{kept}"
-        f"{_http_text(cluster)}"
-        f"{_metrics_text(cluster)}"
-        "ctrl-C stops it"
-    )
-
-
-def _http_text(cluster: LocalCluster) -> str:
-    """For those who speak HTTP: a line to try, and what OpenAI's clients are told."""
-    if not cluster.http_addresses:
-        return ""
-    url = f"http://{cluster.http_addresses[0]}/v1"
-    body = '{"prompt": "class Stack:", "max_tokens": 32}'
-    return (
-        f"  curl {url}/completions -H 'content-type: application/json' -d '{body}'\n"
-        f"OpenAI's clients: base_url={url}, any api_key\n"
-    )
-
-
-def _metrics_text(cluster: LocalCluster) -> str:
-    """For a Prometheus configuration: where each process serves its metrics."""
-    if not cluster.metrics:
-        return ""
-    served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())
-    return f"metrics at http://HOST:PORT/metrics of {served}\n"
+    lines = [
+        f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:",
+        f"  baton generate 'class Stack:'{target}",
+        f"  baton status{target}",
+        f"  baton top{target}",
+    ]
+    if keeps_traces:
+        lines.append(f"  baton trace{target}")
+    if cluster.http_addresses:
+        url = f"http://{cluster.http_addresses[0]}/v1"
+        body = '{"prompt": "class Stack:", "max_tokens": 32}'
+        lines += [
+            f"  curl {url}/completions -H 'content-type: application/json' -d '{body}'",
+            f"OpenAI's clients: base_url={url}, any api_key",
+        ]
+    if cluster.metrics:
+        served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())
+        lines.append(f"metrics at http://HOST:PORT/metrics of {served}")
+    return "\n".join([*lines, "ctrl-C stops it"])

@@ -21,7 +21,7 @@ from baton.bench.stats import percentile
 from baton.bench.terminal import table
 from baton.bench.workload import Lengths, Workload
 from baton.config import ClusterConfig, EngineConfig
-from baton.local import cpus, ports
+from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
@@ -109,7 +109,8 @@ async def served_decode(args: argparse.Namespace) -> None:
     ends. The two take turns.
     """
     shape, batch, context, tokens = SHAPES[args.shape], args.batch, args.context, args.tokens
-    core, all_cores = cpus.available()[-1], os.sched_getaffinity(0)  # where decode computes
+    all_cores = os.sched_getaffinity(0)
+    core = max(all_cores)  # where the decode worker computes
     directory = checkpoint.directory_of(shape, checkpoint.default_cache())
     options = {"dtype": "bfloat16", "quantization": args.quantization}
     setup = Setup(str(directory), shape.vocab, 1, (core,), batch, context + tokens, 1, options)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.local.cluster import LocalCluster
-from baton.local.readiness import router_serving, workers_ready
+from baton.local.cluster import LocalCluster, router_serving, workers_ready
 from tests.chaos.plan import Fault
 from tests.chaos.proxy import Proxy
 

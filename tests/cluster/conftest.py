@@ -28,8 +28,8 @@ from baton.config import ClusterConfig, EngineConfig
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
-from baton.local.process import ChildProcess
 from baton.local.span_store import SpanStore
+from baton.local.supervisor import ChildProcess
 from tests.cluster.forkserver import ForkServer
 from tests.cluster.oracle import Oracle
 

@@ -30,7 +30,7 @@ async def test_a_pair_does_what_the_doctor_says(
     cluster = await cluster_factory(**settings)
     before = await doctor(cluster.address)
     (pair,) = before["pairs"]
-    assert pair["transport"] == taken and pair["troubles"] == []
+    assert pair["transport"] == taken and pair["problems"] == []
     generated = await baton(
         "generate", "x = [" * 40, "--target", cluster.address, "--max-tokens", "2", "--json"
     )

@@ -57,8 +57,12 @@ async def test_a_request_can_be_traced_afterwards(tmp_path: Path) -> None:
         frame = await baton("top", "--once", "--interval", "0.2", *target)
         assert (frame.status, frame.err) == (0, "")
         for role in ("prefill", "decode"):
-            assert re.search(rf"^{role} +[0-9a-f]{{12}} +READY ", frame.out, re.M), frame.out
-        assert re.search(r"^[0-9a-f]{12}  [0-9a-f]{12}  shm +OPEN ", frame.out, re.M), frame.out
+            assert re.search(rf"^{role} +{role}-0-[0-9a-f]{{8}} +READY ", frame.out, re.M), (
+                frame.out
+            )
+        assert re.search(
+            r"^prefill-0-[0-9a-f]{8}  decode-0-[0-9a-f]{8}  shm +OPEN ", frame.out, re.M
+        ), frame.out
         assert "refused INVALID_ARGUMENT: token id 99999999" in frame.out
         counts = json.loads((await baton("status", "--json", *target)).out)["router"]["counts"]
         assert counts["ended"] == {"OK": 1, "INVALID_ARGUMENT": 1}

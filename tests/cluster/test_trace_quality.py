@@ -15,7 +15,7 @@ from baton.errors import DeadlineExceeded
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
-from baton.local.trace_summary import account
+from baton.local.trace_tree import coverage
 from tests.cluster.conftest import ClusterFactory
 from tests.cluster.oracle import all_blocks_free
 
@@ -40,7 +40,7 @@ WAITING = {"router.prefill", "router.stream"}
 
 def share(spans: Sequence[Span], without: Collection[str] = ()) -> float:
     """Of the request's time that its spans explain, those of some names left out."""
-    explained = account([span for span in spans if span.name not in without])
+    explained = coverage([span for span in spans if span.name not in without])
     assert explained is not None
     return explained.share
 

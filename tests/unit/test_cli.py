@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from baton.config import (
 )
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
-from baton.local.cpus import Share
+from baton.local.resources import Share
 
 COMMANDS = ("up", "demo", "router", "prefill-worker", "decode-worker", "generate", "status")
 DONE = Completion(
@@ -71,6 +72,9 @@ def test_defaults_are_those_of_the_settings() -> None:
     assert router == RouterConfig(incarnation=router.incarnation)
     worker = services.worker_config(parse("decode-worker"))
     assert worker == WorkerConfig("decode", incarnation=worker.incarnation)
+    assert re.fullmatch("decode-[0-9a-f]{8}", worker.incarnation)
+    named = services.worker_config(parse("decode-worker", "--name", "d7"))
+    assert re.fullmatch("d7-[0-9a-f]{8}", named.incarnation)
     assert up.cluster_config(parse("up")) == ClusterConfig()
 
 
@@ -315,8 +319,8 @@ def test_bad_settings_and_directories_are_told(capsys: pytest.CaptureFixture[str
         "baton: error: --decode must be at least 1, not 0: a cluster serves with a worker of each "
         "role\n"
     )
-    assert cli.main(["up", "--trace", "--otlp", "http://x:1"]) == 1
-    assert "choose one" in capsys.readouterr().err
+    assert cli.main(["decode-worker", "--name", "a/b"]) == 1
+    assert "--name 'a/b': use up to 63 letters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

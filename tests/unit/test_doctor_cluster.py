@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton.errors import KvMismatch
-from baton.local.doctor import fleet
-from baton.local.doctor.finding import Finding, Level
+from baton.local.doctor import Finding
+from baton.local.doctor_cluster import Pair, check_cluster, pairs_of
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from kvtransfer import negotiation, pairing
@@ -65,12 +65,12 @@ def gpu(
     return cpu(name, host, **fields)
 
 
-def told(
+def check(
     *records: WorkerRecord,
     state: str = "READY",
     used: pairing.Kind | None = None,
     registry: bool = True,
-) -> tuple[list[fleet.Pair], list[Finding]]:
+) -> tuple[list[Pair], list[Finding]]:
     """The pairs of a cluster of these workers, and what is found."""
     open_pairs = []
     if used is not None:
@@ -81,8 +81,8 @@ def told(
         workers=[fleet_pb2.WorkerStatus(record=one, state=state) for one in records],
         pairs=open_pairs,
     )
-    pairs = fleet.pairs_of(status)
-    return pairs, list(fleet.examine(status, pairs))
+    pairs = pairs_of(status)
+    return pairs, list(check_cluster(status, pairs))
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -108,136 +108,136 @@ def only(findings: list[Finding]) -> Finding:
     ],
 )
 def test_a_good_pair_is_left_alone(records: tuple[WorkerRecord, ...], transport: int) -> None:
-    pairs, findings = told(*records)
-    assert [pair.judgement.transport for pair in pairs] == [transport]
-    assert only(findings).level is Level.OK
+    pairs, findings = check(*records)
+    assert [pair.transport for pair in pairs] == [transport]
+    assert only(findings).level == "ok"
 
 
-def test_containers_that_see_one_gpu_each_fall_to_sockets() -> None:
-    pairs, findings = told(gpu("p", "A"), gpu("d", "B", host=CONTAINER))
-    found = only(findings)
-    assert (found.level, found.subject) == (Level.WARN, "p → d")
-    assert "do not see each other's GPU" in found.text and "sockets" in found.text
-    for mend in ("every GPU to every worker", "ipc: host", "pid: host", "NCCL_HOSTID"):
-        assert mend in found.mend
-    judged = pairs[0].judgement
-    assert judged.transport == NCCL
-    assert judged.obstacles == {CUDA_IPC: "their process namespaces differ"}
-
-
-def test_containers_that_see_both_gpus_lack_one_process_namespace() -> None:
-    _, findings = told(gpu("p", "A", "B"), gpu("d", "B", "A", host=CONTAINER))
-    found = only(findings)
-    assert "process namespaces differ" in found.text and "pid: host" in found.mend
-
-
-def test_what_lies_between_two_gpus_is_told() -> None:
-    prefill = gpu("p", "A", "BC")
-    prefill.hardware.gpu_links.extend(["NV18 B", "SYS C"])
-    pairs, _ = told(prefill, gpu("d1", "B", "AC"), gpu("d2", "C", "AB"), gpu("d3", "D"))
-    assert [pair.judgement.link for pair in pairs] == ["NV18", "SYS", ""]
-
-
-def test_gpus_that_are_no_peers_are_explained_and_not_complained_of() -> None:
-    pairs, findings = told(gpu("p", "A", "B", peers=""), gpu("d", "B", "A", peers=""))
-    assert "cannot write" in pairs[0].judgement.obstacles[CUDA_IPC]
-    assert only(findings).level is Level.OK
-
-
-@pytest.mark.parametrize("rdma", [(), ("mlx5_0",)])
-def test_machines_of_which_one_has_no_rdma_use_tcp(rdma: tuple[str, ...]) -> None:
-    _, findings = told(gpu("p", "A", rdma=rdma), gpu("d", "B", host=ELSEWHERE))
-    found = only(findings)
-    assert "NCCL will use TCP sockets" in found.text and "/dev/infiniband" in found.mend
+IB: dict[str, Any] = {"rdma": ("mlx5_0",)}
+ONE_NCCL: dict[str, Any] = {"transports": [NCCL]}
+UNKNOWN: dict[str, Any] = {
+    "hardware": common_pb2.Hardware(torch_version="2.11.0"), "transports": [NCCL]
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("host", "why"), [(CONTAINER, "process namespaces differ"), (OTHER_USER, "different users")]
-)
-def test_cpus_of_one_machine_that_use_the_network(host: str, why: str) -> None:
-    pairs, findings = told(cpu("p"), cpu("d", host))
-    assert pairs[0].judgement.transport == GLOO
+    ("records", "transport", "text", "fix"),
+    [
+        # Containers that see one GPU each fall to sockets.
+        (
+            (gpu("p", "A"), gpu("d", "B", host=CONTAINER)), NCCL,
+            ["do not see each other's GPU", "sockets"],
+            ["every GPU to every worker", "ipc: host", "pid: host", "NCCL_HOSTID"],
+        ),
+        # Containers that see both lack one process namespace.
+        (
+            (gpu("p", "A", "B"), gpu("d", "B", "A", host=CONTAINER)), NCCL,
+            ["process namespaces differ"], ["pid: host"],
+        ),
+        # One machine or both have no RDMA.
+        *(
+            ((gpu("p", "A", rdma=rdma), gpu("d", "B", host=ELSEWHERE)), NCCL,
+             ["NCCL will use TCP sockets"], ["/dev/infiniband"])
+            for rdma in ((), ("mlx5_0",))
+        ),
+        # CPUs of one machine that use the network.
+        *(
+            ((cpu("p"), cpu("d", host)), GLOO, ["within one machine", why], ["one user"])
+            for host, why in ((CONTAINER, "process namespaces differ"),
+                              (OTHER_USER, "different users"))
+        ),
+        (
+            (gpu("p", "A", **IB), gpu("d", "B", host=ELSEWHERE, nccl="2.26.2", **IB)), NCCL,
+            ["NCCL 2.27.5 and 2.26.2"], ["one image"],
+        ),
+        (
+            (gpu("p", "A", **UNKNOWN), gpu("d", "B")), NCCL,
+            ["does not report which GPU"], ["--log-level debug"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_pair_that_could_do_better(
+    records: tuple[WorkerRecord, ...], transport: int, text: list[str], fix: list[str]
+) -> None:
+    pairs, findings = check(*records)
     found = only(findings)
-    assert "within one machine" in found.text and why in found.text and "one user" in found.mend
+    assert (found.level, found.subject, pairs[0].transport) == ("warn", "p → d", transport)
+    assert all(part in found.text for part in text), found
+    assert all(part in found.fix for part in fix), found
 
 
-def test_a_gpu_and_a_cpu_never_talk() -> None:
-    pairs, findings = told(gpu("p", "A"), cpu("d"))
-    assert pairs[0].judgement.transport is None and not pairs[0].judgement.obstacles
-    assert [found.level for found in findings] == [Level.FAIL, Level.WARN]
-    assert "one computes on a GPU and the other on a CPU" in findings[1].text
+@pytest.mark.parametrize(
+    ("records", "text", "fix"),
+    [
+        ((gpu("p", "A"), cpu("d")), "one computes on a GPU and the other on a CPU", "--cluster"),
+        (
+            (cpu("p", transports=[SHM]), cpu("d", transports=[GLOO])),
+            "prefill offers shm, decode gloo", "--transport auto",
+        ),
+        *(
+            ((cpu("p"), cpu("d", kv=common_pb2.KvDescriptor(
+                **{"dtype": "bfloat16", "block_size": 16, field: value}))),
+             f"{field}: ", "--kv-dtype")
+            for field, value in (("model_fingerprint", "other"), ("dtype", "float32"),
+                                 ("block_size", 32))
+        ),
+    ],
+)  # fmt: skip
+def test_a_pair_that_cannot_work(records: tuple[WorkerRecord, ...], text: str, fix: str) -> None:
+    pairs, findings = check(*records)
+    assert pairs[0].transport is None
+    assert [found.level for found in findings] == ["fail", "warn"]
+    assert text in findings[1].text and fix in findings[1].fix
+
+
+def test_links_and_obstacles_of_pairs_are_reported() -> None:
+    prefill = gpu("p", "A", "BC")
+    prefill.hardware.gpu_links.extend(["NV18 B", "SYS C"])
+    pairs, _ = check(prefill, gpu("d1", "B", "AC"), gpu("d2", "C", "AB"), gpu("d3", "D"))
+    assert [pair.link for pair in pairs] == ["NV18", "SYS", ""]
+    pairs, _ = check(gpu("p", "A"), gpu("d", "B", host=CONTAINER))
+    assert pairs[0].obstacles == {CUDA_IPC: "their process namespaces differ"}
+    pairs, findings = check(gpu("p", "A", "B", peers=""), gpu("d", "B", "A", peers=""))
+    assert "cannot write" in pairs[0].obstacles[CUDA_IPC] and only(findings).level == "ok"
+    assert not check(gpu("p", "A"), cpu("d"))[0][0].obstacles
 
 
 def test_one_pair_that_works_is_enough_not_to_fail() -> None:
-    pairs, findings = told(gpu("p", "A", "B"), gpu("d1", "B", "A"), cpu("d2"))
-    assert [pair.judgement.transport for pair in pairs] == [CUDA_IPC, None]
-    assert only(findings).level is Level.WARN and only(findings).subject == "p → d2"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("model_fingerprint", "other"), ("dtype", "float32"), ("block_size", 32)],
-)
-def test_caches_that_mean_different_things(field: str, value: Any) -> None:
-    other = common_pb2.KvDescriptor(dtype="bfloat16", block_size=16)
-    setattr(other, field, value)
-    pairs, findings = told(cpu("p"), cpu("d", kv=other))
-    assert pairs[0].judgement.transport is None
-    assert findings[1].level is Level.WARN and f"{field}: " in findings[1].text
-
-
-def test_transports_that_exclude_each_other() -> None:
-    _, findings = told(cpu("p", transports=[SHM]), cpu("d", transports=[GLOO]))
-    assert "prefill offers shm, decode gloo" in findings[1].text
-    assert "--transport auto" in findings[1].mend
+    pairs, findings = check(gpu("p", "A", "B"), gpu("d1", "B", "A"), cpu("d2"))
+    assert [pair.transport for pair in pairs] == [CUDA_IPC, None]
+    assert (only(findings).level, only(findings).subject) == ("warn", "p → d2")
 
 
 def test_one_gpu_for_both_is_for_cuda_ipc_or_a_late_nccl() -> None:
-    alone: dict[str, Any] = {"transports": [NCCL]}
-    pairs, findings = told(gpu("p", "A", **alone), gpu("d", "A", **alone))
-    assert pairs[0].judgement.transport is None and findings[0].level is Level.FAIL
-    assert "2.30" in pairs[0].judgement.obstacles[NCCL]
-    late: dict[str, Any] = {**alone, "nccl": "2.30.3"}
-    pairs, findings = told(gpu("p", "A", **late), gpu("d", "A", **late))
-    assert pairs[0].judgement.transport == NCCL and only(findings).level is Level.OK
+    pairs, findings = check(gpu("p", "A", **ONE_NCCL), gpu("d", "A", **ONE_NCCL))
+    assert pairs[0].transport is None and findings[0].level == "fail"
+    assert "2.30" in pairs[0].obstacles[NCCL]
+    late = {**ONE_NCCL, "nccl": "2.30.3"}
+    pairs, findings = check(gpu("p", "A", **late), gpu("d", "A", **late))
+    assert pairs[0].transport == NCCL and only(findings).level == "ok"
 
 
-def test_two_versions_of_nccl() -> None:
-    rdma: dict[str, Any] = {"rdma": ("mlx5_0",)}
-    _, findings = told(gpu("p", "A", **rdma), gpu("d", "B", host=ELSEWHERE, nccl="2.26.2", **rdma))
-    assert "NCCL 2.27.5 and 2.26.2" in only(findings).text
-
-
-def test_a_gpu_that_was_not_described() -> None:
-    silent = common_pb2.Hardware(torch_version="2.11.0")
-    pairs, findings = told(gpu("p", "A", hardware=silent, transports=[NCCL]), gpu("d", "B"))
-    assert pairs[0].judgement.transport == NCCL
-    assert "does not tell which GPU" in only(findings).text
-
-
-def test_the_same_trouble_of_many_pairs_is_told_once() -> None:
+def test_the_same_problem_of_many_pairs_is_reported_once() -> None:
     prefill = [gpu(f"p{i}", "A") for i in range(3)]
     decode = [gpu(f"d{i}", "B", host=CONTAINER) for i in range(2)]
-    _, findings = told(*prefill, *decode)
+    _, findings = check(*prefill, *decode)
     assert only(findings).subject.endswith("p1 → d1 and 2 more")
 
 
 def test_an_open_link_that_is_slower_than_it_could_be() -> None:
-    pairs, findings = told(cpu("p"), cpu("d"), used=GLOO)
+    pairs, findings = check(cpu("p"), cpu("d"), used=GLOO)
     assert pairs[0].in_use == GLOO
     assert "uses gloo, and shm is faster" in only(findings).text
-    _, findings = told(cpu("p"), cpu("d"), used=SHM)
-    assert only(findings).level is Level.OK
+    assert only(check(cpu("p"), cpu("d"), used=SHM)[1]).level == "ok"
 
 
 def test_a_cluster_that_cannot_serve() -> None:
-    _, findings = told(cpu("p"))
-    assert only(findings) == Finding(
-        Level.FAIL, "cluster", "has no decode worker", "start one: baton decode-worker"
-    )
-    _, findings = told(cpu("p"), cpu("d"), state="STALLED", registry=False)
-    assert [found.level for found in findings] == [Level.WARN] * 3
-    assert [found.subject for found in findings] == ["registry", "prefill p", "decode d"]
+    missing = Finding("fail", "cluster", "has no decode worker", "start one: baton decode-worker")
+    assert only(check(cpu("p"))[1]) == missing
+    _, findings = check(cpu("p"), cpu("d"), state="STALLED", registry=False)
+    assert [(found.level, found.subject) for found in findings] == [
+        ("warn", "registry"), ("warn", "p"), ("warn", "d")
+    ]  # fmt: skip
 
 
 class Named(Transport):

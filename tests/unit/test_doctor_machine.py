@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from baton import cli
-from baton.cli import doctor, status
+from baton.cli import doctor as command
+from baton.cli import status
 from baton.client.results import status_of
 from baton.errors import ConfigError
-from baton.local import etcd
-from baton.local.doctor import cards, machine
-from baton.local.doctor.finding import Level
+from baton.local import doctor, etcd
 from baton.local.ports import free
 from baton.v1 import common_pb2, fleet_pb2
 from baton.worker import nvidia_smi
@@ -38,7 +37,7 @@ TOLD = common_pb2.Hardware(
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty control group of our own."""
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
     return tmp_path
 
 
@@ -55,44 +54,39 @@ def test_without_torch_a_machine_is_still_looked_at() -> None:
     subjects = {finding["subject"] for finding in report["machine"]}
     assert {"python", "torch", "CPU kernels", "cores", "memory", "etcd", "GPU"} <= subjects
     for finding in report["machine"]:
-        assert set(finding) == {"level", "subject", "text", "mend"}
+        assert set(finding) == {"level", "subject", "text", "fix"}
         assert finding["level"] in ("ok", "warn")
 
 
 def test_torch_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "version_of", lambda package: None)
-    found = machine.torch()
-    assert found.level is Level.WARN and "baton-serving[worker]" in found.mend
-
-
-def test_an_old_python_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "LEAST_PYTHON", (99, 0))
-    assert machine.python().level is Level.FAIL
+    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    found = next(f for f in doctor.check_machine(False) if f.subject == "torch")
+    assert found.level == "warn" and "baton-serving[worker]" in found.fix
 
 
 def test_no_compiler_is_told_unless_kernels_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "BUILT_KERNELS", tmp_path)
+    monkeypatch.setattr(doctor, "BUILT_KERNELS", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.compiler().level is Level.WARN and "g++" in machine.compiler().mend
+    assert doctor.compiler().level == "warn" and "g++" in doctor.compiler().fix
     (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "g++").chmod(0o700)
-    assert "does not run" in machine.compiler().text
+    assert "does not run" in doctor.compiler().text
     (tmp_path / "avx2-0.so").touch()
-    assert machine.compiler().level is Level.OK
+    assert doctor.compiler().level == "ok"
 
 
 def test_a_container_that_gets_less_time_than_it_sees_cores(
     cgroup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert machine.cores().text == "8"
+    assert doctor.cores().text == "8"
     (cgroup / "cpu.max").write_text("max 100000\n")
-    assert machine.cores().level is Level.OK
+    assert doctor.cores().level == "ok"
     (cgroup / "cpu.max").write_text("250000 100000\n")
-    found = machine.cores()
-    assert found.level is Level.WARN and "2.5 of them" in found.text and "2 in all" in found.mend
+    found = doctor.cores()
+    assert found.level == "warn" and "2.5 of them" in found.text and "2 in all" in found.fix
 
 
 def test_memory_is_what_the_container_may_still_have(
@@ -100,15 +94,15 @@ def test_memory_is_what_the_container_may_still_have(
 ) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB\n")
-    monkeypatch.setattr(machine, "MEMINFO", meminfo)
-    assert machine.memory().text == "64.0 GiB, 32.0 GiB of it free"
+    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
+    assert doctor.memory().text == "64.0 GiB, 32.0 GiB of it free"
     (cgroup / "memory.max").write_text(f"{8 << 30}\n")
     (cgroup / "memory.current").write_text(f"{7 << 30}\n")
     (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {4 << 30}\n")
-    found = machine.memory()
-    assert (found.level, found.text) == (Level.OK, "8.0 GiB, 5.0 GiB of it free")
+    found = doctor.memory()
+    assert (found.level, found.text) == ("ok", "8.0 GiB, 5.0 GiB of it free")
     (cgroup / "memory.stat").write_text("inactive_file 0\n")
-    assert machine.memory().level is Level.WARN
+    assert doctor.memory().level == "warn"
 
 
 def test_a_machine_without_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +110,17 @@ def test_a_machine_without_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConfigError("no etcd to start: put etcd on PATH")
 
     monkeypatch.setattr(etcd, "etcd_binary", missing)
-    found = machine.etcd_program()
-    assert (found.level, found.mend) == (Level.WARN, "put etcd on PATH")
+    found = doctor.etcd_program()
+    assert (found.level, found.fix) == ("warn", "put etcd on PATH")
 
 
 def test_a_port_in_use_is_a_router_s_or_somebody_s() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert machine.free_port(port, "--port", router_here=True).level is Level.OK
-        found = machine.free_port(port, "--port", router_here=False)
-        assert found.level is Level.WARN and "--port" in found.mend
-    assert machine.free_port(free(), "--port", router_here=False).text == "free"
+        assert doctor.free_port(port, "--port", router_here=True).level == "ok"
+        found = doctor.free_port(port, "--port", router_here=False)
+        assert found.level == "warn" and "--port" in found.fix
+    assert doctor.free_port(free(), "--port", router_here=False).text == "free"
 
 
 def look_at_cards(
@@ -135,8 +129,8 @@ def look_at_cards(
     """What is found, by subject, where driver and torch show this."""
     monkeypatch.setattr(nvidia_smi, "cards", lambda timeout_s: driver)
     monkeypatch.setattr(nvidia_smi, "driver_version", lambda: "570.86.15")
-    monkeypatch.setattr(cards, "seen_by_torch", lambda: torch_sees)
-    return {finding.subject: finding for finding in cards.examine()}
+    monkeypatch.setattr(doctor, "seen_by_torch", lambda: torch_sees)
+    return {finding.subject: finding for finding in doctor.check_gpus()}
 
 
 def test_two_gpus_with_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,65 +143,65 @@ def test_two_gpus_with_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["CUDA"].text == "12.8, driver 570.86.15"
     assert found["cuda:0"].text == "NVIDIA H100 80GB HBM3 writes 1 of 1 others: GPU-bbbb NV18"
     assert found["NCCL"].text.startswith("2.27.5: two workers may not share a GPU")
-    assert {found[subject].level for subject in ("GPU 0", "CUDA", "cuda:0")} == {Level.OK}
+    assert {found[subject].level for subject in ("GPU 0", "CUDA", "cuda:0")} == {"ok"}
 
 
 def test_gpus_that_torch_cannot_use_or_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     found = look_at_cards(monkeypatch, [H100], [])
     assert "cannot use the GPUs of driver 570.86.15" in found["CUDA"].text
     found = look_at_cards(monkeypatch, [H100, H100], [TOLD])
-    assert found["CUDA"].level is Level.WARN and "CUDA_VISIBLE_DEVICES" in found["CUDA"].mend
+    assert found["CUDA"].level == "warn" and "CUDA_VISIBLE_DEVICES" in found["CUDA"].fix
 
 
 def test_variables_that_close_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")
     found = look_at_cards(monkeypatch, [H100], [TOLD])
-    assert found["NCCL_P2P_DISABLE"].level is Level.WARN
+    assert found["NCCL_P2P_DISABLE"].level == "warn"
     assert "NCCL_IB_DISABLE" not in found
 
 
 def test_a_driver_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = look_at_cards(monkeypatch, [], [])
-    assert found["GPU"].level is Level.WARN and "container toolkit" in found["GPU"].mend
-    assert cards.no_card("").level is Level.OK
+    assert found["GPU"].level == "warn" and "container toolkit" in found["GPU"].fix
+    assert doctor.no_gpu("").level == "ok"
 
 
 def test_an_old_gpu_and_one_without_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cards.card(Card(0, "GPU-a", "V100", 16 << 30, "7.0")).level is Level.WARN
-    assert cards.card(Card(0, "GPU-a", "V100", 16 << 30, "")).level is Level.OK
+    assert doctor.gpu(Card(0, "GPU-a", "V100", 16 << 30, "7.0")).level == "warn"
+    assert doctor.gpu(Card(0, "GPU-a", "V100", 16 << 30, "")).level == "ok"
     alone = common_pb2.Hardware(gpu=TOLD.gpu, visible_gpus=["GPU-aaaa"])
-    assert cards.neighbours(0, alone).text.endswith("alone")
+    assert doctor.neighbours(0, alone).text.endswith("alone")
     no_peers = common_pb2.Hardware(gpu=TOLD.gpu, visible_gpus=["GPU-aaaa", "GPU-bbbb"])
-    found = cards.neighbours(0, no_peers)
-    assert found.level is Level.WARN and "host's memory" in found.mend
+    found = doctor.neighbours(0, no_peers)
+    assert found.level == "warn" and "host's memory" in found.fix
 
 
 def test_what_triton_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "version_of", lambda package: "3.7.1")
+    monkeypatch.setattr(doctor, "version_of", lambda package: "3.7.1")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cards.triton(needed=False).level is Level.OK
-    assert "C compiler" in cards.triton(needed=True).text
+    assert doctor.triton(needed=False).level == "ok"
+    assert "C compiler" in doctor.triton(needed=True).text
     (tmp_path / "gcc").write_text("#!/bin/sh\n")
     (tmp_path / "gcc").chmod(0o700)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert cards.triton(needed=True).mend == "install python3-dev"
+    assert doctor.triton(needed=True).fix == "install python3-dev"
     (tmp_path / "Python.h").touch()
-    assert cards.triton(needed=True).text == "3.7.1"
-    monkeypatch.setattr(cards, "version_of", lambda package: None)
-    assert "baton-serving[gpu]" in cards.triton(needed=True).mend
+    assert doctor.triton(needed=True).text == "3.7.1"
+    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    assert "baton-serving[gpu]" in doctor.triton(needed=True).fix
 
 
 def test_nccl_by_its_version() -> None:
-    assert "may share a GPU" in cards.nccl("2.30.1").text
-    assert "may not share" in cards.nccl("2.27.5").text
-    assert cards.nccl("").level is Level.WARN
+    assert "may share a GPU" in doctor.nccl("2.30.1").text
+    assert "may not share" in doctor.nccl("2.27.5").text
+    assert doctor.nccl("").level == "warn"
 
 
 def report(**fields: Any) -> dict[str, Any]:
     """The object of `--json`, of a machine with nothing to tell."""
-    finding = {"level": "ok", "subject": "python", "text": "3.11", "mend": ""}
+    finding = {"level": "ok", "subject": "python", "text": "3.11", "fix": ""}
     router = {"target": "127.0.0.1:7700", "answers": False}
     empty: dict[str, Any] = {"workers": [], "pairs": [], "cluster": []}
     return {"status": "ok", "machine": [finding], "router": router, **empty, **fields}
@@ -220,9 +214,9 @@ def test_only_a_failure_is_an_exit_status(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    finding = {"level": worst, "subject": "it", "text": "is so", "mend": "do that"}
+    finding = {"level": worst, "subject": "it", "text": "is so", "fix": "do that"}
     monkeypatch.setattr(
-        doctor, "look", lambda target, timeout_s: report(status=worst, machine=[finding])
+        command, "look", lambda target, timeout_s: report(status=worst, machine=[finding])
     )
     assert cli.main(["doctor"]) == exit_status
     said = capsys.readouterr().out
@@ -233,8 +227,8 @@ def test_only_a_failure_is_an_exit_status(
 
 
 def test_long_findings_are_folded_under_themselves() -> None:
-    finding = {"level": "warn", "subject": "p → d", "text": "many words " * 9, "mend": "do " * 40}
-    said = doctor.render(report(cluster=[finding]), width=60).splitlines()
+    finding = {"level": "warn", "subject": "p → d", "text": "many words " * 9, "fix": "do " * 40}
+    said = command.render(report(cluster=[finding]), width=60).splitlines()
     lines = said[said.index("cluster") + 1 : -2]
     assert lines[0].startswith("  warn  p → d  many words") and len(lines) > 4
     assert all(len(line) <= 60 for line in lines)
@@ -245,7 +239,7 @@ def test_long_findings_are_folded_under_themselves() -> None:
 def test_pairs_are_explained_in_a_table() -> None:
     pair: dict[str, Any] = {
         "prefill": "p", "decode": "d", "transport": None, "link": None, "in_use": "gloo",
-        "troubles": ["nothing fits"],
+        "problems": ["nothing fits"],
         "not_possible": {"cuda_ipc": "they are apart", "nccl": "nobody offers it"},
     }  # fmt: skip
     worker: dict[str, Any] = {
@@ -253,12 +247,12 @@ def test_pairs_are_explained_in_a_table() -> None:
         "device": "H100", "gpu": "GPU-a", "visible_gpus": ["GPU-a", "GPU-b"], "peer_gpus": [],
         "rdma_devices": ["mlx5_0"], "transports": ["nccl"],
     }  # fmt: skip
-    said = doctor.render(report(pairs=[pair], workers=[worker]))
+    said = command.render(report(pairs=[pair], workers=[worker]))
     assert "NONE       gloo    cuda_ipc: they are apart; nccl: nobody offers it" in said
-    forbidden = doctor.render(report(pairs=[{**pair, "not_possible": {}}]))
+    forbidden = command.render(report(pairs=[{**pair, "not_possible": {}}]))
     assert "NONE       gloo    nothing fits" in forbidden
     linked = {**pair, "transport": "cuda_ipc", "link": "NV18", "not_possible": {}}
-    assert "cuda_ipc over NV18  gloo    -" in doctor.render(report(pairs=[linked]))
+    assert "cuda_ipc over NV18  gloo    -" in command.render(report(pairs=[linked]))
     assert "READY  H100         0 of 1  mlx5_0  nccl" in said
 
 

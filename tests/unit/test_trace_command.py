@@ -9,10 +9,10 @@ import pytest
 
 from baton import cli
 from baton.errors import Unavailable
-from baton.local import jaeger, trace_source
+from baton.local import trace_source
 from baton.local.span_store import Span
 from baton.local.trace_source import TraceSource
-from baton.local.trace_summary import Summary, summarize
+from baton.local.trace_tree import Summary, summarize
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 OTHER = "1" * 32
@@ -133,17 +133,6 @@ def test_nothing_is_recorded_yet(
         assert json.loads(capsys.readouterr().out) == {"traces": []}
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [[TRACE, "--last"], ["--last", "--slowest", "2"], ["--slowest", "0"],
-     [TRACE, "--from", "h:1", "--jaeger", "http://j"]],
-)  # fmt: skip
-def test_what_does_not_go_together(kept: Kept, argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(*argv)
-    assert ended.value.code == 2
-
-
 def test_it_looks_where_it_is_told(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
 
@@ -152,7 +141,7 @@ def test_it_looks_where_it_is_told(kept: Kept, monkeypatch: pytest.MonkeyPatch) 
         return kept
 
     monkeypatch.setattr(trace_source, "KeptTraces", elsewhere)
-    monkeypatch.setattr(jaeger, "Jaeger", elsewhere)
+    monkeypatch.setattr(trace_source, "Jaeger", elsewhere)
     assert run(TRACE, "--from", "f:1") == run(TRACE, "--jaeger", "http://j:1") == 0
     assert looked == ["f:1", "http://j:1"]
 

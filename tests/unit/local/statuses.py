@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from baton.local.top.poll import Sample, Watched
+from baton.local.top_view import PolledRouter, Sample
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
@@ -43,12 +43,16 @@ def status(
     )
 
 
-def watched(
-    last: fleet_pb2.GetStatusResponse,
+def polled(
+    last: fleet_pb2.GetStatusResponse | None = None,
     first: fleet_pb2.GetStatusResponse | None = None,
     address: str = "h:1",
     failure: str = "",
-) -> Watched:
-    """A router that said `first` at 10 s and `last` at 12 s."""
-    older = Sample(10.0, first) if first else Sample(12.0, last)
-    return Watched(address, older, Sample(12.0, last), failure)
+) -> PolledRouter:
+    """A router that answered `first` at 10 s and `last` at 12 s."""
+    router = PolledRouter(address)
+    for at, status in ((10.0, first), (12.0, last)):
+        if status is not None:
+            router.take(Sample(at, status))
+    router.failure = failure
+    return router

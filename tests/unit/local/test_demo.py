@@ -19,8 +19,8 @@ DONE = Completion(
 
 
 def test_the_route_of_a_handoff() -> None:
-    assert demo.route_text(DONE, {"p1": "prefill-0", "d1": "decode-0"}).splitlines() == [
-        "  prefill by prefill-0, decode by decode-0",
+    assert demo.route_text(DONE).splitlines() == [
+        "  prefill by p1, decode by d1",
         "  KV cache moved over shm: 332.0 KiB in 2.6 ms",
         "  83 prompt tokens (16 from a cache), 64 generated, finish reason: length",
         "  first token after 54 ms, then one each 4.7 ms, 352 ms in all",
@@ -29,7 +29,7 @@ def test_the_route_of_a_handoff() -> None:
 
 def test_the_route_without_a_handoff() -> None:
     alone = dataclasses.replace(DONE, route=Route(None, "d1", None, 1))
-    text = demo.route_text(alone, {})
+    text = demo.route_text(alone)
     assert text.startswith("  prefill and decode by d1: no KV cache had to move\n")
 
 
@@ -44,3 +44,13 @@ def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
     span = Span("t", "a", "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
     assert up._show_finished([span]) is shown
     assert ("generate" in capsys.readouterr().out) is shown
+
+
+def test_compiling_kernels_is_progress() -> None:
+    at = "2026-01-01 12:00:00,123"
+    logger = "baton.engine.ops.native.library"
+    text = "compiling native kernels for avx2, once: this takes some seconds"
+    assert demo.progress(f"{at} WARNING {logger}: {text}") == text
+    assert demo.progress(f"{at} INFO {logger}: {text}") == text
+    assert demo.progress(f"{at} INFO baton.worker.node: ready") == ""
+    assert demo.progress("Traceback (most recent call last):") == ""

@@ -12,9 +12,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from baton.cli.trace import render
-from baton.errors import InternalError, InvalidRequest, Unavailable
-from baton.local.jaeger import Jaeger
-from baton.local.trace_summary import ROUTER, entry_of, is_whole
+from baton.errors import InternalError, Unavailable
+from baton.local.trace_source import Jaeger
+from baton.local.trace_tree import ROUTER, entry_of, is_whole
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def jaeger() -> Iterator[Server]:
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         server.answers[f"/api/traces/{TRACE}"] = (200, json.dumps(ANSWER).encode())
         yield server
@@ -155,9 +155,3 @@ def test_nobody_there() -> None:
         url = server.url
     with pytest.raises(Unavailable, match="does not answer"):
         Jaeger(url).trace(TRACE, TIMEOUT_S)
-
-
-@pytest.mark.parametrize("url", ["ftp://h:1", "http://", "file:///etc/passwd"])
-def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(InvalidRequest, match="--jaeger"):
-        Jaeger(url)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,19 +96,22 @@ async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["said"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"trace": True}, {"trace": True, "keep_traces": 0}])
-async def test_traces_are_kept_here(settings: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"trace": True, "keep_traces": 0}, {"otlp": "http://o:1"}]
+)
+async def test_traces_are_kept_here(settings: dict[str, Any]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         config = await up._with_receiver(ClusterConfig(**settings), stack)
         assert config.otlp
-        source = KeptTraces(config.otlp)
+        own, *others = config.otlp.split(",")
+        assert others == [settings["otlp"]] if "otlp" in settings else not others
+        source = KeptTraces(own)
         assert await asyncio.to_thread(source.summaries, False, 1, 30.0) == []
     with pytest.raises(Unavailable):
         await asyncio.to_thread(source.summaries, False, 1, 30.0)
 
 
-@pytest.mark.parametrize("settings", [{"otlp": "http://o:1"}, {"keep_traces": 0}])
-async def test_traces_are_not_kept_here(settings: dict[str, int]) -> None:
-    config = ClusterConfig(**settings)
+async def test_traces_are_not_kept_here() -> None:
+    config = ClusterConfig(keep_traces=0, otlp="http://o:1")
     async with contextlib.AsyncExitStack() as stack:
         assert await up._with_receiver(config, stack) == config

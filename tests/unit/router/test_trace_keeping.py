@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from baton import telemetry
 from baton.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from baton.slo import Slo
-from baton.tail_sampling import HeadRatio, HeldSpans
+from baton.tail_sampling import HeadSampler, TailSampler
 from baton.telemetry import Telemetry
 from router.telemetry.stats import Tally
 from router.telemetry.tail_sampling import TraceKeeping
@@ -24,8 +24,8 @@ class World:
 
     def __init__(self, fleet, ratio=0.0, slos=()):
         self.exporter = InMemorySpanExporter()
-        held = HeldSpans(SimpleSpanProcessor(self.exporter))
-        provider = TracerProvider(sampler=HeadRatio(ratio), shutdown_on_exit=False)
+        held = TailSampler(SimpleSpanProcessor(self.exporter))
+        provider = TracerProvider(sampler=HeadSampler(ratio), shutdown_on_exit=False)
         provider.add_span_processor(held)
         self.trace = Telemetry(provider.get_tracer("test"), provider, held)
         self.tally = Tally()

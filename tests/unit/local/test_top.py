@@ -1,4 +1,4 @@
-"""Frames of `baton top`, drawn from routers' answers as a terminal shows them."""
+"""What `baton top` concludes from routers' answers, and its frames as a terminal shows them."""
 
 import io
 import time
@@ -7,27 +7,25 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from baton.local.top.columns import blocks_bar
-from baton.local.top.frame import Look, frame
-from baton.local.top.poll import Watched
-from baton.local.top.view import View, WorkerLine, view_of
+from baton.local.top import Options, blocks_bar, frame
+from baton.local.top_view import PolledRouter, Sample, View, WorkerLine, view_of
 from baton.v1 import fleet_pb2
 
-from .statuses import DECODE, pair, status, watched, worker
+from .statuses import DECODE, pair, polled, status, worker
 
-LOOK = Look(1.0)
+OPTIONS = Options(1.0)
 AT = 1_700_000_000.0
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
-def seen(*routers: Watched) -> View:
-    return view_of(routers, 12.0, AT)
+def seen(*routers: PolledRouter, now: float = 12.0) -> View:
+    return view_of(routers, now, AT)
 
 
-def lines(view: View, width: int = 160, height: int = 60, look: Look = LOOK) -> list[str]:
+def lines(view: View, width: int = 160, height: int = 60, options: Options = OPTIONS) -> list[str]:
     console = Console(width=width, height=height, color_system=None, file=io.StringIO())
     with console.capture() as captured:
-        console.print(frame(view, look, width, height))
+        console.print(frame(view, options, width, height))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -47,7 +45,7 @@ def busy() -> View:
     link = pair(sent_bytes=4 << 20, sent_ms=4.0)
     told = {"counts": later, "latency": latency, "running": 8, "queued": 5}
     new = status([prefill, decode], [link], **told)
-    return seen(watched(new, old))
+    return seen(polled(new, old))
 
 
 def test_a_wide_frame_tells_everything() -> None:
@@ -61,11 +59,11 @@ def test_a_wide_frame_tells_everything() -> None:
         "        9.5/12.0        3          2",
         "",
         "role     worker  state    batch  wait  queue tok  KV blocks                 used  tok/s"
-        "  drawn/s  prefill cap.  step ms  preempt",
+        "  sampled/s  prefill cap.  step ms  preempt",
         "prefill  p0      READY     0/64     0        717  ██▓▓▓▓▓░░░░░░░░░░░░░░░░░   10%  4,500"
-        "        0         2,514        -        0",
+        "          0         2,514        -        0",
         "decode   d0      STALLED   7/64     2          0  ██▓▓▓▓▓▒░░░░░░░░░░░░░░░░   11%      0"
-        "      500             -      7.0        4",
+        "        500             -      7.0        4",
         "KV blocks: █ held ▓ cached ▒ quarantined ░ free",
         "  d0: its step takes 12 s",
         "",
@@ -91,8 +89,8 @@ def test_a_large_fleet_is_cut_to_the_terminals_height(height: int) -> None:
     workers = [worker(name, DECODE) for name in names]
     events = [fleet_pb2.RouterEvent(time_ms=at, text=f"event {at}") for at in range(9)]
     view = seen(
-        watched(status(workers, [pair("p0", name) for name in names], events=events)),
-        Watched("b:1", failure="gone"),
+        polled(status(workers, [pair("p0", name) for name in names], events=events)),
+        polled(address="b:1", failure="gone"),
     )
     drawn = lines(view, height=height)
     assert len(drawn) <= height
@@ -102,26 +100,20 @@ def test_a_large_fleet_is_cut_to_the_terminals_height(height: int) -> None:
     assert "event 8" in drawn[-6] and "event 3" in drawn[-1]
 
 
-def test_a_small_fleet_is_shown_whole() -> None:
-    view = seen(watched(status([worker(f"w{n}") for n in range(8)], [pair()])))
-    text = "\n".join(lines(view, height=24))
-    assert "more" not in text and "w7" in text and "shm" in text
-
-
 def test_it_says_who_does_not_answer() -> None:
-    dead = watched(status([worker("p0")]), failure="connection\n refused")
+    dead = polled(status([worker("p0")]), failure="connection\n refused")
     text = "\n".join(lines(view_of([dead], 15.0, AT)))
     assert "NO ANSWER" in text
     assert "router h:1 does not answer for 3 s: connection refused" in text
     assert "no router answers: what follows is old" in text
-    other = watched(status([worker("p0")], incarnation="r1", registry_connected=False))
+    other = polled(status([worker("p0")], incarnation="r1", registry_connected=False))
     text = "\n".join(lines(view_of([dead, other], 15.0, AT)))
     assert "what follows is old" not in text
     assert "router h:1 does not reach the registry" in text
 
 
 def test_before_any_answer_there_is_nothing_to_see() -> None:
-    text = "\n".join(lines(seen(Watched("[::1]:7700"))))
+    text = "\n".join(lines(seen(polled(address="[::1]:7700"))))
     assert "[::1]:7700" in text and "no workers" in text
     assert "does not answer" not in text and "old" not in text
 
@@ -131,7 +123,7 @@ def test_events_tell_kind_count_text_and_trace() -> None:
         time_ms=int(AT * 1000), kind=fleet_pb2.EVENT_KIND_FAILOVER, times=3,
         text="the stream of [red]d0 broke " + "x" * 200, trace_id=TRACE,
     )  # fmt: skip
-    view = seen(watched(status(events=[event])))
+    view = seen(polled(status(events=[event])))
     when = time.strftime("%H:%M:%S", time.localtime(AT))
     wide = lines(view, 120)[-1]
     assert wide.startswith(f"{when} failover x3 the stream of [red]d0 broke xx")
@@ -142,7 +134,7 @@ def test_events_tell_kind_count_text_and_trace() -> None:
 
 def test_keys_choose_role_and_order() -> None:
     view = seen(
-        watched(
+        polled(
             status(
                 [
                     worker("p0", queue_tokens=5, blocks_held=1),
@@ -153,16 +145,16 @@ def test_keys_choose_role_and_order() -> None:
         )
     )
 
-    def order(look: Look) -> list[str]:
-        rows = [line.split() for line in lines(view, look=look) if "░░" in line]
+    def order(options: Options) -> list[str]:
+        rows = [line.split() for line in lines(view, options=options) if "░░" in line]
         return [row[1] for row in rows]
 
-    prefill, by_queue = LOOK.next_role(), LOOK.next_sort()
+    prefill, by_queue = OPTIONS.next_role(), OPTIONS.next_sort()
     by_blocks = by_queue.next_sort()
-    assert order(LOOK) == ["p0", "p1", "d0"]
+    assert order(OPTIONS) == ["p0", "p1", "d0"]
     assert order(prefill) == ["p0", "p1"] and order(prefill.next_role()) == ["d0"]
     assert order(by_queue) == ["p1", "d0", "p0"] and order(by_blocks) == ["d0", "p1", "p0"]
-    assert prefill.next_role().next_role() == LOOK == by_blocks.next_sort().next_sort()
+    assert prefill.next_role().next_role() == OPTIONS == by_blocks.next_sort().next_sort()
 
 
 @pytest.mark.parametrize(
@@ -181,3 +173,103 @@ def test_the_bar(blocks: tuple[int, int, int], bar: str) -> None:
     told = worker("p", blocks_held=held, blocks_cached=cached, blocks_quarantined=quarantined)
     line = WorkerLine(told.record, told.load, "READY", "")
     assert blocks_bar(line, 8).plain == bar
+
+
+def test_rates_are_differences_over_the_time_between() -> None:
+    old = status(
+        [worker("p0", tokens_computed=100, tokens_generated=1)],
+        [pair(sent_bytes=1_000, sent_ms=1.0)],
+        counts=fleet_pb2.RouterCounts(ended={"OK": 10}, late=1, prompt_tokens=50, output_tokens=5),
+    )
+    new = status(
+        [worker("p0", tokens_computed=600, tokens_generated=5)],
+        [pair(sent_bytes=5_000, sent_ms=3.0)],
+        counts=fleet_pb2.RouterCounts(
+            ended={"OK": 16, "CANCELLED": 2}, late=3, prompt_tokens=90, output_tokens=25
+        ),
+    )
+    view = seen(polled(new, old))
+    router, (first,), (link,) = view.routers[0], view.workers, view.pairs
+    assert (router.requests_per_s, router.good_per_s) == (4.0, 2.0)
+    assert (router.prompt_tokens_per_s, router.output_tokens_per_s) == (20.0, 10.0)
+    assert router.good_share == pytest.approx(13 / 18)
+    assert (first.computed_per_s, first.sampled_per_s) == (250.0, 2.0)
+    assert (link.bytes_per_s, link.wire_bytes_per_s) == (2_000.0, 2_000_000.0)
+
+
+def test_a_new_link_and_a_new_worker_begin_at_nothing() -> None:
+    old = status([worker("p0")], [pair(sent_bytes=9_000, sent_ms=9.0, epoch=1)])
+    new = status(
+        [worker("p0"), worker("p1", tokens_computed=7)],
+        [pair(sent_bytes=400, sent_ms=0.5, epoch=2)],
+    )
+    view = seen(polled(new, old))
+    assert view.pairs[0].bytes_per_s == 200.0
+    assert view.workers[1].computed_per_s is None
+
+
+def test_nothing_sent_has_no_speed() -> None:
+    same = status(pairs=[pair(sent_bytes=9, sent_ms=9.0)])
+    link = seen(polled(same, same)).pairs[0]
+    assert (link.bytes_per_s, link.wire_bytes_per_s) == (0.0, None)
+
+
+def test_the_worst_word_about_a_worker_counts() -> None:
+    silent = worker("p0", state="SILENT", reason="no sign of life", steps=4)
+    here = polled(status([worker("p0", steps=9, running=3)]), address="a:1")
+    there = polled(status([silent], incarnation="r1"), address="b:1")
+    for routers in ((here, there), (there, here)):
+        (line,) = seen(*routers).workers
+        assert (line.state, line.reason) == ("SILENT", "no sign of life (says b:1)")
+        assert line.load.running == 3  # of the one that heard of it last
+    both = seen(polled(status([silent])), there).workers[0]
+    assert both.reason == "no sign of life"
+
+
+def test_a_router_that_does_not_answer_tells_of_nobody_while_another_does() -> None:
+    dead = polled(status([worker("old")]), address="a:1", failure="gone")
+    alive = polled(status([worker("new")], incarnation="r1"), address="b:1")
+    view = seen(dead, alive, now=15.0)
+    assert [line.record.incarnation for line in view.workers] == ["new"]
+    assert view.answered and not view.is_old
+    assert (view.routers[0].failure, view.routers[0].silent_s) == ("gone", 3.0)
+    alone = seen(dead)
+    assert [line.record.incarnation for line in alone.workers] == ["old"]
+    assert alone.answered and alone.is_old
+    nobody = seen(polled(address="a:1", failure="gone"))
+    assert not nobody.answered and nobody.is_old
+
+
+def test_a_routers_word_about_a_pair_goes_before_the_workers() -> None:
+    here = polled(status(pairs=[pair(), pair("p1")]), address="a:1")
+    there = polled(status(pairs=[pair(state="EJECTED")], incarnation="r1"), address="b:1")
+    for routers in ((here, there), (there, here)):
+        states = [(line.status.prefill, line.status.state) for line in seen(*routers).pairs]
+        assert states == [("p0", "EJECTED"), ("p1", "OPEN")]
+
+
+def test_the_newest_event_of_all_routers_comes_first() -> None:
+    def told(*times_ms: int, name: str) -> PolledRouter:
+        events = [fleet_pb2.RouterEvent(time_ms=time_ms, text=name) for time_ms in times_ms]
+        return polled(status(events=events, incarnation=name), address=name)
+
+    events = seen(told(1, 4, name="a"), told(2, 3, name="b")).events
+    assert [line.event.time_ms for line in events] == [4, 3, 2, 1]
+    assert [line.address for line in events] == ["a", "b", "b", "a"]
+
+
+def test_a_poller_forgets_what_is_old_and_what_another_process_said() -> None:
+    poller = PolledRouter("h:1")
+    for at in range(9):
+        poller.take(Sample(float(at), status()))
+    assert poller.first is not None and poller.last is not None
+    assert (poller.first.at, poller.last.at) == (3.0, 8.0)
+    poller.take(Sample(9.0, status(incarnation="another")))
+    assert poller.first == poller.last
+
+
+def test_a_slow_poller_still_has_an_older_answer() -> None:
+    poller = PolledRouter("h:1")
+    for at in (0.0, 60.0, 120.0, 180.0):
+        poller.take(Sample(at, status()))
+    assert poller.first is not None and poller.first.at < 180.0

@@ -8,17 +8,17 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from baton import telemetry
 from baton.errors import InvalidRequest
-from baton.tail_sampling import HeadRatio, HeldSpans
+from baton.tail_sampling import HeadSampler, TailSampler
 from baton.telemetry import Telemetry
 
 
 class World:
     """A process's tracing, and what it exported."""
 
-    def __init__(self, ratio, most_spans=100):
+    def __init__(self, ratio, max_spans=100):
         self.exporter = InMemorySpanExporter()
-        self.held = HeldSpans(SimpleSpanProcessor(self.exporter), most_spans)
-        provider = TracerProvider(sampler=HeadRatio(ratio), shutdown_on_exit=False)
+        self.held = TailSampler(SimpleSpanProcessor(self.exporter), max_spans)
+        provider = TracerProvider(sampler=HeadSampler(ratio), shutdown_on_exit=False)
         provider.add_span_processor(self.held)
         self.telemetry = Telemetry(provider.get_tracer("test"), provider, self.held)
 
@@ -35,7 +35,7 @@ def trace_id(span):
 
 
 def test_a_share_is_exported_and_all_spans_of_a_trace_go_together():
-    world = World(0.25, most_spans=10_000)
+    world = World(0.25, max_spans=10_000)
     for _ in range(1000):
         root = world.start("root")
         child = world.start("child", telemetry.context_of(root))
@@ -94,7 +94,7 @@ def test_a_kept_span_is_whole():
 
 
 def test_the_oldest_traces_are_given_up_first():
-    world = World(0.0, most_spans=3)
+    world = World(0.0, max_spans=3)
     roots = []
     for number in range(4):
         roots.append(world.start(f"r{number}"))

@@ -5,7 +5,9 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,7 @@ import pytest
 from baton.config import RegistryConfig, split_address
 from baton.errors import ConfigError, Unavailable
 from baton.local import etcd as local_etcd
-from baton.local.etcd import EmbeddedEtcd
+from baton.local.etcd import EmbeddedEtcd, ScratchFolder
 from baton.registry.etcd_client import EtcdClient
 
 
@@ -91,7 +93,7 @@ async def test_a_taken_port_is_told_when_asked_for_and_avoided_when_not(monkeypa
             probe.bind(("127.0.0.1", 0))
             free = probe.getsockname()[1]
         ports = iter([port, free])
-        monkeypatch.setattr(local_etcd, "_free_port", lambda: next(ports))
+        monkeypatch.setattr(local_etcd.ports, "free", lambda: next(ports))
         async with EmbeddedEtcd() as etcd:
             assert etcd.address == f"127.0.0.1:{free}"
 
@@ -198,3 +200,51 @@ async def test_data_stay_where_something_else_keeps_etcd_from_starting():
                 await etcd.start()
         await etcd.start()
         assert await keys(etcd) == [b"/one"]
+
+
+OWNER = """
+import signal, sys
+from baton.local.etcd import ScratchFolder
+folder = ScratchFolder("baton-test-")
+(folder.path / "data").mkdir()
+(folder.path / "data" / "wal").write_text("x" * 1000)
+print(folder.path, flush=True)
+signal.pause()
+"""
+
+
+def test_a_scratch_folder_goes_with_all_that_is_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = ScratchFolder("baton-test-")
+    assert folder.path.parent == tmp_path and folder.path.stat().st_mode & 0o77 == 0
+    (folder.path / "data").mkdir()
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    folder.remove()
+    assert not list(tmp_path.iterdir())
+    assert len(list(Path("/proc/self/fd").iterdir())) == files - 1
+
+
+def test_a_killed_owners_folder_goes_when_the_next_one_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        cwd=Path(__file__).parents[3],
+        text=True,
+    )
+    assert owner.stdout is not None
+    with owner:
+        left = Path(owner.stdout.readline().strip())
+        strangers = [tmp_path / "baton-test-other", tmp_path / "other"]
+        for stranger in strangers:
+            stranger.mkdir()  # one that never was ours, one of another kind
+        second = ScratchFolder("baton-test-")
+        assert (left / "data" / "wal").exists(), "its owner lives"
+        owner.kill()
+    assert left.exists()
+    third = ScratchFolder("baton-test-")
+    assert not left.exists()
+    assert set(tmp_path.iterdir()) == {second.path, third.path, *strangers}
+    second.remove()
+    third.remove()

@@ -1,0 +1,331 @@
+"""The checks of `baton doctor` on this machine: what workers and routers would have here.
+
+torch is imported only where the driver shows a GPU: the report must work where torch is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+from baton import config
+from baton.errors import ConfigError
+from baton.local import etcd, ports
+from baton.v1 import common_pb2
+from baton.worker import nvidia_smi
+from kvtransfer import pairing
+
+MIN_PYTHON = (3, 11)
+MIN_MEMORY_BYTES = 2 << 30  # torch, a small model and the default KV cache
+MIN_CAPABILITY = (8, 0)
+MIN_SHM_BYTES = 1 << 30
+BUILT_KERNELS = Path(config.__file__).parent / "engine" / "ops" / "native" / "built"
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+SHM = Path("/dev/shm")  # noqa: S108
+INFINIBAND = Path("/sys/class/infiniband")
+_TIMEOUT_S = 5.0  # of a program that is run
+_PORTS = ((config.RouterConfig.port, "--port"), (config.HTTP_PORT, "--http-port"))
+# NCCL's documentation, "Environment Variables".
+_DISABLING = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
+_GPU_EXTRA = "pip install 'baton-serving[gpu]'"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found, about what, and how to fix it (empty where nothing needs to be).
+
+    `level`: "ok"; "warn": it works, but slower or not everywhere; "fail": it does not work, and the
+    command's exit status is 1.
+    """
+
+    level: str
+    subject: str
+    text: str
+    fix: str = ""
+
+
+ok = partial(Finding, "ok")
+warn = partial(Finding, "warn")
+fail = partial(Finding, "fail")
+
+
+def check_machine(router_here: bool) -> Iterator[Finding]:
+    """Everything but GPUs; `router_here`: one answers on this machine, and has ports of its own."""
+    yield python()
+    version = version_of("torch")
+    yield (
+        ok("torch", version)
+        if version
+        else warn(
+            "torch",
+            "not installed: routers and clients need none, workers do",
+            "pip install 'baton-serving[worker]'",
+        )
+    )
+    yield compiler()
+    yield cores()
+    yield memory()
+    yield etcd_program()
+    for port, option in _PORTS:
+        yield free_port(port, option, router_here)
+
+
+def python() -> Finding:
+    """Is the interpreter new enough?"""
+    version = platform.python_version()
+    if sys.version_info < MIN_PYTHON:
+        return fail("python", version, "Python 3.11 or later is needed")
+    return ok("python", f"{version}, baton {version_of('baton-serving') or 'from a source tree'}")
+
+
+def compiler() -> Finding:
+    """Can native CPU kernels be had, ready-made or built?"""
+    if any(BUILT_KERNELS.glob("*.so")):
+        return ok("CPU kernels", "built before: no compiler is needed")
+    found = shutil.which("g++")
+    if found is None:
+        return warn(
+            "CPU kernels",
+            "no g++: on CPUs torch computes instead, several times slower",
+            "install g++ (Debian: apt-get install g++)",
+        )
+    command = [found, "-dumpfullversion", "-dumpversion"]
+    try:
+        version = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return warn("CPU kernels", f"g++ does not run: {error}", "install a working g++")
+    return ok("CPU kernels", f"built on first use by g++ {version.stdout.strip()}")
+
+
+def cores() -> Finding:
+    """How many cores this process may use, and how much time of them."""
+    count = len(os.sched_getaffinity(0))
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    share = int(quota) / int(period) if quota.isdigit() and period.isdigit() else count
+    if share < count:
+        return warn(
+            "cores",
+            f"{count} to be seen, but this container gets {share:g} of them",
+            f"give each worker its --threads, {max(int(share), 1)} in all: more are throttled",
+        )
+    if count < 2:
+        return warn("cores", "1: prefill and decode take turns on it")
+    return ok("cores", str(count))
+
+
+def memory() -> Finding:
+    """How much there is, for this control group, and how much of it is free."""
+    lines = MEMINFO.read_text().splitlines()
+    kibibytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+    total, available = kibibytes["MemTotal"] << 10, kibibytes["MemAvailable"] << 10
+    limit = _cgroup("memory.max")
+    if limit.isdigit() and int(limit) < total:
+        stat = dict(line.split(" ", 1) for line in _cgroup("memory.stat").splitlines())
+        # What counts against the limit and is not given back on demand.
+        held = int(_cgroup("memory.current") or 0) - int(stat.get("inactive_file", 0))
+        total = int(limit)
+        available = min(available, max(total - held, 0))
+    text = f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of it free"
+    if available < MIN_MEMORY_BYTES:
+        return warn("memory", text, "end what uses it, or start workers with a smaller --kv-cache")
+    return ok("memory", text)
+
+
+def etcd_program() -> Finding:
+    """Could `baton up` start an etcd?"""
+    try:
+        return ok("etcd", str(etcd.etcd_binary()))
+    except ConfigError as error:
+        what, _, fix = str(error).partition(": ")
+        return warn("etcd", what, fix)
+
+
+def free_port(port: int, option: str, router_here: bool) -> Finding:
+    """Could a router listen there?"""
+    try:
+        ports.check_free("127.0.0.1", port, option)
+    except ConfigError:
+        if router_here:
+            return ok(f"port {port}", "in use; a router runs")
+        fix = f"stop what uses it, or choose another with {option}"
+        return warn(f"port {port}", "in use", fix)
+    return ok(f"port {port}", "free")
+
+
+def version_of(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cgroup(name: str) -> str:
+    try:
+        return (CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def check_gpus() -> Iterator[Finding]:
+    """GPUs by the driver, then by torch, then what connects GPUs and machines."""
+    gpus = nvidia_smi.cards(_TIMEOUT_S)
+    driver = nvidia_smi.driver_version()
+    yield triton(bool(gpus))
+    yield rdma(bool(gpus))
+    if not gpus:
+        yield no_gpu(driver)
+        return
+    yield from map(gpu, gpus)
+    yield shared_memory()
+    for name in _DISABLING:
+        if os.environ.get(name, "0") not in ("", "0"):
+            yield warn(name, f"is set to {os.environ[name]}: a way for KV is closed", "unset it")
+    if version_of("torch") is None:
+        return  # which is reported already
+    seen = seen_by_torch()
+    yield cuda(len(gpus), seen, driver)
+    if seen:
+        yield nccl(seen[0].nccl_version)
+        yield from (neighbours(number, one) for number, one in enumerate(seen))
+
+
+def no_gpu(driver: str) -> Finding:
+    """Nothing to compute on but CPUs, or a driver that does not answer."""
+    if driver:
+        return warn(
+            "GPU",
+            f"driver {driver} is loaded, and nvidia-smi shows no GPU",
+            "run nvidia-smi by hand; in containers: the NVIDIA container toolkit, and the "
+            "capability `utility`",
+        )
+    return ok("GPU", "none: workers compute on the CPU")
+
+
+def gpu(found: nvidia_smi.Card) -> Finding:
+    """One GPU as the driver describes it."""
+    subject = f"GPU {found.index}"
+    text = f"{found.name}, {found.memory_bytes / 2**30:.0f} GiB, {found.uuid}"
+    if not found.capability:
+        return ok(subject, text)
+    text += f", compute capability {found.capability}"
+    if tuple(map(int, found.capability.split("."))) < MIN_CAPABILITY:
+        return warn(subject, text, "kernels are written for 8.0 (Ampere) and later")
+    return ok(subject, text)
+
+
+def triton(needed: bool) -> Finding:
+    """The compiler of the GPU kernels, and what it compiles its own C module with."""
+    version = version_of("triton")
+    if not needed:
+        return ok("triton", version or "not installed; GPUs alone need it")
+    if version is None:
+        return warn("triton", "not installed, and kernels on GPUs need it", _GPU_EXTRA)
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
+        return warn(
+            "triton",
+            f"{version}, without the C compiler that it needs when a worker starts",
+            "install gcc, or name a compiler in CC",
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return warn("triton", f"{version}, without {headers}/Python.h", "install python3-dev")
+    return ok("triton", version)
+
+
+def rdma(needed: bool) -> Finding:
+    """Cards that move memory between machines by themselves."""
+    devices = sorted(entry.name for entry in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    if not devices:
+        return ok("RDMA", "no devices: between machines NCCL would use TCP sockets")
+    text = ", ".join(devices)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if needed and locked != resource.RLIM_INFINITY:
+        return warn(
+            "RDMA",
+            f"{text}; only {locked >> 10} KiB of memory can be locked for it",
+            "ulimit -l unlimited; in compose: ulimits: {memlock: -1}",
+        )
+    return ok("RDMA", text)
+
+
+def shared_memory() -> Finding:
+    """NCCL moves bytes between processes of a machine through /dev/shm where GPUs are no peers."""
+    try:
+        space = os.statvfs(SHM)
+    except OSError as error:
+        return warn(str(SHM), str(error), "ipc: host, or shm_size")
+    size = space.f_frsize * space.f_blocks
+    text = f"{size / 2**30:.1f} GiB"
+    if size < MIN_SHM_BYTES:
+        return warn(str(SHM), text, "NCCL may not start: ipc: host, or shm_size: 8gb")
+    return ok(str(SHM), text)
+
+
+def seen_by_torch() -> list[common_pb2.Hardware]:
+    """What a worker on each of torch's devices would report; empty where torch has no CUDA."""
+    import torch  # noqa: PLC0415
+
+    from baton.worker import hardware  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        return []
+    devices = range(torch.cuda.device_count())
+    return [hardware.describe(torch.device("cuda", number), _TIMEOUT_S) for number in devices]
+
+
+def cuda(gpus: int, seen: Sequence[common_pb2.Hardware], driver: str) -> Finding:
+    """Whether torch can use the `gpus` GPUs that the driver shows."""
+    if not seen:
+        return warn(
+            "CUDA",
+            f"torch {version_of('torch')} cannot use the GPUs of driver {driver or 'unknown'}",
+            "install torch's build for CUDA, of a version that the driver knows",
+        )
+    text = f"{seen[0].cuda_version}, driver {seen[0].driver_version or driver or 'unknown'}"
+    if len(seen) < gpus:
+        return warn(
+            "CUDA",
+            f"{text}; torch sees {len(seen)} of {gpus} GPUs",
+            "leave CUDA_VISIBLE_DEVICES unset and choose with --device cuda:N: a worker that does "
+            "not see its neighbour's GPU cannot write its memory",
+        )
+    return ok("CUDA", text)
+
+
+def nccl(version: str) -> Finding:
+    """NCCL's version, and what it means for workers that share a GPU."""
+    if not version:
+        fix = "install torch's build for CUDA, which brings it"
+        return warn("NCCL", "not there: GPUs reach no other machine", fix)
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    shares = "may" if pairing.shares_gpu(numbers) else "may not"
+    return ok("NCCL", f"{version}: two workers {shares} share a GPU over it (from 2.30 on)")
+
+
+def neighbours(number: int, seen: common_pb2.Hardware) -> Finding:
+    """Which GPUs one GPU can write, and over what."""
+    others = [uuid for uuid in seen.visible_gpus if uuid != seen.gpu.uuid]
+    links = {uuid: kind for kind, _, uuid in (link.partition(" ") for link in seen.gpu_links)}
+    subject = f"cuda:{number}"
+    if not others:
+        return ok(subject, f"{seen.gpu.name}, alone")
+    peers = [uuid for uuid in others if uuid in seen.peer_gpus]
+    ways = ", ".join(f"{uuid[:12]} {links.get(uuid, '?')}" for uuid in peers)
+    text = f"{seen.gpu.name} writes {len(peers)} of {len(others)} others: {ways or 'none'}"
+    if not peers:
+        return warn(subject, text, "between them KV goes through the host's memory")
+    return ok(subject, text)

@@ -1,1 +1,0 @@
-"""What `baton doctor` looks at: `machine` and `cards` here, `links` and `fleet` at a router."""
