@@ -1,19 +1,21 @@
-"""What a worker measures of its engine and transfers: the names are `baton.metrics.table`'s.
+"""What a worker measures: its load, as routers see it, and its metrics (`baton.metrics.table`).
 
-Everything here runs on the event loop; the engine's thread knows nothing of it.
+Everything here runs on the event loop, nothing on the engine's thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
-from baton.engine.reports import StepReport
+from baton.engine.blocks import CacheChanges
+from baton.engine.reports import Load, StepReport
 from baton.engine.runner import CountsRows, StepRunner
 from baton.errors import BatonError
 from baton.metrics import process
@@ -22,10 +24,134 @@ from baton.v1 import worker_pb2
 
 _RESERVATIONS = ("held", "started", "refused", "failed")
 _SECONDS_PER_HOUR = 3600.0
+_SMOOTHING = 0.2  # weight of the newest step in the running means
+_PREFILL_ROWS = 32  # a step with at least this many rows measures prefill speed
+
+
+class LoadTracker:
+    """A worker's load: the engine's counts plus measured rates. Event-loop thread only."""
+
+    def __init__(self) -> None:
+        self.load = worker_pb2.Load()
+        self.mean_step_s = 0.0  # over steps of every kind; 0 before the first
+        self._cached: set[int] = set()  # every prefix hash that can be hit
+        self._watchers: set[_Watcher] = set()
+        self._closed = False
+
+    def update(self, report: StepReport) -> None:
+        """Adds one step's report."""
+        load = load_proto(report.load)
+        load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
+        load.step_ms = self.load.step_ms
+        sampled = sum(len(progress.token_ids) for progress in report.progress)
+        load.tokens_computed = self.load.tokens_computed + report.num_kept
+        load.tokens_generated = self.load.tokens_generated + sampled
+        step_s = (report.ended_ns - report.started_ns) / 1e9
+        if report.num_tokens:
+            self.mean_step_s = _smooth(self.mean_step_s, step_s)
+        # Drafts say nothing about prefill speed.
+        if report.num_tokens - report.num_drafts >= _PREFILL_ROWS and step_s > 0:
+            rate = report.num_tokens / step_s
+            load.prefill_tokens_per_s = _smooth(load.prefill_tokens_per_s, rate)
+        elif report.num_tokens:
+            load.step_ms = _smooth(load.step_ms, step_s * 1e3)
+        self.load = load
+        # Within a step blocks are evicted before others are stored.
+        self._cached.difference_update(report.cache.evicted)
+        self._cached.update(report.cache.stored)
+        for watcher in self._watchers:
+            watcher.add(report.cache)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes every watcher."""
+        for watcher in self._watchers:
+            watcher.changed.set()
+
+    def close(self) -> None:
+        """Ends every watch after its last event."""
+        self._closed = True
+        self.wake()
+
+    async def watch(
+        self, interval_s: float, heartbeat_s: float = 0.0
+    ) -> AsyncGenerator[worker_pb2.CacheEvent, None]:
+        """Cache changes, now and after each change of load, at most once in `interval_s`.
+
+        The first event carries all that is cached. Without changes an empty one comes after
+        `heartbeat_s` (0: never), or after `interval_s` if that is longer.
+        """
+        silence_s = max(0.0, heartbeat_s - interval_s) if heartbeat_s else None
+        watcher = _Watcher(self._cached)
+        self._watchers.add(watcher)
+        try:
+            while True:
+                last = self._closed
+                yield watcher.event()
+                if last:
+                    return
+                await asyncio.sleep(interval_s)  # bounds the rate; the next wait is for an event
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(silence_s):
+                        await watcher.changed.wait()
+                watcher.changed.clear()
+        finally:
+            self._watchers.discard(watcher)
+
+
+class _Watcher:
+    """Changes not yet sent to one watcher: the net effect, however far it is behind."""
+
+    def __init__(self, cached: Iterable[int]) -> None:
+        self.changed = asyncio.Event()
+        self._stored = dict.fromkeys(cached)
+        self._evicted: dict[int, None] = {}
+        self._cleared = True
+
+    def add(self, changes: CacheChanges) -> None:
+        """Adds one step's changes; what was stored and evicted since the last event is left out."""
+        for key in changes.evicted:
+            if key in self._stored:
+                del self._stored[key]
+            else:
+                self._evicted[key] = None
+        for key in changes.stored:
+            if key in self._evicted:
+                del self._evicted[key]
+            else:
+                self._stored[key] = None
+
+    def event(self) -> worker_pb2.CacheEvent:
+        """All of them, which count as sent from now on."""
+        event = worker_pb2.CacheEvent(
+            stored=self._stored, evicted=self._evicted, cleared=self._cleared
+        )
+        self._stored, self._evicted, self._cleared = {}, {}, False
+        return event
+
+
+def _smooth(mean: float, value: float) -> float:
+    return value if mean == 0 else mean + _SMOOTHING * (value - mean)
+
+
+def load_proto(load: Load) -> worker_pb2.Load:
+    """The engine's counts as a message."""
+    return worker_pb2.Load(
+        queue_tokens=load.queue_tokens,
+        running=load.running,
+        waiting=load.waiting,
+        blocks_total=load.blocks_total,
+        blocks_free=load.blocks_free,
+        blocks_cached=load.blocks_cached,
+        blocks_held=load.blocks_held,
+        blocks_quarantined=load.blocks_quarantined,
+        steps=load.steps,
+        preemptions=load.preemptions,
+    )
 
 
 class Transfer(Protocol):
-    """What is told of a handoff's KV; `kvtransfer` measures it."""
+    """A transfer's statistics, as `kvtransfer` measures them."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -39,7 +165,7 @@ class Transfer(Protocol):
     def resends(self) -> int: ...
 
 
-class WorkerFigures:
+class WorkerMetrics:
     """One worker's metrics. Event-loop thread only."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -56,7 +182,7 @@ class WorkerFigures:
             self._drafted(0, 0)
 
     def stepped(self, report: StepReport) -> None:
-        """The engine has run a step; an empty one only tells of what was asked for."""
+        """The engine has run a step; one without progress is not counted."""
         if not report.progress:
             return
         self._recorder.record("baton.engine.batch.size", len(report.progress))
@@ -97,8 +223,8 @@ class WorkerFigures:
         assert outcome in _RESERVATIONS
         self._recorder.count("baton.reservations", 1, {"outcome": outcome})
 
-    def look_at(self, load: Callable[[], worker_pb2.Load], runner: StepRunner) -> None:
-        """Has the engine's load, and its rows on a GPU, read at every look from now on."""
+    def observe_engine(self, load: Callable[[], worker_pb2.Load], runner: StepRunner) -> None:
+        """Reads the engine's load, and its rows on a GPU, at every scrape from now on."""
         observe = self._recorder.observe
         observe("baton.engine.step.age", lambda: _one(load().step_age_ms / 1e3))
         observe("baton.engine.queue", lambda: _one(load().queue_tokens))
@@ -120,16 +246,15 @@ class WorkerFigures:
 
 
 def kind_of(report: StepReport) -> str:
-    """What a step computed: prompts, next tokens of streams, or both.
+    """What a step computed: "prefill", "decode" or "mixed".
 
-    A stream's row is one token that gives one, drafts and what comes of them aside; whatever else
-    there is belongs to prompts.
+    A decode row is one token that gives one, drafts aside; all other rows belong to prompts.
     """
     rows = len(report.progress)
-    drawing = sum(bool(p.token_ids) for p in report.progress)
-    if report.num_tokens - report.num_drafts == rows == drawing:
+    sampling = sum(bool(p.token_ids) for p in report.progress)
+    if report.num_tokens - report.num_drafts == rows == sampling:
         return "decode"
-    return "mixed" if drawing and rows > 1 else "prefill"
+    return "mixed" if sampling and rows > 1 else "prefill"
 
 
 def _one(value: float) -> Iterator[tuple[float, Attributes]]:

@@ -1,15 +1,16 @@
 """Everything in which gloo and nccl differ: how a group of two is built and waited for.
 
-Gloo's calls end when the message has; a wait of it has a time-out of its own. NCCL's calls only
-queue work on the GPU: waiting for a message makes the mover's stream wait, and the host waits once,
-at the end of a transfer, for all of it. Such a wait has no time-out, so a timer aborts the
-communicator at the deadline; then its kernels end and whoever waits wakes up.
+Gloo's calls end with the message, and their waits have a time-out. NCCL's calls only queue work on
+the GPU: waiting for a message makes the copier's stream wait, and the host waits once, at the end
+of a transfer, for all of it. Such a wait has no time-out, so a timer aborts the communicator at the
+deadline; then its kernels end and the waiting thread returns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +20,12 @@ from datetime import timedelta
 from typing import Any
 
 from torch import distributed
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from baton.v1 import common_pb2
-from kvtransfer import gpus
 from kvtransfer.interface import Kind
 from kvtransfer.pairing import shares_gpu
+from kvtransfer.transports.cuda import nccl_version
 
 # A communicator's channels: each costs GPU memory and, while bytes travel, a multiprocessor.
 NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
@@ -37,23 +38,23 @@ NCCL_MAX_LINKS = 16
 NCCL_STAGING_BYTES = 32 << 20
 
 NCCL_ENVIRONMENT = {
-    # A wait queues; see above. With it torch would look every millisecond, and no sooner.
+    # A wait only queues work; see above. Blocking waits would poll once a millisecond.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # A lost peer must fail a link, not end the process: torch's watchdog is to do nothing on an
-    # error, not to write dumps, and not to be watched itself.
+    # A lost peer must fail a link, not end the process: torch's watchdog must do nothing on an
+    # error, write no dumps, and not be monitored itself.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # On an error the watchdog sleeps four times this, whatever it is to do about it, and the group
-    # cannot be freed meanwhile: a lost peer would keep its link's thread for a minute.
+    # On an error the watchdog sleeps four times this in any case, and the group cannot be freed
+    # meanwhile: a lost peer would keep its link's thread for a minute.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # Else every message's Python stack is recorded for a dump that nobody makes.
+    # Else every message's Python stack is recorded for a dump that is never written.
     "TORCH_FR_BUFFER_SIZE": "0",
     # Seconds until torch gives up a non-blocking call, a connection among them, which an abort
     # cannot end: torch holds the communicator's lock meanwhile. Its default is half an hour.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
 }
-_WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out is not to come first
+_WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out must not come first
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def nccl() -> Backend:
         raise RuntimeError("this torch was built without NCCL")
     # Read when the first group is built, and only from here. NCCL's own: when it is first used.
     os.environ.update(NCCL_ENVIRONMENT)
-    if shares_gpu(gpus.nccl_version()):
+    if shares_gpu(nccl_version()):
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return Backend(
         "nccl",
@@ -117,14 +118,43 @@ def _build_gloo(store: PrefixStore, rank: int, host: str, timeout_s: float) -> A
 
 
 def _build_nccl(store: PrefixStore, rank: int, host: str, timeout_s: float) -> Any:
-    # The receiver asks it for the sender's name of the communicator, and no abort ends that.
+    # The receiver reads the communicator's id from it, and no abort ends that wait.
     store.set_timeout(at_least_1ms(timeout_s))
-    # Ahead of the engine's kernels: a message that waits for a step would wait for milliseconds.
+    # Ahead of the engine's kernels: a message behind a step would wait for milliseconds.
     options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=max(timeout_s, _WATCHDOG_S))
     options.config.blocking = 0  # a blocking initialisation cannot be timed out
     options.config.min_ctas, options.config.max_ctas = NCCL_MIN_CTAS, NCCL_MAX_CTAS
     return distributed.ProcessGroupNCCL(store, rank, 2, options)
+
+
+def listening_store(host: str) -> tuple[TCPStore, int]:
+    """A store on a free port of `host`, on which both ends meet, and the port. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.bind(address)
+        listening.listen()
+        port = listening.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            None,
+            True,
+            timedelta(seconds=30),
+            wait_for_workers=False,
+            master_listen_fd=listening.fileno(),
+        )
+    except BaseException:
+        listening.close()
+        raise
+    listening.detach()  # the store owns it now
+    return store, port
+
+
+def connected_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """The sender's end of it. Raises RuntimeError when it cannot be reached in time."""
+    return TCPStore(host, port, None, False, at_least_1ms(timeout_s), wait_for_workers=False)
 
 
 @contextlib.contextmanager

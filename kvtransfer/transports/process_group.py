@@ -3,7 +3,7 @@
 There is no global world: the receiver opens a store on a free port, both ends build the group on
 it, and a hello in both directions proves that both have it before either may drop it (dropping a
 group while the other end still builds it breaks that end). The sender is rank 0.
-Everything in which gloo and nccl differ is in `kvtransfer.transports.backends`.
+All differences between gloo and nccl are in `kvtransfer.transports.backends`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from baton.errors import Stale, TransferFailed
-from kvtransfer import movers
+from kvtransfer.copier import Copier, copier
 from kvtransfer.digest import Digest
 from kvtransfer.interface import Link, Listener, PutStats, Transport
-from kvtransfer.movers import Mover
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.staging import Staging
-from kvtransfer.stores import connected_store, listening_store
-from kvtransfer.transports.backends import Backend
+from kvtransfer.transports.backends import Backend, connected_store, listening_store
 
 log = logging.getLogger(__name__)
 
@@ -49,55 +46,97 @@ class ProcessGroupTransport(Transport):
         self, backend: Backend, host: str, staging_bytes: int = 8 << 20, max_transfers: int = 8
     ) -> None:
         self.name, self.kind, self.max_links = backend.name, backend.kind, backend.max_links
-        self._backend, self._host, self._message_bytes = backend, host, staging_bytes // 2
-        self._staging = Staging(max_transfers)
+        self.backend, self.host, self.message_bytes = backend, host, staging_bytes // 2
+        self.staging = Staging(max_transfers)
 
     def listen(self, pool: KvPool) -> Listener:
-        return _Listener(self._backend, self._staging, self._host, self._message_bytes, pool)
+        return _Listener(self, pool)
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
             place = json.loads(endpoint)
             host, port, name = str(place["host"]), int(place["port"]), str(place["name"])
             message_bytes = int(place["message_bytes"])
-            store = connected_store(host, port, timeout_s)
-            own = self._backend, self._staging, self._host
-            group = _Group(*own, store, name, _SENDER, pool, message_bytes)
+            store = PrefixStore(name, connected_store(host, port, timeout_s))
+            group = _Group(self, store, _SENDER, pool, message_bytes)
             group.connect(timeout_s)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"{self.name}: cannot reach the receiver: {error}") from error
         return _Link(group)
 
 
+class Staging:
+    """Lends pairs of message buffers, at most `max_lent` at a time, and keeps them for reuse.
+
+    So many links cost no more memory than the transfers that run at once. Any thread.
+    """
+
+    def __init__(self, max_lent: int = 8) -> None:
+        self._max_lent = max_lent
+        self._lent = 0
+        self._free: list[torch.Tensor] = []  # uint8 [2, bytes]
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def lend(self, num_bytes: int, device: torch.device, deadline: float) -> Iterator[torch.Tensor]:
+        """Two buffers, uint8 `[2, num_bytes or more]`; waits until `deadline` of time.monotonic().
+
+        After a failure they are not reused: a message that comes too late might still be written
+        into them. Raises RuntimeError when none was returned in time.
+        """
+        with self._changed:
+            left = deadline - time.monotonic()
+            if not self._changed.wait_for(lambda: self._lent < self._max_lent, max(left, 0.0)):
+                raise RuntimeError("no staging memory became free in time")
+            self._lent += 1
+            buffers = self._take(num_bytes, device)
+        try:
+            if buffers is None:
+                buffers = torch.empty((2, num_bytes), dtype=torch.uint8, device=device)
+            yield buffers
+            with self._changed:
+                self._free.append(buffers)
+        finally:
+            with self._changed:
+                self._lent -= 1
+                self._changed.notify()
+
+    def _take(self, num_bytes: int, device: torch.device) -> torch.Tensor | None:
+        for n, buffers in enumerate(self._free):
+            if buffers.shape[1] >= num_bytes and buffers.device == device:
+                return self._free.pop(n)
+        return None
+
+
 class _Group:
-    """One end of a pair: the group and its store, for one thread but for `abort`."""
+    """One end of a pair: the process group and its store, for one thread except for `abort`."""
 
     def __init__(
         self,
-        backend: Backend,
-        staging: Staging,
-        host: str,
-        store: TCPStore,
-        name: str,
+        transport: ProcessGroupTransport,
+        store: PrefixStore,
         rank: int,
         pool: KvPool,
         message_bytes: int,
     ) -> None:
-        self.backend, self.pool, self.message_bytes = backend, pool, message_bytes
-        self._staging, self._host = staging, host
-        self._store, self._name, self._rank = store, name, rank
+        self.backend = transport.backend
+        self._staging, self._host = transport.staging, transport.host
+        self.pool, self.message_bytes = pool, message_bytes
+        self._store, self._rank = store, rank
         self._group: Any = None
-        self._mover: Mover | None = None
+        self._copier: Copier | None = None
         self._guard = threading.Lock()
         self._aborted = False
 
     def connect(self, timeout_s: float) -> None:
-        """Builds the group and says hello both ways. Raises RuntimeError."""
+        """Builds the group and exchanges a hello in both directions. Raises RuntimeError."""
         deadline = time.monotonic() + timeout_s
-        store = PrefixStore(self._name, self._store)
-        self._mover = movers.mover(self.pool)
-        with self.backend.watch(deadline, self.abort), self._mover.turn(self.pool.new_digest()):
-            group = self.backend.build(store, self._rank, self._host, timeout_s)
+        self._copier = copier(self.pool)
+        with (
+            self.backend.watch(deadline, self.abort),
+            self._copier.transfer(self.pool.new_digest()),
+        ):
+            group = self.backend.build(self._store, self._rank, self._host, timeout_s)
             with self._guard:
                 if self._aborted:
                     raise RuntimeError("aborted while connecting")
@@ -106,26 +145,26 @@ class _Group:
             for sender in (_SENDER, _RECEIVER):
                 work = self.send(hello) if self._rank == sender else self.receive(hello)
                 self.wait(work, deadline)
-            self._settle(self._mover)
+            self._finish(self._copier)
 
     @contextmanager
-    def transfer(self, digest: Digest, deadline: float) -> Iterator[tuple[Mover, torch.Tensor]]:
-        """Around one put or receive: what moves bytes, and staging memory of two messages.
+    def transfer(self, digest: Digest, deadline: float) -> Iterator[tuple[Copier, torch.Tensor]]:
+        """Around one put or receive: the copier, and staging memory of two messages.
 
         When it is left all is done and in `digest`, or nothing goes on. Raises RuntimeError.
         """
-        assert self._mover is not None, "not connected"
+        assert self._copier is not None, "not connected"
         size = max(self.message_bytes, self.pool.block_bytes)
         with (
             self._staging.lend(size, self.pool.device, deadline) as staging,
             self.backend.watch(deadline, self.abort),
-            self._mover.turn(digest),
+            self._copier.transfer(digest),
         ):
             try:
-                yield self._mover, staging
-                self._settle(self._mover)
+                yield self._copier, staging
+                self._finish(self._copier)
             except RuntimeError:
-                self.abort()  # what is queued on a GPU ends, and the turn with it
+                self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
                 raise
 
     def send(self, data: torch.Tensor) -> Any:
@@ -145,16 +184,16 @@ class _Group:
             if self._group is not None:
                 try:
                     self._group.abort()
-                except RuntimeError as error:  # NCCL's can; whoever gives a link up has to go on
+                except RuntimeError as error:  # NCCL's can fail; closing the link must go on
                     log.warning("%s: the abort failed: %s", self.backend.name, error)
 
     def close(self) -> None:
         self.abort()
         self._group = None
 
-    def _settle(self, mover: Mover) -> None:
-        mover.settle()
-        self._check()  # an abort lets a GPU go on as if all had come
+    def _finish(self, copier: Copier) -> None:
+        copier.finish()
+        self._check()  # after an abort a GPU goes on as if all had arrived
 
     def _check(self) -> None:
         if self._aborted:
@@ -169,10 +208,10 @@ class _Link(Link):
         start, deadline = time.perf_counter(), time.monotonic() + timeout_s
         group, pool = self._group, self._group.pool
         try:
-            with group.transfer(digest, deadline) as (mover, staging):
+            with group.transfer(digest, deadline) as (copier, staging):
                 travelling = None
                 for i, part in enumerate(pool.parts(local, group.message_bytes)):
-                    data = mover.collect(part, staging[i % 2])
+                    data = copier.gather(part, staging[i % 2])
                     if travelling is not None:
                         group.wait(travelling, deadline)
                     travelling = group.send(data)
@@ -190,28 +229,18 @@ class _Link(Link):
 
 
 class _Listener(Listener):
-    def __init__(
-        self, backend: Backend, staging: Staging, host: str, message_bytes: int, pool: KvPool
-    ) -> None:
-        self._backend, self._staging, self._host = backend, staging, host
-        self._message_bytes, self._pool = message_bytes, pool
+    def __init__(self, transport: ProcessGroupTransport, pool: KvPool) -> None:
+        self._transport, self._pool = transport, pool
         self._groups: dict[tuple[str, int], _Group] = {}
 
     def offer(self, peer: str, epoch: int) -> bytes:
-        store, port = listening_store(self._host)
-        name = f"{peer}/{epoch}"
-        self._groups[peer, epoch] = _Group(
-            self._backend,
-            self._staging,
-            self._host,
-            store,
-            name,
-            _RECEIVER,
-            self._pool,
-            self._message_bytes,
-        )
-        place = {"host": self._host, "port": port, "name": name}
-        return json.dumps({**place, "message_bytes": self._message_bytes}).encode()
+        transport, name = self._transport, f"{peer}/{epoch}"
+        store, port = listening_store(transport.host)
+        message_bytes = transport.message_bytes
+        group = _Group(transport, PrefixStore(name, store), _RECEIVER, self._pool, message_bytes)
+        self._groups[peer, epoch] = group
+        place = {"host": transport.host, "port": port, "name": name}
+        return json.dumps({**place, "message_bytes": message_bytes}).encode()
 
     def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
         group = self._find(peer, epoch)
@@ -219,7 +248,7 @@ class _Listener(Listener):
             group.connect(timeout_s)
         except RuntimeError as error:
             raise TransferFailed(
-                f"{self._backend.name}: {peer} did not connect: {error}"
+                f"{self._transport.name}: {peer} did not connect: {error}"
             ) from error
 
     def receive(
@@ -232,46 +261,33 @@ class _Listener(Listener):
         posted: Callable[[], None],
     ) -> None:
         group, deadline = self._find(peer, epoch), time.monotonic() + timeout_s
+        parts = self._pool.parts(slots, group.message_bytes)
         try:
-            with group.transfer(digest, deadline) as (mover, staging):
-                self._receive(group, mover, staging, slots, deadline, posted)
+            with group.transfer(digest, deadline) as (copier, staging):
+
+                def post(i: int) -> tuple[torch.Tensor, Any]:
+                    data = staging[i % 2][: self._pool.nbytes(parts[i])]
+                    return data, group.receive(data)
+
+                data, work = post(0)
+                posted()
+                for i, part in enumerate(parts):
+                    group.wait(work, deadline)
+                    arrived = data
+                    if i + 1 < len(parts):
+                        data, work = post(i + 1)
+                    copier.scatter(arrived, part)
         except RuntimeError as error:
             raise TransferFailed(
-                f"{self._backend.name}: receive from {peer} failed: {error}"
+                f"{self._transport.name}: receive from {peer} failed: {error}"
             ) from error
 
-    def _receive(
-        self,
-        group: _Group,
-        mover: Mover,
-        staging: torch.Tensor,
-        slots: Slots,
-        deadline: float,
-        posted: Callable[[], None],
-    ) -> None:
-        parts = self._pool.parts(slots, group.message_bytes)
-
-        def post(i: int) -> tuple[torch.Tensor, Any]:
-            data = staging[i % 2][: self._pool.nbytes(parts[i])]
-            return data, group.receive(data)
-
-        data, work = post(0)
-        posted()
-        for i, part in enumerate(parts):
-            group.wait(work, deadline)
-            arrived = data
-            if i + 1 < len(parts):
-                data, work = post(i + 1)
-            mover.spread(arrived, part)
-
     def abort(self, peer: str, epoch: int) -> None:
-        group = self._groups.get((peer, epoch))
-        if group is not None:
+        if (group := self._groups.get((peer, epoch))) is not None:
             group.abort()
 
     def drop(self, peer: str, epoch: int) -> None:
-        group = self._groups.pop((peer, epoch), None)
-        if group is not None:
+        if (group := self._groups.pop((peer, epoch), None)) is not None:
             group.close()
 
     def close(self) -> None:

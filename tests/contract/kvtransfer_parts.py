@@ -14,17 +14,15 @@ from baton import rpc
 from baton.config import host_id
 from baton.errors import Stale, TransferFailed
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
-from kvtransfer import movers
-from kvtransfer.incoming import ReservedBlocks
+from kvtransfer import copier
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.receiver import HandoffReceiver
+from kvtransfer.receiver import HandoffReceiver, HandoffServicer, ReservedBlocks
 from kvtransfer.sender import HandoffSender
-from kvtransfer.service import HandoffServicer
 from kvtransfer.transports import shm
 from kvtransfer.transports.backends import gloo
+from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.cuda_memory import CudaArea
 from kvtransfer.transports.memory import MemoryTransport
 from kvtransfer.transports.process_group import ProcessGroupTransport
 from tests.contract.kvtransfer_driver import CPU, DRIVER
@@ -46,7 +44,7 @@ DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", dtype="float32", blo
 
 def make_area(num_bytes, where="host"):
     """Memory that others can write into: the host's, or what is taken for a GPU's."""
-    return CudaArea(num_bytes, CPU, DRIVER) if where == "gpu" else shm.allocate(num_bytes)
+    return CudaArea(num_bytes, CPU, DRIVER) if where == "gpu" else shm.SharedMemoryArea(num_bytes)
 
 
 def make_pool(seed, where="host"):
@@ -101,7 +99,7 @@ class Pair:
         digest = self.source.new_digest()
         if self.transport.one_sided:
             stats = self.link.put(local, remote, digest, 5.0)
-            return stats, digest, movers.digest(self.target, remote)
+            return stats, digest, copier.digest(self.target, remote)
         receive, arrived = self.post(remote)
         stats = self.link.put(local, remote, digest, 5.0)
         receive.result(5)

@@ -90,7 +90,7 @@ async def test_any_answer_ends_it(request_, error):
 async def test_patience_ends(request_):
     async with Decode(MemoryTransport()) as decode:
         answers = Answers(decode, *[Unavailable("no")] * 1000)
-        aborts = Aborts(patience_s=0.5)
+        aborts = Aborts(give_up_s=0.5)
         tried = aborts.send(f"127.0.0.1:{decode.port}", request_, ())
         await asyncio.wait_for(tried, 10)
         assert answers.calls

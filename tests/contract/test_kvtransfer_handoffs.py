@@ -19,10 +19,10 @@ from baton.errors import (
 )
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
-from kvtransfer import delivery
-from kvtransfer.incoming import ReservedBlocks
-from kvtransfer.liveness import ProcessWatch
-from kvtransfer.waiting import Deadline
+from kvtransfer import sender
+from kvtransfer.deadline import Deadline
+from kvtransfer.peers import ProcessWatch
+from kvtransfer.receiver import ReservedBlocks
 from tests.waiting import eventually
 
 from .kvtransfer_parts import (
@@ -239,7 +239,7 @@ async def test_old_epoch_is_refused_and_a_new_one_works(name):
         with pytest.raises(Unavailable, match="epoch 1"), rpc.translated():
             await link.stub.Ready(ready)
         assert not decode.receiver.writing("h")
-        prefill.links.condemn(link, quarantine=False)
+        prefill.links.remove(link, quarantine=False)
         prefill.links.release(link)
         await prefill.hand_over(to, "h", slots(4, 1))
         assert [pair.epoch for pair in prefill.links.status()] == [2]
@@ -463,7 +463,7 @@ async def test_a_put_that_never_ends_holds_nobody_longer_than_its_time(
     monkeypatch, timeout_s, error
 ):
     """As one that waits for a GPU that hangs. Only its end tells the decode worker of the abort."""
-    monkeypatch.setattr(delivery, "_PUT_GRACE_S", 0.1)
+    monkeypatch.setattr(sender, "_PUT_GRACE_S", 0.1)
     async with joined("memory", prefill={"step_s": 0.5}) as (prefill, decode):
         link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
         put, hangs = link._link.put, threading.Event()

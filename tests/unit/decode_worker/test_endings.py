@@ -299,7 +299,7 @@ async def test_a_stream_without_an_id_is_refused(decode: Worker) -> None:
 async def test_only_a_registered_prefill_worker_gets_a_link(
     decode: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "NEWCOMER_S", 0.05)
+    monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
     record = decode.node.record
     for incarnation in ("nobody", record.incarnation):
         offer = handoff_pb2.OfferRequest(

@@ -62,6 +62,6 @@ async def test_a_stream_is_the_same_in_fewer_events(directory: Path, store: Memo
         )
         assert [event.finish_reason for event in fewer][:-1] == [0] * (len(fewer) - 1)
         right = 'baton_engine_drafts_total{right="yes"}'
-        assert f"{right} {len(events) - len(fewer)}" in drafting.node.figures.render("")[1].decode()
-        assert f"{right} 0" in plain.node.figures.render("")[1].decode()
+        assert f"{right} {len(events) - len(fewer)}" in drafting.node.metrics.render("")[1].decode()
+        assert f"{right} 0" in plain.node.metrics.render("")[1].decode()
         assert await prefill.clean()

@@ -10,11 +10,9 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from baton.errors import TransferFailed
-from kvtransfer import gpus
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.staging import Staging
 from kvtransfer.transports import backends, process_group
-from kvtransfer.transports.process_group import ProcessGroupTransport
+from kvtransfer.transports.process_group import ProcessGroupTransport, Staging
 from tests.contract.kvtransfer_parts import make_pool, slots
 
 
@@ -55,7 +53,7 @@ class ProcessGroupNCCL:
 def nccl(monkeypatch):
     fake = types.SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
     monkeypatch.setattr(backends, "distributed", fake)
-    monkeypatch.setattr(gpus, "nccl_version", lambda: (2, 27, 5))
+    monkeypatch.setattr(backends, "nccl_version", lambda: (2, 27, 5))
     monkeypatch.setattr(ProcessGroupNCCL, "made", [])
     for name in (*backends.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")
@@ -94,7 +92,7 @@ def test_torch_is_told_to_leave_failures_to_us(nccl):
 
 
 def test_one_gpu_is_shared_where_nccl_can(nccl, monkeypatch):
-    monkeypatch.setattr(gpus, "nccl_version", lambda: (2, 30, 3))
+    monkeypatch.setattr(backends, "nccl_version", lambda: (2, 30, 3))
     backends.nccl()
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
@@ -131,14 +129,14 @@ def test_messages_are_queued_in_order_and_no_wait_has_a_time_out_of_its_own(link
 
 def test_a_transfer_that_hangs_is_aborted_at_its_deadline(link, pool, monkeypatch):
     [group] = ProcessGroupNCCL.made
-    mover = link._group._mover
-    settle = mover.settle
+    copier = link._group._copier
+    finish = copier.finish
 
     def hanging():
         assert group.aborted.wait(5.0)  # as kernels that end when their communicator is aborted
-        settle()
+        finish()
 
-    monkeypatch.setattr(mover, "settle", hanging)
+    monkeypatch.setattr(copier, "finish", hanging)
     start = time.monotonic()
     with pytest.raises(TransferFailed, match="its time was over"):
         link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 0.1)
@@ -188,7 +186,7 @@ def test_staging_memory_is_lent_again_unless_something_failed():
         assert larger.shape == (2, 16)
     with pytest.raises(RuntimeError, match="lost"), lend(staging):
         raise RuntimeError("lost")
-    assert [len(kept[0]) for kept in staging._kept] == [16]
+    assert [len(kept[0]) for kept in staging._free] == [16]
 
 
 def test_no_more_staging_memory_is_lent_than_there_may_be():
@@ -211,7 +209,7 @@ def test_no_more_staging_memory_is_lent_than_there_may_be():
 
 def test_a_pool_of_half_words_is_refused_on_a_gpu():
     area = types.SimpleNamespace(
-        tensor=torch.zeros(1, 1, 2, 1, 2, 3, dtype=torch.bfloat16), handle=b""
+        tensor=torch.zeros(1, 1, 2, 1, 2, 3, dtype=torch.bfloat16), on_gpu=True
     )
     with pytest.raises(ValueError, match="whole words"):
         KvPool(area.tensor, area)

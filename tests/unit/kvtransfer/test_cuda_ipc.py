@@ -12,9 +12,8 @@ from baton.errors import InvalidRequest, TransferFailed
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports import cuda_ipc
-from kvtransfer.transports.cuda_driver import CudaError
+from kvtransfer.transports.cuda import CudaArea, CudaError
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.cuda_memory import CudaArea
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 SHAPE = (6, 1, 2, 1, 4, 2)  # 64 bytes a block
@@ -113,7 +112,7 @@ def test_a_put_in_pieces_is_one(link, pools, monkeypatch):
 @pytest.mark.parametrize("stop", ["abort", "deadline"])
 def test_a_put_stops_between_pieces(link, pools, monkeypatch, stop):
     monkeypatch.setattr(cuda_ipc, "PIECE_BYTES", 64)
-    copy = link._mover.copy
+    copy = link._copier.copy
     copied = []
 
     def stopping(*slots):
@@ -121,7 +120,7 @@ def test_a_put_stops_between_pieces(link, pools, monkeypatch, stop):
         if len(copied) == 2:
             link.abort() if stop == "abort" else time.sleep(0.03)
 
-    link._mover.copy = stopping
+    link._copier.copy = stopping
     ids = (0, 1, 2, 3, 4, 5)
     with pytest.raises(TransferFailed, match="aborted" if stop == "abort" else "in time"):
         link.put(Slots(ids, 24), Slots(ids, 24), pools[0].new_digest(), 0.02)
@@ -134,7 +133,7 @@ def test_a_failing_gpu_fails_the_put(link, pools):
     def copy(*slots):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    link._mover.copy = copy
+    link._copier.copy = copy
     with pytest.raises(TransferFailed, match="illegal memory access"):
         link.put(Slots((1,), 4), Slots((2,), 4), pools[0].new_digest(), 1.0)
 

@@ -23,14 +23,14 @@ def descriptors():
 
 @pytest.fixture
 def pool():
-    area = shm.allocate(2 * 4 * 4)
+    area = shm.SharedMemoryArea(2 * 4 * 4)
     yield KvPool(area.tensor.view(torch.float32).view(SHAPE), area)
     area.close()
 
 
 def test_area_is_zeroed_writable_and_leaves_no_descriptor():
     before = descriptors()
-    area = shm.allocate(100)
+    area = shm.SharedMemoryArea(100)
     assert area.tensor.shape == (100,)
     assert not area.tensor.any()
     area.tensor[7] = 3
@@ -134,7 +134,7 @@ def in_memory(area):
 
 @pytest.fixture
 def large():
-    area = shm.allocate(9 * MIB)
+    area = shm.SharedMemoryArea(9 * MIB)
     yield KvPool(area.tensor.view(torch.float32).view(9, 8, 2, 16, 16, 64), area)
     area.close()
 

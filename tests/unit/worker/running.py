@@ -31,14 +31,13 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from baton.worker.node import Node, Role
-from baton.worker.service import WorkerServicer
-from decode_worker.batch import Batch
+from decode_worker.worker import DecodeWorker
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
-from prefill_worker.prefills import Prefills
+from prefill_worker.worker import PrefillWorker
 
 BLOCK_SIZE, BLOCKS = 16, 16
-ROLES = {"prefill": Prefills, "decode": Batch}
+ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
 PATIENCE_S = 10.0
 
 
@@ -91,14 +90,14 @@ class Worker:
     async def run(self) -> None:
         """The node's whole life."""
         try:
-            await self.node.run(self.load, self.role, WorkerServicer)
+            await self.node.run(self.load, self.role)
         finally:
             if self._area is not None:
                 self._area.close()
 
     def load(self) -> build.Loaded:
         def allocate(num_bytes: int) -> torch.Tensor:
-            self._area = shm.allocate(num_bytes)
+            self._area = shm.SharedMemoryArea(num_bytes)
             return self._area.tensor
 
         return build.load(self.config.engine, allocate)
@@ -197,7 +196,7 @@ class Router:
         self.messages: list[decode_pb2.StreamEventsResponse] = []
         self._decode = decode
         self._queues: dict[str, asyncio.Queue[decode_pb2.SequenceEvent]] = {}
-        self._signs: asyncio.Queue[decode_pb2.StreamEventsResponse] = asyncio.Queue()
+        self._heartbeats: asyncio.Queue[decode_pb2.StreamEventsResponse] = asyncio.Queue()
 
     async def __aenter__(self) -> Router:
         request = decode_pb2.StreamEventsRequest(
@@ -240,16 +239,16 @@ class Router:
             if event.finish_reason:
                 return tokens
 
-    async def sign_of_life(self) -> None:
+    async def heartbeat(self) -> None:
         """Waits for the next message without events."""
-        await asyncio.wait_for(self._signs.get(), PATIENCE_S)
+        await asyncio.wait_for(self._heartbeats.get(), PATIENCE_S)
 
     async def _listen(self) -> None:
         with rpc.translated():
             async for message in self.call:
                 self.messages.append(message)
                 if not message.events:
-                    self._signs.put_nowait(message)
+                    self._heartbeats.put_nowait(message)
                 for event in message.events:
                     self._queue(event.handoff_id).put_nowait(event)
 

@@ -19,7 +19,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Unavailable
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
-from baton.worker.messages import Limits, sequence_of
+from baton.worker.messages import ModelLimits, sequence_of
 
 WAIT_S = 10.0
 
@@ -128,7 +128,7 @@ def test_it_hashes_no_prompt(loaded: build.Loaded, monkeypatch: pytest.MonkeyPat
     asked = common_pb2.SequenceSpec(
         handoff_id="a", token_ids=[5] * 200, prompt_tokens=200, sampling=sampling
     )
-    engine.reserve(sequence_of(asked, Limits.of(loaded))).result(WAIT_S)
+    engine.reserve(sequence_of(asked, ModelLimits.of(loaded))).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
     assert len(engine.cached_hashes().result(WAIT_S)) == 12
     engine.stop()

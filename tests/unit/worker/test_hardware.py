@@ -150,10 +150,10 @@ def test_rdma_devices_by_name(tmp_path: Path) -> None:
     assert hardware.rdma_devices(tmp_path / "none") == []
 
 
-def looks(*found: common_pb2.Hardware | Exception | threading.Event) -> list[hardware.Look]:
+def looks(*found: common_pb2.Hardware | Exception | threading.Event) -> list[hardware.Query]:
     """Looks that find this, fail so, or wait for that."""
 
-    def look(what: common_pb2.Hardware | Exception | threading.Event) -> hardware.Look:
+    def look(what: common_pb2.Hardware | Exception | threading.Event) -> hardware.Query:
         def act() -> common_pb2.Hardware:
             if isinstance(what, Exception):
                 raise what
@@ -171,7 +171,7 @@ def test_a_look_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
     card = common_pb2.Hardware(gpu=common_pb2.Gpu(uuid="GPU-0"))
     links = common_pb2.Hardware(gpu_links=["NV18 GPU-1"])
     found = looks(card, RuntimeError("no driver"), links)
-    monkeypatch.setattr(hardware, "_looks", lambda device, timeout_s: found)
+    monkeypatch.setattr(hardware, "_queries", lambda device, timeout_s: found)
     told = hardware.describe(torch.device("cuda", 0))
     assert told.gpu.uuid == "GPU-0" and told.gpu_links == ["NV18 GPU-1"]
     assert told.torch_version == torch.__version__
@@ -181,7 +181,7 @@ def test_a_look_that_hangs_does_not_keep_a_worker_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     card, answer = common_pb2.Hardware(gpu=common_pb2.Gpu(uuid="GPU-0")), threading.Event()
-    monkeypatch.setattr(hardware, "_looks", lambda device, timeout_s: looks(card, answer))
+    monkeypatch.setattr(hardware, "_queries", lambda device, timeout_s: looks(card, answer))
     began = time.monotonic()
     told = hardware.describe(torch.device("cuda", 0), timeout_s=0.2)
     assert time.monotonic() - began < 10

@@ -12,7 +12,7 @@ from baton.config import EngineConfig, WorkerConfig
 from baton.engine import build
 from baton.worker import process
 from baton.worker.process import PoolMemory
-from kvtransfer import movers
+from kvtransfer import copier
 from kvtransfer.pool import KvPool
 
 
@@ -31,7 +31,7 @@ def test_kernels_of_transfers_are_compiled_while_loading_and_before_the_pool_is_
 
     monkeypatch.setattr(build, "load", load)
     monkeypatch.setattr(build, "warm_up", lambda loaded: told.append("warm up"))
-    monkeypatch.setattr(movers, "prepare", prepare)
+    monkeypatch.setattr(copier, "prepare", prepare)
     memory = PoolMemory("auto")
     process._load(WorkerConfig("decode", EngineConfig(device="cpu")), memory)
     memory.close()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.errors import DeadlineExceeded
-from kvtransfer.waiting import Deadline, uninterrupted
+from kvtransfer.deadline import Deadline, uninterrupted
 
 
 def test_a_wait_is_the_shorter_of_deadline_and_cap():

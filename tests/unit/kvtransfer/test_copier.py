@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from kvtransfer import lanes, movers
+from kvtransfer import copier
+from kvtransfer.copier import GpuCopier, HostCopier, Stream
 from kvtransfer.digest import Digest
 from kvtransfer.kernels import blocks, reference
-from kvtransfer.lanes import Lane
-from kvtransfer.movers import GpuMover, HostMover
 from kvtransfer.pool import Slots
 from tests.contract.kvtransfer_parts import make_pool, slots
 
@@ -30,64 +29,64 @@ def ops(request):
 
 def test_a_transfer_in_parts_has_the_digest_of_the_whole(pools, ops):
     source, target = pools
-    sender, receiver = GpuMover(source, ops), GpuMover(target, ops)
+    sender, receiver = GpuCopier(source, ops), GpuCopier(target, ops)
     sent, arrived = source.new_digest(), target.new_digest()
     staging = torch.empty(2 * source.block_bytes, dtype=torch.uint8)
     parts = [(slots(8, 3, 1), slots(8, 5, 6)), (slots(8, 7, 8), slots(8, 1, 9))]
     parts.append((slots(3, 2), slots(3, 0)))
-    with sender.turn(sent), receiver.turn(arrived):
+    with sender.transfer(sent), receiver.transfer(arrived):
         for local, remote in parts:
-            receiver.spread(sender.collect(local, staging), remote)
-        sender.settle()
-        receiver.settle()
+            receiver.scatter(sender.gather(local, staging), remote)
+        sender.finish()
+        receiver.finish()
     there = Slots((5, 6, 1, 9, 0), 19)
     assert sent.value == arrived.value == source.digest(Slots((3, 1, 7, 8, 2), 19)).value
     assert sent.num_bytes == arrived.num_bytes == source.nbytes(there)
-    assert movers.digest(target, there).value == sent.value
+    assert copier.digest(target, there).value == sent.value
 
 
 def test_a_copy_goes_on_where_the_digest_is(pools, ops):
     source, target = pools
-    mover, digest = GpuMover(source, ops), source.new_digest()
+    gpu, digest = GpuCopier(source, ops), source.new_digest()
     for local, remote in ((slots(8, 3, 1), slots(8, 5, 6)), (slots(5, 7, 8), slots(5, 1, 9))):
-        with mover.turn(digest):
-            mover.copy(local, target, remote)
-            mover.settle()
+        with gpu.transfer(digest):
+            gpu.copy(local, target, remote)
+            gpu.finish()
     assert digest.value == target.digest(Slots((5, 6, 1, 9), 13)).value
 
 
 def test_what_lies_in_one_piece_is_not_copied(pools, ops):
     source, _ = pools
-    mover, digest = GpuMover(source, ops), source.new_digest()
-    with mover.turn(digest):
-        data = mover.collect(slots(8, 4, 5), torch.empty(0, dtype=torch.uint8))
-        mover.settle()
+    gpu, digest = GpuCopier(source, ops), source.new_digest()
+    with gpu.transfer(digest):
+        data = gpu.gather(slots(8, 4, 5), torch.empty(0, dtype=torch.uint8))
+        gpu.finish()
     assert data.data_ptr() == source.blocks[4].data_ptr()
     assert digest.value == source.digest(slots(8, 4, 5)).value
 
 
 def test_a_turn_that_fails_leaves_nothing_for_the_next(pools, ops):
     source, _ = pools
-    mover = GpuMover(source, ops)
-    with pytest.raises(RuntimeError, match="lost"), mover.turn(source.new_digest()):
-        mover.checksum(slots(4, 2))
+    gpu = GpuCopier(source, ops)
+    with pytest.raises(RuntimeError, match="lost"), gpu.transfer(source.new_digest()):
+        gpu.checksum(slots(4, 2))
         raise RuntimeError("lost")
     digest = source.new_digest()
-    with mover.turn(digest):
-        mover.checksum(slots(4, 3))
-        mover.settle()
+    with gpu.transfer(digest):
+        gpu.checksum(slots(4, 3))
+        gpu.finish()
     assert digest.value == source.digest(slots(4, 3)).value
 
 
 def test_bytes_on_a_gpu_are_not_digested_by_the_host(pools):
-    with pytest.raises(AssertionError), GpuMover(pools[0]).turn(Digest()):
+    with pytest.raises(AssertionError), GpuCopier(pools[0]).transfer(Digest()):
         pass
 
 
-def test_every_pool_has_its_mover(pools):
+def test_every_pool_has_its_gpu(pools):
     host = make_pool(1)
-    assert isinstance(movers.mover(host), HostMover)
-    assert isinstance(movers.mover(pools[0]), GpuMover)
+    assert isinstance(copier.copier(host), HostCopier)
+    assert isinstance(copier.copier(pools[0]), GpuCopier)
     host.area.close()
 
 
@@ -101,9 +100,9 @@ def test_preparing_changes_no_byte(pools, monkeypatch):
             return original(*arguments)
 
         monkeypatch.setattr(blocks, name, counted)
-    monkeypatch.setattr(movers, "block_ops", lambda device: blocks)
+    monkeypatch.setattr(copier, "block_ops", lambda device: blocks)
     before = pools[0].tensor.clone()
-    movers.prepare(pools[0])
+    copier.prepare(pools[0])
     assert sorted(calls) == ["checksum", "copy", "gather", "scatter"]
     assert torch.equal(pools[0].tensor, before)
 
@@ -114,28 +113,28 @@ def test_blocks_that_cannot_be_read_back_fail_the_transfer(pools, monkeypatch):
 
     monkeypatch.setattr(reference, "checksum", broken)
     with pytest.raises(TransferFailed, match="cannot be read back: CUDA error"):
-        movers.digest(pools[0], slots(4, 1))
+        copier.digest(pools[0], slots(4, 1))
 
 
-class Journal(Lane):
-    """Writes down when a mover's work is queued and waited for."""
+class Journal(Stream):
+    """Writes down when a gpu's work is queued and waited for."""
 
     def __init__(self):
         self.told, self.inside = [], False
 
     @contextlib.contextmanager
-    def entered(self):
+    def current(self):
         self.inside = True
         yield
         self.inside = False
 
-    def mark(self):
+    def record(self):
         assert self.inside
         self.told.append("mark")
         return len(self.told)
 
-    def wait(self, mark):
-        assert mark == len(self.told)
+    def synchronize(self, event):
+        assert event == len(self.told)
         self.told.append("wait")
 
 
@@ -149,11 +148,11 @@ def test_work_is_queued_on_the_lane_and_waited_for_once(pools):
             journal.told.append("copy")
             reference.copy(*arguments)
 
-    mover = GpuMover(source, Ops(), journal)
-    with mover.turn(source.new_digest()):
-        mover.copy(slots(4, 1), target, slots(4, 2))
-        mover.copy(slots(4, 2), target, slots(4, 3))
-        mover.settle()
+    gpu = GpuCopier(source, Ops(), journal)
+    with gpu.transfer(source.new_digest()):
+        gpu.copy(slots(4, 1), target, slots(4, 2))
+        gpu.copy(slots(4, 2), target, slots(4, 3))
+        gpu.finish()
         settled = list(journal.told)
     assert settled == ["copy", "copy", "mark", "wait"]
     assert journal.told[4:] == ["mark", "wait"]  # whatever went wrong, nothing goes on
@@ -183,11 +182,11 @@ def test_a_stream_lane_is_urgent_its_own_and_sleeps(monkeypatch):
 
     for name in ("Stream", "Event", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, teller(name))
-    gpu = torch.device("cuda", 1)
-    lane = lanes.lane(gpu)
-    with lane.entered():
-        lane.wait(lane.mark())
-    assert told[:2] == [("Stream", gpu, {"priority": -1}), ("device", gpu)]
+    device = torch.device("cuda", 1)
+    stream = copier.stream(device)
+    with stream.current():
+        stream.synchronize(stream.record())
+    assert told[:2] == [("Stream", device, {"priority": -1}), ("device", device)]
     assert told[2] == "into device"
     assert told[3][0] == "stream"
     assert told[4:] == [

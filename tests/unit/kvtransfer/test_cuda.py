@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtransfer.transports import cuda_driver
-from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError
-from kvtransfer.transports.cuda_memory import NONCE_BYTES, PAGE_BYTES, CudaArea
+from kvtransfer.transports import cuda
+from kvtransfer.transports.cuda import (
+    HANDLE_BYTES,
+    NONCE_BYTES,
+    PAGE_BYTES,
+    CudaArea,
+    CudaDriver,
+    CudaError,
+)
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 GPU = torch.device("cuda", 1)
@@ -77,7 +83,7 @@ def test_torch_is_told_whose_memory_it_is(library, monkeypatch):
         shown = ctypes.c_ubyte * array.__cuda_array_interface__["shape"][0]
         return torch.frombuffer(shown.from_address(told["data"][0]), dtype=torch.uint8)
 
-    monkeypatch.setattr(cuda_driver.torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(cuda.torch, "as_tensor", as_tensor)
     driver = CudaDriver(str(library))
     address = driver.allocate(GPU, 100)
     assert driver.view(address, 60).shape == (60,)
@@ -92,7 +98,7 @@ def test_torch_is_told_whose_memory_it_is(library, monkeypatch):
     driver.free(GPU, address)
 
 
-def test_a_failed_call_is_named_with_its_text_and_its_mend(library, fake):
+def test_a_failed_call_is_named_with_its_text_and_its_hint(library, fake):
     driver = CudaDriver(str(library))
     fake.fail("cuMemAlloc_v2", 2)
     with pytest.raises(CudaError) as failed:
@@ -109,7 +115,7 @@ def test_an_unknown_error_is_told_by_its_number(library, fake):
     with pytest.raises(CudaError, match=r"cuDeviceGet failed with CUDA error 101, .*every GPU"):
         driver.allocate(torch.device("cuda", 7), 100)
     fake.fail("cuIpcGetMemHandle", 12345)
-    with pytest.raises(CudaError, match=r"12345, of which the driver says nothing$"):
+    with pytest.raises(CudaError, match=r"12345, no text from the driver$"):
         driver.export(GPU, 64)
 
 

@@ -12,12 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.errors import InternalError
 from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, decode_pb2, worker_pb2
-from baton.worker import stall
+from baton.worker import node
 from baton.worker.node import Node
 from tests.unit.worker.running import PATIENCE_S, Failing, Paced, Router, Worker, prompt, spec
 
 
-async def test_watch_sends_signs_of_life_with_the_age_of_a_step_that_hangs(
+async def test_watch_sends_heartbeats_with_the_age_of_a_step_that_hangs(
     directory: Path, store: MemoryStore
 ) -> None:
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
@@ -70,7 +70,7 @@ async def test_an_event_stream_sends_empty_messages_between_events(
         await silent.reserve(spec("b", prompt(20)), local=20)
         assert len(await lively.tokens("a")) == len(await silent.tokens("b")) == 4
         for _ in range(3):
-            await lively.sign_of_life()
+            await lively.heartbeat()
         assert empty not in silent.messages
 
 
@@ -82,7 +82,7 @@ async def test_a_worker_describes_its_chunks(directory: Path, store: MemoryStore
 async def test_health_says_when_a_step_stalls_and_when_it_has_ended(
     directory: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stall, "LEAST_S", 0.05)
+    monkeypatch.setattr(node, "STALL_MIN_S", 0.05)
     answer = health_pb2.HealthCheckResponse
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
         paced = Paced(worker)
@@ -90,7 +90,7 @@ async def test_health_says_when_a_step_stalls_and_when_it_has_ended(
         assert (await asyncio.wait_for(updates.read(), PATIENCE_S)).status == answer.SERVING
         await router.reserve(spec("a", prompt(20), max_tokens=1), local=20)
         assert (await asyncio.wait_for(updates.read(), PATIENCE_S)).status == answer.NOT_SERVING
-        monkeypatch.setattr(stall, "LEAST_S", math.inf)
+        monkeypatch.setattr(node, "STALL_MIN_S", math.inf)
         paced.allow.release()
         assert (await asyncio.wait_for(updates.read(), PATIENCE_S)).status == answer.SERVING
         await router.tokens("a")

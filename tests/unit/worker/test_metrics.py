@@ -14,7 +14,7 @@ from baton.engine.reports import Load, Progress, StepReport
 from baton.engine.runner import Runner
 from baton.errors import BatonError, Stale
 from baton.v1 import worker_pb2
-from baton.worker.metrics import WorkerFigures, kind_of
+from baton.worker.metrics import WorkerMetrics, kind_of
 
 LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
 
@@ -25,8 +25,8 @@ def step(num_tokens: int, *drawn: bool, ended_ns: int = 5_000_000) -> StepReport
     return StepReport(0, ended_ns, num_tokens, progress, LOAD)
 
 
-def text(figures: WorkerFigures) -> list[str]:
-    return figures.render("")[1].decode().splitlines()
+def text(metrics: WorkerMetrics) -> list[str]:
+    return metrics.render("")[1].decode().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -48,20 +48,20 @@ def test_drafts_are_counted_and_make_no_step_one_of_prompts() -> None:
     report = StepReport(0, 5_000_000, 6, progress, LOAD, num_drafts=4, num_right=2)
     assert kind_of(report) == "decode"
     assert kind_of(dataclasses.replace(report, num_tokens=66)) == "mixed"
-    figures = WorkerFigures(WorkerConfig("decode"))
-    assert 'baton_engine_drafts_total{right="yes"} 0' in text(figures)
-    figures.stepped(report)
-    figures.stepped(report)
-    page = text(figures)
+    metrics = WorkerMetrics(WorkerConfig("decode"))
+    assert 'baton_engine_drafts_total{right="yes"} 0' in text(metrics)
+    metrics.stepped(report)
+    metrics.stepped(report)
+    page = text(metrics)
     assert 'baton_engine_drafts_total{right="yes"} 4' in page
     assert 'baton_engine_drafts_total{right="no"} 4' in page
 
 
 def test_steps_are_measured_and_empty_ones_are_not() -> None:
-    figures = WorkerFigures(WorkerConfig("decode"))
-    figures.stepped(step(2, True, True))
-    figures.stepped(step(0))
-    page = text(figures)
+    metrics = WorkerMetrics(WorkerConfig("decode"))
+    metrics.stepped(step(2, True, True))
+    metrics.stepped(step(0))
+    page = text(metrics)
     assert 'baton_engine_step_duration_seconds_count{kind="decode"} 1' in page
     assert 'baton_engine_step_duration_seconds_bucket{kind="decode",le="0.004"} 0' in page
     assert 'baton_engine_step_duration_seconds_bucket{kind="decode",le="0.006"} 1' in page
@@ -70,16 +70,16 @@ def test_steps_are_measured_and_empty_ones_are_not() -> None:
 
 
 def test_transfers() -> None:
-    figures = WorkerFigures(WorkerConfig("prefill"))
+    metrics = WorkerMetrics(WorkerConfig("prefill"))
     stats = SimpleNamespace(
         num_bytes=3_000_000, transfer_s=0.02, wire_s=0.001, transport="shm", resends=1
     )
-    figures.transferred(stats, Context())
-    with pytest.raises(Stale), figures.transferring():
+    metrics.transferred(stats, Context())
+    with pytest.raises(Stale), metrics.transferring():
         raise Stale("gone")
-    with pytest.raises(RuntimeError), figures.transferring():
+    with pytest.raises(RuntimeError), metrics.transferring():
         raise RuntimeError("not a transfer's")
-    page = text(figures)
+    page = text(metrics)
     assert 'baton_kv_transfer_io_bytes_total{transport="shm"} 3000000' in page
     assert 'baton_kv_transfer_resends_total{transport="shm"} 1' in page
     assert 'baton_kv_transfer_duration_seconds_sum{transport="shm"} 0.02' in page
@@ -92,20 +92,20 @@ def test_transfers() -> None:
 
 
 def test_reservations_by_outcome() -> None:
-    figures = WorkerFigures(WorkerConfig("decode"))
-    figures.reserved("held")
-    figures.reserved("refused")
-    page = text(figures)
+    metrics = WorkerMetrics(WorkerConfig("decode"))
+    metrics.reserved("held")
+    metrics.reserved("refused")
+    page = text(metrics)
     for outcome, number in (("held", 1), ("started", 0), ("refused", 1), ("failed", 0)):
         assert f'baton_reservations_total{{outcome="{outcome}"}} {number}' in page
     with pytest.raises(AssertionError):
-        figures.reserved("lost")
+        metrics.reserved("lost")
 
 
 @pytest.mark.parametrize(("price", "at_least"), [(0.0, 0.0), (3_600_000.0, 1e-9)])
 def test_cost_grows_with_time(price: float, at_least: float) -> None:
-    figures = WorkerFigures(WorkerConfig("decode", price_per_hour=price))
-    (line,) = (one for one in text(figures) if one.startswith("baton_worker_cost_total"))
+    metrics = WorkerMetrics(WorkerConfig("decode", price_per_hour=price))
+    (line,) = (one for one in text(metrics) if one.startswith("baton_worker_cost_total"))
     assert (float(line.split()[1]) > 0) == (at_least > 0)
 
 
@@ -117,7 +117,7 @@ class _OnGpu(Runner):
 
 def test_rows_that_nobody_wanted_are_counted_where_there_are_any() -> None:
     for kind, shown in ((Runner, False), (_OnGpu, True)):
-        figures = WorkerFigures(WorkerConfig("decode"))
-        figures.look_at(worker_pb2.Load, kind.__new__(kind))
-        assert ('baton_engine_gpu_rows_total{kind="padding"} 6' in text(figures)) is shown
-        figures.close()
+        metrics = WorkerMetrics(WorkerConfig("decode"))
+        metrics.observe_engine(worker_pb2.Load, kind.__new__(kind))
+        assert ('baton_engine_gpu_rows_total{kind="padding"} 6' in text(metrics)) is shown
+        metrics.close()

@@ -359,7 +359,7 @@ async def test_what_does_not_finish_in_time_is_given_back(
         call = await Pair(prefill, decode, router).start(spec("a", prompt(100)))
         await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
         prefill.node._stop.set()
-        with pytest.raises(Unavailable, match="going away"):
+        with pytest.raises(Unavailable, match="draining"):
             await messages(call)
         paced.allow.release(9)
         await asyncio.wait_for(prefill.life, PATIENCE_S)
