@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -53,7 +54,7 @@ class DecodeWorker:
             host_id(),
             usable,
             self._reservations,
-            node.find_prefill,
+            partial(node.find, "prefill"),
             timeout_s=config.transfer_timeout_s,
         )
         self._reservations.receiver = self._receiver

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,29 +19,7 @@ from kvtransfer.digest import Digest, WordDigest
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
-
-class BlockOps(Protocol):
-    """`kvtransfer.kernels.reference`, or the same in Triton."""
-
-    def gather(
-        self, pool: KvPool, slots: Slots, out: torch.Tensor, sums: torch.Tensor, first_word: int
-    ) -> torch.Tensor: ...
-
-    def scatter(
-        self, data: torch.Tensor, pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int
-    ) -> None: ...
-
-    def copy(
-        self,
-        source: KvPool,
-        local: Slots,
-        target: KvPool,
-        remote: Slots,
-        sums: torch.Tensor,
-        first_word: int,
-    ) -> None: ...
-
-    def checksum(self, pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) -> None: ...
+BlockOps: TypeAlias = Any  # the module `kvtransfer.kernels.reference`, or `blocks` in Triton
 
 
 class Stream:
@@ -240,5 +218,5 @@ def prepare(pool: KvPool) -> None:
 def block_ops(device: torch.device) -> BlockOps:
     """Triton's where the device and the installation can; else torch's."""
     if device.type == "cuda" and importlib.util.find_spec("triton"):
-        return cast(BlockOps, importlib.import_module("kvtransfer.kernels.blocks"))
-    return cast(BlockOps, reference)
+        return importlib.import_module("kvtransfer.kernels.blocks")
+    return reference

@@ -45,27 +45,32 @@ class Link(ABC):
         Once it has returned or raised, this call writes nothing more. Raises TransferFailed.
         """
 
-    @abstractmethod
     def abort(self) -> None:
         """Makes a running put fail early where possible; called from another thread."""
+        return
 
-    @abstractmethod
     def close(self) -> None:
         """Frees everything; no put runs any more."""
+        return
 
 
-class Listener(ABC):
-    """The receiver's end of all pairs of one transport. `epoch` names one link of a peer."""
+class Listener:
+    """The receiver's end of all pairs of one transport. `epoch` names one link of a peer.
 
-    @abstractmethod
+    As it is here, that of a one-sided transport: it only says where its pool is.
+    """
+
+    def __init__(self, endpoint: bytes) -> None:
+        self._endpoint = endpoint
+
     def offer(self, peer: str, epoch: int) -> bytes:
         """What `Transport.connect` of that peer needs."""
+        return self._endpoint
 
-    @abstractmethod
     def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
         """Completes the link that was offered. Raises TransferFailed, Stale."""
+        return
 
-    @abstractmethod
     def receive(
         self,
         peer: str,
@@ -79,18 +84,19 @@ class Listener(ABC):
 
         Raises TransferFailed, Stale.
         """
+        raise AssertionError("a one-sided transport receives without a call")
 
     def abort(self, peer: str, epoch: int) -> None:
         """Makes a running receive fail early where possible; called from another thread."""
         return
 
-    @abstractmethod
     def drop(self, peer: str, epoch: int) -> None:
         """Frees one link, if it is there. No receive of it runs any more."""
+        return
 
-    @abstractmethod
     def close(self) -> None:
         """Frees all links."""
+        return
 
 
 class Transport(ABC):
@@ -112,36 +118,6 @@ class Transport(ABC):
         `pid` is that process by its record; a transport of one host opens no other's memory.
         Raises TransferFailed.
         """
-
-
-class OneSidedListener(Listener):
-    """A listener that only says where its pool is."""
-
-    def __init__(self, endpoint: bytes) -> None:
-        self._endpoint = endpoint
-
-    def offer(self, peer: str, epoch: int) -> bytes:
-        return self._endpoint
-
-    def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
-        return None
-
-    def receive(
-        self,
-        peer: str,
-        epoch: int,
-        slots: Slots,
-        digest: Digest,
-        timeout_s: float,
-        posted: Callable[[], None],
-    ) -> None:
-        raise AssertionError("a one-sided transport receives without a call")
-
-    def drop(self, peer: str, epoch: int) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 class ReceiverProcess:

@@ -98,34 +98,31 @@ class KvPool:
 
     def gather(self, slots: Slots, out: torch.Tensor) -> torch.Tensor:
         """Copies the slots' bytes in canonical order to the front of `out`; returns that part."""
-        full, fill = divmod(slots.num_tokens, self.block_size)
-        for first, block, count in runs(slots.block_ids[:full]):
-            part = out[first * self.block_bytes : (first + count) * self.block_bytes]
-            part.view(count, self.block_bytes).copy_(self.blocks[block : block + count])
-        if fill:
-            tail = self.tail(slots.block_ids[full], fill)
-            out[full * self.block_bytes : self.nbytes(slots)].view(tail.shape).copy_(tail)
+        for start, end, piece in self._pieces(slots):
+            out[start:end].view(piece.shape).copy_(piece)
         return out[: self.nbytes(slots)]
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
         """The way back: `data` as `gather` returned it, into the slots and nowhere else."""
-        full, fill = divmod(slots.num_tokens, self.block_size)
-        for first, block, count in runs(slots.block_ids[:full]):
-            part = data[first * self.block_bytes : (first + count) * self.block_bytes]
-            self.blocks[block : block + count].copy_(part.view(count, self.block_bytes))
-        if fill:
-            tail = self.tail(slots.block_ids[full], fill)
-            tail.copy_(data[full * self.block_bytes : self.nbytes(slots)].view(tail.shape))
+        for start, end, piece in self._pieces(slots):
+            piece.copy_(data[start:end].view(piece.shape))
 
     def digest(self, slots: Slots) -> Digest:
         """The digest of what the slots hold now; on a GPU, `copier.digest` computes it faster."""
         digest = self.new_digest()
-        full, fill = divmod(slots.num_tokens, self.block_size)
-        for _, block, count in runs(slots.block_ids[:full]):
-            digest.update(self.blocks[block : block + count].view(-1))
-        if fill:
-            digest.update(self.tail(slots.block_ids[full], fill).contiguous().view(-1))
+        for _, _, piece in self._pieces(slots):
+            digest.update(piece.contiguous().view(-1))
         return digest
+
+    def _pieces(self, slots: Slots) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Runs of blocks, then a partial last block: range in canonical order, and the bytes."""
+        full, fill = divmod(slots.num_tokens, self.block_size)
+        for first, block, count in runs(slots.block_ids[:full]):
+            start, end = first * self.block_bytes, (first + count) * self.block_bytes
+            yield start, end, self.blocks[block : block + count]
+        if fill:
+            tail = self.tail(slots.block_ids[full], fill)
+            yield full * self.block_bytes, self.nbytes(slots), tail
 
     def parts(self, slots: Slots, max_bytes: int) -> list[Slots]:
         """Splits slots into messages of at most `max_bytes`, but at least one block each.

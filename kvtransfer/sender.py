@@ -34,7 +34,7 @@ _RESEND_ABORT_S = 2.0
 _PUT_GRACE_S = 1.0  # for a put that is out of time to end by itself
 
 
-@dataclass(frozen=True)
+@dataclass
 class TransferStats:
     """What a handoff took. `transfer_s` runs from the first put to the acknowledged Commit.
 
@@ -43,14 +43,14 @@ class TransferStats:
     attempts failed before.
     """
 
-    num_bytes: int
-    transfer_s: float
-    wait_s: float
-    wire_s: float
-    hidden_s: float
-    chunks: int
     transport: str
     transport_kind: int
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    wait_s: float = 0.0
+    wire_s: float = 0.0
+    hidden_s: float = 0.0
+    chunks: int = 0
     resends: int = 0
 
 
@@ -86,16 +86,14 @@ class HandoffSender:
         request's time left; `parent` is the span that `kv.transfer` belongs to; `token_digest` is
         that of the tokens whose KV is sent, and Commit fails where other ones were reserved.
         """
-        order = _Order(
-            handoff_id,
-            target,
-            num_tokens,
-            token_digest,
-            Deadline(timeout_s),
-            self.step_timeout_s,
-            self.links.incarnation,
-            telemetry.inject(parent),
-        )
+        names: dict[str, Any] = {
+            "handoff_id": handoff_id,
+            "reservation_token": target.reservation_token,
+            "incarnation": self.links.incarnation,
+        }
+        deadline, trace = Deadline(timeout_s), telemetry.inject(parent)
+        waits = deadline, self.step_timeout_s
+        order = _Order(handoff_id, target, num_tokens, token_digest, *waits, trace, names)
         return Handoff(self, order, parent)
 
 
@@ -188,7 +186,7 @@ class Handoff:
             # Nothing was granted, and the router that reserved the blocks cancels them; if it is
             # gone itself, its broken event stream does.
             return
-        request = self._order.abort_request(reason)
+        request = handoff_pb2.AbortRequest(**self._order.names, reason=reason)
         if self._attempt is not None and self._attempt.writing:
             self._attempt.when_written(lambda: self._send_abort(request))
         else:
@@ -244,17 +242,8 @@ class Handoff:
     def _finished(self, attempt: _Attempt) -> TransferStats:
         end_ns = time.time_ns()
         start_ns = self._start_ns or attempt.start_ns or end_ns
-        stats = TransferStats(
-            num_bytes=attempt.digest.num_bytes,
-            transfer_s=(end_ns - start_ns) / 1e9,
-            wait_s=attempt.wait_s,
-            wire_s=attempt.wire_s,
-            hidden_s=attempt.hidden_s,
-            chunks=attempt.chunks,
-            transport=attempt.link.transport.name,
-            transport_kind=attempt.link.transport.kind,
-            resends=self._resends,
-        )
+        stats, stats.num_bytes = attempt.stats, attempt.digest.num_bytes
+        stats.transfer_s, stats.resends = (end_ns - start_ns) / 1e9, self._resends
         attributes: dict[str, str | int | float | bool] = {
             "baton.handoff_id": self._order.handoff_id,
             "baton.resends": stats.resends,
@@ -313,7 +302,10 @@ class _SendQueue:
 
 @dataclass(frozen=True)
 class _Order:
-    """What is to be handed over, to which worker and until when; `cap_s` caps every single wait."""
+    """What is to be handed over, to which worker and until when; `cap_s` caps every single wait.
+
+    `names` are the fields that every message about it has.
+    """
 
     handoff_id: str
     target: prefill_pb2.HandoffTarget
@@ -321,31 +313,20 @@ class _Order:
     token_digest: bytes
     deadline: Deadline
     cap_s: float
-    incarnation: str
     metadata: Metadata
-
-    def abort_request(self, reason: str, resend: bool = False) -> handoff_pb2.AbortRequest:
-        """Nothing more is written; with `resend`, not before another Ready."""
-        return handoff_pb2.AbortRequest(
-            handoff_id=self.handoff_id,
-            reservation_token=self.target.reservation_token,
-            incarnation=self.incarnation,
-            reason=reason,
-            resend=resend,
-        )
+    names: dict[str, Any]
 
 
 class _Attempt:
     """One attempt over one link: Ready, puts, Commit, or a withdrawal.
 
-    `digest`, `chunks` and the seconds are its own; `hidden_s` is the part of `wire_s` that was over
-    while later chunks were computed.
+    `stats` are its own.
     """
 
     def __init__(self, order: _Order, links: LinkPool, link: PairLink) -> None:
         self.link, self.digest = link, links.pool.new_digest()
-        self.chunks, self.start_ns = 0, 0
-        self.wait_s = self.wire_s = self.hidden_s = 0.0
+        self.stats = TransferStats(link.transport.name, link.transport.kind)
+        self.start_ns = 0
         self._order, self._links = order, links
         self._granted: tuple[int, ...] = ()
         self._last_put: asyncio.Future[PutStats] | None = None
@@ -362,7 +343,7 @@ class _Attempt:
         while isinstance(item := await queue.item(index), _Chunk):
             await self._send_chunk(item)
             if not queue.complete:
-                self.hidden_s = self.wire_s
+                self.stats.hidden_s = self.stats.wire_s
             index += 1
         await self._commit(item)
 
@@ -383,7 +364,7 @@ class _Attempt:
 
     async def withdraw(self, reason: str) -> None:
         """Announces that all will be sent again. Raises BatonError when that cannot be."""
-        request = self._order.abort_request(reason, resend=True)
+        request = handoff_pb2.AbortRequest(**self._order.names, reason=reason, resend=True)
         timeout_s = self._order.deadline.left_s(min(self._order.cap_s, _RESEND_ABORT_S))
         with rpc.translated():
             await self.link.stub.Abort(request, timeout=timeout_s, metadata=self._order.metadata)
@@ -410,7 +391,7 @@ class _Attempt:
             ids = self._part_of_grant(chunk)
         else:
             ids = await self._ready(chunk.first_token, slots.num_tokens)
-        self.wait_s += time.perf_counter() - start
+        self.stats.wait_s += time.perf_counter() - start
         self.start_ns = self.start_ns or time.time_ns()
         remote = Slots(ids, slots.num_tokens)
         with self._links.closing_on_failure(self.link, self._order.deadline):
@@ -422,8 +403,8 @@ class _Attempt:
             if not put.done():
                 raise TransferFailed(f"a put to decode {self.link.peer} does not end")
             stats = put.result()
-        self.wire_s += stats.wire_s
-        self.chunks += 1
+        self.stats.wire_s += stats.wire_s
+        self.stats.chunks += 1
 
     def _part_of_grant(self, chunk: _Chunk) -> tuple[int, ...]:
         """The granted blocks that a chunk goes to. Raises InvalidRequest outside of the grant."""
@@ -437,9 +418,7 @@ class _Attempt:
 
     async def _ready(self, first_token: int, num_tokens: int) -> tuple[int, ...]:
         request = handoff_pb2.ReadyRequest(
-            handoff_id=self._order.handoff_id,
-            reservation_token=self._order.target.reservation_token,
-            incarnation=self._order.incarnation,
+            **self._order.names,
             epoch=self.link.epoch,
             first_token=first_token,
             num_tokens=num_tokens,
@@ -449,9 +428,7 @@ class _Attempt:
 
     async def _commit(self, commit: _Commit) -> None:
         request = handoff_pb2.CommitRequest(
-            handoff_id=self._order.handoff_id,
-            reservation_token=self._order.target.reservation_token,
-            incarnation=self._order.incarnation,
+            **self._order.names,
             epoch=self.link.epoch,
             num_tokens=commit.num_tokens,
             num_bytes=self.digest.num_bytes,
@@ -461,7 +438,7 @@ class _Attempt:
         )
         start = time.perf_counter()
         await self._call(self.link.stub.Commit, request)
-        self.wait_s += time.perf_counter() - start
+        self.stats.wait_s += time.perf_counter() - start
 
     async def _call(self, method: Callable[..., Any], request: Any) -> Any:
         """One control call on the link, within the deadline."""

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -70,7 +71,7 @@ class PrefillWorker:
         self._block_size = loaded.layout.block_size
         self._limits = ModelLimits.of(loaded)
         self._links = LinkPool(
-            pool, usable, loaded.descriptor, config.incarnation, node.find_decode
+            pool, usable, loaded.descriptor, config.incarnation, partial(node.find, "decode")
         )
         self._sender = HandoffSender(
             self._links, node.telemetry.tracer, step_timeout_s=config.transfer_timeout_s

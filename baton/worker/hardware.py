@@ -15,24 +15,21 @@ from pathlib import Path
 
 import torch
 
-from baton.v1 import common_pb2
+from baton.v1.common_pb2 import Gpu, Hardware
 from baton.worker import nvidia_smi
-from kvtransfer.transports.cuda import (
-    gpu_uuid,
-    nccl_version,
-    reachable_gpus,
-    visible_gpus,
-)
+from kvtransfer.transports.cuda import gpu_uuid, nccl_version, reachable_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 
 QUERY_S = 3.0
 INFINIBAND = Path("/sys/class/infiniband")
 
+Query = Callable[[], Hardware]
 
-def describe(device: torch.device, timeout_s: float = QUERY_S) -> common_pb2.Hardware:
+
+def describe(device: torch.device, timeout_s: float = QUERY_S) -> Hardware:
     """What a worker computing on `device` has; blocks for `timeout_s` at most, raises nothing."""
-    found = common_pb2.Hardware(torch_version=torch.__version__, rdma_devices=rdma_devices())
+    found = Hardware(torch_version=torch.__version__, rdma_devices=rdma_devices())
     if device.type == "cuda":
         _merge(found, _queries(device, timeout_s), timeout_s)
     return found
@@ -46,15 +43,12 @@ def rdma_devices(folder: Path = INFINIBAND) -> list[str]:
         return []
 
 
-Query = Callable[[], common_pb2.Hardware]
-
-
-def _merge(found: common_pb2.Hardware, queries: list[Query], timeout_s: float) -> None:
+def _merge(found: Hardware, queries: list[Query], timeout_s: float) -> None:
     """Adds what each query finds, until the time is over.
 
     They run on a thread that may be left behind: drivers can hang beyond any time-out.
     """
-    parts: queue.SimpleQueue[common_pb2.Hardware | None] = queue.SimpleQueue()
+    parts: queue.SimpleQueue[Hardware | None] = queue.SimpleQueue()
 
     def work() -> None:
         for query in queries:
@@ -76,27 +70,26 @@ def _merge(found: common_pb2.Hardware, queries: list[Query], timeout_s: float) -
 def _queries(device: torch.device, timeout_s: float) -> list[Query]:
     """Quick ones first."""
 
-    def card() -> common_pb2.Hardware:
+    def card() -> Hardware:
         properties = torch.cuda.get_device_properties(device)
-        gpu = common_pb2.Gpu(
+        gpu = Gpu(
             uuid=gpu_uuid(device),
             name=properties.name,
             capability=f"{properties.major}.{properties.minor}",
             memory_bytes=properties.total_memory,
         )
-        return common_pb2.Hardware(gpu=gpu, driver_version=nvidia_smi.driver_version())
+        return Hardware(gpu=gpu, driver_version=nvidia_smi.driver_version())
 
-    def versions() -> common_pb2.Hardware:
+    def versions() -> Hardware:
         nccl = ".".join(map(str, nccl_version()))
-        return common_pb2.Hardware(cuda_version=torch.version.cuda or "", nccl_version=nccl)
+        return Hardware(cuda_version=torch.version.cuda or "", nccl_version=nccl)
 
-    def neighbours() -> common_pb2.Hardware:
-        own = gpu_uuid(device)
+    def peers() -> Hardware:
+        own, reachable = gpu_uuid(device), reachable_gpus(device)
         visible = [own, *(uuid for uuid in visible_gpus() if uuid != own)]
-        peers = [uuid for uuid in reachable_gpus(device) if uuid != own]
-        return common_pb2.Hardware(visible_gpus=visible, peer_gpus=peers)
+        return Hardware(visible_gpus=visible, peer_gpus=[u for u in reachable if u != own])
 
-    def links() -> common_pb2.Hardware:
-        return common_pb2.Hardware(gpu_links=nvidia_smi.links(gpu_uuid(device), timeout_s))
+    def links() -> Hardware:
+        return Hardware(gpu_links=nvidia_smi.links(gpu_uuid(device), timeout_s))
 
-    return [card, versions, neighbours, links]
+    return [card, versions, peers, links]

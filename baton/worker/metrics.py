@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from dataclasses import asdict
 
 from opentelemetry.context import Context
 
@@ -21,9 +21,9 @@ from baton.errors import BatonError
 from baton.metrics import process
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
+from kvtransfer.sender import TransferStats
 
 _RESERVATIONS = ("held", "started", "refused", "failed")
-_SECONDS_PER_HOUR = 3600.0
 _SMOOTHING = 0.2  # weight of the newest step in the running means
 _PREFILL_ROWS = 32  # a step with at least this many rows measures prefill speed
 
@@ -135,34 +135,8 @@ def _smooth(mean: float, value: float) -> float:
 
 
 def load_proto(load: Load) -> worker_pb2.Load:
-    """The engine's counts as a message."""
-    return worker_pb2.Load(
-        queue_tokens=load.queue_tokens,
-        running=load.running,
-        waiting=load.waiting,
-        blocks_total=load.blocks_total,
-        blocks_free=load.blocks_free,
-        blocks_cached=load.blocks_cached,
-        blocks_held=load.blocks_held,
-        blocks_quarantined=load.blocks_quarantined,
-        steps=load.steps,
-        preemptions=load.preemptions,
-    )
-
-
-class Transfer(Protocol):
-    """A transfer's statistics, as `kvtransfer` measures them."""
-
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def transfer_s(self) -> float: ...
-    @property
-    def wire_s(self) -> float: ...
-    @property
-    def transport(self) -> str: ...
-    @property
-    def resends(self) -> int: ...
+    """The engine's counts as a message; the fields are named alike."""
+    return worker_pb2.Load(**asdict(load))
 
 
 class WorkerMetrics:
@@ -170,12 +144,13 @@ class WorkerMetrics:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._recorder = Recorder(config.role, {"service.instance.id": config.incarnation})
-        self._price_per_s = config.price_per_hour / _SECONDS_PER_HOUR
-        self._started = time.monotonic()
         self.render = self._recorder.render
         self.close = self._recorder.close
         process.observe(self._recorder)
-        self._recorder.observe("baton.worker.cost", lambda: _one(self._cost))
+        cost_per_s, started = config.price_per_hour / 3600.0, time.monotonic()
+        self._recorder.observe(
+            "baton.worker.cost", lambda: _one((time.monotonic() - started) * cost_per_s)
+        )
         if config.role == "decode":
             for outcome in _RESERVATIONS:
                 self._recorder.count("baton.reservations", 0, {"outcome": outcome})
@@ -198,7 +173,7 @@ class WorkerMetrics:
         """The first chunk of a prompt was computed."""
         self._recorder.record("baton.prefill.queue_time", waited_s, context=trace)
 
-    def transferred(self, transfer: Transfer, trace: Context) -> None:
+    def transferred(self, transfer: TransferStats, trace: Context) -> None:
         """A handoff's KV was committed."""
         by = {"transport": transfer.transport}
         record, count = self._recorder.record, self._recorder.count
@@ -225,24 +200,26 @@ class WorkerMetrics:
 
     def observe_engine(self, load: Callable[[], worker_pb2.Load], runner: StepRunner) -> None:
         """Reads the engine's load, and its rows on a GPU, at every scrape from now on."""
+
+        def states(prefix: str, *names: str) -> list[tuple[float, Attributes]]:
+            now = load()
+            return _by("state", {name: getattr(now, prefix + name) for name in names})
+
+        blocks = ("free", "cached", "held", "quarantined")
         observe = self._recorder.observe
         observe("baton.engine.step.age", lambda: _one(load().step_age_ms / 1e3))
         observe("baton.engine.queue", lambda: _one(load().queue_tokens))
-        observe("baton.engine.sequences", lambda: _sequences(load()))
+        observe("baton.engine.sequences", lambda: states("", "running", "waiting"))
         observe("baton.engine.tokens.computed", lambda: _one(load().tokens_computed))
         observe("baton.engine.tokens.generated", lambda: _one(load().tokens_generated))
         observe("baton.engine.preemptions", lambda: _one(load().preemptions))
-        observe("baton.kv.blocks", lambda: _blocks(load()))
+        observe("baton.kv.blocks", lambda: states("blocks_", *blocks))
         if isinstance(runner, CountsRows):
-            observe("baton.engine.gpu.rows", lambda: _by_kind(runner.decode_rows))
+            observe("baton.engine.gpu.rows", lambda: _by("kind", runner.decode_rows))
 
     def _drafted(self, drafts: int, right: int) -> None:
         self._recorder.count("baton.engine.drafts", right, {"right": "yes"})
         self._recorder.count("baton.engine.drafts", drafts - right, {"right": "no"})
-
-    @property
-    def _cost(self) -> float:
-        return (time.monotonic() - self._started) * self._price_per_s
 
 
 def kind_of(report: StepReport) -> str:
@@ -257,22 +234,9 @@ def kind_of(report: StepReport) -> str:
     return "mixed" if sampling and rows > 1 else "prefill"
 
 
-def _one(value: float) -> Iterator[tuple[float, Attributes]]:
-    yield value, {}
+def _one(value: float) -> list[tuple[float, Attributes]]:
+    return [(value, {})]
 
 
-def _by_kind(counts: Mapping[str, int]) -> Iterator[tuple[float, Attributes]]:
-    for kind, count in counts.items():
-        yield count, {"kind": kind}
-
-
-def _sequences(load: worker_pb2.Load) -> Iterator[tuple[float, Attributes]]:
-    yield load.running, {"state": "running"}
-    yield load.waiting, {"state": "waiting"}
-
-
-def _blocks(load: worker_pb2.Load) -> Iterator[tuple[float, Attributes]]:
-    yield load.blocks_free, {"state": "free"}
-    yield load.blocks_cached, {"state": "cached"}
-    yield load.blocks_held, {"state": "held"}
-    yield load.blocks_quarantined, {"state": "quarantined"}
+def _by(label: str, values: Mapping[str, float]) -> list[tuple[float, Attributes]]:
+    return [(value, {label: name}) for name, value in values.items()]

@@ -183,15 +183,8 @@ class Node:
         load.step_age_ms = self.engine.step_age_s * 1e3
         return load
 
-    async def find_prefill(self, incarnation: str) -> common_pb2.WorkerRecord:
-        """The registry's record of a prefill worker. Raises TransferFailed when it has none."""
-        return await self._find(incarnation, "prefill")
-
-    async def find_decode(self, incarnation: str) -> common_pb2.WorkerRecord:
-        """The registry's record of a decode worker. Raises TransferFailed when it has none."""
-        return await self._find(incarnation, "decode")
-
-    async def _find(self, incarnation: str, role: str) -> common_pb2.WorkerRecord:
+    async def find(self, role: str, incarnation: str) -> common_pb2.WorkerRecord:
+        """The registry's record of a worker. Raises TransferFailed when it has none."""
         record = await self._members.find(incarnation, RECORD_WAIT_S)
         if record is None or record.role != _ROLES[role]:
             raise TransferFailed(f"the registry has no {role} worker {incarnation}")

@@ -8,10 +8,9 @@ from baton.errors import ConfigError
 from kvtransfer import copier
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
-from kvtransfer.transports.backends import NCCL_STAGING_BYTES, gloo, nccl
 from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.process_group import ProcessGroupTransport
+from kvtransfer.transports.process_group import GlooTransport, NcclTransport
 from kvtransfer.transports.shm import SharedMemoryArea, ShmTransport
 
 
@@ -28,9 +27,9 @@ def usable(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
     if isinstance(pool.area, SharedMemoryArea):
         transports.append(ShmTransport())
     if pool.device.type == "cpu":
-        transports.append(ProcessGroupTransport(gloo(), host))
+        transports.append(GlooTransport(host))
     elif distributed.is_nccl_available():
-        transports.append(ProcessGroupTransport(nccl(), host, NCCL_STAGING_BYTES))
+        transports.append(NcclTransport(host))
     if choice == "auto":
         return transports
     chosen = [transport for transport in transports if transport.name == choice]

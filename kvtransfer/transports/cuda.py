@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
@@ -44,34 +44,6 @@ class CudaError(OSError):
         hint = f" ({_HINTS[code]})" if code in _HINTS else ""
         super().__init__(f"{call} failed with CUDA error {code}, {text}{hint}")
         self.call, self.code = call, code
-
-
-class Driver(Protocol):
-    """Memory of one GPU that other processes can open. Addresses are plain numbers.
-
-    Every call may raise CudaError.
-    """
-
-    def allocate(self, device: torch.device, num_bytes: int) -> int:
-        """Zeroed memory; returns its address."""
-
-    def free(self, device: torch.device, address: int) -> None:
-        """Gives `allocate`d memory back."""
-
-    def export(self, device: torch.device, address: int) -> bytes:
-        """What `open` of another process needs, `HANDLE_BYTES` long."""
-
-    def open(self, device: torch.device, handle: bytes) -> int:
-        """Maps another process's memory for kernels on `device`; returns where."""
-
-    def close(self, device: torch.device, address: int) -> None:
-        """Unmaps what `open` mapped."""
-
-    def read(self, device: torch.device, address: int, num_bytes: int) -> bytes:
-        """What lies there now, as `device` sees it."""
-
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """That memory as a uint8 tensor, which does not own it."""
 
 
 class _Handle(ctypes.Structure):
@@ -134,9 +106,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class CudaDriver:
-    """`Driver` over the machine's libcuda. Safe to use from several threads.
+    """Memory of one GPU that other processes can open, over the machine's libcuda; any thread.
 
-    Raises OSError where there is none.
+    Addresses are plain numbers. Raises OSError where there is no libcuda; every call, CudaError.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -152,6 +124,7 @@ class CudaDriver:
         self._call("cuInit", 0)
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
+        """Zeroed memory; returns its address."""
         address = _ADDRESS()
         with self._current(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
@@ -165,18 +138,19 @@ class CudaDriver:
         return address.value
 
     def free(self, device: torch.device, address: int) -> None:
-        """Waits for what still uses the memory."""
+        """Frees `allocate`d memory; waits for what still uses it."""
         with self._current(device):
             self._call("cuMemFree_v2", address)
 
     def export(self, device: torch.device, address: int) -> bytes:
+        """What `open` of another process needs, `HANDLE_BYTES` long."""
         handle = _Handle()
         with self._current(device):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle.reserved)
 
     def open(self, device: torch.device, handle: bytes) -> int:
-        """Also raises ValueError."""
+        """Maps another process's memory for kernels on `device`. Also raises ValueError."""
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
         address = _ADDRESS()
@@ -190,17 +164,19 @@ class CudaDriver:
         return address.value
 
     def close(self, device: torch.device, address: int) -> None:
+        """Unmaps what `open` mapped."""
         with self._current(device):
             self._call("cuIpcCloseMemHandle", address)
 
     def read(self, device: torch.device, address: int, num_bytes: int) -> bytes:
+        """What lies there now, as `device` sees it."""
         found = ctypes.create_string_buffer(num_bytes)
         with self._current(device):
             self._call("cuMemcpyDtoH_v2", found, address, num_bytes)
         return found.raw
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """On the GPU whose memory it is."""
+        """That memory as a uint8 tensor on its GPU, which does not own it."""
         ordinal = ctypes.c_int()
         self._call("cuPointerGetAttribute", ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, address)
         array = _Array(address, num_bytes)
@@ -271,7 +247,9 @@ class CudaArea:
 
     on_gpu = True
 
-    def __init__(self, num_bytes: int, device: torch.device, driver: Driver | None = None) -> None:
+    def __init__(
+        self, num_bytes: int, device: torch.device, driver: CudaDriver | None = None
+    ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.driver = driver or CudaDriver()

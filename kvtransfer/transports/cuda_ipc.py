@@ -23,13 +23,12 @@ from kvtransfer.digest import Digest
 from kvtransfer.interface import (
     Link,
     Listener,
-    OneSidedListener,
     PutStats,
     ReceiverProcess,
     Transport,
 )
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.transports.cuda import NONCE_BYTES, CudaArea, Driver, gpu_uuid
+from kvtransfer.transports.cuda import NONCE_BYTES, CudaArea, CudaDriver, gpu_uuid
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class CudaIpcTransport(Transport):
     kind = common_pb2.TRANSPORT_CUDA_IPC
     one_sided = True
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
 
     def listen(self, pool: KvPool) -> Listener:
@@ -59,7 +58,7 @@ class CudaIpcTransport(Transport):
             "blocks": pool.num_blocks,
             "gpu": gpu_uuid(pool.device),
         }
-        return OneSidedListener(json.dumps(place).encode())
+        return Listener(json.dumps(place).encode())
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
@@ -82,7 +81,7 @@ class _CudaIpcLink(Link):
     """Lives on one thread, but for `abort`."""
 
     def __init__(
-        self, driver: Driver, pool: KvPool, place: dict[str, object], receiver: ReceiverProcess
+        self, driver: CudaDriver, pool: KvPool, place: dict[str, object], receiver: ReceiverProcess
     ) -> None:
         self._driver, self._pool, self._receiver = driver, pool, receiver
         used, whole, blocks = (int(str(place[key])) for key in ("bytes", "whole_bytes", "blocks"))

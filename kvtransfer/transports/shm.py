@@ -30,7 +30,6 @@ from kvtransfer.digest import Digest
 from kvtransfer.interface import (
     Link,
     Listener,
-    OneSidedListener,
     PutStats,
     ReceiverProcess,
     Transport,
@@ -87,7 +86,7 @@ class ShmTransport(Transport):
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
         place = {"fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
-        return OneSidedListener(json.dumps({**place, "touched": area.touched}).encode())
+        return Listener(json.dumps({**place, "touched": area.touched}).encode())
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:

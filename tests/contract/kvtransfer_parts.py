@@ -20,11 +20,10 @@ from kvtransfer.pool import KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver, HandoffServicer, ReservedBlocks
 from kvtransfer.sender import HandoffSender
 from kvtransfer.transports import shm
-from kvtransfer.transports.backends import gloo
 from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.memory import MemoryTransport
-from kvtransfer.transports.process_group import ProcessGroupTransport
+from kvtransfer.transports.process_group import GlooTransport
 from tests.contract.kvtransfer_driver import CPU, DRIVER
 
 BLOCKS, BLOCK_SIZE = 24, 4
@@ -34,7 +33,7 @@ STAGING_BYTES = 4096  # two messages of two blocks
 TRANSPORTS = {
     "memory": MemoryTransport,
     "shm": shm.ShmTransport,
-    "gloo": lambda: ProcessGroupTransport(gloo(), "127.0.0.1", STAGING_BYTES),
+    "gloo": lambda: GlooTransport("127.0.0.1", STAGING_BYTES),
     "cuda_ipc": lambda: CudaIpcTransport(DRIVER),
 }
 # What all of them do with pools on a GPU is done here with pools that are taken for such.

@@ -10,8 +10,9 @@ from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2
 from kvtransfer.pairing import Ends, check_same, choose
 from kvtransfer.pool import KvPool
-from kvtransfer.transports import backends, cuda, shm, usable
+from kvtransfer.transports import cuda, shm, usable
 from kvtransfer.transports.cuda import CudaArea
+from kvtransfer.transports.process_group import NcclTransport
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 SHM, GLOO, NCCL, CUDA_IPC = (
@@ -170,7 +171,7 @@ def test_equal_descriptors_pass_and_every_difference_is_named():
 
 def test_nccl_is_refused_where_torch_has_none():
     if distributed.is_nccl_available():
-        assert backends.nccl().kind == NCCL
+        assert NcclTransport("127.0.0.1").kind == NCCL
     else:
         with pytest.raises(RuntimeError, match="without NCCL"):
-            backends.nccl()
+            NcclTransport("127.0.0.1")

@@ -11,8 +11,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from baton.errors import TransferFailed
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.transports import backends, process_group
-from kvtransfer.transports.process_group import ProcessGroupTransport, Staging
+from kvtransfer.transports import process_group
+from kvtransfer.transports.process_group import NcclTransport, Staging
 from tests.contract.kvtransfer_parts import make_pool, slots
 
 
@@ -52,17 +52,17 @@ class ProcessGroupNCCL:
 @pytest.fixture
 def nccl(monkeypatch):
     fake = types.SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
-    monkeypatch.setattr(backends, "distributed", fake)
-    monkeypatch.setattr(backends, "nccl_version", lambda: (2, 27, 5))
+    monkeypatch.setattr(process_group, "distributed", fake)
+    monkeypatch.setattr(process_group, "nccl_version", lambda: (2, 27, 5))
     monkeypatch.setattr(ProcessGroupNCCL, "made", [])
-    for name in (*backends.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
+    for name in (*process_group.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    return backends.nccl()
+    return NcclTransport("127.0.0.1", 8 << 20)
 
 
 def build(nccl):
-    return nccl.build(PrefixStore("p/1", HashStore()), 1, "127.0.0.1", 5.0)
+    return nccl.build(PrefixStore("p/1", HashStore()), 1, 5.0)
 
 
 def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
@@ -71,20 +71,20 @@ def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
     assert (group.rank, group.size) == (1, 2)
     assert config.blocking == 0
     assert config.min_ctas == 1
-    assert config.max_ctas == backends.NCCL_MAX_CTAS
+    assert config.max_ctas == process_group.NCCL_MAX_CTAS
     assert group.options.is_high_priority_stream
 
 
 def test_nobody_waits_longer_for_the_senders_part_of_the_store(nccl):
     store = HashStore()
-    nccl.build(PrefixStore("p/1", store), 1, "127.0.0.1", 0.05)
+    nccl.build(PrefixStore("p/1", store), 1, 0.05)
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         store.get("0:1")  # as torch does for the communicator's name
 
 
 def test_torch_is_told_to_leave_failures_to_us(nccl):
-    assert {name: os.environ[name] for name in backends.NCCL_ENVIRONMENT} == (
-        backends.NCCL_ENVIRONMENT
+    assert {name: os.environ[name] for name in process_group.NCCL_ENVIRONMENT} == (
+        process_group.NCCL_ENVIRONMENT
     )
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
     # Four times this is how long a group with a lost peer could not be freed.
@@ -92,8 +92,8 @@ def test_torch_is_told_to_leave_failures_to_us(nccl):
 
 
 def test_one_gpu_is_shared_where_nccl_can(nccl, monkeypatch):
-    monkeypatch.setattr(backends, "nccl_version", lambda: (2, 30, 3))
-    backends.nccl()
+    monkeypatch.setattr(process_group, "nccl_version", lambda: (2, 30, 3))
+    NcclTransport("127.0.0.1")
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
@@ -107,9 +107,9 @@ def pool():
 @pytest.fixture
 def link(nccl, pool, monkeypatch):
     """A sender's link, connected; its group's journal is empty."""
-    monkeypatch.setattr(process_group, "connected_store", lambda *place: HashStore())
+    monkeypatch.setattr(process_group, "_connected_store", lambda *place: HashStore())
     endpoint = b'{"host": "h", "port": 1, "name": "p/1", "message_bytes": 2048}'
-    link = ProcessGroupTransport(nccl, "127.0.0.1").connect(pool, endpoint, 0, 5.0)
+    link = nccl.connect(pool, endpoint, 0, 5.0)
     [group] = ProcessGroupNCCL.made
     assert group.journal == [("send", 1), "wait", ("recv", 1), "wait"]
     group.journal.clear()
