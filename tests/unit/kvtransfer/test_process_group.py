@@ -61,40 +61,28 @@ def nccl(monkeypatch):
     return NcclTransport("127.0.0.1", 8 << 20)
 
 
-def build(nccl):
-    return nccl.build(PrefixStore("p/1", HashStore()), 1, 5.0)
-
-
 def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
-    group = build(nccl)
+    group = nccl.build(PrefixStore("p/1", HashStore()), 1, 5.0)
     config = group.options.config
-    assert (group.rank, group.size) == (1, 2)
-    assert config.blocking == 0
-    assert config.min_ctas == 1
+    assert (group.rank, group.size, config.blocking, config.min_ctas) == (1, 2, 0, 1)
     assert config.max_ctas == process_group.NCCL_MAX_CTAS
     assert group.options.is_high_priority_stream
 
 
-def test_nobody_waits_longer_for_the_senders_part_of_the_store(nccl):
+def test_a_wait_for_the_senders_part_of_the_store_ends_in_time(nccl):
     store = HashStore()
     nccl.build(PrefixStore("p/1", store), 1, 0.05)
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         store.get("0:1")  # as torch does for the communicator's name
 
 
-def test_torch_is_told_to_leave_failures_to_us(nccl):
-    assert {name: os.environ[name] for name in process_group.NCCL_ENVIRONMENT} == (
-        process_group.NCCL_ENVIRONMENT
-    )
-    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
+@pytest.mark.parametrize("version, shared", [((2, 27, 5), None), ((2, 30, 3), "1")])
+def test_one_gpu_is_shared_where_nccl_can(nccl, monkeypatch, version, shared):
+    monkeypatch.setattr(process_group, "nccl_version", lambda: version)
+    NcclTransport("127.0.0.1")
+    assert os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == shared
     # Four times this is how long a group with a lost peer could not be freed.
     assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
-
-
-def test_one_gpu_is_shared_where_nccl_can(nccl, monkeypatch):
-    monkeypatch.setattr(process_group, "nccl_version", lambda: (2, 30, 3))
-    NcclTransport("127.0.0.1")
-    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
 @pytest.fixture
@@ -140,15 +128,7 @@ def test_a_transfer_that_hangs_is_aborted_at_its_deadline(link, pool, monkeypatc
     start = time.monotonic()
     with pytest.raises(TransferFailed, match="its time was over"):
         link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 0.1)
-    assert 0.05 < time.monotonic() - start < 2.0
-
-
-def test_an_aborted_link_sends_no_more(link, pool):
-    [group] = ProcessGroupNCCL.made
-    link.abort()
-    with pytest.raises(TransferFailed):
-        link.put(slots(8, 1, 3), slots(8, 1, 2), pool.new_digest(), 5.0)
-    assert group.aborted.is_set()
+    assert 0.05 < time.monotonic() - start < 1.5
 
 
 def test_a_link_whose_abort_fails_is_closed_all_the_same(link, pool, monkeypatch, caplog):
