@@ -190,10 +190,6 @@ class Decode:
         """Returns when a handoff's first message has been taken in."""
         await asyncio.wait_for(self.held.asked.wait(), 5)
 
-    def before_commit(self, change):
-        """Calls `change(request)` before each commit."""
-        self.before_call("commit", change)
-
     def before_call(self, method, change):
         """Calls `change(request)` before each call of the receiver's `method`."""
         original = getattr(self.receiver, method)
@@ -245,6 +241,11 @@ class Prefill:
     async def __aexit__(self, *_):
         await self.links.close()
         self.pool.area.close()
+
+    def opened(self, decode, num_tokens, *ids, timeout_s=10.0):
+        """Handoff "h" of `num_tokens` into the blocks `ids`, reserved now."""
+        to = decode.reserve("h", num_tokens, *ids)
+        return self.sender.open(to, "h", num_tokens, timeout_s)
 
     async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0, first_token=7):
         """Sends chunks one after another and commits; returns the stats."""
