@@ -1,4 +1,4 @@
-"""Hundreds of prompts given up at once, on the model that the demo runs."""
+"""Hundreds of prompts cancelled at once, on the model that the demo runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_hundreds_of_cancelled_prompts_leave_both_workers_serving(store: M
         paced.allow.release(99)
         await cancelled
         assert await prefill.clean()
-        # A prefill worker does not wait long for its aborts to be heard.
+        # A prefill worker does not wait long for answers to its Aborts.
         await eventually(decode.clean, bool, "blocks stay quarantined", PATIENCE_S)
         assert (await prefill.blocks()).steps == 1
 
