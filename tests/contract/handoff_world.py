@@ -219,7 +219,7 @@ class Handoff:
         self.epoch = None  # of the attempt that runs
         self.granted = ()  # blocks that its writer may still write into
         self.corrupted = False  # so said its last Commit's answer
-        self.owes_abort = False  # unless committed, it ends with an abort that is heard
+        self.owes_abort = False  # unless committed, it ends with an Abort that is answered
         self.withdrawn = False  # decode has agreed to a resend that has not begun
         self.attempt = 0  # what is answered to an earlier one is not listened to
 
@@ -251,7 +251,7 @@ class Writer:
         self.epochs.append(response.epoch)
 
     def put(self, handoff, kind):
-        """Writes into the granted blocks: all of it, the first block only, or rubbish."""
+        """Writes into the granted blocks: all of it, the first block only, or wrong bytes."""
         rest = handoff.tokens[handoff.cached :]
         if kind == "part":
             rest = rest[:BLOCK_SIZE]

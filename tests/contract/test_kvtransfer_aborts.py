@@ -21,7 +21,7 @@ class Answers:
     """Wraps the receiver's `abort`: raises `errors` in turn, and counts calls."""
 
     def __init__(self, decode, *errors):
-        self.errors, self.calls, self.heard = list(errors), 0, asyncio.Event()
+        self.errors, self.calls, self.answered = list(errors), 0, asyncio.Event()
         abort = decode.receiver.abort
 
         async def answer(request):
@@ -29,7 +29,7 @@ class Answers:
             if self.errors:
                 raise self.errors.pop(0)
             response = await abort(request)
-            self.heard.set()
+            self.answered.set()
             return response
 
         decode.receiver.abort = answer
@@ -97,14 +97,14 @@ async def test_patience_ends(request_):
         assert not aborts._channels
 
 
-async def test_closing_gives_a_last_moment_and_ends_what_nobody_hears(request_):
+async def test_closing_waits_shortly_and_ends_what_is_not_answered(request_):
     aborts = Aborts()
     async with Decode(MemoryTransport()) as decode:
         port = decode.port
         answers = Answers(decode, Unavailable("once"))
         await asyncio.wait_for(aborts.send(f"127.0.0.1:{port}", request_, ()), 10)
         await aborts.close()
-        assert answers.heard.is_set() and answers.calls == 2
+        assert answers.answered.is_set() and answers.calls == 2
     aborts = Aborts()
     tried = aborts.send(f"127.0.0.1:{port}", request_, ())
     await asyncio.wait_for(aborts.close(), 3)  # a second for the last try, and slack

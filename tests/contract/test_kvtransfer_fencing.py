@@ -69,7 +69,7 @@ def state_of(pid):
 
 
 class Scene:
-    """The decode worker's pool, the blocks under the write, and everybody else's content."""
+    """The decode worker's pool, the blocks under the write, and the content of all others."""
 
     def __init__(self, decode):
         self.decode, self.role = decode, decode.node.role

@@ -437,10 +437,10 @@ async def test_a_worker_that_is_not_registered_gets_no_link_and_shuts_no_pair():
 
 
 @pytest.mark.parametrize("timeout_s, error", [(0.3, DeadlineExceeded), (30.0, TransferFailed)])
-async def test_a_put_that_never_ends_holds_nobody_longer_than_its_time(
+async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
     monkeypatch, timeout_s, error
 ):
-    """As one that waits for a GPU that hangs. Only its end tells the decode worker of the abort."""
+    """As one that waits for a GPU that hangs. The Abort is sent only when it ends."""
     monkeypatch.setattr(sender, "_PUT_GRACE_S", 0.1)
     async with joined("memory", prefill={"step_s": 0.5}) as (prefill, decode):
         link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))

@@ -109,7 +109,7 @@ def test_receive_of_another_epoch_is_stale(gloo_pair):
         gloo_pair.listener.receive("p", 9, slots(4, 1), Digest(), 1.0, threading.Event().set)
 
 
-def test_nobody_connects(gloo_pair):
+def test_a_link_without_a_peer_fails(gloo_pair):
     gloo_pair.listener.offer("late", 7)
     with pytest.raises(TransferFailed):
         gloo_pair.listener.accept("late", 7, 0.2)

@@ -1,4 +1,4 @@
-"""Every way a sequence ends on the decode worker frees its blocks, and the right router hears."""
+"""Every way a sequence ends on the decode worker frees its blocks and informs its router."""
 
 from __future__ import annotations
 
@@ -332,9 +332,9 @@ async def test_corrupted_kv_costs_a_resend_and_no_token(
             sequence=wanted, target=target(decode, await router.reserve(wanted))
         )
         call = prefill.prefill.Prefill(request, timeout=PATIENCE_S)
-        told = [message async for message in call]
-        tokens = [told[1].first_token.token_id, *await router.tokens("a")]
-        assert told[-1].HasField("committed") and corrupted
+        responses = [message async for message in call]
+        tokens = [responses[1].first_token.token_id, *await router.tokens("a")]
+        assert responses[-1].HasField("committed") and corrupted
         await router.reserve(spec("alone", prompt(40), 6, cache_salt="other"), local=40)
         assert tokens == await router.tokens("alone")
         assert await decode.clean() and await prefill.clean()

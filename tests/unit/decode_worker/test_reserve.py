@@ -114,7 +114,7 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=-1)
         (spec("x", prompt(4), sampling=SAMPLING), "sampling.temperature"),
     ],
 )
-async def test_a_malformed_sequence_is_refused_and_hurts_nobody(
+async def test_a_malformed_sequence_is_refused_alone(
     decode: Worker, router: Router, bad: common_pb2.SequenceSpec, field: str
 ) -> None:
     await router.reserve(spec("good", prompt(10), max_tokens=20), local=10)

@@ -69,7 +69,7 @@ def link(driver, pools, place):
         ({"gpu": "GPU-1", "nonce": ""}, "memory on GPU-1"),
     ],
 )
-def test_memory_of_somebody_else_is_not_written(driver, pools, place, change, why):
+def test_memory_of_another_process_is_not_written(driver, pools, place, change, why):
     mapped = len(driver.mapped)
     with pytest.raises(TransferFailed, match=why):
         connect(driver, pools[0], {**place, **change})

@@ -23,7 +23,7 @@ class Options:
 
 
 class ProcessGroupNCCL:
-    """Does at once what NCCL queues; `journal` tells of the calls in their order."""
+    """Does at once what NCCL queues; `journal` has the calls in their order."""
 
     Options = Options
     made = ()

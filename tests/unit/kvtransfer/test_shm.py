@@ -55,7 +55,7 @@ def test_area_is_zeroed_writable_and_leaves_no_descriptor():
         ({"blocks": 1}, None),
     ],
 )
-def test_memory_of_somebody_else_is_not_mapped(pool, change, pid):
+def test_memory_of_another_process_is_not_mapped(pool, change, pid):
     transport = shm.ShmTransport()
     place = json.loads(transport.listen(pool).offer("p", 1))
     before = descriptors()
@@ -90,7 +90,7 @@ def test_a_file_is_not_written_whatever_its_name_contains(pool, tmp_path):
         )
 
 
-def test_a_closed_link_maps_nothing_though_somebody_holds_it_still(pool):
+def test_a_closed_link_maps_nothing_though_it_is_still_referenced(pool):
     def mappings():
         return Path("/proc/self/maps").read_text().count(pool.area.name)
 

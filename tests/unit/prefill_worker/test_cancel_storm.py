@@ -45,7 +45,7 @@ async def test_hundreds_of_cancelled_prompts_leave_both_workers_serving(store: M
         await eventually(decode.clean, bool, "blocks stay quarantined", PATIENCE_S)
         assert (await prefill.blocks()).steps == 1
 
-        told = [message async for message in await start("next", prompt(40, start=7))]
-        assert told[-1].HasField("committed")
+        responses = [message async for message in await start("next", prompt(40, start=7))]
+        assert responses[-1].HasField("committed")
         assert len(await router.tokens("next")) == 3
         assert (await prefill.blocks()).steps == 3  # of the two chunks, none waited for others

@@ -92,15 +92,15 @@ async def alone(pair: Pair, token_ids: list[int], max_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 33, 100])
 async def test_a_prompt_is_computed_handed_over_and_continued(pair: Pair, num_tokens: int) -> None:
-    told = await messages(await pair.start(spec("a", prompt(num_tokens), 6)))
-    assert [message.WhichOneof("event") for message in told] == [
+    responses = await messages(await pair.start(spec("a", prompt(num_tokens), 6)))
+    assert [message.WhichOneof("event") for message in responses] == [
         "started", "first_token", "committed",
     ]  # fmt: skip
-    committed = told[2].committed
+    committed = responses[2].committed
     assert committed.transport == common_pb2.TRANSPORT_SHM
     assert committed.transfer_bytes == num_tokens * 2 * 2 * 2 * 16 * 4
     rest = await pair.router.tokens("a")
-    assert [told[1].first_token.token_id, *rest] == await alone(pair, prompt(num_tokens), 6)
+    assert [responses[1].first_token.token_id, *rest] == await alone(pair, prompt(num_tokens), 6)
 
 
 async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None:
@@ -117,9 +117,9 @@ async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None
 
 async def test_a_first_token_that_is_the_last_commits_nothing(pair: Pair) -> None:
     await pair.open_link()
-    told = await messages(await pair.start(spec("a", prompt(40), 1)))
-    assert told[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
-    assert len(told) == 2
+    responses = await messages(await pair.start(spec("a", prompt(40), 1)))
+    assert responses[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert len(responses) == 2
 
 
 async def test_a_last_token_is_told_though_its_blocks_are_gone_already(pair: Pair) -> None:
@@ -127,20 +127,20 @@ async def test_a_last_token_is_told_though_its_blocks_are_gone_already(pair: Pai
     call = await pair.start(spec("a", prompt(40), 1))
     await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
     paced.allow.release(2)
-    while "a" in engine._here:  # the event loop is held: it hears of both chunks at once
+    while "a" in engine._here:  # the event loop is held: it gets both chunks' reports at once
         engine.load().result(PATIENCE_S)
-    told = await messages(call)
-    assert told[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    responses = await messages(call)
+    assert responses[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
     await pair.router.cancel("a")
 
 
 async def test_cached_prompts_send_what_decode_lacks(pair: Pair) -> None:
     for name, salt in (("a", ""), ("b", ""), ("c", "")):
         wanted = spec(name, prompt(70), 3, cache_salt=salt)
-        told = await messages(await pair.start(wanted))
+        responses = await messages(await pair.start(wanted))
         await pair.router.tokens(name)
-    assert told[0].started.cached_tokens == 64
-    assert told[2].committed.transfer_bytes == 6 * 2 * 2 * 2 * 16 * 4
+    assert responses[0].started.cached_tokens == 64
+    assert responses[2].committed.transfer_bytes == 6 * 2 * 2 * 2 * 16 * 4
 
 
 async def test_prefill_caches_and_decode_does_not(directory: Path, store: MemoryStore) -> None:
@@ -152,10 +152,10 @@ async def test_prefill_caches_and_decode_does_not(directory: Path, store: Memory
         pair = Pair(prefill, decode, router)
         made = []
         for name in ("a", "b"):
-            told = await messages(await pair.start(spec(name, prompt(70), 5)))
-            made.append([told[1].first_token.token_id, *await router.tokens(name)])
-        assert told[0].started.cached_tokens == 64
-        assert told[2].committed.transfer_bytes == 70 * 2 * 2 * 2 * 16 * 4
+            responses = await messages(await pair.start(spec(name, prompt(70), 5)))
+            made.append([responses[1].first_token.token_id, *await router.tokens(name)])
+        assert responses[0].started.cached_tokens == 64
+        assert responses[2].committed.transfer_bytes == 70 * 2 * 2 * 2 * 16 * 4
         assert made[0] == made[1]
         assert await pair.clean()
 
@@ -332,19 +332,19 @@ async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -
     wanted = spec("h", prompt(20))
     reserved = await pair.router.reserve(wanted)
     request = prefill_pb2.PrefillRequest(sequence=wanted, target=target(pair.decode, reserved))
-    told, read = [], asyncio.Event()
+    responses, read = [], asyncio.Event()
 
     async def send(message: prefill_pb2.PrefillResponse) -> None:
-        told.append(message.WhichOneof("event"))
+        responses.append(message.WhichOneof("event"))
         if not message.HasField("started"):
             await read.wait()
 
     running = asyncio.create_task(pair.prefill.node.role.run(request, Context(), send))
     assert len(await pair.router.tokens("h")) > 1
-    assert told == ["started", "first_token"]
+    assert responses == ["started", "first_token"]
     read.set()
     await running
-    assert told == ["started", "first_token", "committed"]
+    assert responses == ["started", "first_token", "committed"]
 
 
 class Stranger(handoff_pb2_grpc.HandoffServiceServicer):

@@ -144,7 +144,7 @@ class Worker:
         return await asyncio.wrap_future(self.node.engine.load())
 
     async def clean(self) -> bool:
-        """Whether nobody holds a block and none is quarantined, once all that runs has ended."""
+        """Whether no block is held or quarantined, once all that runs has ended."""
         await asyncio.wait_for(self.node.role.idle(), PATIENCE_S)
         load = await self.blocks()
         return load.blocks_held == load.blocks_quarantined == 0

@@ -22,14 +22,14 @@ async def test_watch_sends_heartbeats_with_the_age_of_a_step_that_hangs(
 ) -> None:
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
         paced = Paced(worker)
-        news = worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=60))
-        first = await asyncio.wait_for(news.read(), PATIENCE_S)
+        updates = worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=60))
+        first = await asyncio.wait_for(updates.read(), PATIENCE_S)
         assert (first.cache.cleared, first.load.step_age_ms) == (True, 0)
         await router.reserve(spec("a", prompt(20)), local=20)
         await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
         ages = [0.0]
         while len(ages) < 5 or ages[-5] == 0.0:
-            message = await asyncio.wait_for(news.read(), PATIENCE_S)
+            message = await asyncio.wait_for(updates.read(), PATIENCE_S)
             assert message.state == common_pb2.WORKER_STATE_READY
             ages.append(message.load.step_age_ms)
         assert ages == sorted(ages)
@@ -37,9 +37,9 @@ async def test_watch_sends_heartbeats_with_the_age_of_a_step_that_hangs(
         assert described.load.step_age_ms >= ages[-1]
         paced.allow.release(99)
         await router.tokens("a")
-        while (await asyncio.wait_for(news.read(), PATIENCE_S)).load.step_age_ms:
+        while (await asyncio.wait_for(updates.read(), PATIENCE_S)).load.step_age_ms:
             pass
-        news.cancel()
+        updates.cancel()
 
 
 async def test_a_watch_that_asks_for_none_gets_none(directory: Path, store: MemoryStore) -> None:
@@ -47,12 +47,12 @@ async def test_a_watch_that_asks_for_none_gets_none(directory: Path, store: Memo
         silent = worker.worker.Watch(worker_pb2.WatchRequest())
         lively = worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=60))
         await asyncio.wait_for(silent.read(), PATIENCE_S)
-        unheard = asyncio.create_task(silent.read())
+        no_update = asyncio.create_task(silent.read())
         for _ in range(5):
             await asyncio.wait_for(lively.read(), PATIENCE_S)
-        assert not unheard.done()
+        assert not no_update.done()
         worker.node._stop.set()
-        assert (await asyncio.wait_for(unheard, PATIENCE_S)).state == (
+        assert (await asyncio.wait_for(no_update, PATIENCE_S)).state == (
             common_pb2.WORKER_STATE_DRAINING
         )
 
