@@ -52,7 +52,7 @@ class DecodeWorker(Moves):
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, how_far=HOW_FAR, turn=ENGINE_TURN)
-    def reopen_link(self, which, how_far, turn):
+    def open_link_anew(self, which, how_far, turn):
         """Its earlier epoch is over."""
         self.go(pick(self.writing(), which).writer.offer(), how_far, turn)
 
