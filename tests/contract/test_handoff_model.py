@@ -216,6 +216,7 @@ class DecodeWorker(Moves):
         handoff, writer = pick(self.handoffs, which), pick(self.living(), whose)
         if not writer.epochs:
             return
+        self.move(AT_REST, True)  # an Abort under way would free the name for any sender
         foreign = writer is not handoff.writer and self.is_sent_to(handoff)
         token = handoff.token if foreign else "guessed"
 
@@ -240,7 +241,6 @@ class DecodeWorker(Moves):
                 return
             assert what == "abort", "a stranger was accepted"  # of which nothing is left to see
 
-        self.move(AT_REST, True)
         before = (self.is_reserved(handoff), self.world.receiver.writing(handoff.name))
         self.go(call(), AT_REST, True)
         assert before == (self.is_reserved(handoff), self.world.receiver.writing(handoff.name))
