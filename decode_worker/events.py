@@ -1,7 +1,7 @@
 """Event streams: one for each router, one message for each engine step.
 
-A stream goes by an id that its router keeps to itself, for a second stream of an id replaces the
-first; so it is not logged either.
+A stream's id is its router's secret, because a second stream of an id replaces the first; so it is
+not logged either.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from baton.v1 import decode_pb2
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 4096  # messages a router may be behind before its stream is cut
-LEAST_SILENCE_S = 0.05  # signs of life do not come faster than that
+MIN_HEARTBEAT_S = 0.05
 
 Messages = asyncio.Queue[decode_pb2.StreamEventsResponse | None]  # None: the end
 
 
 class EventStreams:
-    """Routers that listen now. Event-loop thread only."""
+    """Routers with an open stream. Event-loop thread only."""
 
     def __init__(self) -> None:
         self._queues: dict[str, Messages] = {}
-        self._routers: dict[str, str] = {}  # whose they are, for the log
+        self._routers: dict[str, str] = {}  # by stream, for the log
         self._closed = False
 
     def __contains__(self, stream_id: str) -> bool:
         return stream_id in self._queues
 
     def send(self, stream_id: str, events: Iterable[decode_pb2.SequenceEvent]) -> bool:
-        """Queues one message; False when the router did not read and is cut off here and now."""
+        """Queues one message; False when the router is too far behind and is cut off now."""
         queue = self._queues.get(stream_id)
         if queue is None:
             return True
@@ -48,7 +48,7 @@ class EventStreams:
         return False
 
     def register(self, stream_id: str, router_id: str) -> Messages:
-        """From now on events for this router are kept. A second stream replaces the first.
+        """Starts queueing events for this router. A second stream replaces the first.
 
         Raises Unavailable when this worker has closed its streams.
         """
@@ -77,11 +77,11 @@ class EventStreams:
 
 
 async def next_message(
-    messages: Messages, silence_s: float
+    messages: Messages, heartbeat_s: float
 ) -> decode_pb2.StreamEventsResponse | None:
-    """What comes next; an empty message when nothing does for `silence_s` (0: that never comes)."""
+    """The next message; an empty one as a heartbeat after `heartbeat_s` without any (0: never)."""
     try:
-        async with asyncio.timeout(max(silence_s, LEAST_SILENCE_S) if silence_s else None):
+        async with asyncio.timeout(max(heartbeat_s, MIN_HEARTBEAT_S) if heartbeat_s else None):
             return await messages.get()
     except TimeoutError:
         return decode_pb2.StreamEventsResponse()

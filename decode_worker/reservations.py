@@ -1,9 +1,9 @@
-"""Who holds KV blocks on this worker, from Reserve to the last token, and every way that ends.
+"""Sequences that hold KV blocks on this worker, from Reserve to the last token, and how they end.
 
     RESERVED --Commit--> DECODING --last token--> gone
         \\___________________\\____ cancel, lease, deadline, lost router, failure ____> gone
 
-Each entry has a lease that fires by itself, so that no lost message can strand blocks. While a
+Each entry has a lease that expires by itself, so that no lost message can leak blocks. While a
 remote writer may still write into an entry's blocks they are quarantined, not freed.
 """
 
@@ -23,11 +23,10 @@ from baton.errors import InvalidRequest, Stale, Unavailable
 from baton.log_format import about
 from baton.prefix import token_digest
 from baton.v1 import decode_pb2
-from baton.worker.messages import FINISH_REASONS, Limits, logprobs_proto, sequence_of
+from baton.worker.messages import FINISH_REASONS, ModelLimits, logprobs_proto, sequence_of
 from decode_worker.events import EventStreams
 from decode_worker.spans import DecodeSpans
-from kvtransfer.incoming import ReservedBlocks
-from kvtransfer.receiver import HandoffReceiver
+from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +47,13 @@ class Entry:
 
 
 class Reservations:
-    """All entries, by handoff id. Event-loop thread only; implements kvtransfer's protocol."""
+    """All entries, by handoff id. Event-loop thread only; kvtransfer's `BlockOwner`."""
 
     def __init__(
         self,
         engine: Engine,
         streams: EventStreams,
-        limits: Limits,
+        limits: ModelLimits,
         block_size: int,
         lease_s: float,
     ) -> None:
@@ -68,7 +67,7 @@ class Reservations:
         self._endings: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.receiver: HandoffReceiver  # set once, by whoever joins the two
+        self.receiver: HandoffReceiver  # set once, when the worker is built
 
     async def reserve(
         self, request: decode_pb2.ReserveRequest, incarnation: str, spans: DecodeSpans
@@ -103,7 +102,7 @@ class Reservations:
         )
 
     async def cancel(self, *handoff_ids: str) -> None:
-        """Ends entries in any state; unknown ids are ignored. All end even if nobody waits."""
+        """Ends entries in any state, even if the caller hangs up; unknown ids are ignored."""
         endings = []
         for handoff_id in handoff_ids:
             if entry := self._forget(handoff_id):
@@ -113,7 +112,7 @@ class Reservations:
             await asyncio.wait(endings)
 
     def cancel_stream(self, stream_id: str) -> None:
-        """A router's stream broke: nobody waits for its sequences any more."""
+        """A router's stream broke: its sequences are not needed any more."""
         for handoff_id in [h for h, e in self._entries.items() if e.stream_id == stream_id]:
             self._start_ending(handoff_id, "the router's event stream broke")
 
@@ -127,7 +126,7 @@ class Reservations:
             self._start_ending(handoff_id, "the decode worker is draining")
         await asyncio.gather(*self._endings, return_exceptions=True)
 
-    # kvtransfer asks.
+    # Called by kvtransfer.
 
     def find(self, handoff_id: str, token: str) -> ReservedBlocks:
         """What a handoff may write into. Raises Stale when it is not reserved (any more)."""
@@ -155,25 +154,23 @@ class Reservations:
             log.info("handoff %s aborted: %s", handoff_id, reason, extra=_about(handoff_id, entry))
             await self.cancel(handoff_id)
 
-    # The engine tells.
+    # Called by the engine.
 
     def on_step(self, report: StepReport) -> None:
-        """Sends each router one message with the news of its sequences."""
-        news: dict[str, list[decode_pb2.SequenceEvent]] = {}
+        """Sends each router one message with the events of its sequences."""
+        events: dict[str, list[decode_pb2.SequenceEvent]] = {}
         for progress in report.progress:
             entry = self._entries.get(progress.seq_id)
             if entry is None:
                 continue
             entry.spans.step(report.started_ns, report.ended_ns, progress)
             if event := _event(progress):
-                news.setdefault(entry.stream_id, []).append(event)
+                events.setdefault(entry.stream_id, []).append(event)
             if progress.finish_reason or progress.abort_reason:
                 self._forget(progress.seq_id)
                 entry.spans.end(progress.finish_reason or "failed")
-        for stream_id, events in news.items():
-            self._tell(stream_id, events)
-
-    # Inside.
+        for stream_id, stream_events in events.items():
+            self._send(stream_id, stream_events)
 
     def _enter(self, request: decode_pb2.ReserveRequest, spans: DecodeSpans) -> Entry:
         spec = request.sequence
@@ -221,8 +218,8 @@ class Reservations:
         now = asyncio.get_running_loop().time()
         overdue = entry.deadline is not None and now >= entry.deadline
         if not overdue and self.receiver.writing(handoff_id):
-            # A long prompt: nothing is heard between the grant and Commit. Its blocks could not be
-            # used anyway, and the end of the writer, or of the request, ends the entry.
+            # A long prompt: no message comes between the grant and Commit. Its blocks could not be
+            # reused anyway, and the end of the writer, or of the request, ends the entry.
             self._renew(handoff_id, entry)
             return
         what = "deadline" if overdue else "reservation lease"
@@ -232,23 +229,23 @@ class Reservations:
         self._start_ending(handoff_id, f"its {what} has passed")
 
     def _start_ending(self, handoff_id: str, reason: str) -> None:
-        """Tells the router, then frees the blocks, without making anybody wait."""
+        """Frees the blocks in the background and informs the router."""
         entry = self._forget(handoff_id)
-        if entry is None:  # its router was cut off a moment ago
+        if entry is None:  # its router was just cut off
             return
         entry.spans.end(reason)
         event = decode_pb2.SequenceEvent(handoff_id=handoff_id, abort_reason=reason)
         self._free(handoff_id, entry)
-        self._tell(entry.stream_id, [event])
+        self._send(entry.stream_id, [event])
 
-    def _tell(self, stream_id: str, events: list[decode_pb2.SequenceEvent]) -> None:
+    def _send(self, stream_id: str, events: list[decode_pb2.SequenceEvent]) -> None:
         if not self._streams.send(stream_id, events):
             self.cancel_stream(stream_id)
 
     def _free(self, handoff_id: str, entry: Entry) -> asyncio.Task[None]:
         """Frees the blocks, or quarantines those that a sender may still write into.
 
-        It is under way when this returns, and ends whether or not anybody waits for the task.
+        It is under way when this returns, and ends whether or not the task is awaited.
         """
         quarantine_from = None
         if self.receiver.writing(handoff_id):
@@ -257,12 +254,12 @@ class Reservations:
             self._quarantined[handoff_id, entry.token] = []
         self.receiver.forget(handoff_id)
         released = self._engine.release(handoff_id, quarantine_from)
-        task = asyncio.create_task(self._book((handoff_id, entry.token), released))
+        task = asyncio.create_task(self._note_quarantine((handoff_id, entry.token), released))
         self._endings.add(task)
         task.add_done_callback(self._ending_done)
         return task
 
-    async def _book(self, key: tuple[str, str], released: Future[list[int]]) -> None:
+    async def _note_quarantine(self, key: tuple[str, str], released: Future[list[int]]) -> None:
         """Remembers which blocks are quarantined until the sender's abort."""
         blocks = await asyncio.wrap_future(released)
         if key in self._quarantined:
@@ -290,7 +287,7 @@ def _about(handoff_id: str, entry: Entry) -> Mapping[str, str]:
 
 
 def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:
-    """What the router hears of a step; nothing while a prompt is still being computed."""
+    """A step's event for the router; none while a prompt is still being computed."""
     if not progress.token_ids and not progress.abort_reason:
         return None
     return decode_pb2.SequenceEvent(

@@ -1,7 +1,7 @@
 """Abort messages on their way to decode workers: repeated until each one was answered.
 
-Until a decode worker has heard that its writer is done, it must keep the blocks from everybody.
-So a lost Abort is more than a lost courtesy; but whoever gives a handoff up need not wait for it.
+Until a decode worker knows that its writer has stopped, it must keep the blocks out of use. So an
+Abort must not be lost, but a handoff that is given up need not wait for the answer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import grpc
 
@@ -22,127 +21,99 @@ from baton.v1 import handoff_pb2, handoff_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_UNHEARD = (Unavailable, DeadlineExceeded, Cancelled)  # anything else is an answer
-_MOST = 4096  # messages at a time; each waits for a peer that is silent, or has just failed
+_NO_ANSWER = (Unavailable, DeadlineExceeded, Cancelled)
+_MAX_PENDING = 4096  # messages; each waits for a peer that is silent, or has just failed
 _CLOSE_S = 1.0
 
 Metadata = tuple[tuple[str, str], ...]
 
 
-@dataclass
-class _Channel:
-    """One peer's channel, kept while a message to it is on its way."""
-
-    channel: grpc.aio.Channel
-    users: int = 0
-
-
 class Aborts:
-    """Tells decode workers, in the background, that nothing more is written.
+    """Reports to decode workers, in the background, that nothing more is written.
 
-    Each message is repeated, at most `most_s` apart, until it is answered or `patience_s` are over.
-    Then only the end of this process frees the blocks: by then the peer has almost surely ended.
+    Each message is repeated, at most `max_interval_s` apart, until it is answered or `give_up_s`
+    have passed. Then only the end of this process frees the blocks: by then the peer has almost
+    surely ended.
     """
 
     def __init__(
         self,
         credentials: grpc.ChannelCredentials | None = None,
         *,
-        patience_s: float = 600.0,
+        give_up_s: float = 600.0,
         call_s: float = 2.0,
-        most_s: float = 5.0,
+        max_interval_s: float = 5.0,
     ) -> None:
         self._credentials = credentials
-        self._patience_s, self._call_s, self._most_s = patience_s, call_s, most_s
-        self._channels: dict[str, _Channel] = {}
+        self._give_up_s, self._call_s, self._max_interval_s = give_up_s, call_s, max_interval_s
+        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # by address, with its users
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(
         self, address: str, request: handoff_pb2.AbortRequest, metadata: Metadata
     ) -> asyncio.Future[None]:
-        """Begins to tell; the future is done after the first try, whatever came of it."""
+        """Starts sending; the future is done after the first try, whatever its result."""
         tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        patience_s = self._patience_s if len(self._tasks) < _MOST else self._call_s
-        task = asyncio.create_task(self._tell(address, request, metadata, patience_s, tried))
+        give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else self._call_s
+        task = asyncio.create_task(self._repeat(address, request, metadata, give_up_s, tried))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return tried
 
     async def close(self) -> None:
-        """A last moment to be heard, then the end. What is sent later is tried for `call_s`."""
-        self._patience_s = self._call_s
+        """Waits shortly for answers, then ends. What is sent later is tried for `call_s`."""
+        self._give_up_s = self._call_s
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _tell(
+    async def _repeat(
         self,
         address: str,
         request: handoff_pb2.AbortRequest,
         metadata: Metadata,
-        patience_s: float,
+        give_up_s: float,
         tried: asyncio.Future[None],
     ) -> None:
-        backoff = Backoff(first_s=0.1, most_s=self._most_s)
+        handoff_id, extra = request.handoff_id, about(handoff_id=request.handoff_id)
+        backoff = Backoff(first_s=0.1, most_s=self._max_interval_s)
         try:
-            async with asyncio.timeout(patience_s), self._stub(address) as stub:
-                while not await self._heard(stub, request, metadata):
-                    _end(tried)
+            async with asyncio.timeout(give_up_s), self._stub(address) as stub:
+                while True:
+                    try:
+                        with rpc.translated():
+                            await stub.Abort(request, timeout=self._call_s, metadata=metadata)
+                        return
+                    except _NO_ANSWER as error:
+                        why = "abort of handoff %s is not answered yet: %s"
+                        log.warning(why, handoff_id, error, extra=extra)
+                    except BatonError as error:  # an answer, even that the handoff is long gone
+                        log.info("abort of handoff %s: %s", handoff_id, error, extra=extra)
+                        return
+                    _set(tried)
                     await backoff.wait()
         except TimeoutError:
-            log.error(
-                "abort of handoff %s was never heard by %s",
-                request.handoff_id,
-                address,
-                extra=about(handoff_id=request.handoff_id),
-            )
+            log.error("abort of handoff %s: no answer from %s", handoff_id, address, extra=extra)
         finally:
-            _end(tried)
-
-    async def _heard(
-        self,
-        stub: handoff_pb2_grpc.HandoffServiceStub,
-        request: handoff_pb2.AbortRequest,
-        metadata: Metadata,
-    ) -> bool:
-        """One try; whether the peer answered, be it that the handoff is long gone."""
-        try:
-            with rpc.translated():
-                await stub.Abort(request, timeout=self._call_s, metadata=metadata)
-        except _UNHEARD as error:
-            log.warning(
-                "abort of handoff %s was not heard yet: %s",
-                request.handoff_id,
-                error,
-                extra=about(handoff_id=request.handoff_id),
-            )
-            return False
-        except BatonError as error:
-            log.info(
-                "abort of handoff %s: %s",
-                request.handoff_id,
-                error,
-                extra=about(handoff_id=request.handoff_id),
-            )
-        return True
+            _set(tried)
 
     @contextlib.asynccontextmanager
     async def _stub(self, address: str) -> AsyncIterator[handoff_pb2_grpc.HandoffServiceStub]:
-        held = self._channels.get(address)
-        if held is None:
-            held = self._channels[address] = _Channel(rpc.channel(address, self._credentials))
-        held.users += 1
+        """One channel for each peer, kept while a message to it is on its way."""
+        channel, users = self._channels.get(address) or (rpc.channel(address, self._credentials), 0)
+        self._channels[address] = channel, users + 1
         try:
-            yield handoff_pb2_grpc.HandoffServiceStub(held.channel)
+            yield handoff_pb2_grpc.HandoffServiceStub(channel)
         finally:
-            held.users -= 1
-            if held.users == 0:
-                del self._channels[address]
-                await held.channel.close(None)
+            channel, users = self._channels.pop(address)
+            if users > 1:
+                self._channels[address] = channel, users - 1
+            else:
+                await channel.close(None)
 
 
-def _end(tried: asyncio.Future[None]) -> None:
+def _set(tried: asyncio.Future[None]) -> None:
     if not tried.done():
         tried.set_result(None)

@@ -1,26 +1,29 @@
-"""What a transport is: the one seam behind which KV bytes travel.
+"""What a transport is: the one interface behind which KV bytes travel.
 
 Two families. One-sided (`memory`, `shm`, `cuda_ipc`): the sender writes straight into the
 receiver's pool and the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts,
 the sender sends. Every call may block until its timeout; the layer above runs them on one thread
-for each link. What goes wrong is raised as TransferFailed, after which the link is only good for
+for each link. What goes wrong is raised as TransferFailed, after which the link only supports
 `abort` and `close`.
 """
 
 from __future__ import annotations
 
+import os
+import select
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
 from kvtransfer.pool import KvPool, Slots
 
 Kind: TypeAlias = common_pb2.Transport
-# The registry's record of a worker, by incarnation; raises TransferFailed when it has none. Where a
-# worker is, and which process it is, is believed from there alone and never from a message.
+# The registry's record of a worker, by incarnation; raises TransferFailed when it has none. The
+# address and process id of a worker are taken from there alone, never from a message.
 FindWorker: TypeAlias = Callable[[str], Awaitable[common_pb2.WorkerRecord]]
 
 
@@ -39,31 +42,35 @@ class Link(ABC):
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
         """Sends `local` blocks of the own pool into `remote` ones, adding them to `digest`.
 
-        After it returned or raised, nothing more is written on behalf of this call.
-        Raises TransferFailed.
+        Once it has returned or raised, this call writes nothing more. Raises TransferFailed.
         """
 
-    @abstractmethod
     def abort(self) -> None:
         """Makes a running put fail early where possible; called from another thread."""
+        return
 
-    @abstractmethod
     def close(self) -> None:
         """Frees everything; no put runs any more."""
+        return
 
 
-class Listener(ABC):
-    """The receiver's end of all pairs of one transport. `epoch` names one link of a peer."""
+class Listener:
+    """The receiver's end of all pairs of one transport. `epoch` names one link of a peer.
 
-    @abstractmethod
+    As it is here, that of a one-sided transport: it only says where its pool is.
+    """
+
+    def __init__(self, endpoint: bytes) -> None:
+        self._endpoint = endpoint
+
     def offer(self, peer: str, epoch: int) -> bytes:
         """What `Transport.connect` of that peer needs."""
+        return self._endpoint
 
-    @abstractmethod
     def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
         """Completes the link that was offered. Raises TransferFailed, Stale."""
+        return
 
-    @abstractmethod
     def receive(
         self,
         peer: str,
@@ -77,18 +84,19 @@ class Listener(ABC):
 
         Raises TransferFailed, Stale.
         """
+        raise AssertionError("a one-sided transport receives without a call")
 
     def abort(self, peer: str, epoch: int) -> None:
         """Makes a running receive fail early where possible; called from another thread."""
         return
 
-    @abstractmethod
     def drop(self, peer: str, epoch: int) -> None:
         """Frees one link, if it is there. No receive of it runs any more."""
+        return
 
-    @abstractmethod
     def close(self) -> None:
         """Frees all links."""
+        return
 
 
 class Transport(ABC):
@@ -112,31 +120,32 @@ class Transport(ABC):
         """
 
 
-class OneSidedListener(Listener):
-    """A listener that has nothing to do but to say where its pool is."""
+class ReceiverProcess:
+    """The process whose memory a one-sided link writes into, checked before and after every put.
 
-    def __init__(self, endpoint: bytes) -> None:
-        self._endpoint = endpoint
+    Mapped memory outlives its owner: without this, bytes would be lost unnoticed. `pidfd` is closed
+    by `close`.
+    """
 
-    def offer(self, peer: str, epoch: int) -> bytes:
-        return self._endpoint
+    def __init__(self, transport: str, pidfd: int) -> None:
+        self._transport, self._pidfd = transport, pidfd
+        self._aborted = self._closed = False
+        self._exited = select.poll()
+        self._exited.register(pidfd, select.POLLIN)
 
-    def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
-        return None
+    def check(self) -> None:
+        """Raises TransferFailed when the link was aborted or closed, or the process has ended."""
+        if self._aborted or self._closed:
+            raise TransferFailed(f"{self._transport}: the link was aborted")
+        if self._exited.poll(0):
+            raise TransferFailed(f"{self._transport}: the receiver is gone")
 
-    def receive(
-        self,
-        peer: str,
-        epoch: int,
-        slots: Slots,
-        digest: Digest,
-        timeout_s: float,
-        posted: Callable[[], None],
-    ) -> None:
-        raise AssertionError("a one-sided transport receives without a call")
-
-    def drop(self, peer: str, epoch: int) -> None:
-        return None
+    def abort(self) -> None:
+        """From now on every check fails; called from any thread."""
+        self._aborted = True
 
     def close(self) -> None:
-        return None
+        """May be called twice."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._pidfd)

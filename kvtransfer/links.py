@@ -7,10 +7,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 
+from baton import rpc
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -24,25 +26,81 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
-from baton.v1 import common_pb2, prefill_pb2, worker_pb2
+from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
 from kvtransfer.aborts import Aborts
-from kvtransfer.connector import Connector
-from kvtransfer.interface import FindWorker, Transport
-from kvtransfer.pair_link import PairLink
-from kvtransfer.pool import KvPool
-from kvtransfer.waiting import Deadline
+from kvtransfer.deadline import Deadline
+from kvtransfer.digest import Digest
+from kvtransfer.interface import FindWorker, Kind, Link, PutStats, Transport
+from kvtransfer.pairing import ONE_HOST
+from kvtransfer.pool import KvPool, Slots
+from kvtransfer.transports.cuda import reachable_gpus
 
 log = logging.getLogger(__name__)
 
-# These speak of one handoff; whatever else goes wrong is the link's failure.
+# Errors of one handoff; any other error is the link's failure.
 _LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
+_CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+_REMEMBERED = 256  # peers whose unusable transports are kept; more than ever live at a time
+
+
+class PairLink:
+    """One open link: its data end, the thread its puts run on, and the channel for its control."""
+
+    def __init__(
+        self,
+        peer: str,
+        address: str,
+        epoch: int,
+        transport: Transport,
+        link: Link,
+        thread: ThreadPoolExecutor,
+        channel: grpc.aio.Channel,
+    ) -> None:
+        self.peer, self.address, self.epoch, self.transport = peer, address, epoch, transport
+        self.stub = handoff_pb2_grpc.HandoffServiceStub(channel)
+        # Held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's order.
+        self.turn = asyncio.Lock()
+        self.users = 0
+        self.sent_bytes, self.sent_s = 0, 0.0
+        self._link, self._thread, self._channel = link, thread, channel
+        self._closing = False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether no handoff uses it and its control connection has ended."""
+        return not self.users and self._channel.get_state() in _CONNECTION_LOST
+
+    async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+        """`Link.put` on the link's thread. Must not be cancelled: the thread would go on."""
+        if self._closing:
+            raise TransferFailed(f"the link to decode {self.peer} was closed")
+        run = asyncio.get_running_loop().run_in_executor
+        stats = await run(self._thread, self._link.put, local, remote, digest, timeout_s)
+        self.sent_bytes += stats.num_bytes
+        self.sent_s += stats.wire_s
+        return stats
+
+    async def close_data(self) -> None:
+        """Ends a running put, then frees the data end; control still works."""
+        if self._closing:
+            return
+        self._closing = True
+        run = asyncio.get_running_loop().run_in_executor
+        await run(None, self._link.abort)  # NCCL's takes long
+        await run(self._thread, self._link.close)
+        self._thread.shutdown()
+
+    async def close_control(self) -> None:
+        await self._channel.close(None)
 
 
 class LinkPool:
     """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
 
     A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch.
-    `connect_timeout_s` bounds Offer, and connecting, each.
+    `connect_timeout_s` bounds Offer, and connecting, each. A peer whose memory this worker should
+    be able to map, but cannot (which depends on how its container was started, so that no retry
+    helps), gets the next transport for as long as it lives.
     """
 
     def __init__(
@@ -59,29 +117,23 @@ class LinkPool:
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.pool, self.incarnation, self._find_decode = pool, incarnation, find_decode
+        self._transports = {transport.kind: transport for transport in transports}
+        self._descriptor, self._credentials = descriptor, credentials
         self._cap, self._backoff_s, self._connect_s = cap, backoff_s, connect_timeout_s
-        self._connect = Connector(
-            pool,
-            transports,
-            descriptor,
-            incarnation,
-            timeout_s=connect_timeout_s,
-            credentials=credentials,
-        ).connect
         self.aborts = Aborts(credentials)
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._refused_until: dict[str, float] = {}
+        self._unusable: dict[str, set[Kind]] = {}  # by peer, the oldest first
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def acquire(
-        self, target: prefill_pb2.HandoffTarget, deadline: Deadline, again: bool = False
+        self, target: prefill_pb2.HandoffTarget, deadline: Deadline, skip_backoff: bool = False
     ) -> PairLink:
         """The link to `target`, opened if need be; give it back with `release`.
 
-        `again` is for a handoff whose link failed while the peer's control still answered: it need
-        not wait until the quarantine has passed.
+        `skip_backoff`: for a handoff whose link failed while the peer's control still answered.
         Raises Unavailable while the pair is quarantined, Overloaded when all links are in use,
         KvMismatch, Stale, TransferFailed, DeadlineExceeded.
         """
@@ -91,8 +143,11 @@ class LinkPool:
             if peer not in self._opening:
                 if self._closed:
                     raise Unavailable("the prefill worker is closing its links")
-                if not again:
-                    self._check_quarantine(peer)
+                left_s = self._refused_until.get(peer, 0.0) - time.monotonic()
+                if left_s > 0 and not skip_backoff:
+                    raise Unavailable(
+                        f"the pair {self.incarnation} → {peer} failed just now", left_s
+                    )
                 if decode is None:  # another handoff may open the link meanwhile
                     decode = await self._find_decode(peer)
                     continue
@@ -111,18 +166,18 @@ class LinkPool:
         return link
 
     def release(self, link: PairLink) -> None:
-        """The caller is done with `link`."""
+        """The caller does not use `link` any more."""
         link.users -= 1
         if link.users == 0 and self._links.get(link.peer) is not link:
             self._in_background(link.close_control())
 
     @contextlib.contextmanager
-    def judging(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
+    def closing_on_failure(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
         """Around what uses `link`: takes it out of service when it is the link that failed.
 
-        A call that was not answered, or not with one of our errors, becomes TransferFailed, unless
-        it was the request's time that ran out: then nobody is to blame, but a two-sided link may be
-        out of step and is opened anew.
+        A call without an answer, or with an error that is not ours, becomes TransferFailed. When
+        the request's own time ran out the peer is not quarantined, but a two-sided link may be out
+        of step and is opened anew.
         """
         try:
             yield
@@ -131,15 +186,15 @@ class LinkPool:
         except BatonError as error:
             out_of_time = isinstance(error, DeadlineExceeded) and deadline.passed
             if not (out_of_time and link.transport.one_sided):
-                self.condemn(link, quarantine=not out_of_time)
+                self.remove(link, quarantine=not out_of_time)
             if isinstance(error, (Unavailable, DeadlineExceeded)) and not out_of_time:
                 raise TransferFailed(f"decode {link.peer} did not answer: {error}") from error
             if isinstance(error, InternalError):  # INTERNAL also carries its TransferFailed
                 raise TransferFailed(f"decode {link.peer}: {error}") from error
             raise
 
-    def condemn(self, link: PairLink, quarantine: bool = True) -> None:
-        """Nobody uses `link` any more, and, if told so, its peer is refused for a while."""
+    def remove(self, link: PairLink, quarantine: bool = True) -> None:
+        """Takes `link` out of service; with `quarantine` its peer is refused for a while."""
         if self._links.get(link.peer) is link:
             if quarantine:
                 self._quarantine(link.peer)
@@ -170,14 +225,14 @@ class LinkPool:
         ]
 
     async def close(self) -> None:
-        """Closes every link; handoffs that still run fail. Aborts get a last moment to be heard."""
+        """Closes every link; handoffs that still run fail. Aborts get a last try."""
         self._closed = True
         for task in self._opening.values():
             task.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
         for link in list(self._links.values()):
             self._drop(link)
-            if link.users:  # its users release it, but perhaps only after we are gone
+            if link.users:  # its users may release it only after this process's end
                 self._in_background(link.close_control())
         while self._closing:
             await asyncio.gather(*self._closing)
@@ -200,6 +255,59 @@ class LinkPool:
         self._links[peer] = link
         return link
 
+    async def _connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
+        """Offers until a transport works that the decode worker chose."""
+        peer = decode.incarnation
+        channel = rpc.channel(decode.address, self._credentials)
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            stub = handoff_pb2_grpc.HandoffServiceStub(channel)
+            while True:
+                request = handoff_pb2.OfferRequest(
+                    incarnation=self.incarnation,
+                    target_incarnation=peer,
+                    kv=self._descriptor,
+                    transports=self._usable(peer),
+                    reachable_gpus=reachable_gpus(self.pool.device),
+                )
+                with rpc.translated():
+                    offer = await stub.Offer(request, timeout=self._connect_s)
+                transport = self._transports.get(offer.transport)
+                if transport is None:
+                    raise KvMismatch(f"decode {peer} chose a transport we did not offer")
+                try:
+                    place = self.pool, offer.endpoint, decode.pid
+                    link = await run(thread, transport.connect, *place, self._connect_s)
+                    break
+                except TransferFailed as error:
+                    if not self._exclude(peer, transport, error):
+                        raise
+        except BaseException:
+            thread.shutdown(wait=False)
+            await channel.close(None)
+            raise
+        return PairLink(peer, decode.address, offer.epoch, transport, link, thread, channel)
+
+    def _usable(self, peer: str) -> list[Kind]:
+        """The transports to offer to a peer, fastest first."""
+        unusable = self._unusable.get(peer, set())
+        return [kind for kind in self._transports if kind not in unusable]
+
+    def _exclude(self, peer: str, transport: Transport, why: TransferFailed) -> bool:
+        """Notes that `transport` does not work with `peer`; False when no other is left."""
+        left = [kind for kind in self._usable(peer) if kind != transport.kind]
+        if transport.kind not in ONE_HOST or not left:
+            return False
+        self._unusable.setdefault(peer, set()).add(transport.kind)
+        while len(self._unusable) > _REMEMBERED:
+            del self._unusable[next(iter(self._unusable))]
+        names = ", ".join(self._transports[kind].name for kind in left)
+        log.warning(
+            "link to decode %s falls from %s to %s, because %s", peer, transport.name, names, why
+        )
+        return True
+
     def _make_room(self) -> None:
         """Closes idle links until one more fits, those being opened counted."""
         while len(self._links) + len(self._opening) > self._cap:
@@ -207,11 +315,6 @@ class LinkPool:
             if idle is None:
                 raise Overloaded(f"all {self._cap} links are in use", self._backoff_s)
             self._drop(idle)
-
-    def _check_quarantine(self, peer: str) -> None:
-        left = self._refused_until.get(peer, 0.0) - time.monotonic()
-        if left > 0:
-            raise Unavailable(f"the pair {self.incarnation} → {peer} failed just now", left)
 
     def _quarantine(self, peer: str) -> None:
         self._refused_until[peer] = time.monotonic() + self._backoff_s

@@ -1,17 +1,24 @@
-"""Which transport a pair of workers takes, and what stands in the way of the faster ones.
+"""What two workers agree on before the first byte: what KV bytes mean, and which transport to use.
 
-Knows what both ends tell of themselves and nothing else: no torch, no sockets. The decode worker
-chooses by it (`negotiation`), `baton doctor` explains by it.
+Knows what both ends report and nothing else: no torch, no sockets. The decode worker chooses by it
+at an Offer; `baton doctor` explains by it why a faster transport is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from baton.errors import KvMismatch
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
+
+if TYPE_CHECKING:
+    from kvtransfer.interface import Transport
+
+log = logging.getLogger(__name__)
 
 Kind: TypeAlias = common_pb2.Transport
 
@@ -50,7 +57,7 @@ class Ends:
     def forbids(self, kind: Kind) -> str:
         """Why this transport cannot work between the two; empty when it can."""
         if kind in ONE_HOST and not (self.same_host and self.same_machine):
-            # For cuda_ipc too: CUDA opens no handle of another process namespace. UCX and vLLM met
+            # For cuda_ipc too: CUDA opens no handle of another process namespace. UCX and vLLM saw
             # it as "invalid device context" between two containers of one machine.
             return (
                 "their process namespaces or users differ"
@@ -66,7 +73,7 @@ class Ends:
 
 
 def ends_between(prefill: WorkerRecord, decode: WorkerRecord) -> Ends:
-    """The same by the records of the two."""
+    """The ends by the records of the two."""
     ours, theirs = prefill.hardware, decode.hardware
     version = theirs.nccl_version.split(".")
     return Ends(
@@ -112,6 +119,48 @@ def machine_of(host_id: str) -> str:
 def shares_gpu(nccl: tuple[int, ...]) -> bool:
     """Whether this NCCL, (2, 27, 5), lets two workers share a GPU."""
     return nccl >= _NCCL_SHARES_GPU
+
+
+def choose(offered: Iterable[Kind], mine: Sequence[Transport], ends: Ends) -> Transport:
+    """The fastest transport that both ends can use. Raises KvMismatch when there is none."""
+    offered = set(offered)
+    able = {transport.kind: transport for transport in mine}
+    forbidden = []
+    for kind in FASTEST_FIRST:
+        if kind in offered and kind in able:
+            if not (reason := ends.forbids(kind)):
+                _warn_if_slow(able[kind], ends)
+                return able[kind]
+            forbidden.append(f"; not {able[kind].name}: {reason}")
+    theirs = ", ".join(name_of(kind) for kind in sorted(offered)) or "none"
+    ours = ", ".join(transport.name for transport in mine) or "none"
+    where = "one host" if ends.same_host else "different hosts"
+    raise KvMismatch(
+        f"no common transport on {where}: prefill has {theirs}; decode has {ours}"
+        + "".join(forbidden)
+    )
+
+
+def _warn_if_slow(chosen: Transport, ends: Ends) -> None:
+    """NCCL itself does not warn when it finds no direct path."""
+    direct = ends.same_host and ends.gpu in ends.reachable
+    if chosen.kind == common_pb2.TRANSPORT_NCCL and ends.same_machine and not direct:
+        log.warning(
+            "nccl to %s goes through the host's memory or sockets: the sender's GPU cannot write to"
+            " it; if there is NVLink or PCIe between the two, show every GPU to every worker, and"
+            " run them with pid: host and ipc: host",
+            ends.gpu,
+        )
+
+
+def check_same(
+    prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor, sender: str, receiver: str
+) -> None:
+    """Raises KvMismatch naming both workers and every field in which they differ."""
+    if fields := differences(prefill, decode):
+        raise KvMismatch(
+            f"KV caches of prefill {sender} and decode {receiver} differ in " + "; ".join(fields)
+        )
 
 
 def differences(prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor) -> list[str]:

@@ -1,6 +1,6 @@
 """The decode side's links: one for each prefill process, offered, watched and dropped.
 
-It knows processes, epochs and threads; which handoff uses a link is the receiver's business.
+It knows processes, epochs and threads; which handoff uses a link is known to the receiver alone.
 """
 
 from __future__ import annotations
@@ -8,16 +8,54 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.errors import Overloaded, TransferFailed, Unavailable
+from baton.errors import InvalidRequest, Overloaded, TransferFailed, Unavailable
 from kvtransfer.interface import Kind, Listener, Transport
-from kvtransfer.liveness import ProcessWatch, check_pid
 from kvtransfer.pool import KvPool
 
 log = logging.getLogger(__name__)
+
+_MAX_PID = 1 << 22  # of Linux
+
+
+def check_pid(pid: int) -> None:
+    """Raises InvalidRequest for a number that no process can have."""
+    if not 0 < pid <= _MAX_PID:
+        raise InvalidRequest(f"pid must be from 1 to {_MAX_PID}, not {pid}", "pid")
+
+
+class ProcessWatch:
+    """Calls `on_exit` once, on the event loop, when process `pid` of this host has ended.
+
+    Raises InvalidRequest for what `check_pid` refuses.
+    """
+
+    def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
+        check_pid(pid)
+        self._loop = asyncio.get_running_loop()
+        self._on_exit = on_exit
+        self._fd = -1
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(on_exit)
+        else:
+            self._loop.add_reader(self._fd, self._exited)  # a pidfd is readable after the exit
+
+    def close(self) -> None:
+        """Watches no more."""
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _exited(self) -> None:
+        self.close()
+        self._on_exit()
 
 
 @dataclass(eq=False)
@@ -35,7 +73,7 @@ class Peer:
 class Peers:
     """Links by prefill incarnation, at most `max_links`; event-loop thread only.
 
-    `busy` tells which incarnations have handoffs under way: their links make room for nobody.
+    `busy` returns the incarnations with handoffs under way: their links are not dropped for others.
     `on_exit` is called with the incarnation of a process of this host that has ended.
     """
 
@@ -96,13 +134,13 @@ class Peers:
             task.add_done_callback(self._freeing.discard)
 
     async def abort(self, incarnation: str) -> None:
-        """The process is dead: what is still received from it fails now, not at its time-out."""
+        """The process is dead: receives from it fail now, not at their time-out."""
         if (peer := self._peers.get(incarnation)) is not None:
             run = asyncio.get_running_loop().run_in_executor
             await run(None, peer.listener.abort, incarnation, peer.epoch)
 
-    def condemn(self, peer: Peer) -> None:
-        """Drops this link, not one that has followed it."""
+    def remove(self, peer: Peer) -> None:
+        """Drops this link, unless a later one has replaced it."""
         if self._peers.get(peer.incarnation) is peer:
             self.drop(peer.incarnation)
 
@@ -150,7 +188,7 @@ class Peers:
         if done.cancelled() or (error := done.exception()) is None:
             return
         log.warning("link of prefill %s did not open: %s", peer.incarnation, error)
-        self.condemn(peer)
+        self.remove(peer)
 
     def _make_room(self, transport: Transport) -> None:
         """Drops an idle link if there are too many, of all kinds or of this one."""

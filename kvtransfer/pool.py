@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from baton.errors import InvalidRequest
 from kvtransfer.digest import Digest, WordDigest
 
-if TYPE_CHECKING:
-    from kvtransfer.transports.cuda_memory import CudaArea
-    from kvtransfer.transports.shm import SharedMemoryArea
-
-# Copied, then digested while still in the core's own cache. Measured: twice of it, or half of it,
-# costs a tenth of the speed.
+# Copied, then digested while still in the core's cache. Measured: twice or half the size costs a
+# tenth of the speed.
 PIECE_BYTES = 512 << 10
 
 
@@ -44,16 +40,23 @@ class Slots:
             raise InvalidRequest(f"a block id is outside the pool of {num_blocks}")
 
 
+class Area(Protocol):
+    """Memory that other processes can map; `on_gpu` where kernels alone may read it."""
+
+    tensor: torch.Tensor
+    on_gpu: bool
+
+    def close(self) -> None: ...
+
+
 class KvPool:
     """The KV tensor of one worker, seen as bytes.
 
     `area` is the shared memory the tensor lies in, if other processes are to write into it.
-    `on_gpu`: its bytes are not to come to the host, not even to be digested.
+    `on_gpu`: its bytes must not be copied to the host, not even to compute a digest.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, area: SharedMemoryArea | CudaArea | None = None
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, area: Area | None = None) -> None:
         if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
             raise ValueError(
                 "the KV pool must be a contiguous [num_blocks, num_layers, 2, num_kv_heads, "
@@ -66,7 +69,7 @@ class KvPool:
         self.row_slot_bytes = head_size * tensor.element_size()
         self.token_bytes = layers * 2 * heads * self.row_slot_bytes
         self.block_bytes = self.token_bytes * self.block_size
-        self.on_gpu = self.device.type != "cpu" or getattr(area, "handle", None) is not None
+        self.on_gpu = self.device.type != "cpu" or (area is not None and area.on_gpu)
         if self.on_gpu and self.row_slot_bytes % 4:
             raise ValueError(f"a slot of a row must be whole words on a GPU: {self.row_slot_bytes}")
         octets = tensor.view(torch.uint8)
@@ -74,7 +77,7 @@ class KvPool:
         self.rows = octets.view(self.num_blocks, layers * 2 * heads, -1)
 
     def new_digest(self) -> Digest:
-        """The checksum that both ends of a transfer take: of one kind for pools of one device."""
+        """The checksum both ends of a transfer compute: of one kind for pools of one device."""
         return WordDigest() if self.on_gpu else Digest()
 
     def nbytes(self, slots: Slots) -> int:
@@ -95,34 +98,31 @@ class KvPool:
 
     def gather(self, slots: Slots, out: torch.Tensor) -> torch.Tensor:
         """Copies the slots' bytes in canonical order to the front of `out`; returns that part."""
-        full, fill = divmod(slots.num_tokens, self.block_size)
-        for first, block, count in runs(slots.block_ids[:full]):
-            part = out[first * self.block_bytes : (first + count) * self.block_bytes]
-            part.view(count, self.block_bytes).copy_(self.blocks[block : block + count])
-        if fill:
-            tail = self.tail(slots.block_ids[full], fill)
-            out[full * self.block_bytes : self.nbytes(slots)].view(tail.shape).copy_(tail)
+        for start, end, piece in self._pieces(slots):
+            out[start:end].view(piece.shape).copy_(piece)
         return out[: self.nbytes(slots)]
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
         """The way back: `data` as `gather` returned it, into the slots and nowhere else."""
-        full, fill = divmod(slots.num_tokens, self.block_size)
-        for first, block, count in runs(slots.block_ids[:full]):
-            part = data[first * self.block_bytes : (first + count) * self.block_bytes]
-            self.blocks[block : block + count].copy_(part.view(count, self.block_bytes))
-        if fill:
-            tail = self.tail(slots.block_ids[full], fill)
-            tail.copy_(data[full * self.block_bytes : self.nbytes(slots)].view(tail.shape))
+        for start, end, piece in self._pieces(slots):
+            piece.copy_(data[start:end].view(piece.shape))
 
     def digest(self, slots: Slots) -> Digest:
-        """The digest of what the slots hold now; of a pool on a GPU, `movers` takes it faster."""
+        """The digest of what the slots hold now; on a GPU, `copier.digest` computes it faster."""
         digest = self.new_digest()
-        full, fill = divmod(slots.num_tokens, self.block_size)
-        for _, block, count in runs(slots.block_ids[:full]):
-            digest.update(self.blocks[block : block + count].view(-1))
-        if fill:
-            digest.update(self.tail(slots.block_ids[full], fill).contiguous().view(-1))
+        for _, _, piece in self._pieces(slots):
+            digest.update(piece.contiguous().view(-1))
         return digest
+
+    def _pieces(self, slots: Slots) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Runs of blocks, then a partial last block: range in canonical order, and the bytes."""
+        full, fill = divmod(slots.num_tokens, self.block_size)
+        for first, block, count in runs(slots.block_ids[:full]):
+            start, end = first * self.block_bytes, (first + count) * self.block_bytes
+            yield start, end, self.blocks[block : block + count]
+        if fill:
+            tail = self.tail(slots.block_ids[full], fill)
+            yield full * self.block_bytes, self.nbytes(slots), tail
 
     def parts(self, slots: Slots, max_bytes: int) -> list[Slots]:
         """Splits slots into messages of at most `max_bytes`, but at least one block each.
@@ -140,7 +140,7 @@ class KvPool:
 
 
 def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Cuts equally long id lists where any of them is not consecutive.
+    """Splits equally long id lists where any of them is not consecutive.
 
     Yields (first index, first id of each list..., count).
     """

@@ -1,7 +1,7 @@
-"""The decode side of handoffs: grants writes, takes blocks in, verifies them, starts decoding.
+"""The decode side of handoffs: grants writes, receives blocks, verifies them, starts decoding.
 
-A handoff's record lives from its first Ready to its Commit or Abort. While bytes may still come
-into its blocks it outlives its reservation: it is what keeps those blocks in quarantine.
+A handoff's record lives from its first Ready to its Commit or Abort. While bytes may still arrive
+in its blocks it outlives its reservation and keeps those blocks in quarantine.
 """
 
 from __future__ import annotations
@@ -9,21 +9,129 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from baton.errors import BatonError, Stale, TransferFailed
+from baton import rpc
+from baton.errors import BatonError, InvalidRequest, KvCorrupted, Stale, TransferFailed
 from baton.log_format import about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
-from kvtransfer import movers, negotiation
+from baton.v1.handoff_pb2_grpc import HandoffServiceServicer
+from kvtransfer import copier, pairing
+from kvtransfer.deadline import uninterrupted
 from kvtransfer.digest import Digest
-from kvtransfer.incoming import Incoming, Reservations, ReservedBlocks
 from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.peers import Peer, Peers
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.waiting import uninterrupted
+from kvtransfer.transports.cuda import gpu_uuid, nccl_version
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReservedBlocks:
+    """Blocks held for one sequence of `num_tokens` tokens.
+
+    `block_ids` cover the whole sequence in order (more may follow); its first `cached_tokens`, a
+    multiple of `block_size`, are valid already, perhaps shared, and never written. `token_digest`
+    (`baton.prefix`) is that of the sequence: only its KV may come in.
+    """
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    cached_tokens: int
+    block_size: int
+    token_digest: bytes
+
+
+class BlockOwner(Protocol):
+    """The decode worker, which holds the blocks. Called on the event loop."""
+
+    def find(self, handoff_id: str, token: str) -> ReservedBlocks:
+        """What is reserved. Raises Stale when unknown, expired, or the token is wrong."""
+        ...
+
+    async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
+        """All KV is in place and verified: decoding starts with this token."""
+        ...
+
+    async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
+        """Nothing is written any more: the blocks can be used again.
+
+        Also called for a reservation that is gone while its blocks wait for the last write; may be
+        called twice.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """One handoff's bytes so far: `[cached_tokens, next_token)` has been announced."""
+
+    handoff_id: str
+    token: str
+    peer: str
+    epoch: int
+    reserved: ReservedBlocks
+    next_token: int
+    digest: Digest
+    granted: bool = False  # a one-sided sender may write
+    receives: set[asyncio.Task[None]] = field(default_factory=set)
+    failure: BatonError | None = None
+    ended: str | None = None  # why it was given up while bytes might still come
+    resend: bool = False  # given up by its sender, which will send all of it again
+
+    @property
+    def writing(self) -> bool:
+        """Whether the reserved blocks may still change."""
+        return self.granted or bool(self.receives)
+
+    @property
+    def slots(self) -> Slots:
+        """Everything announced so far."""
+        return self._between(self.reserved.cached_tokens, self.next_token)
+
+    def announce(self, first_token: int, num_tokens: int) -> Slots:
+        """Where the next tokens go. Raises InvalidRequest when they are not the next ones."""
+        reserved, end = self.reserved, first_token + num_tokens
+        if first_token != self.next_token:
+            raise InvalidRequest(
+                f"tokens from {first_token} were announced, {self.next_token} are next"
+                f" ({reserved.cached_tokens} are cached here)",
+                "first_token",
+            )
+        if num_tokens == 0 or end > reserved.num_tokens:
+            raise InvalidRequest(f"[{first_token}, {end}) is not reserved", "num_tokens")
+        if end % reserved.block_size and end != reserved.num_tokens:
+            raise InvalidRequest(f"only the last block may be partial, not at {end}", "num_tokens")
+        self.next_token = end
+        return self._between(first_token, end)
+
+    def verify(self, request: pb.CommitRequest, arrived: Digest) -> None:
+        """Raises KvCorrupted unless exactly what was reserved and sent is here.
+
+        InvalidRequest when it is the KV of other tokens than those that were reserved for.
+        """
+        reserved = self.reserved
+        if request.token_digest != reserved.token_digest:
+            raise InvalidRequest(
+                f"handoff {self.handoff_id}: other tokens were prefilled than were reserved",
+                "token_digest",
+            )
+        for what, theirs, ours in (
+            ("tokens", request.num_tokens, reserved.num_tokens),
+            ("tokens announced", self.next_token, reserved.num_tokens),
+            ("bytes", request.num_bytes, arrived.num_bytes),
+            ("checksum", request.checksum, arrived.value),
+        ):
+            if theirs != ours:
+                raise KvCorrupted(f"handoff {self.handoff_id}: {what}: {theirs} != {ours}")
+
+    def _between(self, first_token: int, end: int) -> Slots:
+        size = self.reserved.block_size
+        ids = self.reserved.block_ids[first_token // size : -(-end // size)]
+        return Slots(ids, end - first_token)
 
 
 class HandoffReceiver:
@@ -40,7 +148,7 @@ class HandoffReceiver:
         incarnation: str,
         host_id: str,
         transports: Sequence[Transport],
-        reservations: Reservations,
+        owner: BlockOwner,
         find_prefill: FindWorker,
         *,
         timeout_s: float = 10.0,
@@ -48,10 +156,10 @@ class HandoffReceiver:
     ) -> None:
         self._pool, self._descriptor = pool, descriptor
         self._incarnation, self._host_id = incarnation, host_id
-        self._transports, self._reservations = transports, reservations
+        self._transports, self._owner = transports, owner
         self._find_prefill = find_prefill
         self._timeout_s = timeout_s
-        self._incoming: dict[str, Incoming] = {}
+        self._incoming: dict[str, _Incoming] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers = Peers(
             pool,
@@ -68,13 +176,22 @@ class HandoffReceiver:
         """
         if request.target_incarnation != self._incarnation:
             raise Stale(f"decode {request.target_incarnation} is gone; this is {self._incarnation}")
-        negotiation.check_same(request.kv, self._descriptor, request.incarnation, self._incarnation)
+        pairing.check_same(request.kv, self._descriptor, request.incarnation, self._incarnation)
         sender = await self._find_prefill(request.incarnation)
-        ends = negotiation.ends_of(request, sender, self._host_id, self._pool)
-        transport = negotiation.choose(request.transports, self._transports, ends=ends)
+        ends = self._ends(request, sender)
+        transport = pairing.choose(request.transports, self._transports, ends)
         pid = sender.pid if ends.same_host else 0
         endpoint, peer = await self._peers.open(request.incarnation, transport, pid)
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
+
+    def _ends(self, request: pb.OfferRequest, sender: common_pb2.WorkerRecord) -> pairing.Ends:
+        return pairing.Ends(
+            same_host=sender.host_id == self._host_id,
+            same_machine=pairing.machine_of(sender.host_id) == pairing.machine_of(self._host_id),
+            gpu=gpu_uuid(self._pool.device),
+            reachable=tuple(request.reachable_gpus),
+            nccl=nccl_version(),
+        )
 
     async def ready(self, request: pb.ReadyRequest) -> pb.ReadyResponse:
         """Grants the write, or returns once the receive is posted.
@@ -93,7 +210,7 @@ class HandoffReceiver:
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """Verifies and starts decoding. Raises Unavailable, Stale, KvCorrupted, TransferFailed."""
-        # To the end even if the caller hangs up: half a commit would be neither here nor there.
+        # To the end even if the caller hangs up: a commit must not stop half-way.
         await uninterrupted(self._commit(request))
         return pb.CommitResponse()
 
@@ -112,9 +229,9 @@ class HandoffReceiver:
             if record.receives:  # the last bytes, or the end of the link, are on their way
                 await asyncio.wait(set(record.receives))
         elif not request.resend:
-            await self._reservations.aborted(handoff_id, token, request.reason)
+            await self._owner.aborted(handoff_id, token, request.reason)
         if request.resend:
-            self._reservations.find(handoff_id, token)
+            self._owner.find(handoff_id, token)
         return pb.AbortResponse()
 
     def writing(self, handoff_id: str) -> bool:
@@ -123,9 +240,8 @@ class HandoffReceiver:
         return record is not None and record.writing
 
     def forget(self, handoff_id: str) -> None:
-        """Its reservation is gone. While `writing`, `aborted` tells when its blocks are free."""
-        record = self._incoming.get(handoff_id)
-        if record is not None:
+        """Its reservation is gone. If `writing`, its blocks are free once `aborted` is called."""
+        if (record := self._incoming.get(handoff_id)) is not None:
             record.ended = record.ended or "the reservation is gone"
             if not record.writing:
                 del self._incoming[handoff_id]
@@ -146,7 +262,7 @@ class HandoffReceiver:
             await asyncio.wait(receives)
         reason = f"prefill {incarnation} has ended"
         for record in left:
-            await self._reservations.aborted(record.handoff_id, record.token, reason)
+            await self._owner.aborted(record.handoff_id, record.token, reason)
         return [record.handoff_id for record in left]
 
     async def close(self) -> None:
@@ -182,16 +298,16 @@ class HandoffReceiver:
             record.resend = isinstance(error, TransferFailed)
             await self._end(record, str(error))
             raise
-        await self._reservations.committed(record.handoff_id, record.token, request.first_token_id)
+        await self._owner.committed(record.handoff_id, record.token, request.first_token_id)
 
-    async def _arrived(self, peer: Peer, record: Incoming) -> Digest:
-        """The digest of what came in; of one-sided writes only the blocks themselves can tell."""
+    async def _arrived(self, peer: Peer, record: _Incoming) -> Digest:
+        """The digest of what arrived; for one-sided writes it is computed from the blocks."""
         if not peer.transport.one_sided:
             return record.digest
         run = asyncio.get_running_loop().run_in_executor
-        return await run(peer.thread, movers.digest, self._pool, record.slots)
+        return await run(peer.thread, copier.digest, self._pool, record.slots)
 
-    async def _post(self, peer: Peer, record: Incoming, slots: Slots) -> None:
+    async def _post(self, peer: Peer, record: _Incoming, slots: Slots) -> None:
         """Starts the receive and returns when it is posted. Raises TransferFailed."""
         loop = asyncio.get_running_loop()
         posted = loop.create_future()
@@ -216,7 +332,7 @@ class HandoffReceiver:
         if not posted.done():
             receive.result()
 
-    async def _received(self, peer: Peer, record: Incoming, receive: asyncio.Future[None]) -> None:
+    async def _received(self, peer: Peer, record: _Incoming, receive: asyncio.Future[None]) -> None:
         try:
             await receive
             self._check_reserved(record)
@@ -227,39 +343,35 @@ class HandoffReceiver:
                 TransferFailed(str(error)) if failed else Stale(str(error))
             )
             if failed:
-                self._peers.condemn(peer)
+                self._peers.remove(peer)
         record.receives.discard(asyncio.current_task())
         if record.ended is not None and not record.writing:
             await self._end(record, record.ended)
 
-    async def _end(self, record: Incoming, reason: str) -> None:
+    async def _end(self, record: _Incoming, reason: str) -> None:
         """Ends the record, and as soon as nothing is written into them gives its blocks back.
 
-        A reservation that waits for all to be sent again keeps them.
+        A reservation that waits for a resend keeps them.
         """
         record.ended = record.ended or reason
         if record.writing or self._incoming.get(record.handoff_id) is not record:
             return
         del self._incoming[record.handoff_id]
         if record.resend and self._still_reserved(record):
-            log.info(
-                "handoff %s is to be sent again: %s",
-                record.handoff_id,
-                record.ended,
-                extra=about(handoff_id=record.handoff_id),
-            )
+            extra = about(handoff_id=record.handoff_id)
+            log.info("handoff %s is resent: %s", record.handoff_id, record.ended, extra=extra)
             return
-        await self._reservations.aborted(record.handoff_id, record.token, record.ended)
+        await self._owner.aborted(record.handoff_id, record.token, record.ended)
 
-    def _record(self, request: pb.ReadyRequest | pb.CommitRequest) -> Incoming:
+    def _record(self, request: pb.ReadyRequest | pb.CommitRequest) -> _Incoming:
         """The handoff's record, new if this is its first message. Raises Stale."""
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)
         if record is None:
-            reserved = self._reservations.find(handoff_id, token)
+            reserved = self._owner.find(handoff_id, token)
             sender = request.incarnation, request.epoch
             digest, cached = self._pool.new_digest(), reserved.cached_tokens
-            record = Incoming(handoff_id, token, *sender, reserved, cached, digest)
+            record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)
             self._incoming[handoff_id] = record
         self._check_sender(record, token, request.incarnation)
         if record.epoch != request.epoch:
@@ -267,20 +379,20 @@ class HandoffReceiver:
         self._check_reserved(record)
         return record
 
-    def _check_sender(self, record: Incoming, token: str, incarnation: str) -> None:
+    def _check_sender(self, record: _Incoming, token: str, incarnation: str) -> None:
         if record.token != token or record.peer != incarnation:
             raise Stale(f"handoff {record.handoff_id} belongs to another sender")
 
-    def _check_reserved(self, record: Incoming) -> ReservedBlocks:
+    def _check_reserved(self, record: _Incoming) -> ReservedBlocks:
         """Raises Stale unless the blocks are still held for this handoff, and the same ones."""
-        reserved = self._reservations.find(record.handoff_id, record.token)
+        reserved = self._owner.find(record.handoff_id, record.token)
         if record.ended is not None or reserved != record.reserved:
             raise Stale(f"the reservation of handoff {record.handoff_id} is gone")
         return reserved
 
-    def _still_reserved(self, record: Incoming) -> bool:
+    def _still_reserved(self, record: _Incoming) -> bool:
         try:
-            return self._reservations.find(record.handoff_id, record.token) == record.reserved
+            return self._owner.find(record.handoff_id, record.token) == record.reserved
         except Stale:
             return False
 
@@ -291,6 +403,29 @@ class HandoffReceiver:
         return task
 
 
-def _warn(record: Incoming, error: Exception) -> None:
+def _warn(record: _Incoming, error: Exception) -> None:
     more = about(handoff_id=record.handoff_id)
     log.warning("handoff %s from %s: %s", record.handoff_id, record.peer, error, extra=more)
+
+
+class HandoffServicer(HandoffServiceServicer):
+    """HandoffService over gRPC: each RPC is one call of `HandoffReceiver`."""
+
+    def __init__(self, receiver: HandoffReceiver) -> None:
+        self._receiver = receiver
+
+    @rpc.unary
+    async def Offer(self, request: pb.OfferRequest, context: Any) -> Any:
+        return await self._receiver.offer(request)
+
+    @rpc.unary
+    async def Ready(self, request: pb.ReadyRequest, context: Any) -> Any:
+        return await self._receiver.ready(request)
+
+    @rpc.unary
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> Any:
+        return await self._receiver.commit(request)
+
+    @rpc.unary
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> Any:
+        return await self._receiver.abort(request)

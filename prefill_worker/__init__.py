@@ -1,4 +1,1 @@
-"""The prefill worker: runs prompts in chunks, streams their KV blocks out, returns first tokens.
-
-Read `prefills` first: one prompt's story.
-"""
+"""The prefill worker: runs prompts in chunks, sends their KV blocks, returns first tokens."""

@@ -104,10 +104,10 @@ def _run_worker(args: argparse.Namespace) -> int:
     check_model(config.engine, worker=True)  # it takes longer to import torch
     limit_cpu(config.engine.threads, config.engine.cpus)
     if config.role == "prefill":
-        from prefill_worker import main as prefill
+        from prefill_worker import worker as prefill
 
         return prefill.run(config)
-    from decode_worker import main as decode
+    from decode_worker import worker as decode
 
     return decode.run(config)
 

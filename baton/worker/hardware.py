@@ -1,7 +1,7 @@
-"""What a worker tells of its hardware: its GPU, what it reaches from there, and versions.
+"""What a worker reports of its hardware: its GPU, what it reaches from there, and versions.
 
-Told for people and for `baton doctor`; nothing that is computed depends on it. A look that fails or
-takes too long is left out: it must not keep a worker from serving.
+For people and `baton doctor`; nothing else depends on it. A query that fails or takes too long is
+left out: it must not keep a worker from serving.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from pathlib import Path
 
 import torch
 
-from baton.v1 import common_pb2
+from baton.v1.common_pb2 import Gpu, Hardware
 from baton.worker import nvidia_smi
-from kvtransfer import gpus
+from kvtransfer.transports.cuda import gpu_uuid, nccl_version, reachable_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 3.0
+QUERY_S = 3.0
 INFINIBAND = Path("/sys/class/infiniband")
 
+Query = Callable[[], Hardware]
 
-def describe(device: torch.device, timeout_s: float = LOOK_S) -> common_pb2.Hardware:
+
+def describe(device: torch.device, timeout_s: float = QUERY_S) -> Hardware:
     """What a worker computing on `device` has; blocks for `timeout_s` at most, raises nothing."""
-    found = common_pb2.Hardware(torch_version=torch.__version__, rdma_devices=rdma_devices())
+    found = Hardware(torch_version=torch.__version__, rdma_devices=rdma_devices())
     if device.type == "cuda":
-        _merge(found, _looks(device, timeout_s), timeout_s)
+        _merge(found, _queries(device, timeout_s), timeout_s)
     return found
 
 
@@ -41,22 +43,19 @@ def rdma_devices(folder: Path = INFINIBAND) -> list[str]:
         return []
 
 
-Look = Callable[[], common_pb2.Hardware]
+def _merge(found: Hardware, queries: list[Query], timeout_s: float) -> None:
+    """Adds what each query finds, until the time is over.
 
-
-def _merge(found: common_pb2.Hardware, looks: list[Look], timeout_s: float) -> None:
-    """Adds what each look finds, until the time is over.
-
-    They run on a thread of their own that may be left behind: drivers can hang beyond any time-out.
+    They run on a thread that may be left behind: drivers can hang beyond any time-out.
     """
-    parts: queue.SimpleQueue[common_pb2.Hardware | None] = queue.SimpleQueue()
+    parts: queue.SimpleQueue[Hardware | None] = queue.SimpleQueue()
 
     def work() -> None:
-        for look in looks:
+        for query in queries:
             try:
-                parts.put(look())
+                parts.put(query())
             except Exception as error:
-                log.debug("%s: %s", look.__name__, error)
+                log.debug("%s: %s", query.__name__, error)
         parts.put(None)
 
     threading.Thread(target=work, name="hardware", daemon=True).start()
@@ -68,30 +67,29 @@ def _merge(found: common_pb2.Hardware, looks: list[Look], timeout_s: float) -> N
         log.debug("the GPU was not described within %g s", timeout_s)
 
 
-def _looks(device: torch.device, timeout_s: float) -> list[Look]:
+def _queries(device: torch.device, timeout_s: float) -> list[Query]:
     """Quick ones first."""
 
-    def card() -> common_pb2.Hardware:
-        told = torch.cuda.get_device_properties(device)
-        gpu = common_pb2.Gpu(
-            uuid=gpus.uuid(device),
-            name=told.name,
-            capability=f"{told.major}.{told.minor}",
-            memory_bytes=told.total_memory,
+    def card() -> Hardware:
+        properties = torch.cuda.get_device_properties(device)
+        gpu = Gpu(
+            uuid=gpu_uuid(device),
+            name=properties.name,
+            capability=f"{properties.major}.{properties.minor}",
+            memory_bytes=properties.total_memory,
         )
-        return common_pb2.Hardware(gpu=gpu, driver_version=nvidia_smi.driver_version())
+        return Hardware(gpu=gpu, driver_version=nvidia_smi.driver_version())
 
-    def versions() -> common_pb2.Hardware:
-        nccl = ".".join(map(str, gpus.nccl_version()))
-        return common_pb2.Hardware(cuda_version=torch.version.cuda or "", nccl_version=nccl)
+    def versions() -> Hardware:
+        nccl = ".".join(map(str, nccl_version()))
+        return Hardware(cuda_version=torch.version.cuda or "", nccl_version=nccl)
 
-    def neighbours() -> common_pb2.Hardware:
-        own = gpus.uuid(device)
-        visible = [own, *(uuid for uuid in gpus.visible() if uuid != own)]
-        peers = [uuid for uuid in gpus.reachable(device) if uuid != own]
-        return common_pb2.Hardware(visible_gpus=visible, peer_gpus=peers)
+    def peers() -> Hardware:
+        own, reachable = gpu_uuid(device), reachable_gpus(device)
+        visible = [own, *(uuid for uuid in visible_gpus() if uuid != own)]
+        return Hardware(visible_gpus=visible, peer_gpus=[u for u in reachable if u != own])
 
-    def links() -> common_pb2.Hardware:
-        return common_pb2.Hardware(gpu_links=nvidia_smi.links(gpus.uuid(device), timeout_s))
+    def links() -> Hardware:
+        return Hardware(gpu_links=nvidia_smi.links(gpu_uuid(device), timeout_s))
 
-    return [card, versions, neighbours, links]
+    return [card, versions, peers, links]

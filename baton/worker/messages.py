@@ -21,8 +21,8 @@ FINISH_REASONS = {
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a worker's model can take; beyond it a sequence would fail the step of a whole batch.
+class ModelLimits:
+    """A worker model's limits; beyond them a sequence would fail the step of a whole batch.
 
     block_size: tokens of a KV block, for the hashes of prompts.
     """
@@ -32,8 +32,8 @@ class Limits:
     block_size: int
 
     @classmethod
-    def of(cls, loaded: Loaded) -> Limits:
-        """Those of a loaded model."""
+    def of(cls, loaded: Loaded) -> ModelLimits:
+        """The limits of a loaded model."""
         block_size = loaded.layout.block_size
         return cls(loaded.model_config.vocab_size, loaded.max_context, block_size)
 
@@ -46,11 +46,11 @@ class Limits:
 
 
 def sequence_of(
-    spec: common_pb2.SequenceSpec, limits: Limits, park_after: int | None = None
+    spec: common_pb2.SequenceSpec, limits: ModelLimits, park_after: int | None = None
 ) -> Sequence:
-    """The engine's sequence for what a router asks for. Raises InvalidRequest.
+    """The engine's sequence for a router's request. Raises InvalidRequest.
 
-    Its blocks are hashed here, so that a long prompt's do not hold up the engine's thread.
+    Its blocks are hashed here, not on the engine's thread, which a long prompt would delay.
     """
     num_tokens, params = len(spec.token_ids), SamplingParams.from_proto(spec.sampling)
     if not spec.handoff_id:

@@ -1,60 +1,161 @@
-"""What a worker measures of its engine and transfers: the names are `baton.metrics.table`'s.
+"""What a worker measures: its load, as routers see it, and its metrics (`baton.metrics.table`).
 
-Everything here runs on the event loop; the engine's thread knows nothing of it.
+Everything here runs on the event loop, nothing on the engine's thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
-from baton.engine.reports import StepReport
+from baton.engine.blocks import CacheChanges
+from baton.engine.reports import Load, StepReport
 from baton.engine.runner import CountsRows, StepRunner
 from baton.errors import BatonError
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
+from kvtransfer.sender import TransferStats
 
 _RESERVATIONS = ("held", "started", "refused", "failed")
-_SECONDS_PER_HOUR = 3600.0
+_SMOOTHING = 0.2  # weight of the newest step in the running means
+_PREFILL_ROWS = 32  # a step with at least this many rows measures prefill speed
 
 
-class Transfer(Protocol):
-    """What is told of a handoff's KV; `kvtransfer` measures it."""
+class LoadTracker:
+    """A worker's load: the engine's counts plus measured rates. Event-loop thread only."""
 
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def transfer_s(self) -> float: ...
-    @property
-    def wire_s(self) -> float: ...
-    @property
-    def transport(self) -> str: ...
-    @property
-    def resends(self) -> int: ...
+    def __init__(self) -> None:
+        self.load = worker_pb2.Load()
+        self.mean_step_s = 0.0  # over steps of every kind; 0 before the first
+        self._cached: set[int] = set()  # every prefix hash that can be hit
+        self._watchers: set[_Watcher] = set()
+        self._closed = False
+
+    def update(self, report: StepReport) -> None:
+        """Adds one step's report."""
+        load = load_proto(report.load)
+        load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
+        load.step_ms = self.load.step_ms
+        sampled = sum(len(progress.token_ids) for progress in report.progress)
+        load.tokens_computed = self.load.tokens_computed + report.num_kept
+        load.tokens_generated = self.load.tokens_generated + sampled
+        step_s = (report.ended_ns - report.started_ns) / 1e9
+        if report.num_tokens:
+            self.mean_step_s = _smooth(self.mean_step_s, step_s)
+        # Drafts say nothing about prefill speed.
+        if report.num_tokens - report.num_drafts >= _PREFILL_ROWS and step_s > 0:
+            rate = report.num_tokens / step_s
+            load.prefill_tokens_per_s = _smooth(load.prefill_tokens_per_s, rate)
+        elif report.num_tokens:
+            load.step_ms = _smooth(load.step_ms, step_s * 1e3)
+        self.load = load
+        # Within a step blocks are evicted before others are stored.
+        self._cached.difference_update(report.cache.evicted)
+        self._cached.update(report.cache.stored)
+        for watcher in self._watchers:
+            watcher.add(report.cache)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes every watcher."""
+        for watcher in self._watchers:
+            watcher.changed.set()
+
+    def close(self) -> None:
+        """Ends every watch after its last event."""
+        self._closed = True
+        self.wake()
+
+    async def watch(
+        self, interval_s: float, heartbeat_s: float = 0.0
+    ) -> AsyncGenerator[worker_pb2.CacheEvent, None]:
+        """Cache changes, now and after each change of load, at most once in `interval_s`.
+
+        The first event carries all that is cached. Without changes an empty one comes after
+        `heartbeat_s` (0: never), or after `interval_s` if that is longer.
+        """
+        silence_s = max(0.0, heartbeat_s - interval_s) if heartbeat_s else None
+        watcher = _Watcher(self._cached)
+        self._watchers.add(watcher)
+        try:
+            while True:
+                last = self._closed
+                yield watcher.event()
+                if last:
+                    return
+                await asyncio.sleep(interval_s)  # bounds the rate; the next wait is for an event
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(silence_s):
+                        await watcher.changed.wait()
+                watcher.changed.clear()
+        finally:
+            self._watchers.discard(watcher)
 
 
-class WorkerFigures:
+class _Watcher:
+    """Changes not yet sent to one watcher: the net effect, however far it is behind."""
+
+    def __init__(self, cached: Iterable[int]) -> None:
+        self.changed = asyncio.Event()
+        self._stored = dict.fromkeys(cached)
+        self._evicted: dict[int, None] = {}
+        self._cleared = True
+
+    def add(self, changes: CacheChanges) -> None:
+        """Adds one step's changes; what was stored and evicted since the last event is left out."""
+        for key in changes.evicted:
+            if key in self._stored:
+                del self._stored[key]
+            else:
+                self._evicted[key] = None
+        for key in changes.stored:
+            if key in self._evicted:
+                del self._evicted[key]
+            else:
+                self._stored[key] = None
+
+    def event(self) -> worker_pb2.CacheEvent:
+        """All of them, which count as sent from now on."""
+        event = worker_pb2.CacheEvent(
+            stored=self._stored, evicted=self._evicted, cleared=self._cleared
+        )
+        self._stored, self._evicted, self._cleared = {}, {}, False
+        return event
+
+
+def _smooth(mean: float, value: float) -> float:
+    return value if mean == 0 else mean + _SMOOTHING * (value - mean)
+
+
+def load_proto(load: Load) -> worker_pb2.Load:
+    """The engine's counts as a message; the fields are named alike."""
+    return worker_pb2.Load(**asdict(load))
+
+
+class WorkerMetrics:
     """One worker's metrics. Event-loop thread only."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._recorder = Recorder(config.role, {"service.instance.id": config.incarnation})
-        self._price_per_s = config.price_per_hour / _SECONDS_PER_HOUR
-        self._started = time.monotonic()
         self.render = self._recorder.render
         self.close = self._recorder.close
-        self._recorder.observe("baton.worker.cost", lambda: _one(self._cost))
+        cost_per_s, started = config.price_per_hour / 3600.0, time.monotonic()
+        self._recorder.observe(
+            "baton.worker.cost", lambda: _one((time.monotonic() - started) * cost_per_s)
+        )
         if config.role == "decode":
             for outcome in _RESERVATIONS:
                 self._recorder.count("baton.reservations", 0, {"outcome": outcome})
             self._drafted(0, 0)
 
     def stepped(self, report: StepReport) -> None:
-        """The engine has run a step; an empty one only tells of what was asked for."""
+        """The engine has run a step; one without progress is not counted."""
         if not report.progress:
             return
         self._recorder.record("baton.engine.batch.size", len(report.progress))
@@ -70,7 +171,7 @@ class WorkerFigures:
         """The first chunk of a prompt was computed."""
         self._recorder.record("baton.prefill.queue_time", waited_s, context=trace)
 
-    def transferred(self, transfer: Transfer, trace: Context) -> None:
+    def transferred(self, transfer: TransferStats, trace: Context) -> None:
         """A handoff's KV was committed."""
         by = {"transport": transfer.transport}
         record, count = self._recorder.record, self._recorder.count
@@ -95,57 +196,45 @@ class WorkerFigures:
         assert outcome in _RESERVATIONS
         self._recorder.count("baton.reservations", 1, {"outcome": outcome})
 
-    def look_at(self, load: Callable[[], worker_pb2.Load], runner: StepRunner) -> None:
-        """Has the engine's load, and its rows on a GPU, read at every look from now on."""
+    def observe_engine(self, load: Callable[[], worker_pb2.Load], runner: StepRunner) -> None:
+        """Reads the engine's load, and its rows on a GPU, at every scrape from now on."""
+
+        def states(prefix: str, *names: str) -> list[tuple[float, Attributes]]:
+            now = load()
+            return _by("state", {name: getattr(now, prefix + name) for name in names})
+
+        blocks = ("free", "cached", "held", "quarantined")
         observe = self._recorder.observe
         observe("baton.engine.step.age", lambda: _one(load().step_age_ms / 1e3))
         observe("baton.engine.queue", lambda: _one(load().queue_tokens))
-        observe("baton.engine.sequences", lambda: _sequences(load()))
+        observe("baton.engine.sequences", lambda: states("", "running", "waiting"))
         observe("baton.engine.tokens.computed", lambda: _one(load().tokens_computed))
         observe("baton.engine.tokens.generated", lambda: _one(load().tokens_generated))
         observe("baton.engine.preemptions", lambda: _one(load().preemptions))
-        observe("baton.kv.blocks", lambda: _blocks(load()))
+        observe("baton.kv.blocks", lambda: states("blocks_", *blocks))
         if isinstance(runner, CountsRows):
-            observe("baton.engine.gpu.rows", lambda: _by_kind(runner.decode_rows))
+            observe("baton.engine.gpu.rows", lambda: _by("kind", runner.decode_rows))
 
     def _drafted(self, drafts: int, right: int) -> None:
         self._recorder.count("baton.engine.drafts", right, {"right": "yes"})
         self._recorder.count("baton.engine.drafts", drafts - right, {"right": "no"})
 
-    @property
-    def _cost(self) -> float:
-        return (time.monotonic() - self._started) * self._price_per_s
-
 
 def kind_of(report: StepReport) -> str:
-    """What a step computed: prompts, next tokens of streams, or both.
+    """What a step computed: "prefill", "decode" or "mixed".
 
-    A stream's row is one token that gives one, drafts and what comes of them aside; whatever else
-    there is belongs to prompts.
+    A decode row is one token that gives one, drafts aside; all other rows belong to prompts.
     """
     rows = len(report.progress)
-    drawing = sum(bool(p.token_ids) for p in report.progress)
-    if report.num_tokens - report.num_drafts == rows == drawing:
+    sampling = sum(bool(p.token_ids) for p in report.progress)
+    if report.num_tokens - report.num_drafts == rows == sampling:
         return "decode"
-    return "mixed" if drawing and rows > 1 else "prefill"
+    return "mixed" if sampling and rows > 1 else "prefill"
 
 
-def _one(value: float) -> Iterator[tuple[float, Attributes]]:
-    yield value, {}
+def _one(value: float) -> list[tuple[float, Attributes]]:
+    return [(value, {})]
 
 
-def _by_kind(counts: Mapping[str, int]) -> Iterator[tuple[float, Attributes]]:
-    for kind, count in counts.items():
-        yield count, {"kind": kind}
-
-
-def _sequences(load: worker_pb2.Load) -> Iterator[tuple[float, Attributes]]:
-    yield load.running, {"state": "running"}
-    yield load.waiting, {"state": "waiting"}
-
-
-def _blocks(load: worker_pb2.Load) -> Iterator[tuple[float, Attributes]]:
-    yield load.blocks_free, {"state": "free"}
-    yield load.blocks_cached, {"state": "cached"}
-    yield load.blocks_held, {"state": "held"}
-    yield load.blocks_quarantined, {"state": "quarantined"}
+def _by(label: str, values: Mapping[str, float]) -> list[tuple[float, Attributes]]:
+    return [(value, {label: name}) for name, value in values.items()]

@@ -1,8 +1,8 @@
 """A worker's life: bind, load, warm up, register, serve, drain, leave.
 
 A worker is registered as STARTING while it loads and becomes READY only after a warm-up, so that
-no request meets a cold model. SIGTERM drains: no new work, what runs may finish, and whatever has
-not finished in time is given back to its router, which places it elsewhere.
+no request meets a cold model. SIGTERM drains: no new work, what runs may finish, and what has not
+finished in time is given back to its router, which places it elsewhere.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
+from baton import rpc
 from baton.config import WorkerConfig, host_id
 from baton.engine.backends.cpu import cores
 from baton.engine.build import Loaded
@@ -29,11 +30,8 @@ from baton.server import Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from baton.v1.worker_pb2_grpc import WorkerServiceServicer
 from baton.worker import hardware
-from baton.worker.meter import LoadMeter, load_proto
-from baton.worker.metrics import WorkerFigures
-from baton.worker.stall import StallWatch
+from baton.worker.metrics import LoadTracker, WorkerMetrics, load_proto
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,10 @@ _ROLES = {
 STOP_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
 REGISTRY_TIMEOUT_S = 5.0
-NEWCOMER_S = 1.0  # that the record of a worker which a router knows already may take to get here
+RECORD_WAIT_S = 1.0  # for the record of a worker that a router knows already to arrive here
+WATCH_INTERVAL_S = 0.05
+STALL_MIN_S = 30.0  # no shorter step counts as stalled
+STALL_STEPS = 50  # mean steps that a step may take
 
 
 class Role(Protocol):
@@ -56,7 +57,7 @@ class Role(Protocol):
         """Adds its services to a server; their full names."""
 
     def on_step(self, report: StepReport) -> None:
-        """Takes in a step, on the event loop."""
+        """Handles a step's report, on the event loop."""
 
     def pairs(self) -> list[worker_pb2.PairStatus]:
         """Its links to other workers."""
@@ -68,12 +69,43 @@ class Role(Protocol):
         """Gives up what still runs and frees everything."""
 
 
+class StallDetector:
+    """Notices when an engine step takes far longer than steps take, and when it has ended.
+
+    Event-loop thread only.
+    """
+
+    def __init__(self, step_age_s: Callable[[], float], mean_step_s: Callable[[], float]) -> None:
+        self._step_age_s, self._mean_step_s = step_age_s, mean_step_s
+        self._stepped = asyncio.Event()
+
+    def stepped(self) -> None:
+        """A step has ended."""
+        self._stepped.set()
+
+    async def run(self, report: Callable[[bool], Awaitable[None]]) -> None:
+        """Runs until cancelled; reports True when a step stalls and False when it has ended."""
+        while True:
+            while (left_s := self._limit_s - self._step_age_s()) > 0:  # noqa: ASYNC110 - exactly then
+                await asyncio.sleep(left_s)
+            self._stepped.clear()
+            log.error("the engine's step has been running for %.0f s", self._step_age_s())
+            await report(True)
+            await self._stepped.wait()
+            log.warning("the engine's step has ended")
+            await report(False)
+
+    @property
+    def _limit_s(self) -> float:
+        return max(STALL_MIN_S, STALL_STEPS * self._mean_step_s())
+
+
 class Node:
     """One worker process. `run()` returns when it has drained."""
 
     def __init__(self, config: WorkerConfig, registry: Registry, trace: Telemetry) -> None:
         self.config = config
-        self.meter = LoadMeter()
+        self.load_tracker = LoadTracker()
         self.telemetry = trace
         self.role: Role
         self.engine: Engine
@@ -89,10 +121,12 @@ class Node:
         self._members: Membership
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
-        self._failure: Exception | None = None  # that nothing which runs can survive
+        self._failure: Exception | None = None  # that no request here can survive
         self._health = Health()
-        self.figures = WorkerFigures(config)
-        self._stall = StallWatch(lambda: self.engine.step_age_s, lambda: self.meter.mean_step_s)
+        self.metrics = WorkerMetrics(config)
+        self._stall = StallDetector(
+            lambda: self.engine.step_age_s, lambda: self.load_tracker.mean_step_s
+        )
 
     @property
     def draining(self) -> bool:
@@ -103,9 +137,8 @@ class Node:
         self,
         load: Callable[[], Loaded],
         make_role: Callable[[Node, Loaded], Role],
-        make_servicer: Callable[[Node], WorkerServiceServicer],
     ) -> None:
-        """Lives the whole life.
+        """From binding to leaving.
 
         Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
         InternalError when the engine failed.
@@ -121,11 +154,11 @@ class Node:
         ):
             loaded = await asyncio.to_thread(load)
             if self.draining:
-                log.info("told to stop while loading")
+                log.info("stopped while loading")
                 return
-            self.engine = loaded.engine(self._publisher(loop))
-            self.engine.ended.add_done_callback(lambda _: self._tell(loop, self._stop.set))
-            self.figures.look_at(self.load, loaded.runner)
+            self.engine = loaded.engine(lambda report: self._call(loop, self._on_step, report))
+            self.engine.ended.add_done_callback(lambda _: self._call(loop, self._stop.set))
+            self.metrics.observe_engine(self.load, loaded.runner)
             self.role = make_role(self, loaded)
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse
@@ -136,7 +169,7 @@ class Node:
                 place = partial(cores.settle, settings.cpus, settings.nice)
                 await asyncio.wrap_future(self.engine.submit(place))
                 await self._describe(loaded)
-                await self._serve(server, make_servicer(self), registration)
+                await self._serve(server, registration)
 
     async def drain(self) -> None:
         """Starts draining and waits for its end."""
@@ -146,20 +179,13 @@ class Node:
     def load(self) -> worker_pb2.Load:
         """The load now, also while a step hangs and nothing is reported."""
         load = worker_pb2.Load()
-        load.CopyFrom(self.meter.load)
+        load.CopyFrom(self.load_tracker.load)
         load.step_age_ms = self.engine.step_age_s * 1e3
         return load
 
-    async def find_prefill(self, incarnation: str) -> common_pb2.WorkerRecord:
-        """The registry's record of a prefill worker. Raises TransferFailed when it has none."""
-        return await self._find(incarnation, "prefill")
-
-    async def find_decode(self, incarnation: str) -> common_pb2.WorkerRecord:
-        """The registry's record of a decode worker. Raises TransferFailed when it has none."""
-        return await self._find(incarnation, "decode")
-
-    async def _find(self, incarnation: str, role: str) -> common_pb2.WorkerRecord:
-        record = await self._members.find(incarnation, NEWCOMER_S)
+    async def find(self, role: str, incarnation: str) -> common_pb2.WorkerRecord:
+        """The registry's record of a worker. Raises TransferFailed when it has none."""
+        record = await self._members.find(incarnation, RECORD_WAIT_S)
         if record is None or record.role != _ROLES[role]:
             raise TransferFailed(f"the registry has no {role} worker {incarnation}")
         return record
@@ -180,26 +206,18 @@ class Node:
         record.max_batch = loaded.settings.max_batch
         record.chunk_tokens = loaded.settings.chunk_tokens
 
-    def _publisher(self, loop: asyncio.AbstractEventLoop) -> Callable[[StepReport], None]:
-        """The engine's callback: hands each report to the event loop."""
-
-        def publish(report: StepReport) -> None:
-            self._tell(loop, self._on_step, report)
-
-        return publish
-
-    def _tell(self, loop: asyncio.AbstractEventLoop, news: Callable[..., None], *args: Any) -> None:
-        """Has `news` called on the event loop, by another thread, as long as there is one."""
+    def _call(self, loop: asyncio.AbstractEventLoop, run: Callable[..., None], *args: Any) -> None:
+        """Runs a function on the event loop, from another thread, while the loop is open."""
         try:
-            loop.call_soon_threadsafe(news, *args)
+            loop.call_soon_threadsafe(run, *args)
         except RuntimeError:
-            log.debug("the event loop is closed: nobody hears of the engine any more")
+            log.debug("the event loop is closed: the engine's report is dropped")
 
     def _on_step(self, report: StepReport) -> None:
-        """Takes in a step. A report that is lost would leave its requests waiting: it ends us."""
+        """Handles a report. A lost one would leave its requests waiting: it ends the worker."""
         try:
-            self.meter.update(report)
-            self.figures.stepped(report)
+            self.load_tracker.update(report)
+            self.metrics.stepped(report)
             self._stall.stepped()
             self.role.on_step(report)
         except Exception as error:
@@ -208,26 +226,21 @@ class Node:
                 self._failure = error
                 self._stop.set()
 
-    async def _serve(
-        self,
-        server: grpc.aio.Server,
-        servicer: WorkerServiceServicer,
-        registration: Registration,
-    ) -> None:
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    async def _serve(self, server: grpc.aio.Server, registration: Registration) -> None:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), server)
         self._health.add_to(server, [*self.role.add_to(server), "baton.v1.WorkerService"])
         await server.start()
         settle()
-        self.meter.load.CopyFrom(load_proto(await asyncio.wrap_future(self.engine.load())))
+        self.load_tracker.load.CopyFrom(load_proto(await asyncio.wrap_future(self.engine.load())))
         await self._enter(common_pb2.WORKER_STATE_READY, registration)
         record = self.record
         log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)
-        watching = asyncio.create_task(self._stall.follow(self._stalled))
+        watching = asyncio.create_task(self._stall.run(self._stalled))
         try:
             await self._stop.wait()
         finally:
             watching.cancel()
-        # Then nothing that runs can finish.
+        # After a failure nothing that runs can finish.
         failed = self._failure is not None or self.engine.ended.done()
         drain_s = 0.0 if failed else self.config.drain_s
         log.info("draining for at most %.0f s", drain_s)
@@ -240,13 +253,13 @@ class Node:
 
     async def _enter(self, state: common_pb2.WorkerState, registration: Registration) -> None:
         self.record.state = state
-        self.meter.wake()
+        self.load_tracker.wake()
         await self._health.set(state == common_pb2.WORKER_STATE_READY)
         try:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 await registration.update(self.record)
         except (TimeoutError, Unavailable):
-            log.warning("the registry does not answer; routers learn our state from Watch")
+            log.warning("the registry does not answer; routers get this state from Watch")
 
     async def _finish_work(self, drain_s: float) -> None:
         try:
@@ -256,16 +269,60 @@ class Node:
             log.warning("not idle after %.0f s: giving the rest back", drain_s)
 
     async def _leave(self) -> None:
-        """Frees everything, and tells those who watch and those who asked to drain."""
+        """Frees everything, then ends the watches and answers Drain calls."""
         try:
             async with asyncio.timeout(self.config.transfer_timeout_s + CLOSE_GRACE_S):
                 await self.role.close()
         except TimeoutError:
             log.error("a step or a transfer does not end: leaving without it")
         finally:
-            self.meter.close()
+            self.load_tracker.close()
             self._drained.set()
 
     async def _stalled(self, stalled: bool) -> None:
-        """A worker that makes no progress is not healthy, however quick its answers are."""
+        """A worker whose engine makes no progress is not healthy, though its RPCs answer."""
         await self._health.set(not stalled and self.record.state == common_pb2.WORKER_STATE_READY)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """WorkerService: what a worker answers about itself."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @rpc.unary
+    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
+        """Its record, load and links."""
+        node = self._node
+        return worker_pb2.DescribeResponse(
+            record=node.record, load=node.load(), pairs=node.role.pairs()
+        )
+
+    @rpc.streaming
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """Load and cache changes, and heartbeats."""
+        node, heartbeat_s = self._node, request.heartbeat_ms / 1000
+        watch = node.load_tracker.watch(WATCH_INTERVAL_S, heartbeat_s)
+        async with contextlib.aclosing(watch) as events:
+            async for cache in events:
+                yield worker_pb2.WatchResponse(
+                    load=node.load(),
+                    state=node.record.state,
+                    cache=cache,
+                    pairs=node.role.pairs(),
+                )
+
+    @rpc.unary
+    async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
+        """Drains; answers when nothing runs any more."""
+        await self._node.drain()
+        return worker_pb2.DrainResponse()
+
+    @rpc.unary
+    async def KeepTraces(
+        self, request: worker_pb2.KeepTracesRequest, context: Any
+    ) -> worker_pb2.KeepTracesResponse:
+        """Exports traces that were not sampled."""
+        for trace_id in request.trace_ids:
+            self._node.telemetry.keep(trace_id)
+        return worker_pb2.KeepTracesResponse()

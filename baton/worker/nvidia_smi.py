@@ -1,4 +1,4 @@
-"""What `nvidia-smi` tells of a machine's GPUs, read from its text.
+"""What `nvidia-smi` reports of a machine's GPUs, parsed from its text.
 
 It comes with every driver and, in containers, with the capability `utility`; it needs neither torch
 nor a CUDA context. Its layout has changed over the years: what is not recognised is left out.
@@ -32,14 +32,14 @@ class Card:
     index: int
     uuid: str
     name: str
-    memory_bytes: int  # 0: not told
-    capability: str  # "9.0"; empty: not told
+    memory_bytes: int  # 0: unknown
+    capability: str  # "9.0"; empty: unknown
 
 
 def cards(timeout_s: float) -> list[Card]:
     """The GPUs of this machine; none where there is no driver or it does not answer in time."""
-    asked = f"--query-gpu={','.join(_FIELDS)}"
-    return parse_cards(_output(timeout_s, asked, "--format=csv,noheader,nounits"))
+    query = f"--query-gpu={','.join(_FIELDS)}"
+    return parse_cards(_output(timeout_s, query, "--format=csv,noheader,nounits"))
 
 
 def links(uuid: str, timeout_s: float) -> list[str]:
@@ -68,8 +68,8 @@ def parse_cards(text: str) -> list[Card]:
             continue
         index, uuid, name, mebibytes, capability = values
         memory = int(mebibytes) * _MIB if mebibytes.isdigit() else 0
-        told = capability if re.fullmatch(r"\d+\.\d+", capability) else ""
-        found.append(Card(int(index), uuid, name, memory, told))
+        capability = capability if re.fullmatch(r"\d+\.\d+", capability) else ""
+        found.append(Card(int(index), uuid, name, memory, capability))
     return found
 
 

@@ -22,11 +22,9 @@ from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.server import EventLoop
 from baton.worker.node import Node, Role
-from baton.worker.service import WorkerServicer
-from kvtransfer import movers
+from kvtransfer import copier
 from kvtransfer.pool import KvPool
-from kvtransfer.transports import shm
-from kvtransfer.transports.cuda_memory import CudaArea
+from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.shm import SharedMemoryArea
 
 log = logging.getLogger(__name__)
@@ -55,11 +53,11 @@ async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
     try:
         async with contextlib.AsyncExitStack() as stack:
             node = Node(config, registry, trace)
-            stack.callback(node.figures.close)
+            stack.callback(node.metrics.close)
             if config.metrics_port is not None:
-                page = serving(node.figures.render, config.host, config.metrics_port)
+                page = serving(node.metrics.render, config.host, config.metrics_port)
                 await stack.enter_async_context(page)
-            await node.run(load, role, WorkerServicer)
+            await node.run(load, role)
     finally:
         await registry.close()
         await asyncio.to_thread(trace.close)
@@ -68,47 +66,45 @@ async def _run(config: WorkerConfig, make_role: MakeRole) -> int:
 
 
 def _load(config: WorkerConfig, memory: PoolMemory) -> build.Loaded:
-    """All that takes long, on a thread: the event loop keeps the worker's lease meanwhile."""
+    """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
-        # Its steps are chunks: what decode steps are prepared with would take memory and be idle.
+        # Its steps are chunks: what only decode steps use would take memory and be idle.
         settings = replace(settings, graphs=False, overlap=False)
     device = choices.device_of(settings)
     with cores.confined(settings.cpus):
         loaded = build.load(settings, memory.on(device))
         if not settings.simulate:
-            memory.touch()  # KV of models that pretend is small; let others have the memory
-        movers.prepare(KvPool(loaded.runner.pool, memory.area))
+            memory.touch()  # KV of simulated models is small; leave the memory free
+        copier.prepare(KvPool(loaded.runner.pool, memory.area))
         build.warm_up(loaded)
     return loaded
 
 
 class PoolMemory:
-    """Where a worker's KV pool lies: where workers of its machine can write, if it may."""
+    """Allocates a worker's KV pool: where workers of its machine can write, if possible."""
 
     def __init__(self, transport: str) -> None:
         self.area: SharedMemoryArea | CudaArea | None = None
         self._transport = transport
 
     def on(self, device: torch.device) -> Allocate:
-        """Gives zeroed memory of a device, once."""
+        """A function that allocates zeroed memory of a device, to be called once."""
         return self._shared if device.type == "cpu" else partial(self._on_gpu, device=device)
 
     def touch(self) -> None:
-        """Makes a CPU's memory be there now, where the calling thread runs."""
+        """Allocates a CPU pool's pages now, near the calling thread."""
         if isinstance(self.area, SharedMemoryArea):
             self.area.touch()
 
     def close(self) -> None:
-        """Gives up memory that outlives the process. A GPU's does not.
-
-        It must not be freed before: what another process has open may be written until then.
-        """
+        """Frees memory that outlives the process. A GPU's does not, and must not be freed earlier:
+        what another process has open may be written until then."""
         if isinstance(self.area, SharedMemoryArea):
             self.area.close()
 
     def _shared(self, num_bytes: int) -> torch.Tensor:
-        self.area = shm.allocate(num_bytes)
+        self.area = SharedMemoryArea(num_bytes)
         return self.area.tensor
 
     def _on_gpu(self, num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -18,14 +18,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.job import told
-from kvtransfer import movers
+from kvtransfer import copier
 from kvtransfer.interface import Listener, Transport
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.transports import backends
-from kvtransfer.transports.cuda_driver import CudaDriver
+from kvtransfer.transports.cuda import CudaArea, CudaDriver
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.cuda_memory import CudaArea
-from kvtransfer.transports.process_group import ProcessGroupTransport
+from kvtransfer.transports.process_group import GlooTransport, NcclTransport
 from kvtransfer.transports.shm import SharedMemoryArea, ShmTransport
 
 # The receiver's program: `main` here, where packages may be absent.
@@ -85,8 +83,8 @@ def transport_of(name: str) -> Transport:
     made: dict[str, Callable[[], Transport]] = {
         "cuda_ipc": lambda: CudaIpcTransport(CudaDriver()),
         "shm": ShmTransport,
-        "nccl": lambda: ProcessGroupTransport(backends.nccl(), _HOST),
-        "gloo": lambda: ProcessGroupTransport(backends.gloo(), _HOST),
+        "nccl": lambda: NcclTransport(_HOST, 8 << 20),
+        "gloo": lambda: GlooTransport(_HOST),
     }
     return made[name]()
 
@@ -112,7 +110,7 @@ class _Receiver:
             self._listener.receive(PEER, EPOCH, slots, digest, TIMEOUT_S, lambda: say({}))
             say({"digest": digest.value})
         else:
-            say({"digest": movers.digest(self._pool, slots).value})
+            say({"digest": copier.digest(self._pool, slots).value})
 
     def close(self) -> None:
         """Frees the pool: nobody writes there any more."""

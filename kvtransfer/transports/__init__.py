@@ -1,1 +1,39 @@
-"""How blocks move: one module a transport, all behind `interface`."""
+"""How blocks move: one module a transport, all behind `kvtransfer.interface`."""
+
+from __future__ import annotations
+
+from torch import distributed
+
+from baton.errors import ConfigError
+from kvtransfer import copier
+from kvtransfer.interface import Transport
+from kvtransfer.pool import KvPool
+from kvtransfer.transports.cuda import CudaArea
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.process_group import GlooTransport, NcclTransport
+from kvtransfer.transports.shm import SharedMemoryArea, ShmTransport
+
+
+def usable(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
+    """The transports this worker can use, fastest first; only `choice` if that names one.
+
+    `host` is the address at which peers reach this worker. Raises ConfigError when `choice` cannot
+    be used with this pool.
+    """
+    copier.prepare(pool)
+    transports: list[Transport] = []
+    if isinstance(pool.area, CudaArea):
+        transports.append(CudaIpcTransport(pool.area.driver))
+    if isinstance(pool.area, SharedMemoryArea):
+        transports.append(ShmTransport())
+    if pool.device.type == "cpu":
+        transports.append(GlooTransport(host))
+    elif distributed.is_nccl_available():
+        transports.append(NcclTransport(host))
+    if choice == "auto":
+        return transports
+    chosen = [transport for transport in transports if transport.name == choice]
+    if not chosen:
+        names = ", ".join(transport.name for transport in transports) or "none"
+        raise ConfigError(f"--transport {choice} cannot be used here; usable: {names}")
+    return chosen

@@ -1,8 +1,8 @@
 """The transport between GPUs of one machine: the receiver's pool, mapped for the sender's GPU.
 
 The pool lies in a `CudaArea`. A process of the same machine and pid namespace, without which CUDA
-opens no handle, opens it through the driver and writes into it over NVLink or PCIe. Nothing of this
-has to run in the receiver.
+opens no handle, opens it through the driver and writes into it over NVLink or PCIe. The receiver
+does nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ import torch
 
 from baton.errors import InvalidRequest, TransferFailed
 from baton.v1 import common_pb2
-from kvtransfer import gpus
+from kvtransfer.copier import GpuCopier
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, OneSidedListener, PutStats, Transport
-from kvtransfer.liveness import Receiver
-from kvtransfer.movers import GpuMover
+from kvtransfer.interface import (
+    Link,
+    Listener,
+    PutStats,
+    ReceiverProcess,
+    Transport,
+)
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.transports.cuda_driver import Driver
-from kvtransfer.transports.cuda_memory import NONCE_BYTES, CudaArea
+from kvtransfer.transports.cuda import NONCE_BYTES, CudaArea, CudaDriver, gpu_uuid
 
 log = logging.getLogger(__name__)
 
-# Between two of these a put looks at its deadline and at the receiver; two are on their way at a
-# time, so that looking costs nothing. Some milliseconds over PCIe.
+# Between two of these a put checks its deadline and the receiver; two are in flight at a time, so
+# that the check costs nothing. Some milliseconds over PCIe.
 PIECE_BYTES = 64 << 20
 
 
@@ -41,7 +44,7 @@ class CudaIpcTransport(Transport):
     kind = common_pb2.TRANSPORT_CUDA_IPC
     one_sided = True
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
 
     def listen(self, pool: KvPool) -> Listener:
@@ -53,9 +56,9 @@ class CudaIpcTransport(Transport):
             "bytes": area.nbytes,
             "whole_bytes": area.whole_bytes,
             "blocks": pool.num_blocks,
-            "gpu": gpus.uuid(pool.device),
+            "gpu": gpu_uuid(pool.device),
         }
-        return OneSidedListener(json.dumps(place).encode())
+        return Listener(json.dumps(place).encode())
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
@@ -63,7 +66,7 @@ class CudaIpcTransport(Transport):
             process = os.pidfd_open(pid)
         except (OSError, ValueError, TypeError) as error:
             raise TransferFailed(f"cuda_ipc: no such receiver: {error}") from error
-        receiver = Receiver(self.name, process)
+        receiver = ReceiverProcess(self.name, process)
         try:
             return _CudaIpcLink(self._driver, pool, place, receiver)
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -78,7 +81,7 @@ class _CudaIpcLink(Link):
     """Lives on one thread, but for `abort`."""
 
     def __init__(
-        self, driver: Driver, pool: KvPool, place: dict[str, object], receiver: Receiver
+        self, driver: CudaDriver, pool: KvPool, place: dict[str, object], receiver: ReceiverProcess
     ) -> None:
         self._driver, self._pool, self._receiver = driver, pool, receiver
         used, whole, blocks = (int(str(place[key])) for key in ("bytes", "whole_bytes", "blocks"))
@@ -87,15 +90,15 @@ class _CudaIpcLink(Link):
         handle = base64.b64decode(str(place["handle"]), validate=True)
         self._address = driver.open(pool.device, handle)
         try:
-            # Not through torch, which would make itself at home on the other GPU.
+            # Not through torch, which would create a context on the other GPU.
             nonce = driver.read(pool.device, self._address + used, NONCE_BYTES)
             if nonce.hex() != place["nonce"]:
                 raise ValueError("other memory lies there")
             shape = (blocks, *pool.tensor.shape[1:])
             octets = driver.view(self._address, blocks * pool.block_bytes)
             self._remote: KvPool | None = KvPool(octets.view(pool.tensor.dtype).view(shape))
-            self._mover = GpuMover(pool)
-            self._mover.reach(self._remote)  # else the first put would find out that it cannot
+            self._copier = GpuCopier(pool)
+            self._copier.check_access(self._remote)  # else the first put would fail
         except BaseException:
             driver.close(pool.device, self._address)
             raise
@@ -116,15 +119,15 @@ class _CudaIpcLink(Link):
             strict=True,
         )
         try:
-            with self._mover.turn(digest):
-                begun: deque[torch.cuda.Event | None] = deque()
+            with self._copier.transfer(digest):
+                events: deque[torch.cuda.Event | None] = deque()
                 for here, there in pieces:
-                    if len(begun) == 2:
-                        self._mover.wait(begun.popleft())
+                    if len(events) == 2:
+                        self._copier.synchronize(events.popleft())
                         self._check(deadline)
-                    self._mover.copy(here, self._remote, there)
-                    begun.append(self._mover.mark())
-                self._mover.settle()
+                    self._copier.copy(here, self._remote, there)
+                    events.append(self._copier.record())
+                self._copier.finish()
         except RuntimeError as error:
             raise TransferFailed(f"cuda_ipc: the copy failed: {error}") from error
         self._receiver.check()

@@ -8,7 +8,7 @@ import uuid
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, OneSidedListener, PutStats, Transport
+from kvtransfer.interface import Link, Listener, PutStats, Transport
 from kvtransfer.pool import KvPool, Slots, copy_slots
 
 
@@ -31,7 +31,7 @@ class MemoryTransport(Transport):
         return _MemoryLink(pool, endpoint, self._pools)
 
 
-class _MemoryListener(OneSidedListener):
+class _MemoryListener(Listener):
     def __init__(self, endpoint: bytes, pools: dict[bytes, KvPool]) -> None:
         super().__init__(endpoint)
         self._pools = pools
@@ -51,9 +51,3 @@ class _MemoryLink(Link):
         start = time.perf_counter()
         copy_slots(self._pool, local, target, remote, digest)
         return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
-
-    def abort(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None

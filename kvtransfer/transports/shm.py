@@ -5,8 +5,8 @@ opens it through /proc; it has no name in any file system, so nothing is left be
 process ends. Only that memfd is written to: one of the process that the registry names, with its
 secret name, of the pool's size, and sealed, so that it keeps its size.
 
-A first write into a page costs many times what copying it does, so both ends have theirs mapped
-before: the receiver when it is told to `touch`, the sender while the link is idle.
+A first write into a page costs many times what copying it does, so both ends map theirs before:
+the receiver in `touch`, the sender while the link is idle.
 """
 
 from __future__ import annotations
@@ -27,21 +27,28 @@ import torch
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, OneSidedListener, PutStats, Transport
-from kvtransfer.liveness import Receiver
+from kvtransfer.interface import (
+    Link,
+    Listener,
+    PutStats,
+    ReceiverProcess,
+    Transport,
+)
 from kvtransfer.pool import KvPool, Slots, copy_slots
 
 # From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_TOUCHED_AT_ONCE = 4 << 20  # a moment: the interpreter is held for as long
+_TOUCHED_AT_ONCE = 4 << 20  # briefly: the GIL is held for as long
 
 
 class SharedMemoryArea:
-    """Bytes that other processes can map. `tensor` is all of them, uint8, zero at first.
+    """Memory that other processes can map. `tensor` is all of it, uint8, zero at first.
 
-    `touched` says whether they all are in memory.
+    `touched` says whether every page is in memory. Raises OSError when there is too little memory.
     """
+
+    on_gpu = False
 
     def __init__(self, nbytes: int) -> None:
         self.name = f"baton-kv-{secrets.token_hex(16)}"
@@ -58,19 +65,14 @@ class SharedMemoryArea:
         self.touched = False
 
     def touch(self) -> None:
-        """Takes all memory now, not at the first write to each page. Raises OSError."""
+        """Allocates every page now, not at the first write to it. Raises OSError."""
         self.touched = _populate(self._map, _MADV_POPULATE_WRITE, threading.Event())
 
     def close(self) -> None:
-        """Nobody can map the area any more; the memory goes with its last tensor."""
+        """No process can map the area any more; the memory is freed with its last tensor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def allocate(nbytes: int) -> SharedMemoryArea:
-    """Zeroed memory that other processes can map. Raises OSError when there is too little."""
-    return SharedMemoryArea(nbytes)
 
 
 class ShmTransport(Transport):
@@ -84,7 +86,7 @@ class ShmTransport(Transport):
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
         place = {"fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
-        return OneSidedListener(json.dumps({**place, "touched": area.touched}).encode())
+        return Listener(json.dumps({**place, "touched": area.touched}).encode())
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
@@ -102,7 +104,7 @@ class _ShmLink(Link):
         self._pool = pool
         path = Path(f"/proc/{pid}/fd/{fd}")
         _check_name(path, name)  # opening something else may have effects of its own
-        self._receiver = Receiver("shm", os.pidfd_open(pid))
+        self._receiver = ReceiverProcess("shm", os.pidfd_open(pid))
         try:
             remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -144,8 +146,7 @@ class _ShmLink(Link):
 
     def close(self) -> None:
         self._receiver.close()
-        # Both hold the mapping, and whoever failed with this link may hold the link for long: an
-        # exception's frames do.
+        # Both hold the mapping, and an exception's frames may hold the link for long.
         self._remote = self._map = None
         self._closed.set()
 
@@ -164,7 +165,7 @@ def _check_memory(fd: int, nbytes: int) -> None:
 
 
 def _populate(area: mmap.mmap, advice: int, stop: threading.Event) -> bool:
-    """Maps every page of `area`, unless told to stop; False where the kernel cannot do that."""
+    """Maps every page of `area`, unless `stop` is set; False where the kernel cannot do that."""
     for start in range(0, len(area), _TOUCHED_AT_ONCE):
         if stop.is_set():
             return False

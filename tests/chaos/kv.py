@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from baton.errors import TransferFailed
-from kvtransfer import negotiation
+from kvtransfer import transports
 from kvtransfer.interface import Link, Listener, PutStats, Transport
 from kvtransfer.pool import Digest, KvPool, Slots
 
@@ -154,10 +154,10 @@ class _SpoilingDigest(Digest):
 
 def install(path: Path) -> None:
     """From now on the transports that a worker of this process finds suffer as `path` tells."""
-    usable: Callable[..., list[Transport]] = negotiation.usable
+    usable: Callable[..., list[Transport]] = transports.usable
     control = Control(path)
 
     def suffering(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
         return [SufferingTransport(one, control) for one in usable(pool, host, choice)]
 
-    negotiation.usable = suffering
+    transports.usable = suffering

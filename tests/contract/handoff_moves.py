@@ -34,16 +34,16 @@ class Moves(RuleBasedStateMachine):
     @invariant()
     def everything_is_in_order(self):
         self.the_pool_is_sound()
-        self.granted_blocks_are_nobody_elses()
-        self.cached_blocks_hold_what_they_are_named_after()
-        self.free_blocks_hold_no_rubbish()
+        self.granted_blocks_have_one_owner()
+        self.cached_blocks_hold_what_their_hash_says()
+        self.free_blocks_hold_no_unverified_bytes()
 
     def the_pool_is_sound(self):
         self.world.blocks.check()
         assert not self.world.runner.wrong
         assert not self.world.errors
 
-    def granted_blocks_are_nobody_elses(self):
+    def granted_blocks_have_one_owner(self):
         blocks = self.world.blocks
         for handoff in self.handoffs:
             others = {
@@ -59,16 +59,16 @@ class Moves(RuleBasedStateMachine):
                 assert block not in blocks._entries, "unverified bytes are in the prefix cache"
                 assert block in blocks._quarantined or blocks._refs[block] == 1
 
-    def cached_blocks_hold_what_they_are_named_after(self):
+    def cached_blocks_hold_what_their_hash_says(self):
         for block, (_, entry) in self.world.blocks._entries.items():
             assert content_of(self.world.pool, block) == list(entry.tokens)
 
-    def free_blocks_hold_no_rubbish(self):
+    def free_blocks_hold_no_unverified_bytes(self):
         free = list(self.world.blocks._free)
         assert self.world.pool[free].isfinite().all()
 
     def teardown(self):
-        """Once every writer has acknowledged or died, and everybody has gone, nothing is left."""
+        """Once every writer has acknowledged or died and all routers are gone, nothing is left."""
         try:
             self.end()
         finally:
@@ -83,8 +83,8 @@ class Moves(RuleBasedStateMachine):
         for writer in self.unnoticed():
             self.notice(writer, AT_REST, True)
         held = self.world.blocks.num_quarantined
-        assert held == 0, f"{held} blocks are quarantined though nobody can write"
-        self.world.pass_time(2 * LEASE_S)  # nobody comes back: leases must do
+        assert held == 0, f"{held} blocks are quarantined though no writer is left"
+        self.world.pass_time(2 * LEASE_S)  # no sender comes back: leases must end it
         entries = self.world.reservations._entries
         assert all(entry.decoding for entry in entries.values())
         for _ in range(200):
@@ -259,7 +259,7 @@ class Moves(RuleBasedStateMachine):
         return slots[: len(handoff.tokens)] == handoff.tokens
 
     def grantable(self):
-        """Reserved ones whose sender has not asked, or has told that it will begin anew."""
+        """Reserved ones whose sender has not sent Ready, or has announced a resend."""
         return [
             h for h in self.handoffs if self.is_reserved(h) and (h.withdrawn or not h.owes_abort)
         ]

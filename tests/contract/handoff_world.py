@@ -22,7 +22,7 @@ from baton.engine.planner import Planner
 from baton.engine.runner import Drawn
 from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
-from baton.worker.messages import Limits
+from baton.worker.messages import ModelLimits
 from decode_worker.events import EventStreams
 from decode_worker.reservations import Reservations
 from decode_worker.spans import DecodeSpans
@@ -123,7 +123,7 @@ class World:
         self.engine = Engine(self.runner, planner, frozenset(), 64, self._publish)
         self.streams, self.queues = EventStreams(), {}
         self.reservations = Reservations(
-            self.engine, self.streams, Limits(1000, 64, BLOCK_SIZE), BLOCK_SIZE, LEASE_S
+            self.engine, self.streams, ModelLimits(1000, 64, BLOCK_SIZE), BLOCK_SIZE, LEASE_S
         )
         self.receiver = HandoffReceiver(
             KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations, find
@@ -219,7 +219,7 @@ class Handoff:
         self.epoch = None  # of the attempt that runs
         self.granted = ()  # blocks that its writer may still write into
         self.corrupted = False  # so said its last Commit's answer
-        self.owes_abort = False  # unless committed, it ends with an abort that is heard
+        self.owes_abort = False  # unless committed, it ends with an Abort that is answered
         self.withdrawn = False  # decode has agreed to a resend that has not begun
         self.attempt = 0  # what is answered to an earlier one is not listened to
 
@@ -251,7 +251,7 @@ class Writer:
         self.epochs.append(response.epoch)
 
     def put(self, handoff, kind):
-        """Writes into the granted blocks: all of it, the first block only, or rubbish."""
+        """Writes into the granted blocks: all of it, the first block only, or wrong bytes."""
         rest = handoff.tokens[handoff.cached :]
         if kind == "part":
             rest = rest[:BLOCK_SIZE]

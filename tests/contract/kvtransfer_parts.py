@@ -14,19 +14,16 @@ from baton import rpc
 from baton.config import host_id
 from baton.errors import Stale, TransferFailed
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
-from kvtransfer import movers
-from kvtransfer.incoming import ReservedBlocks
+from kvtransfer import copier
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.receiver import HandoffReceiver
+from kvtransfer.receiver import HandoffReceiver, HandoffServicer, ReservedBlocks
 from kvtransfer.sender import HandoffSender
-from kvtransfer.service import HandoffServicer
 from kvtransfer.transports import shm
-from kvtransfer.transports.backends import gloo
+from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.cuda_memory import CudaArea
 from kvtransfer.transports.memory import MemoryTransport
-from kvtransfer.transports.process_group import ProcessGroupTransport
+from kvtransfer.transports.process_group import GlooTransport
 from tests.contract.kvtransfer_driver import CPU, DRIVER
 
 BLOCKS, BLOCK_SIZE = 24, 4
@@ -36,7 +33,7 @@ STAGING_BYTES = 4096  # two messages of two blocks
 TRANSPORTS = {
     "memory": MemoryTransport,
     "shm": shm.ShmTransport,
-    "gloo": lambda: ProcessGroupTransport(gloo(), "127.0.0.1", STAGING_BYTES),
+    "gloo": lambda: GlooTransport("127.0.0.1", STAGING_BYTES),
     "cuda_ipc": lambda: CudaIpcTransport(DRIVER),
 }
 # What all of them do with pools on a GPU is done here with pools that are taken for such.
@@ -46,7 +43,7 @@ DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", dtype="float32", blo
 
 def make_area(num_bytes, where="host"):
     """Memory that others can write into: the host's, or what is taken for a GPU's."""
-    return CudaArea(num_bytes, CPU, DRIVER) if where == "gpu" else shm.allocate(num_bytes)
+    return CudaArea(num_bytes, CPU, DRIVER) if where == "gpu" else shm.SharedMemoryArea(num_bytes)
 
 
 def make_pool(seed, where="host"):
@@ -101,7 +98,7 @@ class Pair:
         digest = self.source.new_digest()
         if self.transport.one_sided:
             stats = self.link.put(local, remote, digest, 5.0)
-            return stats, digest, movers.digest(self.target, remote)
+            return stats, digest, copier.digest(self.target, remote)
         receive, arrived = self.post(remote)
         stats = self.link.put(local, remote, digest, 5.0)
         receive.result(5)
@@ -193,10 +190,6 @@ class Decode:
         """Returns when a handoff's first message has been taken in."""
         await asyncio.wait_for(self.held.asked.wait(), 5)
 
-    def before_commit(self, change):
-        """Calls `change(request)` before each commit."""
-        self.before_call("commit", change)
-
     def before_call(self, method, change):
         """Calls `change(request)` before each call of the receiver's `method`."""
         original = getattr(self.receiver, method)
@@ -248,6 +241,11 @@ class Prefill:
     async def __aexit__(self, *_):
         await self.links.close()
         self.pool.area.close()
+
+    def opened(self, decode, num_tokens, *ids, timeout_s=10.0):
+        """Handoff "h" of `num_tokens` into the blocks `ids`, reserved now."""
+        to = decode.reserve("h", num_tokens, *ids)
+        return self.sender.open(to, "h", num_tokens, timeout_s)
 
     async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0, first_token=7):
         """Sends chunks one after another and commits; returns the stats."""

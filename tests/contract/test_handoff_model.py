@@ -59,7 +59,7 @@ class DecodeWorker(Moves):
     @precondition(lambda self: self.writing())
     @rule(which=WHICH)
     def kill_writer(self, which):
-        """From now on it writes nothing, but nobody has noticed."""
+        """From now on it writes nothing, but decode has not noticed."""
         pick(self.writing(), which).writer.alive = False
 
     @precondition(lambda self: self.unnoticed())
@@ -108,7 +108,7 @@ class DecodeWorker(Moves):
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, kind=st.sampled_from(["right", "right", "part", "wrong"]))
     def put(self, which, kind):
-        """Perhaps much later than anybody thinks."""
+        """Perhaps very late."""
         handoff = pick(self.writing(), which)
         handoff.writer.put(handoff, kind)
 
@@ -149,7 +149,7 @@ class DecodeWorker(Moves):
     @precondition(lambda self: self.writing())
     @rule(which=WHICH)
     def write_after_the_cancel(self, which):
-        """Into blocks that wait for the writer's word."""
+        """Into blocks that are quarantined until the writer's Abort."""
         handoff = pick(self.writing(), which)
         self.go(self.world.reservations.cancel(handoff.name), AT_REST, True)
         assert set(handoff.granted) <= self.world.blocks._quarantined
@@ -158,7 +158,7 @@ class DecodeWorker(Moves):
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, ticks=st.integers(0, 4))
     def abort_that_overtakes_the_cancel(self, which, ticks):
-        """The engine is busy: what the cancel asked of it is done after the abort was heard."""
+        """The engine is busy: the cancel's command runs after the Abort was answered."""
         handoff = pick(self.writing(), which)
         self.go(self.world.reservations.cancel(handoff.name), ticks, False)
         handoff.stop_writing()
@@ -181,12 +181,12 @@ class DecodeWorker(Moves):
     @precondition(lambda self: self.owing())
     @rule(
         which=WHICH,
-        how=st.sampled_from(["heard", "lost", "resend"]),
+        how=st.sampled_from(["answered", "lost", "resend"]),
         how_far=HOW_FAR,
         turn=ENGINE_TURN,
     )
     def abort(self, which, how, how_far, turn):
-        """The writer stops; decode hears it at once, not yet, or that all will be sent again."""
+        """The writer stops; its Abort arrives now, never, or announces a resend."""
         handoff = pick(self.owing(), which)
         handoff.stop_writing()
         if how != "lost":
@@ -195,7 +195,7 @@ class DecodeWorker(Moves):
     @precondition(lambda self: self.owing())
     @rule(which=WHICH)
     def withdraw_and_find_it_reserved(self, which):
-        """A resend costs nobody the reservation, and after it nothing is granted."""
+        """A resend keeps the reservation, and after it nothing is granted."""
         handoff = pick(self.owing(), which)
         self.move(AT_REST, True)
         reserved = self.is_reserved(handoff)
@@ -212,10 +212,11 @@ class DecodeWorker(Moves):
     @precondition(lambda self: self.handoffs and self.living())
     @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["ready", "commit", "abort"]))
     def message_of_a_stranger(self, which, whose, what):
-        """Somebody who is not the sender, or does not have the token, gets nothing."""
+        """A process that is not the sender, or does not have the token, is refused."""
         handoff, writer = pick(self.handoffs, which), pick(self.living(), whose)
         if not writer.epochs:
             return
+        self.move(AT_REST, True)  # an Abort under way would free the name for any sender
         foreign = writer is not handoff.writer and self.is_sent_to(handoff)
         token = handoff.token if foreign else "guessed"
 
@@ -238,9 +239,8 @@ class DecodeWorker(Moves):
                     await self.world.receiver.abort(pb.AbortRequest(**named))
             except (Stale, Unavailable):
                 return
-            assert what == "abort", "a stranger was heard"  # of which nothing is left to see
+            assert what == "abort", "a stranger was accepted"  # of which nothing is left to see
 
-        self.move(AT_REST, True)
         before = (self.is_reserved(handoff), self.world.receiver.writing(handoff.name))
         self.go(call(), AT_REST, True)
         assert before == (self.is_reserved(handoff), self.world.receiver.writing(handoff.name))
@@ -250,7 +250,7 @@ class DecodeWorker(Moves):
     @precondition(lambda self: self.handoffs)
     @rule(seconds=st.sampled_from([DEADLINE_S, LEASE_S / 2, LEASE_S]), rest=st.booleans())
     def time_passes(self, seconds, rest):
-        """Leases and deadlines end what nobody writes into, and deadlines the rest too."""
+        """Leases and deadlines end what is not being written, and deadlines the rest too."""
         if rest:
             self.world.settle()
         self.world.pass_time(seconds)

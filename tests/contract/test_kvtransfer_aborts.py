@@ -1,4 +1,4 @@
-"""An Abort is heard in the end, and whoever gives a handoff up does not wait for that."""
+"""An Abort is answered in the end, and giving a handoff up does not wait for that."""
 
 import asyncio
 import time
@@ -18,10 +18,10 @@ def request_():
 
 
 class Answers:
-    """Stands before the receiver's `abort`: raises what it is told, in turn, and counts."""
+    """Wraps the receiver's `abort`: raises `errors` in turn, and counts calls."""
 
     def __init__(self, decode, *errors):
-        self.errors, self.calls, self.heard = list(errors), 0, asyncio.Event()
+        self.errors, self.calls, self.answered = list(errors), 0, asyncio.Event()
         abort = decode.receiver.abort
 
         async def answer(request):
@@ -29,7 +29,7 @@ class Answers:
             if self.errors:
                 raise self.errors.pop(0)
             response = await abort(request)
-            self.heard.set()
+            self.answered.set()
             return response
 
         decode.receiver.abort = answer
@@ -39,8 +39,7 @@ class Answers:
 async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(name):
     async with joined(name, prefill={"abort_wait_s": 0.0}) as (prefill, decode):
         answers = Answers(decode, Unavailable("lost"), Unavailable("lost again"))
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(0, slots(4, 5))
             await decode.asked()
             del decode.held.blocks["h"]
@@ -61,8 +60,7 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs():
             return await abort(request)
 
         decode.receiver.abort = hang
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(0, slots(4, 5))
             await decode.asked()
             before = time.monotonic()
@@ -72,7 +70,7 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs():
         await asyncio.wait_for(decode.held.ended.wait(), 10)
 
 
-async def all_told(aborts):
+async def all_answered(aborts):
     await asyncio.wait_for(asyncio.gather(*aborts._tasks), 10)
 
 
@@ -82,7 +80,7 @@ async def test_any_answer_ends_it(request_, error):
         answers = Answers(decode, *([error] if error else []))
         aborts = Aborts()
         aborts.send(f"127.0.0.1:{decode.port}", request_, ())
-        await all_told(aborts)
+        await all_answered(aborts)
         assert answers.calls == 1
         assert not aborts._channels
 
@@ -90,38 +88,37 @@ async def test_any_answer_ends_it(request_, error):
 async def test_patience_ends(request_):
     async with Decode(MemoryTransport()) as decode:
         answers = Answers(decode, *[Unavailable("no")] * 1000)
-        aborts = Aborts(patience_s=0.5)
+        aborts = Aborts(give_up_s=0.5)
         tried = aborts.send(f"127.0.0.1:{decode.port}", request_, ())
         await asyncio.wait_for(tried, 10)
         assert answers.calls
-        await all_told(aborts)
+        await all_answered(aborts)
         assert 1 < answers.calls < 1000
         assert not aborts._channels
 
 
-async def test_closing_gives_a_last_moment_and_ends_what_nobody_hears(request_):
+async def test_closing_waits_shortly_and_ends_what_is_not_answered(request_):
     aborts = Aborts()
     async with Decode(MemoryTransport()) as decode:
         port = decode.port
         answers = Answers(decode, Unavailable("once"))
         await asyncio.wait_for(aborts.send(f"127.0.0.1:{port}", request_, ()), 10)
         await aborts.close()
-        assert answers.heard.is_set() and answers.calls == 2
+        assert answers.answered.is_set() and answers.calls == 2
     aborts = Aborts()
     tried = aborts.send(f"127.0.0.1:{port}", request_, ())
-    await asyncio.wait_for(aborts.close(), 10)
+    await asyncio.wait_for(aborts.close(), 3)  # a second for the last try, and slack
     assert tried.done()
     assert not aborts._channels and not aborts._tasks
 
 
 async def test_messages_to_one_peer_share_a_channel(request_):
     async with Decode(MemoryTransport()) as decode:
-        answers = Answers(decode)
-        aborts = Aborts()
+        answers, aborts = Answers(decode), Aborts()
         for _ in range(20):
             aborts.send(f"127.0.0.1:{decode.port}", request_, ())
         await asyncio.sleep(0)
         assert len(aborts._channels) == 1
-        await all_told(aborts)
+        await all_answered(aborts)
         assert answers.calls == 20
         assert not aborts._channels

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import TransferFailed
 from kvtransfer.digest import WordDigest
-from kvtransfer.transports.cuda_driver import CudaError
+from kvtransfer.transports.cuda import CudaError
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 
 from .kvtransfer_driver import MemfdDriver
@@ -83,7 +83,7 @@ async def test_memory_that_cannot_be_opened_is_left_out_and_the_pair_uses_the_ne
             " invalid device ordinal (show every GPU of the machine to every worker)"
         )
         link = prefill.links._links["d"]
-        prefill.links.condemn(link, quarantine=False)
+        prefill.links.remove(link, quarantine=False)
         again = await prefill.hand_over(decode.reserve("i", 4, 9), "i", slots(4, 1))
         assert again.transport == "gloo"
         assert [pair.epoch for pair in prefill.links.status()] == [3]

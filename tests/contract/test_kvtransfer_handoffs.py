@@ -19,10 +19,10 @@ from baton.errors import (
 )
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
-from kvtransfer import delivery
-from kvtransfer.incoming import ReservedBlocks
-from kvtransfer.liveness import ProcessWatch
-from kvtransfer.waiting import Deadline
+from kvtransfer import sender
+from kvtransfer.deadline import Deadline
+from kvtransfer.peers import ProcessWatch
+from kvtransfer.receiver import ReservedBlocks
 from tests.waiting import eventually
 
 from .kvtransfer_parts import (
@@ -55,7 +55,7 @@ async def test_chunk_by_chunk(name):
         assert decode.held.committed_tokens == {"h": 7}
         assert not decode.receiver.writing("h")
         assert (stats.num_bytes, stats.chunks) == (18 * TOKEN_BYTES, 3)
-        assert stats.transport == name
+        assert stats.transport == name and stats.hidden_s < stats.wire_s
         [pair] = prefill.links.status()
         assert (pair.prefill, pair.decode, pair.state) == ("p", "d", "OPEN")
         assert pair.sent_bytes == stats.num_bytes
@@ -64,10 +64,9 @@ async def test_chunk_by_chunk(name):
 
 
 @every_transport
-async def test_what_was_sent_before_the_last_chunk_is_told_as_hidden(name):
+async def test_what_was_sent_before_the_last_chunk_counts_as_hidden(name):
     async with joined(name) as (prefill, decode):
-        to = decode.reserve("h", 12, 9, 4, 5)
-        async with prefill.sender.open(to, "h", 12, 10.0) as handoff:
+        async with prefill.opened(decode, 12, 9, 4, 5) as handoff:
             handoff.send(0, slots(8, 1, 2))
 
             async def sent_bytes():
@@ -81,13 +80,6 @@ async def test_what_was_sent_before_the_last_chunk_is_told_as_hidden(name):
             stats = await handoff.committed()
         assert decode.held.committed_tokens == {"h": 7}
         assert 0 < stats.hidden_s < stats.wire_s
-
-
-@every_transport
-async def test_nothing_is_hidden_of_a_single_chunk(name):
-    async with joined(name) as (prefill, decode):
-        stats = await prefill.hand_over(decode.reserve("h", 4, 9), "h", slots(4, 1))
-        assert (stats.hidden_s, stats.chunks) == (0.0, 1)
 
 
 @every_transport
@@ -159,7 +151,7 @@ async def test_what_differs_from_the_commit_is_corrupted(name, field):
         setattr(request, field, getattr(request, field) ^ 1)
 
     async with joined(name) as (prefill, decode):
-        decode.before_commit(change)
+        decode.before_call("commit", change)
         to = decode.reserve("h", 8, 1, 2)
         with pytest.raises(KvCorrupted, match=field.removeprefix("num_")):
             await prefill.hand_over(to, "h", slots(8, 5, 6))
@@ -170,7 +162,7 @@ async def test_what_differs_from_the_commit_is_corrupted(name, field):
 @pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
 async def test_blocks_overwritten_before_commit_are_noticed(name):
     async with joined(name) as (prefill, decode):
-        decode.before_commit(lambda request: decode.pool.tensor[2, 0, 0, 0, 0].add_(1))
+        decode.before_call("commit", lambda request: decode.pool.tensor[2, 0, 0, 0, 0].add_(1))
         to = decode.reserve("h", 8, 1, 2)
         with pytest.raises(KvCorrupted, match="checksum"):
             await prefill.hand_over(to, "h", slots(8, 5, 6))
@@ -179,8 +171,7 @@ async def test_blocks_overwritten_before_commit_are_noticed(name):
 @every_transport
 async def test_short_handoff_is_refused(name):
     async with joined(name) as (prefill, decode):
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(0, slots(4, 5))
             with pytest.raises(KvCorrupted):
                 await handoff.commit(4, 7)
@@ -193,8 +184,7 @@ async def test_short_handoff_is_refused(name):
 )
 async def test_what_is_not_reserved_is_not_written(name, first, chunk):
     async with joined(name) as (prefill, decode):
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(first, chunk)
             handoff.send(first + chunk.num_tokens, slots(4, 9))
             with pytest.raises((InvalidRequest, KvCorrupted)):
@@ -226,33 +216,36 @@ async def test_another_incarnation_is_stale():
             await prefill.hand_over(to, "h", slots(4, 1))
 
 
+def ready_request(link, num_tokens):
+    names = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
+    return pb.ReadyRequest(**names, epoch=link.epoch, num_tokens=num_tokens)
+
+
 @every_transport
 async def test_old_epoch_is_refused_and_a_new_one_works(name):
     async with joined(name) as (prefill, decode):
         to = decode.reserve("h", 4, 1)
         link = await prefill.links.acquire(to, Deadline(5.0))
         decode.receiver._peers.drop("p")
-        ready = pb.ReadyRequest(
-            handoff_id="h", reservation_token="token-h", incarnation="p", epoch=link.epoch
-        )
-        ready.num_tokens = 4
         with pytest.raises(Unavailable, match="epoch 1"), rpc.translated():
-            await link.stub.Ready(ready)
+            await link.stub.Ready(ready_request(link, 4))
         assert not decode.receiver.writing("h")
-        prefill.links.condemn(link, quarantine=False)
+        prefill.links.remove(link, quarantine=False)
         prefill.links.release(link)
         await prefill.hand_over(to, "h", slots(4, 1))
         assert [pair.epoch for pair in prefill.links.status()] == [2]
 
 
-async def test_descriptors_that_differ_are_named():
+async def test_descriptors_that_differ_are_named_before_anything_is_sent():
     other = common_pb2.KvDescriptor()
     other.CopyFrom(DESCRIPTOR)
     other.num_kv_heads = 3
     async with joined("memory", prefill={"descriptor": other}) as (prefill, decode):
-        to = decode.reserve("h", 4, 1)
+        aborts = []
+        decode.before_call("abort", aborts.append)
         with pytest.raises(KvMismatch, match=r"prefill p and decode d.*num_kv_heads: 3 != 0"):
-            await prefill.hand_over(to, "h", slots(4, 1))
+            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
+        assert aborts == []  # nothing was granted, so there is nothing to take back
 
 
 @pytest.mark.parametrize("pid", [1 << 31, (1 << 32) - 1])
@@ -266,21 +259,17 @@ async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
         with pytest.raises(InvalidRequest, match="pid") as refused:
             await decode.receiver.offer(offer)
         assert refused.value.field == "pid"
+        with pytest.raises(InvalidRequest):
+            ProcessWatch(0, lambda: None)
         with pytest.raises(Unavailable, match="is gone"):
             await decode.receiver.ready(pb.ReadyRequest(incarnation="p", epoch=1))
 
 
-@pytest.mark.parametrize("pid", [0, -1, 1 << 40])
-async def test_no_such_pid_is_watched(pid):
-    with pytest.raises(InvalidRequest):
-        ProcessWatch(pid, lambda: None)
-
-
-async def test_shm_is_not_chosen_between_hosts():
-    async with joined("shm", decode={"host": "elsewhere"}) as (prefill, decode):
-        to = decode.reserve("h", 4, 1)
-        with pytest.raises(KvMismatch, match="different hosts"):
-            await prefill.hand_over(to, "h", slots(4, 1))
+@pytest.mark.parametrize("host", ["elsewhere", "other/pid:1/0"])
+async def test_shm_is_not_chosen_between_hosts(host):
+    async with joined("shm", decode={"host": host}) as (prefill, decode):
+        with pytest.raises(KvMismatch, match=r"different hosts.*different machines"):
+            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
 
 
 async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined():
@@ -292,7 +281,7 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined():
         to = decode.reserve("h2", 4, 1)
         try:
             with pytest.raises(TransferFailed, match="did not answer"):
-                await asyncio.wait_for(prefill.hand_over(to, "h2", slots(4, 1)), 5)
+                await asyncio.wait_for(prefill.hand_over(to, "h2", slots(4, 1)), 4)
         finally:
             stuck.set()
         with pytest.raises(Unavailable):
@@ -301,8 +290,7 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined():
 
 async def test_a_failed_or_ended_handoff_takes_no_more_chunks():
     async with joined("shm") as (prefill, decode):
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
             with pytest.raises(InvalidRequest):
                 handoff.send(0, slots(5, 1))
             await handoff.abort("changed my mind")
@@ -364,8 +352,7 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
 @pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
 async def test_cancelled_reservation_is_quarantined_until_the_sender_lets_go(name):
     async with joined(name) as (prefill, decode):
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(0, slots(4, 5))
             await decode.asked()
             del decode.held.blocks["h"]
@@ -376,32 +363,28 @@ async def test_cancelled_reservation_is_quarantined_until_the_sender_lets_go(nam
         assert "h" in decode.held.reasons
 
 
-async def test_peer_gone_names_what_it_leaves():
+@pytest.mark.parametrize("during_commit", [False, True])
+async def test_peer_gone_ends_and_names_what_it_leaves(during_commit):
     async with joined("shm") as (prefill, decode):
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
-            handoff.send(0, slots(4, 5))
-            await decode.asked()
-            assert await decode.receiver.peer_gone("p") == ["h"]
-            assert not decode.receiver.writing("h")
-            assert "has ended" in decode.held.reasons["h"]
-
-
-async def test_peer_gone_during_commit_ends_the_handoff():
-    async with joined("shm") as (prefill, decode):
-        arrived = decode.receiver._arrived
-        left = []
+        arrived, left = decode.receiver._arrived, []
 
         async def gone_meanwhile(peer, record):
             digest = await arrived(peer, record)
             left.extend(await decode.receiver.peer_gone("p"))
             return digest
 
-        decode.receiver._arrived = gone_meanwhile
-        to = decode.reserve("h", 4, 1)
-        with pytest.raises(Stale):
-            await prefill.hand_over(to, "h", slots(4, 5))
-        assert left == ["h"]
+        async with prefill.opened(decode, 4, 1) as handoff:
+            handoff.send(0, slots(4, 5))
+            await decode.asked()
+            if during_commit:
+                decode.receiver._arrived = gone_meanwhile
+                with pytest.raises(Stale):
+                    await handoff.commit(4, 7)
+            else:
+                left += await decode.receiver.peer_gone("p")
+            assert left == ["h"]
+            assert not decode.receiver.writing("h")
+            assert "has ended" in decode.held.reasons["h"]
         assert decode.held.committed_tokens == {}
 
 
@@ -409,11 +392,7 @@ async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout
     async with joined("gloo", decode={"timeout_s": 0.3}) as (prefill, decode):
         to = decode.reserve("h", 8, 1, 2)
         link = await prefill.links.acquire(to, Deadline(5.0))
-        ready = pb.ReadyRequest(
-            handoff_id="h", reservation_token="token-h", incarnation="p", epoch=link.epoch
-        )
-        ready.num_tokens = 8
-        assert (await link.stub.Ready(ready)).block_ids == [1, 2]
+        assert (await link.stub.Ready(ready_request(link, 8))).block_ids == [1, 2]
         assert decode.receiver.writing("h")
         del decode.held.blocks["h"]
         decode.receiver.forget("h")
@@ -425,8 +404,7 @@ async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout
 
 async def test_reservation_that_changes_under_a_receive_discards_it():
     async with joined("gloo") as (prefill, decode):
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(0, slots(4, 5))
             await decode.asked()
             decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, BLOCK_SIZE, b"")
@@ -459,11 +437,11 @@ async def test_a_worker_that_is_not_registered_gets_no_link_and_shuts_no_pair():
 
 
 @pytest.mark.parametrize("timeout_s, error", [(0.3, DeadlineExceeded), (30.0, TransferFailed)])
-async def test_a_put_that_never_ends_holds_nobody_longer_than_its_time(
+async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
     monkeypatch, timeout_s, error
 ):
-    """As one that waits for a GPU that hangs. Only its end tells the decode worker of the abort."""
-    monkeypatch.setattr(delivery, "_PUT_GRACE_S", 0.1)
+    """As one that waits for a GPU that hangs. The Abort is sent only when it ends."""
+    monkeypatch.setattr(sender, "_PUT_GRACE_S", 0.1)
     async with joined("memory", prefill={"step_s": 0.5}) as (prefill, decode):
         link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
         put, hangs = link._link.put, threading.Event()
@@ -480,9 +458,10 @@ async def test_a_put_that_never_ends_holds_nobody_longer_than_its_time(
                 handoff.send(0, slots(8, 5, 6))
                 await handoff.commit(8, 7)
 
+        bound_s = min(timeout_s, 0.5) + 0.1 + 1.5  # one put or the deadline, its grace, and slack
         try:
             with pytest.raises(error):
-                await asyncio.wait_for(run(), 5)
+                await asyncio.wait_for(run(), bound_s)
             assert decode.receiver.writing("h")
             assert decode.held.reasons == {}
             assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]

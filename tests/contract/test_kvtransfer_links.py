@@ -83,7 +83,7 @@ def test_silent_sender_fails_the_receive_on_time_and_a_new_epoch_works(gloo_pair
     receive, _ = gloo_pair.post(slots(4, 1), timeout_s=0.2)
     with pytest.raises(TransferFailed):
         receive.result(5)
-    assert 0.15 < time.monotonic() - start < 2
+    assert 0.15 < time.monotonic() - start < 1.5
     again = Pair(gloo_pair.transport, 2, gloo_pair.source, gloo_pair.target)
     _, sent, arrived = again.move(slots(4, 1), slots(4, 1))
     assert sent.value == arrived.value
@@ -94,7 +94,7 @@ def test_silent_receiver_fails_the_put_on_time(gloo_pair):
     start = time.monotonic()
     with pytest.raises(TransferFailed):
         gloo_pair.link.put(slots(4, 1), slots(4, 1), Digest(), 0.2)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 1.5
 
 
 def test_sender_that_closes_wakes_the_receive(gloo_pair):
@@ -109,7 +109,7 @@ def test_receive_of_another_epoch_is_stale(gloo_pair):
         gloo_pair.listener.receive("p", 9, slots(4, 1), Digest(), 1.0, threading.Event().set)
 
 
-def test_nobody_connects(gloo_pair):
+def test_a_link_without_a_peer_fails(gloo_pair):
     gloo_pair.listener.offer("late", 7)
     with pytest.raises(TransferFailed):
         gloo_pair.listener.accept("late", 7, 0.2)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import TransferFailed, Unavailable
+from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Digest
-from kvtransfer.waiting import Deadline
 
 from .kvtransfer_parts import TRANSPORTS, Prefill, make_pool, register, slots, target
 

@@ -9,11 +9,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.errors import DeadlineExceeded, KvCorrupted, KvMismatch, Stale, TransferFailed
-from baton.v1 import common_pb2
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
 
-from .kvtransfer_parts import DESCRIPTOR, TOKEN_BYTES, TRANSPORTS, expect_only, joined, slots
+from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, expect_only, joined, slots
 
 every_transport = pytest.mark.parametrize("name", list(TRANSPORTS))
 
@@ -38,7 +37,7 @@ def corrupt(request):
 @pytest.mark.parametrize("cached", [0, 4])
 async def test_corrupted_kv_is_sent_again_on_the_same_link(name, cached):
     async with joined(name) as (prefill, decode):
-        decode.before_commit(Times(1, corrupt))
+        decode.before_call("commit", Times(1, corrupt))
         to = decode.reserve("h", 18, 9, 4, 5, 6, 20, cached=cached)
         own, there = slots(18 - cached, *(1, 2, 3, 8, 7)[cached // 4 :]), (9, 4, 5, 6, 20)
         chunks = [Slots(own.block_ids[:2], 8), Slots(own.block_ids[2:], own.num_tokens - 8)]
@@ -56,8 +55,7 @@ async def test_corrupted_kv_is_sent_again_on_the_same_link(name, cached):
 @every_transport
 async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(name):
     async with joined(name, prefill={"backoff_s": 60.0}) as (prefill, decode):
-        to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(0, slots(4, 5))
             await decode.asked()
             decode.receiver._peers.drop("p")
@@ -126,7 +124,7 @@ async def test_all_handoffs_of_a_lost_link_are_sent_again_over_one_new_one(name)
 async def test_resends_are_bounded_and_then_the_blocks_are_given_back(name):
     async with joined(name) as (prefill, decode):
         commits = Times(100, corrupt)
-        decode.before_commit(commits)
+        decode.before_call("commit", commits)
         to = decode.reserve("h", 4, 1)
         with pytest.raises(KvCorrupted):
             await prefill.hand_over(to, "h", slots(4, 5))
@@ -144,7 +142,7 @@ async def test_a_reservation_that_is_gone_is_not_sent_again():
             decode.receiver.forget("h")
 
         withdrawals = Times(1, cancel)
-        decode.before_commit(corrupt)
+        decode.before_call("commit", corrupt)
         decode.before_call("abort", withdrawals)
         to = decode.reserve("h", 4, 1)
         with pytest.raises(KvCorrupted):
@@ -155,14 +153,14 @@ async def test_a_reservation_that_is_gone_is_not_sent_again():
 @pytest.mark.parametrize(
     "raised", [Stale("x"), KvMismatch("x"), DeadlineExceeded("x")], ids=lambda e: type(e).__name__
 )
-async def test_what_sending_again_cannot_mend_is_not_sent_again(raised):
+async def test_what_a_resend_cannot_fix_is_not_resent(raised):
     async with joined("memory") as (prefill, decode):
 
         def fail(request):
             raise raised
 
         asked = []
-        decode.before_commit(fail)
+        decode.before_call("commit", fail)
         decode.before_call("abort", asked.append)
         to = decode.reserve("h", 4, 1)
         timeout_s = 0.5 if isinstance(raised, DeadlineExceeded) else 10.0
@@ -175,9 +173,8 @@ async def test_what_sending_again_cannot_mend_is_not_sent_again(raised):
 
 async def test_a_failed_commit_keeps_the_reservation_but_nothing_writes_into_it():
     async with joined("shm") as (prefill, decode):
-        decode.before_commit(corrupt)
-        to = decode.reserve("h", 4, 1)
-        async with prefill.sender.open(to, "h", 4, 10.0) as handoff:
+        decode.before_call("commit", corrupt)
+        async with prefill.opened(decode, 4, 1) as handoff:
             stopped = asyncio.Event()
             handoff._prepare_resend = lambda delivery, failure: stopped.set() or stuck()
             stuck = asyncio.Event().wait
@@ -203,7 +200,7 @@ async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good():
             return await abort(request)
 
         decode.receiver.abort = slow
-        decode.before_commit(corrupt)
+        decode.before_call("commit", corrupt)
         to = decode.reserve("h", 4, 1)
         running = asyncio.create_task(prefill.hand_over(to, "h", slots(4, 5)))
         await asyncio.wait_for(reached.wait(), 5)
@@ -235,25 +232,13 @@ async def test_a_receive_that_failed_at_the_receiver_is_posted_again():
         assert decode.held.committed_tokens["h"] == 7
 
 
-async def test_the_span_tells_of_resends():
+async def test_the_span_counts_resends():
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
     async with joined("memory", prefill={"tracer": tracer}) as (prefill, decode):
-        decode.before_commit(Times(2, corrupt))
+        decode.before_call("commit", Times(2, corrupt))
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     [span] = exporter.get_finished_spans()
     assert (span.name, span.attributes["baton.resends"]) == ("kv.transfer", 2)
     provider.shutdown()
-
-
-async def test_descriptors_that_differ_are_refused_before_anything_is_sent():
-    other = common_pb2.KvDescriptor()
-    other.CopyFrom(DESCRIPTOR)
-    other.num_kv_heads = 3
-    async with joined("memory", prefill={"descriptor": other}) as (prefill, decode):
-        asked = []
-        decode.before_call("abort", asked.append)
-        with pytest.raises(KvMismatch):
-            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
-        assert asked == []  # nothing was granted, so there is nothing to take back

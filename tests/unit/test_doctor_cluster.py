@@ -12,7 +12,7 @@ from baton.local.doctor import Finding
 from baton.local.doctor_cluster import Pair, check_cluster, pairs_of
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
-from kvtransfer import negotiation, pairing
+from kvtransfer import pairing
 from kvtransfer.interface import Transport
 
 CUDA_IPC, NCCL = common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL
@@ -265,12 +265,12 @@ def test_the_doctor_says_what_the_workers_do(host: str) -> None:
         for (own, others), (there, beyond) in places:
             prefill = gpu("p", own, others, transports=ours)
             decode = gpu("d", there, beyond, host=host, transports=theirs)
-            ends = negotiation.Ends(
+            ends = pairing.Ends(
                 same_host=host == HOST, same_machine=host == HOST, gpu=there,
                 reachable=(own, *others), nccl=(2, 27, 5),
             )  # fmt: skip
             try:
-                chosen = negotiation.choose(ours, [Named(kind) for kind in theirs], ends=ends).kind
+                chosen = pairing.choose(ours, [Named(kind) for kind in theirs], ends).kind
             except KvMismatch:
                 chosen = None
             assert pairing.fastest(prefill, decode) == chosen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,22 +15,14 @@ from baton.v1 import common_pb2, decode_pb2
 from tests.unit.worker.running import PATIENCE_S, Router, Worker, asked, prompt, spec
 
 
-@pytest.fixture
-async def decode(directory: Path, store: MemoryStore) -> AsyncIterator[Worker]:
-    async with Worker("decode", directory, store) as worker:
-        yield worker
-
-
-async def test_a_full_pool_refuses_at_once_with_advice(decode: Worker) -> None:
-    async with Router(decode) as router:
-        await router.reserve(spec("a", prompt(150)))
-        with pytest.raises(Overloaded) as refused:
-            await router.reserve(spec("b", prompt(150, start=1)))
-        assert refused.value.retry_after_s > 0
-        await router.cancel("a")
+async def test_a_full_pool_refuses_at_once_with_advice(decode: Worker, router: Router) -> None:
+    await router.reserve(spec("a", prompt(150)))
+    with pytest.raises(Overloaded) as refused:
         await router.reserve(spec("b", prompt(150, start=1)))
-        await router.cancel("b")
-        assert await decode.clean()
+    assert refused.value.retry_after_s > 0
+    await router.cancel("a")
+    await router.reserve(spec("b", prompt(150, start=1)))
+    await router.cancel("b")
 
 
 async def test_sequences_do_not_pile_up_before_the_batch(
@@ -59,37 +50,31 @@ async def test_a_router_must_listen_first(decode: Worker) -> None:
     assert await decode.clean()
 
 
-async def test_an_id_is_used_once(decode: Worker) -> None:
-    async with Router(decode) as router:
+async def test_an_id_is_used_once(decode: Worker, router: Router) -> None:
+    await router.reserve(spec("a", prompt(20)))
+    with pytest.raises(InvalidRequest) as refused:
         await router.reserve(spec("a", prompt(20)))
-        with pytest.raises(InvalidRequest) as refused:
-            await router.reserve(spec("a", prompt(20)))
-        assert refused.value.field == "handoff_id"
-        await router.cancel("a")
-        assert await decode.clean()
+    assert refused.value.field == "handoff_id"
+    await router.cancel("a")
 
 
-async def test_cached_tokens_are_told(decode: Worker) -> None:
-    async with Router(decode) as router:
-        await router.reserve(spec("a", prompt(40)), local=40)
-        await router.tokens("a")
-        reserved = await router.reserve(spec("b", prompt(40)))
-        assert (reserved.cached_tokens, reserved.started) == (32, False)
-        other_salt = await router.reserve(spec("c", prompt(40), cache_salt="x"))
-        assert other_salt.cached_tokens == 0
-        await router.cancel("b", "c")
-        assert await decode.clean()
+async def test_cached_tokens_are_told(decode: Worker, router: Router) -> None:
+    await router.reserve(spec("a", prompt(40)), local=40)
+    await router.tokens("a")
+    reserved = await router.reserve(spec("b", prompt(40)))
+    assert (reserved.cached_tokens, reserved.started) == (32, False)
+    other_salt = await router.reserve(spec("c", prompt(40), cache_salt="x"))
+    assert other_salt.cached_tokens == 0
+    await router.cancel("b", "c")
 
 
-async def test_little_left_to_compute_starts_by_itself(decode: Worker) -> None:
-    async with Router(decode) as router:
-        assert (await router.reserve(spec("a", prompt(40)), local=40)).started
-        assert len(await router.tokens("a")) == 4
-        assert not (await router.reserve(spec("b", prompt(40, start=5)), local=39)).started
-        assert (await router.reserve(spec("c", prompt(40)), local=8)).started
-        assert len(await router.tokens("c")) == 4
-        await router.cancel("b")
-        assert await decode.clean()
+async def test_little_left_to_compute_starts_by_itself(decode: Worker, router: Router) -> None:
+    assert (await router.reserve(spec("a", prompt(40)), local=40)).started
+    assert len(await router.tokens("a")) == 4
+    assert not (await router.reserve(spec("b", prompt(40, start=5)), local=39)).started
+    assert (await router.reserve(spec("c", prompt(40)), local=8)).started
+    assert len(await router.tokens("c")) == 4
+    await router.cancel("b")
 
 
 async def test_a_step_is_one_message_for_all_of_a_routers_sequences(decode: Worker) -> None:
@@ -129,36 +114,34 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=-1)
         (spec("x", prompt(4), sampling=SAMPLING), "sampling.temperature"),
     ],
 )
-async def test_a_malformed_sequence_is_refused_and_hurts_nobody(
-    decode: Worker, bad: common_pb2.SequenceSpec, field: str
+async def test_a_malformed_sequence_is_refused_alone(
+    decode: Worker, router: Router, bad: common_pb2.SequenceSpec, field: str
 ) -> None:
-    async with Router(decode) as router:
-        await router.reserve(spec("good", prompt(10), max_tokens=20), local=10)
-        with pytest.raises(InvalidRequest) as refused:
-            await router.reserve(bad, local=512)
-        assert refused.value.field == field
-        assert len(await router.tokens("good")) == 20
-        assert await decode.clean()
+    await router.reserve(spec("good", prompt(10), max_tokens=20), local=10)
+    with pytest.raises(InvalidRequest) as refused:
+        await router.reserve(bad, local=512)
+    assert refused.value.field == field
+    assert len(await router.tokens("good")) == 20
 
 
 async def test_a_caller_that_hangs_up_while_the_engine_is_busy_leaves_nothing(
     decode: Worker,
+    router: Router,
 ) -> None:
-    async with Router(decode) as router:
-        gate = threading.Event()
-        decode.node.engine.submit(gate.wait)
-        for name, local in (("reserved", 0), ("started", 20)):
-            request = decode_pb2.ReserveRequest(
-                stream_id=router.stream_id,
-                sequence=spec(name, prompt(20)),
-                local_prefill_max_tokens=local,
-            )
-            entered = asked(decode, "reserve")
-            call = decode.decode.Reserve(request)
-            await asyncio.wait_for(entered.wait(), PATIENCE_S)
-            call.cancel()
-            await asyncio.wait_for(decode.node.role.idle(), PATIENCE_S)
-        gate.set()
-        assert await decode.clean()
-        assert decode.spans.ended.count("decode") == 2
-        assert router.messages == []
+    gate = threading.Event()
+    decode.node.engine.submit(gate.wait)
+    for name, local in (("reserved", 0), ("started", 20)):
+        request = decode_pb2.ReserveRequest(
+            stream_id=router.stream_id,
+            sequence=spec(name, prompt(20)),
+            local_prefill_max_tokens=local,
+        )
+        entered = asked(decode, "reserve")
+        call = decode.decode.Reserve(request)
+        await asyncio.wait_for(entered.wait(), PATIENCE_S)
+        call.cancel()
+        await asyncio.wait_for(decode.node.role.idle(), PATIENCE_S)
+    gate.set()
+    assert await decode.clean()
+    assert decode.spans.ended.count("decode") == 2
+    assert router.messages == []

@@ -23,7 +23,7 @@ def tokens_of(events: list[decode_pb2.SequenceEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
-async def heard(router: Router, name: str) -> list[decode_pb2.SequenceEvent]:
+async def events_of(router: Router, name: str) -> list[decode_pb2.SequenceEvent]:
     """All events of a sequence."""
     events = [await router.event(name)]
     while not events[-1].finish_reason:
@@ -47,9 +47,9 @@ async def test_a_stream_is_the_same_in_fewer_events(directory: Path, store: Memo
                     sequence=asked, target=target(decode, reserved)
                 )
                 call = prefill.prefill.Prefill(request, timeout=PATIENCE_S)
-                told = [message async for message in call]
-                assert told[-1].HasField("committed")
-                streams.append((told[1].first_token, await heard(router, "a")))
+                responses = [message async for message in call]
+                assert responses[-1].HasField("committed")
+                streams.append((responses[1].first_token, await events_of(router, "a")))
                 assert await decode.clean()
         (first, events), (other_first, fewer) = streams
         assert first == other_first
@@ -62,6 +62,6 @@ async def test_a_stream_is_the_same_in_fewer_events(directory: Path, store: Memo
         )
         assert [event.finish_reason for event in fewer][:-1] == [0] * (len(fewer) - 1)
         right = 'baton_engine_drafts_total{right="yes"}'
-        assert f"{right} {len(events) - len(fewer)}" in drafting.node.figures.render("")[1].decode()
-        assert f"{right} 0" in plain.node.figures.render("")[1].decode()
+        assert f"{right} {len(events) - len(fewer)}" in drafting.node.metrics.render("")[1].decode()
+        assert f"{right} 0" in plain.node.metrics.render("")[1].decode()
         assert await prefill.clean()

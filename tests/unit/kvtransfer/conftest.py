@@ -1,4 +1,4 @@
-"""Kernels are interpreted here, on the CPU: told before the first of them is imported."""
+"""Kernels are interpreted here, on the CPU: set before the first of them is imported."""
 
 from __future__ import annotations
 

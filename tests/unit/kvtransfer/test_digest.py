@@ -1,4 +1,4 @@
-"""What the checksums tell apart, and what they do not depend on."""
+"""What the checksums distinguish, and what they do not depend on."""
 
 import pytest
 import torch

@@ -123,7 +123,7 @@ def test_blocks_beyond_what_32_bits_can_count():
     shape = (1 << 17, 1, 2, 1, 16, 520)  # 65 KiB a block, more than 2**31 words; untouched is free
     num_bytes = 4 * math.prod(shape)
     assert num_bytes // 4 > 1 << 31
-    area = shm.allocate(num_bytes)
+    area = shm.SharedMemoryArea(num_bytes)
     pool = KvPool(area.tensor.view(torch.float32).view(shape))
     last = shape[0] - 1
     pool.tensor[last] = torch.randn(shape[1:])

@@ -15,13 +15,6 @@ def pool(request):
     return KvPool(torch.randn(SHAPE).to(request.param))
 
 
-def test_sizes(pool):
-    size = pool.tensor.element_size()
-    assert pool.token_bytes == 2 * 2 * 3 * 5 * size
-    assert pool.block_bytes == 4 * pool.token_bytes
-    assert pool.nbytes(Slots((1, 2), 7)) == 7 * pool.token_bytes
-
-
 def test_gather_is_the_canonical_order(pool):
     out = torch.empty(2 * pool.block_bytes, dtype=torch.uint8)
     data = pool.gather(Slots((4, 1), 6), out)
@@ -87,7 +80,7 @@ def test_pool_must_be_block_major_and_contiguous():
         KvPool(torch.zeros(6, 2, 2, 3))
 
 
-@pytest.mark.parametrize("piece", [1, 100, 480, 1000, 1 << 20])
+@pytest.mark.parametrize("piece", [1, 100, 480, 1 << 20])
 def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
     monkeypatch.setattr("kvtransfer.pool.PIECE_BYTES", piece)
     target, digest = KvPool(torch.zeros_like(pool.tensor)), Digest()

@@ -1,4 +1,4 @@
-"""Hundreds of prompts given up at once, on the model that the demo runs."""
+"""Hundreds of prompts cancelled at once, on the model that the demo runs."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ async def test_hundreds_of_cancelled_prompts_leave_both_workers_serving(store: M
         paced.allow.release(99)
         await cancelled
         assert await prefill.clean()
-        # A prefill worker does not wait long for its aborts to be heard.
+        # A prefill worker does not wait long for answers to its Aborts.
         await eventually(decode.clean, bool, "blocks stay quarantined", PATIENCE_S)
         assert (await prefill.blocks()).steps == 1
 
-        told = [message async for message in await start("next", prompt(40, start=7))]
-        assert told[-1].HasField("committed")
+        responses = [message async for message in await start("next", prompt(40, start=7))]
+        assert responses[-1].HasField("committed")
         assert len(await router.tokens("next")) == 3
         assert (await prefill.blocks()).steps == 3  # of the two chunks, none waited for others

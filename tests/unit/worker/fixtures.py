@@ -1,13 +1,15 @@
-"""What every worker test needs: a tiny checkpoint, and an empty registry."""
+"""What every worker test needs: a tiny checkpoint, an empty registry, a decode worker."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from baton.registry.memory import MemoryStore
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.worker.running import Router, Worker
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +22,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()
+
+
+@pytest.fixture
+async def decode(directory: Path, store: MemoryStore) -> AsyncIterator[Worker]:
+    async with Worker("decode", directory, store) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def router(decode: Worker) -> AsyncIterator[Router]:
+    """A router's stream; after the test the decode worker holds nothing."""
+    async with Router(decode) as router:
+        yield router
+        assert await decode.clean()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
@@ -19,26 +20,28 @@ from baton.engine import build
 from baton.engine.planner import Plan
 from baton.engine.reports import Load
 from baton.engine.runner import Drawn
+from baton.errors import KvCorrupted
+from baton.prefix import token_digest
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.telemetry import Telemetry
 from baton.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
+    handoff_pb2,
     handoff_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     worker_pb2_grpc,
 )
 from baton.worker.node import Node, Role
-from baton.worker.service import WorkerServicer
-from decode_worker.batch import Batch
+from decode_worker.worker import DecodeWorker
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
-from prefill_worker.prefills import Prefills
+from prefill_worker.worker import PrefillWorker
 
 BLOCK_SIZE, BLOCKS = 16, 16
-ROLES = {"prefill": Prefills, "decode": Batch}
+ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
 PATIENCE_S = 10.0
 
 
@@ -91,14 +94,14 @@ class Worker:
     async def run(self) -> None:
         """The node's whole life."""
         try:
-            await self.node.run(self.load, self.role, WorkerServicer)
+            await self.node.run(self.load, self.role)
         finally:
             if self._area is not None:
                 self._area.close()
 
     def load(self) -> build.Loaded:
         def allocate(num_bytes: int) -> torch.Tensor:
-            self._area = shm.allocate(num_bytes)
+            self._area = shm.SharedMemoryArea(num_bytes)
             return self._area.tensor
 
         return build.load(self.config.engine, allocate)
@@ -141,7 +144,7 @@ class Worker:
         return await asyncio.wrap_future(self.node.engine.load())
 
     async def clean(self) -> bool:
-        """Whether nobody holds a block and none is quarantined, once all that runs has ended."""
+        """Whether no block is held or quarantined, once all that runs has ended."""
         await asyncio.wait_for(self.node.role.idle(), PATIENCE_S)
         load = await self.blocks()
         return load.blocks_held == load.blocks_quarantined == 0
@@ -197,7 +200,7 @@ class Router:
         self.messages: list[decode_pb2.StreamEventsResponse] = []
         self._decode = decode
         self._queues: dict[str, asyncio.Queue[decode_pb2.SequenceEvent]] = {}
-        self._signs: asyncio.Queue[decode_pb2.StreamEventsResponse] = asyncio.Queue()
+        self._heartbeats: asyncio.Queue[decode_pb2.StreamEventsResponse] = asyncio.Queue()
 
     async def __aenter__(self) -> Router:
         request = decode_pb2.StreamEventsRequest(
@@ -240,21 +243,82 @@ class Router:
             if event.finish_reason:
                 return tokens
 
-    async def sign_of_life(self) -> None:
+    async def heartbeat(self) -> None:
         """Waits for the next message without events."""
-        await asyncio.wait_for(self._signs.get(), PATIENCE_S)
+        await asyncio.wait_for(self._heartbeats.get(), PATIENCE_S)
 
     async def _listen(self) -> None:
         with rpc.translated():
             async for message in self.call:
                 self.messages.append(message)
                 if not message.events:
-                    self._signs.put_nowait(message)
+                    self._heartbeats.put_nowait(message)
                 for event in message.events:
                     self._queue(event.handoff_id).put_nowait(event)
 
     def _queue(self, handoff_id: str) -> asyncio.Queue[decode_pb2.SequenceEvent]:
         return self._queues.setdefault(handoff_id, asyncio.Queue())
+
+
+def offer_of(decode: Worker, incarnation: str) -> handoff_pb2.OfferRequest:
+    """A prefill worker's Offer, over all that the decode worker has."""
+    record = decode.node.record
+    return handoff_pb2.OfferRequest(
+        incarnation=incarnation,
+        target_incarnation=record.incarnation,
+        kv=record.kv,
+        transports=record.transports,
+    )
+
+
+class Writer:
+    """A prefill process as far as its messages about one handoff go; it sends no KV.
+
+    `pid` is that of the process (0: this one).
+    """
+
+    def __init__(self, decode: Worker, handoff_id: str, reserved: Any, pid: int = 0) -> None:
+        self._decode, self._pid, self._epoch = decode, pid, 0
+        self._names: dict[str, Any] = {
+            "handoff_id": handoff_id,
+            "reservation_token": reserved.reservation_token,
+            "incarnation": "writer",
+        }
+
+    async def grant(self, num_tokens: int = 20) -> None:
+        """Takes a new link, and the grant."""
+        self._decode.knows_prefill("writer", self._pid)
+        offer = offer_of(self._decode, "writer")
+        self._epoch = (await self._decode.handoff.Offer(offer, timeout=PATIENCE_S)).epoch
+        ready = handoff_pb2.ReadyRequest(**self._names, epoch=self._epoch, num_tokens=num_tokens)
+        with rpc.translated():
+            await self._decode.handoff.Ready(ready, timeout=PATIENCE_S)
+
+    async def commit(self, num_tokens: int = 20) -> None:
+        """Commits what never arrived."""
+        digest = token_digest(prompt(num_tokens))
+        request = handoff_pb2.CommitRequest(
+            **self._names, epoch=self._epoch, num_tokens=num_tokens, token_digest=digest
+        )
+        with rpc.translated():
+            await self._decode.handoff.Commit(request, timeout=PATIENCE_S)
+
+    async def fail_to_commit(self) -> None:
+        await self.grant()
+        with pytest.raises(KvCorrupted):
+            await self.commit()
+
+    async def abort(self, resend: bool = False) -> None:
+        request = handoff_pb2.AbortRequest(**self._names, reason="test", resend=resend)
+        with rpc.translated():
+            await self._decode.handoff.Abort(request, timeout=PATIENCE_S)
+
+
+async def granted(decode: Worker, router: Router, name: str = "a", pid: int = 0) -> Writer:
+    """The writer of a new reservation, which has been granted the write."""
+    writer = Writer(decode, name, await router.reserve(spec(name, prompt(20))), pid)
+    await writer.grant()
+    return writer
 
 
 async def first(wanted: Any, or_else: asyncio.Task[Any]) -> None:

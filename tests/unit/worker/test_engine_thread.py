@@ -1,4 +1,4 @@
-"""The engine thread and its inbox: whoever asks gets an answer, whatever becomes of the thread."""
+"""The engine thread and its inbox: every caller gets an answer, whatever happens to the thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Unavailable
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
-from baton.worker.messages import Limits, sequence_of
+from baton.worker.messages import ModelLimits, sequence_of
 
 WAIT_S = 10.0
 
@@ -51,7 +51,7 @@ def test_asking_after_stop_fails_at_once(loaded: build.Loaded) -> None:
     engine.stop()
 
 
-def test_stop_drops_what_runs_and_answers_who_waits(loaded: build.Loaded) -> None:
+def test_stop_drops_what_runs_and_answers_waiting_callers(loaded: build.Loaded) -> None:
     reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
     engine = started(loaded, reports.put)
     engine.add(endless("a")).result(WAIT_S)
@@ -70,27 +70,23 @@ def test_stop_drops_what_runs_and_answers_who_waits(loaded: build.Loaded) -> Non
         assert future.exception(WAIT_S) is None or isinstance(future.exception(0), Unavailable)
 
 
-def test_a_publish_that_raises_is_loud_and_answers_everybody(
-    loaded: build.Loaded, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fails", ["publish", "plan"])
+def test_a_thread_that_fails_is_logged_and_answers_every_caller(
+    loaded: build.Loaded, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
     def publish(report: StepReport) -> None:
-        raise RuntimeError("nobody listens")
+        raise TypeError("not callable")
 
-    engine = started(loaded, publish)
-    engine.add(endless("a")).result(WAIT_S)
-    with pytest.raises(InternalError, match="nobody listens"):
-        engine.ended.result(WAIT_S)
-    with pytest.raises(Unavailable, match="nobody listens"):
-        engine.load().result(0)
-    assert "the engine thread failed" in caplog.text
-    engine.stop()
-
-
-def test_a_broken_invariant_is_loud_too(loaded: build.Loaded) -> None:
-    engine = started(loaded, lambda report: None)
-    engine.submit(lambda: setattr(engine._planner, "plan", None)).result(WAIT_S)
+    engine = started(loaded, publish if fails == "publish" else lambda report: None)
+    if fails == "publish":
+        engine.add(endless("a")).result(WAIT_S)
+    else:
+        engine.submit(lambda: setattr(engine._planner, "plan", None)).result(WAIT_S)
     with pytest.raises(InternalError, match="not callable"):
         engine.ended.result(WAIT_S)
+    with pytest.raises(Unavailable, match="not callable"):
+        engine.load().result(0)
+    assert "the engine thread failed" in caplog.text
     engine.stop()
 
 
@@ -105,7 +101,7 @@ def test_work_is_done_although_its_caller_hung_up(loaded: build.Loaded) -> None:
     engine.stop()
 
 
-def test_work_that_raises_tells_its_caller_alone(loaded: build.Loaded) -> None:
+def test_work_that_raises_fails_its_caller_alone(loaded: build.Loaded) -> None:
     engine = started(loaded, lambda report: None)
     with pytest.raises(ZeroDivisionError):
         engine.submit(lambda: 1 // 0).result(WAIT_S)
@@ -128,7 +124,7 @@ def test_it_hashes_no_prompt(loaded: build.Loaded, monkeypatch: pytest.MonkeyPat
     asked = common_pb2.SequenceSpec(
         handoff_id="a", token_ids=[5] * 200, prompt_tokens=200, sampling=sampling
     )
-    engine.reserve(sequence_of(asked, Limits.of(loaded))).result(WAIT_S)
+    engine.reserve(sequence_of(asked, ModelLimits.of(loaded))).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
     assert len(engine.cached_hashes().result(WAIT_S)) == 12
     engine.stop()

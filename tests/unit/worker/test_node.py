@@ -1,4 +1,4 @@
-"""A worker's life: STARTING, READY, DRAINING, gone; and what each caller sees of it."""
+"""A worker from STARTING over READY and DRAINING to its end; and what each caller sees of it."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ async def test_it_describes_itself(directory: Path, store: MemoryStore) -> None:
     assert answer.record.role == common_pb2.WORKER_ROLE_PREFILL
     assert answer.record.blocks_total == answer.load.blocks_total == 16
     assert answer.record.max_context == 255
+    assert answer.record.chunk_tokens == worker.config.engine.chunk_tokens == 32
     assert list(answer.record.transports) == [common_pb2.TRANSPORT_SHM]
     assert answer.record.pid == os.getpid()
 
@@ -69,27 +70,27 @@ async def test_watch_begins_with_all_that_is_cached(directory: Path, store: Memo
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
         await router.reserve(spec("a", prompt(40)), local=40)
         await router.tokens("a")
-        news = worker.worker.Watch(worker_pb2.WatchRequest())
-        first = await asyncio.wait_for(news.read(), PATIENCE_S)
+        updates = worker.worker.Watch(worker_pb2.WatchRequest())
+        first = await asyncio.wait_for(updates.read(), PATIENCE_S)
         assert first.cache.cleared
         assert len(first.cache.stored) == 2
         await router.reserve(spec("b", prompt(40, start=90)), local=40)
         await router.tokens("b")
         known = set(first.cache.stored)
         while len(known) < 4:
-            change = (await asyncio.wait_for(news.read(), PATIENCE_S)).cache
+            change = (await asyncio.wait_for(updates.read(), PATIENCE_S)).cache
             assert not change.cleared
             known |= set(change.stored)
         hashes = worker.node.engine.cached_hashes()
         assert known == set(await asyncio.wrap_future(hashes))
 
 
-async def test_watch_tells_of_draining_and_ends(directory: Path, store: MemoryStore) -> None:
+async def test_watch_reports_draining_and_ends(directory: Path, store: MemoryStore) -> None:
     async with Worker("prefill", directory, store) as worker:
-        news = worker.worker.Watch(worker_pb2.WatchRequest())
+        updates = worker.worker.Watch(worker_pb2.WatchRequest())
         seen = []
         async with asyncio.timeout(PATIENCE_S):
-            async for message in news:
+            async for message in updates:
                 seen.append(message.state)
                 worker.node._stop.set()
     assert seen[0] == common_pb2.WORKER_STATE_READY
@@ -151,32 +152,31 @@ async def test_a_registry_that_goes_away_changes_nothing(
         assert len(await router.tokens("a")) == 4
 
 
-async def test_a_failed_engine_ends_the_worker(directory: Path, store: MemoryStore) -> None:
-    worker = Worker("decode", directory, store)
-    with pytest.raises(InternalError, match="broken"):
+async def ends_with_everything_given_back(worker: Worker, store: MemoryStore, failure: str) -> None:
+    """A worker whose engine, or whose handling of a step, fails at the next step."""
+    with pytest.raises(InternalError, match=failure):
         async with worker, Router(worker) as router:
+            if "lost" in failure:
+                worker.node.role.on_step = _fail  # type: ignore[method-assign]
+            else:
+                engine = worker.node.engine
+                engine.submit(lambda: setattr(engine, "_publish_report", _fail))
             await router.reserve(spec("a", prompt(20)))
-            worker.node.engine.submit(lambda: setattr(worker.node.engine, "_publish_report", _fail))
             with pytest.raises(Unavailable):
                 await router.ended
             assert (await router.event("a")).abort_reason
             await asyncio.wait_for(asyncio.shield(worker.life), PATIENCE_S)
     assert not store.entries
     assert not worker.spans.open
+
+
+async def test_a_failed_engine_ends_the_worker(directory: Path, store: MemoryStore) -> None:
+    await ends_with_everything_given_back(Worker("decode", directory, store), store, "broken")
 
 
 async def test_a_lost_report_ends_the_worker(directory: Path, store: MemoryStore) -> None:
     worker = Worker("decode", directory, store)
-    with pytest.raises(InternalError, match="report was lost: broken"):
-        async with worker, Router(worker) as router:
-            worker.node.role.on_step = _fail  # type: ignore[method-assign]
-            await router.reserve(spec("a", prompt(20)))
-            with pytest.raises(Unavailable):
-                await router.ended
-            assert (await router.event("a")).abort_reason
-            await asyncio.wait_for(asyncio.shield(worker.life), PATIENCE_S)
-    assert not store.entries
-    assert not worker.spans.open
+    await ends_with_everything_given_back(worker, store, "report was lost: broken")
 
 
 async def test_a_drained_worker_refuses_connections(directory: Path, store: MemoryStore) -> None:

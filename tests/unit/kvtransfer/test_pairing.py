@@ -7,13 +7,12 @@ import torch
 from torch import distributed
 
 from baton.errors import ConfigError, KvMismatch
-from baton.v1 import common_pb2, handoff_pb2
-from kvtransfer import gpus
-from kvtransfer.negotiation import check_same, choose, ends_of, usable
-from kvtransfer.pairing import Ends
+from baton.v1 import common_pb2
+from kvtransfer.pairing import Ends, check_same, choose
 from kvtransfer.pool import KvPool
-from kvtransfer.transports import backends, shm
-from kvtransfer.transports.cuda_memory import CudaArea
+from kvtransfer.transports import cuda, shm, usable
+from kvtransfer.transports.cuda import CudaArea
+from kvtransfer.transports.process_group import NcclTransport
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 SHM, GLOO, NCCL, CUDA_IPC = (
@@ -23,10 +22,12 @@ SHM, GLOO, NCCL, CUDA_IPC = (
     common_pb2.TRANSPORT_CUDA_IPC,
 )
 
+ONE_HOST, APART = Ends(same_host=True, same_machine=True), Ends(same_host=False)
+
 
 @pytest.fixture
 def shared_pool():
-    area = shm.allocate(2 * 2 * 4)
+    area = shm.SharedMemoryArea(2 * 2 * 4)
     yield KvPool(area.tensor.view(torch.float32).view(1, 1, 2, 1, 2, 1), area)
     area.close()
 
@@ -34,22 +35,21 @@ def shared_pool():
 def test_the_fastest_common_one_is_chosen(shared_pool):
     mine = usable(shared_pool, "127.0.0.1")
     assert [transport.name for transport in mine] == ["shm", "gloo"]
-    assert choose([GLOO, SHM], mine, same_host=True).kind == SHM
-    assert choose([GLOO, SHM], mine, same_host=False).kind == GLOO
-    assert choose([GLOO], mine, same_host=True).kind == GLOO
-    assert choose([GLOO, 99], mine, same_host=True).kind == GLOO
+    for offered, ends, kind in (
+        ([GLOO, SHM], ONE_HOST, SHM),
+        ([GLOO, SHM], APART, GLOO),
+        ([GLOO, 99], ONE_HOST, GLOO),
+    ):
+        assert choose(offered, mine, ends).kind == kind
+    with pytest.raises(KvMismatch, match="different hosts: prefill has nccl, 99"):
+        choose([NCCL, 99], mine, APART)
 
 
 def test_a_forced_one_is_the_only_one(shared_pool):
     mine = usable(shared_pool, "127.0.0.1", "gloo")
-    assert choose([GLOO, SHM], mine, same_host=True).kind == GLOO
+    assert choose([GLOO, SHM], mine, ONE_HOST).kind == GLOO
     with pytest.raises(KvMismatch, match="prefill has shm; decode has gloo"):
-        choose([SHM], mine, same_host=True)
-
-
-def test_none_in_common_names_both_sides(shared_pool):
-    with pytest.raises(KvMismatch, match="different hosts: prefill has nccl, 99"):
-        choose([NCCL, 99], usable(shared_pool, "127.0.0.1"), same_host=False)
+        choose([SHM], mine, ONE_HOST)
 
 
 @pytest.mark.parametrize("choice", ["nccl", "cuda_ipc"])
@@ -90,10 +90,6 @@ def test_a_pool_in_a_cuda_area_is_offered_for_cuda_ipc():
     area.close()
 
 
-def test_neighbours_write_straight_into_each_other():
-    assert choose(BOTH, ON_GPUS, ends=NEIGHBOURS).kind == CUDA_IPC
-
-
 @pytest.mark.parametrize(
     "changes, why",
     [
@@ -106,9 +102,10 @@ def test_neighbours_write_straight_into_each_other():
     ],
 )
 def test_others_use_nccl_or_are_told_why_not(changes, why):
-    assert choose(BOTH, ON_GPUS, ends=ends(**changes)).kind == NCCL
+    assert choose(BOTH, ON_GPUS, NEIGHBOURS).kind == CUDA_IPC
+    assert choose(BOTH, ON_GPUS, ends(**changes)).kind == NCCL
     with pytest.raises(KvMismatch, match=why):
-        choose([CUDA_IPC], ON_GPUS, ends=ends(**changes))
+        choose([CUDA_IPC], ON_GPUS, ends(**changes))
 
 
 @pytest.mark.parametrize(
@@ -121,33 +118,23 @@ def test_others_use_nccl_or_are_told_why_not(changes, why):
     ],
 )
 def test_nccl_without_a_direct_way_is_warned_of(changes, warned, caplog):
-    assert choose([NCCL], ON_GPUS, ends=ends(**changes)).kind == NCCL
+    assert choose([NCCL], ON_GPUS, ends(**changes)).kind == NCCL
     assert ("show every GPU to every worker" in caplog.text) == warned
 
 
 def test_two_workers_on_one_gpu_use_nccl_from_2_30_on():
     shared = {"reachable": ("GPU-b", "GPU-a")}
-    assert choose(BOTH, ON_GPUS, ends=ends(**shared)).kind == CUDA_IPC
+    assert choose(BOTH, ON_GPUS, ends(**shared)).kind == CUDA_IPC
     with pytest.raises(
         KvMismatch, match=r"both are on GPU-b, which NCCL can do from 2\.30 on.*2\.27"
     ):
-        choose([NCCL], ON_GPUS, ends=ends(**shared))
-    assert choose([NCCL], ON_GPUS, ends=ends(**shared, nccl=(2, 30, 1))).kind == NCCL
-
-
-def test_what_an_offer_tells_of_both_ends():
-    request = handoff_pb2.OfferRequest(reachable_gpus=["GPU-a"])
-    sender = common_pb2.WorkerRecord(host_id="boot/pid:1/0")
-    pool = KvPool(torch.zeros(1, 1, 2, 1, 2, 1))
-    found = ends_of(request, sender, "boot/pid:2/0", pool)
-    assert (found.same_host, found.same_machine, found.gpu) == (False, True, "")
-    assert found.reachable == ("GPU-a",)
-    assert not ends_of(request, sender, "other/pid:1/0", pool).same_machine
+        choose([NCCL], ON_GPUS, ends(**shared))
+    assert choose([NCCL], ON_GPUS, ends(**shared, nccl=(2, 30, 1))).kind == NCCL
 
 
 def test_a_cpu_reaches_no_gpu():
-    assert gpus.uuid(CPU) == ""
-    assert gpus.reachable(CPU) == ()
+    assert cuda.gpu_uuid(CPU) == ""
+    assert cuda.reachable_gpus(CPU) == ()
 
 
 def test_gpus_are_named_as_the_driver_names_them(monkeypatch):
@@ -155,16 +142,16 @@ def test_gpus_are_named_as_the_driver_names_them(monkeypatch):
         def __init__(self, n):
             self.uuid = f"uuid-{n}"
 
-    for cached in (gpus.visible, gpus.reachable):
+    for cached in (cuda.visible_gpus, cuda.reachable_gpus):
         cached.cache_clear()
-    monkeypatch.setattr(gpus.torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(gpus.torch.cuda, "get_device_properties", Properties)
-    monkeypatch.setattr(gpus.torch.cuda, "can_device_access_peer", lambda own, n: n == 2)
+    monkeypatch.setattr(cuda.torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(cuda.torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(cuda.torch.cuda, "can_device_access_peer", lambda own, n: n == 2)
     try:
-        assert gpus.uuid(torch.device("cuda", 1)) == "GPU-uuid-1"
-        assert gpus.reachable(torch.device("cuda", 1)) == ("GPU-uuid-1", "GPU-uuid-2")
+        assert cuda.gpu_uuid(torch.device("cuda", 1)) == "GPU-uuid-1"
+        assert cuda.reachable_gpus(torch.device("cuda", 1)) == ("GPU-uuid-1", "GPU-uuid-2")
     finally:
-        for cached in (gpus.visible, gpus.reachable):
+        for cached in (cuda.visible_gpus, cuda.reachable_gpus):
             cached.cache_clear()
 
 
@@ -180,7 +167,7 @@ def test_equal_descriptors_pass_and_every_difference_is_named():
 
 def test_nccl_is_refused_where_torch_has_none():
     if distributed.is_nccl_available():
-        assert backends.nccl().kind == NCCL
+        assert NcclTransport("127.0.0.1").kind == NCCL
     else:
         with pytest.raises(RuntimeError, match="without NCCL"):
-            backends.nccl()
+            NcclTransport("127.0.0.1")

@@ -1,4 +1,4 @@
-"""One prompt's story on the prefill worker, with a real decode worker at the other end."""
+"""Prompts on the prefill worker, with a real decode worker at the other end."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
 from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2
+from baton.worker import node
 from tests.unit.worker.running import (
     PATIENCE_S,
     Paced,
@@ -48,8 +49,15 @@ class Pair:
         request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
         return self.prefill.prefill.Prefill(request, timeout=PATIENCE_S)
 
+    async def start_paced(self, wanted: common_pb2.SequenceSpec) -> tuple[Paced, Any]:
+        """The running call, its first step waiting for `allow`."""
+        paced = Paced(self.prefill)
+        call = await self.start(wanted)
+        await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+        return paced, call
+
     async def open_link(self) -> None:
-        """From now on decode hears of an abort however early it comes; before, the router tells."""
+        """From now on decode gets Aborts however early they come; before, the router cancels."""
         await messages(await self.start(spec("opens", prompt(1, start=200))))
         await self.router.tokens("opens")
 
@@ -64,7 +72,10 @@ async def pair(directory: Path, store: MemoryStore) -> AsyncIterator[Pair]:
         Worker("prefill", directory, store) as prefill,
         Router(decode) as router,
     ):
-        yield Pair(prefill, decode, router)
+        pair = Pair(prefill, decode, router)
+        yield pair
+        if not prefill.life.done():
+            assert await pair.clean()
 
 
 async def messages(call: Any) -> list[prefill_pb2.PrefillResponse]:
@@ -81,16 +92,15 @@ async def alone(pair: Pair, token_ids: list[int], max_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 33, 100])
 async def test_a_prompt_is_computed_handed_over_and_continued(pair: Pair, num_tokens: int) -> None:
-    told = await messages(await pair.start(spec("a", prompt(num_tokens), 6)))
-    assert [message.WhichOneof("event") for message in told] == [
+    responses = await messages(await pair.start(spec("a", prompt(num_tokens), 6)))
+    assert [message.WhichOneof("event") for message in responses] == [
         "started", "first_token", "committed",
     ]  # fmt: skip
-    committed = told[2].committed
+    committed = responses[2].committed
     assert committed.transport == common_pb2.TRANSPORT_SHM
     assert committed.transfer_bytes == num_tokens * 2 * 2 * 2 * 16 * 4
     rest = await pair.router.tokens("a")
-    assert [told[1].first_token.token_id, *rest] == await alone(pair, prompt(num_tokens), 6)
-    assert await pair.clean()
+    assert [responses[1].first_token.token_id, *rest] == await alone(pair, prompt(num_tokens), 6)
 
 
 async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None:
@@ -103,15 +113,13 @@ async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None
     assert (await call.read()).HasField("committed")
     assert await call.code() is not None
     await pair.router.tokens("a")
-    assert await pair.clean()
 
 
 async def test_a_first_token_that_is_the_last_commits_nothing(pair: Pair) -> None:
     await pair.open_link()
-    told = await messages(await pair.start(spec("a", prompt(40), 1)))
-    assert told[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
-    assert len(told) == 2
-    assert await pair.clean()
+    responses = await messages(await pair.start(spec("a", prompt(40), 1)))
+    assert responses[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert len(responses) == 2
 
 
 async def test_a_last_token_is_told_though_its_blocks_are_gone_already(pair: Pair) -> None:
@@ -119,22 +127,20 @@ async def test_a_last_token_is_told_though_its_blocks_are_gone_already(pair: Pai
     call = await pair.start(spec("a", prompt(40), 1))
     await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
     paced.allow.release(2)
-    while "a" in engine._here:  # the event loop is held: it hears of both chunks at once
+    while "a" in engine._here:  # the event loop is held: it gets both chunks' reports at once
         engine.load().result(PATIENCE_S)
-    told = await messages(call)
-    assert told[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    responses = await messages(call)
+    assert responses[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
     await pair.router.cancel("a")
-    assert await pair.clean()
 
 
 async def test_cached_prompts_send_what_decode_lacks(pair: Pair) -> None:
     for name, salt in (("a", ""), ("b", ""), ("c", "")):
         wanted = spec(name, prompt(70), 3, cache_salt=salt)
-        told = await messages(await pair.start(wanted))
+        responses = await messages(await pair.start(wanted))
         await pair.router.tokens(name)
-    assert told[0].started.cached_tokens == 64
-    assert told[2].committed.transfer_bytes == 6 * 2 * 2 * 2 * 16 * 4
-    assert await pair.clean()
+    assert responses[0].started.cached_tokens == 64
+    assert responses[2].committed.transfer_bytes == 6 * 2 * 2 * 2 * 16 * 4
 
 
 async def test_prefill_caches_and_decode_does_not(directory: Path, store: MemoryStore) -> None:
@@ -146,28 +152,15 @@ async def test_prefill_caches_and_decode_does_not(directory: Path, store: Memory
         pair = Pair(prefill, decode, router)
         made = []
         for name in ("a", "b"):
-            told = await messages(await pair.start(spec(name, prompt(70), 5)))
-            made.append([told[1].first_token.token_id, *await router.tokens(name)])
-        assert told[0].started.cached_tokens == 64
-        assert told[2].committed.transfer_bytes == 70 * 2 * 2 * 2 * 16 * 4
+            responses = await messages(await pair.start(spec(name, prompt(70), 5)))
+            made.append([responses[1].first_token.token_id, *await router.tokens(name)])
+        assert responses[0].started.cached_tokens == 64
+        assert responses[2].committed.transfer_bytes == 70 * 2 * 2 * 2 * 16 * 4
         assert made[0] == made[1]
         assert await pair.clean()
 
 
-async def test_cancel_between_chunks_frees_both_ends(pair: Pair) -> None:
-    await pair.open_link()
-    paced = Paced(pair.prefill)
-    call = await pair.start(spec("a", prompt(100)))
-    paced.allow.release()
-    assert (await call.read()).HasField("started")
-    call.cancel()
-    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
-    paced.allow.release(4)
-    assert await pair.clean()
-    assert (await pair.prefill.blocks()).steps <= 3  # of five, with the one that opened the link
-
-
-async def test_cancel_stops_the_chunks_before_decode_has_heard_of_it(pair: Pair) -> None:
+async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair: Pair) -> None:
     await pair.open_link()
     paced, gate = Paced(pair.prefill), threading.Event()
     call = await pair.start(spec("a", prompt(100)))
@@ -182,7 +175,7 @@ async def test_cancel_stops_the_chunks_before_decode_has_heard_of_it(pair: Pair)
     assert (load.running, load.waiting) == (0, 0)
     gate.set()
     assert await pair.clean()
-    assert (await pair.prefill.blocks()).steps <= 3
+    assert (await pair.prefill.blocks()).steps <= 3  # of five, with the one that opened the link
 
 
 async def test_cancel_in_the_queue_frees_both_ends(pair: Pair) -> None:
@@ -213,32 +206,20 @@ async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair: Pair)
     assert len(await messages(late)) == 3
     for name in ("early", "late"):
         await pair.router.tokens(name)
-    assert await pair.clean()
-
-
-async def test_many_cancels_at_once(pair: Pair) -> None:
-    paced = Paced(pair.prefill)
-    calls = [await pair.start(spec(f"s{i}", prompt(16, start=i))) for i in range(6)]
-    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
-    for call in calls:
-        call.cancel()
-    paced.allow.release(99)
-    await pair.router.cancel(*(f"s{i}" for i in range(6)))
-    assert await pair.clean()
 
 
 async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair: Pair) -> None:
-    paced = Paced(pair.prefill)
-    call = await pair.start(spec("a", prompt(100)))
-    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    paced, call = await pair.start_paced(spec("a", prompt(100)))
     await pair.router.cancel("a")
     paced.allow.release(4)
     with pytest.raises(Exception, match=r"gone|not reserved"):
         await messages(call)
-    assert await pair.clean()
 
 
-async def test_decode_gone_is_a_retryable_failure(directory: Path, store: MemoryStore) -> None:
+async def test_decode_gone_is_a_retryable_failure(
+    directory: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
     async with Worker("prefill", directory, store) as prefill:
         gone = Worker("decode", directory, store, drain_s=0)
         async with gone as decode, Router(decode) as router:
@@ -250,12 +231,14 @@ async def test_decode_gone_is_a_retryable_failure(directory: Path, store: Memory
         assert await prefill.clean()
 
 
-async def test_a_decode_worker_that_is_not_registered_is_refused(pair: Pair) -> None:
+async def test_a_decode_worker_that_is_not_registered_is_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
     wanted = spec("a", prompt(40))
     with pytest.raises(Exception, match="registry has no decode worker earlier"):
         await messages(await pair.start(wanted, incarnation="earlier"))
     await pair.router.cancel("a")
-    assert await pair.clean()
 
 
 async def test_a_deadline_stops_the_chunks(pair: Pair) -> None:
@@ -268,7 +251,6 @@ async def test_a_deadline_stops_the_chunks(pair: Pair) -> None:
         await messages(call)
     await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
     paced.allow.release(4)
-    assert await pair.clean()
 
 
 async def test_a_deadline_ends_the_wait_for_commit(pair: Pair) -> None:
@@ -276,67 +258,46 @@ async def test_a_deadline_ends_the_wait_for_commit(pair: Pair) -> None:
     wanted, gate = spec("a", prompt(40)), threading.Event()
     to = target(pair.decode, await pair.router.reserve(wanted))
     pair.decode.node.engine.submit(gate.wait)  # Commit needs decode's engine
-    wanted.time_left_ms = 2000
+    wanted.time_left_ms = 500
     with pytest.raises(DeadlineExceeded):
         await messages(pair.call(wanted, to))
     await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
     assert (await pair.prefill.blocks()).blocks_held == 0
     gate.set()
     await pair.router.cancel("a")
-    assert await pair.clean()
 
 
-@pytest.mark.parametrize("cached_tokens", [5, 48, 64, 2**32 - 16])
+@pytest.mark.parametrize("cached_tokens", [5, 48, 2**32 - 16])
 async def test_impossible_cached_tokens_are_refused(pair: Pair, cached_tokens: int) -> None:
     with pytest.raises(InvalidRequest) as refused:
         await messages(await pair.start(spec("a", prompt(48)), cached_tokens=cached_tokens))
     assert refused.value.field == "target.cached_tokens"
     await pair.router.cancel("a")
-    assert await pair.clean()
 
 
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
         (spec("x", []), "sequence.token_ids"),
-        (spec("x", [3, 320]), "sequence.token_ids"),
         (spec("x", prompt(300)), "sequence.token_ids"),
         (spec("x", prompt(4), prompt_tokens=5), "sequence.prompt_tokens"),
+        (spec("a", prompt(40)), "sequence.handoff_id"),  # it runs
     ],
 )
-async def test_a_malformed_sequence_hurts_nobody(
+async def test_a_malformed_sequence_fails_alone(
     pair: Pair, bad: common_pb2.SequenceSpec, field: str
 ) -> None:
-    paced = Paced(pair.prefill)
-    good = await pair.start(spec("a", prompt(40)))
-    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    paced, good = await pair.start_paced(spec("a", prompt(40)))
     with pytest.raises(InvalidRequest) as refused:
         await messages(pair.call(bad, prefill_pb2.HandoffTarget()))
     assert refused.value.field == field
     paced.allow.release(9)
     assert len(await messages(good)) == 3
     await pair.router.tokens("a")
-    assert await pair.clean()
-
-
-async def test_an_id_that_runs_is_refused_and_its_owner_goes_on(pair: Pair) -> None:
-    paced = Paced(pair.prefill)
-    wanted = spec("a", prompt(40))
-    call = await pair.start(wanted)
-    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
-    with pytest.raises(InvalidRequest) as refused:
-        await messages(pair.call(wanted, prefill_pb2.HandoffTarget()))
-    assert refused.value.field == "sequence.handoff_id"
-    paced.allow.release(9)
-    assert len(await messages(call)) == 3
-    await pair.router.tokens("a")
-    assert await pair.clean()
 
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(pair: Pair) -> None:
-    paced = Paced(pair.prefill)
-    call = await pair.start(spec("a", prompt(40)))
-    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+    paced, call = await pair.start_paced(spec("a", prompt(40)))
     pair.prefill.node._stop.set()
     with pytest.raises(Unavailable, match="draining"):
         await messages(pair.call(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))
@@ -359,7 +320,7 @@ async def test_what_does_not_finish_in_time_is_given_back(
         call = await Pair(prefill, decode, router).start(spec("a", prompt(100)))
         await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
         prefill.node._stop.set()
-        with pytest.raises(Unavailable, match="going away"):
+        with pytest.raises(Unavailable, match="draining"):
             await messages(call)
         paced.allow.release(9)
         await asyncio.wait_for(prefill.life, PATIENCE_S)
@@ -367,28 +328,27 @@ async def test_what_does_not_finish_in_time_is_given_back(
 
 
 async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -> None:
-    """Decode goes on with the sequence while nobody has taken the first token yet."""
+    """Decode goes on with the sequence before the first token was read."""
     wanted = spec("h", prompt(20))
     reserved = await pair.router.reserve(wanted)
     request = prefill_pb2.PrefillRequest(sequence=wanted, target=target(pair.decode, reserved))
-    told, read = [], asyncio.Event()
+    responses, read = [], asyncio.Event()
 
     async def send(message: prefill_pb2.PrefillResponse) -> None:
-        told.append(message.WhichOneof("event"))
+        responses.append(message.WhichOneof("event"))
         if not message.HasField("started"):
             await read.wait()
 
     running = asyncio.create_task(pair.prefill.node.role.run(request, Context(), send))
     assert len(await pair.router.tokens("h")) > 1
-    assert told == ["started", "first_token"]
+    assert responses == ["started", "first_token"]
     read.set()
     await running
-    assert told == ["started", "first_token", "committed"]
-    assert await pair.clean()
+    assert responses == ["started", "first_token", "committed"]
 
 
 class Stranger(handoff_pb2_grpc.HandoffServiceServicer):
-    """Takes Offers as a decode worker would, and belongs to nobody's cluster."""
+    """Takes Offers as a decode worker would, but is not registered."""
 
     def __init__(self) -> None:
         self.offers: list[handoff_pb2.OfferRequest] = []
@@ -399,7 +359,7 @@ class Stranger(handoff_pb2_grpc.HandoffServiceServicer):
 
 
 async def test_an_address_in_a_message_leads_nowhere(pair: Pair) -> None:
-    """Neither to whoever listens there, nor to a quarantine of the true pair."""
+    """It is not called, and the true pair is not quarantined."""
     stranger, server = Stranger(), grpc.aio.server()
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(stranger, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}".encode()
@@ -414,7 +374,6 @@ async def test_an_address_in_a_message_leads_nowhere(pair: Pair) -> None:
     assert stranger.offers == []
     assert [status.state for status in pair.prefill.node.role.pairs()] == ["OPEN"]
     await pair.router.tokens("a")
-    assert await pair.clean()
 
 
 async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair: Pair) -> None:
@@ -427,4 +386,3 @@ async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair: Pair) -
     again = await pair.router.reserve(spec("b", prompt(40), cache_salt="tenant"))
     assert again.cached_tokens == 0
     await pair.router.cancel("b")
-    assert await pair.clean()

@@ -1,19 +1,22 @@
-"""The few calls of CUDA's driver that share a GPU's memory between processes.
+"""GPUs as this process sees them, and GPU memory that other processes can open.
 
-torch does not offer them for memory of its own allocator, whose segments cannot be exported when
-they can grow. So the memory is taken from the driver, in the primary context of the GPU, which is
-the one that torch uses. Signatures: CUDA Driver API, "Memory Management" and "Unified Addressing".
+torch cannot export memory of its own allocator when segments can grow. So a KV pool's memory is
+allocated from the CUDA driver, in the GPU's primary context, which is the one that torch uses.
+Signatures: CUDA Driver API, "Memory Management" and "Unified Addressing".
 """
 
 from __future__ import annotations
 
 import ctypes
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import torch
+from torch import distributed
 
 LIBRARY = "libcuda.so.1"
 
@@ -21,8 +24,8 @@ HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _LAZY_ENABLE_PEER_ACCESS = 0x1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _POINTER_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
-# What usually helps, by CUresult; told beside the driver's own text.
-_MENDS = {
+# What usually helps, by CUresult; shown beside the driver's own text.
+_HINTS = {
     2: "lower --gpu-memory, or end what else runs on this GPU",
     100: "no GPU is visible: give the container its GPUs",
     101: "show every GPU of the machine to every worker",
@@ -38,43 +41,43 @@ class CudaError(OSError):
     """A call of the driver failed: which, with what code, and what may help."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
-        mend = f" ({_MENDS[code]})" if code in _MENDS else ""
-        super().__init__(f"{call} failed with CUDA error {code}, {text}{mend}")
+        hint = f" ({_HINTS[code]})" if code in _HINTS else ""
+        super().__init__(f"{call} failed with CUDA error {code}, {text}{hint}")
         self.call, self.code = call, code
-
-
-class Driver(Protocol):
-    """Memory of one GPU that other processes can open. Addresses are plain numbers.
-
-    Every call may raise CudaError.
-    """
-
-    def allocate(self, device: torch.device, num_bytes: int) -> int:
-        """Zeroed memory; returns its address."""
-
-    def free(self, device: torch.device, address: int) -> None:
-        """Gives `allocate`d memory back."""
-
-    def export(self, device: torch.device, address: int) -> bytes:
-        """What `open` of another process needs, `HANDLE_BYTES` long."""
-
-    def open(self, device: torch.device, handle: bytes) -> int:
-        """Maps another process's memory for kernels on `device`; returns where."""
-
-    def close(self, device: torch.device, address: int) -> None:
-        """Unmaps what `open` mapped."""
-
-    def read(self, device: torch.device, address: int, num_bytes: int) -> bytes:
-        """What lies there now, as `device` sees it."""
-
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """That memory as a uint8 tensor, which does not own it."""
 
 
 class _Handle(ctypes.Structure):
     """CUipcMemHandle; passed by value."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+@cache
+def visible_gpus() -> tuple[str, ...]:
+    """The driver's names, "GPU-…", of all GPUs of this process, by torch's numbers."""
+    count = torch.cuda.device_count()
+    return tuple(f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(count))
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """The driver's name of a GPU, the same in every process; empty for a CPU."""
+    return visible_gpus()[device.index or 0] if device.type == "cuda" else ""
+
+
+@cache
+def reachable_gpus(device: torch.device) -> tuple[str, ...]:
+    """The names of the GPUs whose memory kernels on `device` can write to, its own first."""
+    if device.type != "cuda":
+        return ()
+    own, names = device.index or 0, visible_gpus()
+    peers = [n for n in range(len(names)) if n != own and torch.cuda.can_device_access_peer(own, n)]
+    return tuple(names[n] for n in (own, *peers))
+
+
+@cache
+def nccl_version() -> tuple[int, ...]:
+    """NCCL's, (2, 27, 5); empty where torch has none."""
+    return tuple(torch.cuda.nccl.version()) if distributed.is_nccl_available() else ()
 
 
 _ADDRESS = ctypes.c_uint64  # CUdeviceptr
@@ -103,9 +106,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class CudaDriver:
-    """`Driver` over the machine's libcuda. Safe to use from several threads.
+    """Memory of one GPU that other processes can open, over the machine's libcuda; any thread.
 
-    Raises OSError where there is none.
+    Addresses are plain numbers. Raises OSError where there is no libcuda; every call, CudaError.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -121,7 +124,7 @@ class CudaDriver:
         self._call("cuInit", 0)
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
-        """Zeroed memory; returns its address. Raises CudaError."""
+        """Zeroed memory; returns its address."""
         address = _ADDRESS()
         with self._current(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
@@ -135,19 +138,19 @@ class CudaDriver:
         return address.value
 
     def free(self, device: torch.device, address: int) -> None:
-        """Gives memory back; waits for what still uses it. Raises CudaError."""
+        """Frees `allocate`d memory; waits for what still uses it."""
         with self._current(device):
             self._call("cuMemFree_v2", address)
 
     def export(self, device: torch.device, address: int) -> bytes:
-        """The handle of `allocate`d memory. Raises CudaError."""
+        """What `open` of another process needs, `HANDLE_BYTES` long."""
         handle = _Handle()
         with self._current(device):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle.reserved)
 
     def open(self, device: torch.device, handle: bytes) -> int:
-        """Maps another process's memory. Raises CudaError, ValueError."""
+        """Maps another process's memory for kernels on `device`. Also raises ValueError."""
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
         address = _ADDRESS()
@@ -161,24 +164,24 @@ class CudaDriver:
         return address.value
 
     def close(self, device: torch.device, address: int) -> None:
-        """Unmaps it. Raises CudaError."""
+        """Unmaps what `open` mapped."""
         with self._current(device):
             self._call("cuIpcCloseMemHandle", address)
 
     def read(self, device: torch.device, address: int, num_bytes: int) -> bytes:
-        """What lies there now. Raises CudaError."""
+        """What lies there now, as `device` sees it."""
         found = ctypes.create_string_buffer(num_bytes)
         with self._current(device):
             self._call("cuMemcpyDtoH_v2", found, address, num_bytes)
         return found.raw
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """A uint8 tensor over it, on the GPU whose memory it is. Raises CudaError."""
+        """That memory as a uint8 tensor on its GPU, which does not own it."""
         ordinal = ctypes.c_int()
         self._call("cuPointerGetAttribute", ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, address)
         array = _Array(address, num_bytes)
         tensor = torch.as_tensor(array, device=torch.device("cuda", ordinal.value))
-        assert tensor.data_ptr() == address, "torch copied what it should have looked at"
+        assert tensor.data_ptr() == address, "torch made a copy instead of a view"
         return tensor
 
     @contextmanager
@@ -213,11 +216,11 @@ class CudaDriver:
             text = ctypes.c_char_p()
             if not getattr(self._library, name)(code, ctypes.byref(text)) and text.value:
                 texts.append(text.value.decode(errors="replace"))
-        return ": ".join(texts) or "of which the driver says nothing"
+        return ": ".join(texts) or "no text from the driver"
 
 
 class _Array:
-    """Memory as torch and others take it: https://numba.pydata.org, "CUDA Array Interface"."""
+    """Memory as torch accepts it: https://numba.pydata.org, "CUDA Array Interface"."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -227,3 +230,50 @@ class _Array:
             "strides": None,
             "version": 3,
         }
+
+
+# The driver shares whole pages of this size, including what lies beside the area in one.
+PAGE_BYTES = 2 << 20
+NONCE_BYTES = 16
+
+
+class CudaArea:
+    """`num_bytes` of `device`'s memory, for a KV pool that other processes of the machine write to.
+
+    `tensor` is all of them, uint8, zero at first. Behind them lies a nonce: a process that opened
+    `handle` and reads the same nonce there has mapped the right memory. Raises OSError when there
+    is too little memory or no driver.
+    """
+
+    on_gpu = True
+
+    def __init__(
+        self, num_bytes: int, device: torch.device, driver: CudaDriver | None = None
+    ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.driver = driver or CudaDriver()
+        self.device, self.nbytes = device, num_bytes
+        self.whole_bytes = -(-(num_bytes + NONCE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self._address = self.driver.allocate(device, self.whole_bytes)
+        try:
+            self.handle = self.driver.export(device, self._address)
+            whole = self.driver.view(self._address, self.whole_bytes)
+            self.tensor = whole[:num_bytes]
+            whole[num_bytes : num_bytes + NONCE_BYTES].copy_(
+                torch.frombuffer(bytearray(self.nonce), dtype=torch.uint8)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Frees the memory: no tensor over it is used any more, and no kernel runs on it.
+
+        To be called when all links are gone: freeing what another process has open is undefined.
+        The end of this process is not; the driver keeps the memory until the others let go.
+        """
+        address, self._address = self._address, 0
+        if address:
+            self.driver.free(self.device, address)

@@ -1,4 +1,4 @@
-"""How the control side waits: never past the request's deadline, and to the end where it must."""
+"""Waits of the control side: never past the request's deadline, and to the end where they must."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The moment a request's time is over, passed down to every wait of it."""
+    """The time at which a request expires, passed down to every wait of it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._end = time.monotonic() + timeout_s
@@ -31,7 +31,7 @@ class Deadline:
 
 
 async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work` to its end even when cancelled; the cancellation is raised then.
+    """Awaits `work` to its end even when cancelled, then raises the cancellation.
 
     For work that a thread or the peer carries on with anyway, so `work` must bound its own time.
     """

@@ -1,7 +1,7 @@
-"""One prompt's story on the prefill worker: queue, chunks, blocks on their way, token, Commit.
+"""A prefill worker: a prompt's way through queue, chunks, block transfer, first token and Commit.
 
-Each chunk's full blocks leave while the next chunk computes; the first token goes to the router
-the moment it is drawn, before the handoff is committed.
+Each chunk's full blocks are sent while the next chunk computes; the first token goes to the router
+as soon as it is sampled, before the handoff is committed.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import grpc
 from opentelemetry.context import Context
 
-from baton import telemetry
-from baton.config import split_address
+from baton import rpc, telemetry
+from baton.config import WorkerConfig, split_address
 from baton.engine.build import Loaded
 from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
 from baton.prefix import token_digest
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from baton.worker.messages import FINISH_REASONS, Limits, logprobs_proto, sequence_of
+from baton.worker import process
+from baton.worker.messages import FINISH_REASONS, ModelLimits, logprobs_proto, sequence_of
 from baton.worker.node import Node
-from kvtransfer import negotiation
+from kvtransfer import transports
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.sender import Handoff, HandoffSender, TransferStats
-from prefill_worker.service import PrefillServicer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step's news of one prompt; times are wall-clock nanoseconds."""
+    """One step's progress of one prompt; times are wall-clock nanoseconds."""
 
     started_ns: int
     ended_ns: int
@@ -49,27 +51,27 @@ class Prompt:
     """A prompt that runs here."""
 
     sequence: Sequence
-    num_tokens: int  # all that the handoff covers; the sequence gets one more, drawn here
+    num_tokens: int  # all that the handoff covers; the sequence gets one more, sampled here
     trace: Context
-    sent: int  # tokens whose blocks are on their way, or were cached by the decode worker
+    sent: int  # tokens whose blocks were sent, or are cached by the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int = 0
     steps: asyncio.Queue[Step | None] = field(default_factory=asyncio.Queue)  # None: give up
 
 
-class Prefills:
-    """The role of a prefill worker."""
+class PrefillWorker:
+    """Runs prompts for routers and hands their KV over."""
 
     def __init__(self, node: Node, loaded: Loaded, pool: KvPool) -> None:
         config = node.config
         host, _ = split_address(node.record.address)
-        usable = negotiation.usable(pool, host, config.transport)
+        usable = transports.usable(pool, host, config.transport)
         self.transports = tuple(transport.kind for transport in usable)
         self._node = node
         self._block_size = loaded.layout.block_size
-        self._limits = Limits.of(loaded)
+        self._limits = ModelLimits.of(loaded)
         self._links = LinkPool(
-            pool, usable, loaded.descriptor, config.incarnation, node.find_decode
+            pool, usable, loaded.descriptor, config.incarnation, partial(node.find, "decode")
         )
         self._sender = HandoffSender(
             self._links, node.telemetry.tracer, step_timeout_s=config.transfer_timeout_s
@@ -80,7 +82,7 @@ class Prefills:
 
     def add_to(self, server: grpc.aio.Server) -> list[str]:
         """Adds PrefillService."""
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self), server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_PrefillServicer(self), server)
         return ["baton.v1.PrefillService"]
 
     def pairs(self) -> list[worker_pb2.PairStatus]:
@@ -88,7 +90,7 @@ class Prefills:
         return self._links.status()
 
     def on_step(self, report: StepReport) -> None:
-        """Hands each prompt its news."""
+        """Passes each prompt its progress."""
         for progress in report.progress:
             if prompt := self._prompts.get(progress.seq_id):
                 prompt.steps.put_nowait(Step(report.started_ns, report.ended_ns, progress))
@@ -98,14 +100,14 @@ class Prefills:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Gives up what still runs, so that routers place it elsewhere."""
+        """Gives up what still runs, which routers then place elsewhere."""
         for prompt in self._prompts.values():
             prompt.steps.put_nowait(None)
         try:
             async with asyncio.timeout(self._node.config.transfer_timeout_s):
                 await self.idle()
         except TimeoutError:
-            log.warning("%d prompts did not end; their calls are cut", len(self._prompts))
+            log.warning("%d prompts did not end; their calls are cancelled", len(self._prompts))
         await self._links.close()
 
     async def run(
@@ -170,20 +172,20 @@ class Prefills:
                         yield response
                         if response.first_token.finish_reason:
                             return  # nothing is left to decode: the handoff is aborted
-                with self._node.figures.transferring():
+                with self._node.metrics.transferring():
                     stats = await handoff.committed()
-                self._node.figures.transferred(stats, prompt.trace)
+                self._node.metrics.transferred(stats, prompt.trace)
                 yield _committed(stats)
 
     async def _compute(
         self, prompt: Prompt, handoff: Handoff
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Follows the engine until the first token is drawn; blocks leave on the way.
+        """Follows the engine until the first token is sampled; blocks are queued on the way.
 
-        They leave before the step is told of: writing a message takes as long as a put.
+        Before the step's message: writing one takes as long as a put.
         """
         step = await _next(prompt)
-        news = [self._started(prompt, step)]
+        responses = [self._started(prompt, step)]
         while True:
             progress = step.progress
             self._record_chunk(prompt, step)
@@ -192,12 +194,12 @@ class Prefills:
                 if progress.token_ids:
                     handoff.conclude(prompt.num_tokens, progress.token_ids[0])
             if progress.token_ids:
-                news.append(_first_token(progress))
-            for response in news:
+                responses.append(_first_token(progress))
+            for response in responses:
                 yield response
             if progress.token_ids:
                 return
-            news = []
+            responses = []
             step = await _next(prompt)
 
     def _send(self, prompt: Prompt, handoff: Handoff) -> None:
@@ -209,9 +211,9 @@ class Prefills:
             return
         # Block ids of a prompt do not change between admission and its end, so reading is safe.
         blocks = prompt.sequence.block_ids[prompt.sent // size : -(-end // size)]
-        if not blocks:  # it has ended by itself; the step that tells how is already queued
+        if not blocks:  # it has ended by itself; the step that reports it is already queued
             return
-        with self._node.figures.transferring():
+        with self._node.metrics.transferring():
             handoff.send(prompt.sent, Slots(tuple(blocks), end - prompt.sent))
         prompt.sent = end
 
@@ -220,7 +222,7 @@ class Prefills:
         telemetry.record(tracer, "prefill.queue", prompt.trace, prompt.arrived_ns, step.started_ns)
         prompt.computed = cached
         queue_ms = max(0.0, (step.started_ns - prompt.arrived_ns) / 1e6)
-        self._node.figures.prompt_started(queue_ms / 1e3, prompt.trace)
+        self._node.metrics.prompt_started(queue_ms / 1e3, prompt.trace)
         return prefill_pb2.PrefillResponse(
             started=prefill_pb2.PrefillStarted(queue_ms=queue_ms, cached_tokens=cached)
         )
@@ -240,7 +242,7 @@ class Prefills:
 
     @contextlib.asynccontextmanager
     async def _queued(self, sequence: Sequence) -> AsyncGenerator[None, None]:
-        """Has the engine compute it; once it is given up, not one chunk more.
+        """Adds it to the engine; once it is given up, no further chunk runs.
 
         Its blocks have to stay until the handoff is aborted, which may take longer.
         """
@@ -254,7 +256,7 @@ class Prefills:
 
     @contextlib.contextmanager
     def _listed(self, prompt: Prompt) -> Iterator[None]:
-        """Keeps the prompt known while it runs, and frees its blocks at the end."""
+        """Registers the prompt while it runs, and frees its blocks at the end."""
         seq_id = prompt.sequence.seq_id
         self._prompts[seq_id] = prompt
         self._idle.clear()
@@ -271,7 +273,7 @@ async def _next(prompt: Prompt) -> Step:
     """The next step that computed some of it. Raises Unavailable, InternalError."""
     step = await prompt.steps.get()
     if step is None:
-        raise Unavailable("the prefill worker is going away")
+        raise Unavailable("the prefill worker is draining")
     if step.progress.abort_reason:
         raise InternalError(step.progress.abort_reason)
     return step
@@ -297,3 +299,21 @@ def _committed(stats: TransferStats) -> prefill_pb2.PrefillResponse:
             transport=common_pb2.Transport.Name(stats.transport_kind),
         )
     )
+
+
+class _PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """PrefillService, thin: `PrefillWorker.run` does the work."""
+
+    def __init__(self, worker: PrefillWorker) -> None:
+        self._worker = worker
+
+    @rpc.unary
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> None:
+        """Runs one prompt."""
+        trace = telemetry.extract(context.invocation_metadata())
+        await self._worker.run(request, trace, context.write)
+
+
+def run(config: WorkerConfig) -> int:
+    """Runs the process until drained; 0. Raises ConfigError when it cannot begin."""
+    return process.run(config, PrefillWorker)

@@ -1,18 +1,49 @@
-"""Where a worker's KV pool lies: shared on a CPU, shared on a GPU if it can be and is wanted."""
+"""Before a worker serves: what is loaded and compiled, and where its KV pool lies."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from baton.config import EngineConfig, WorkerConfig
+from baton.engine import build
 from baton.errors import ConfigError
 from baton.worker import process
 from baton.worker.process import PoolMemory
+from kvtransfer import copier
+from kvtransfer.pool import KvPool
 from kvtransfer.transports.shm import SharedMemoryArea
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("role", "decodes"), [("prefill", False), ("decode", True)])
+def test_loading_compiles_transfers_before_the_pool_is_used_and_decoding_only_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, role: str, decodes: bool
+) -> None:
+    calls: list[str] = []
+    loaded: list[EngineConfig] = []
+
+    def load(config: EngineConfig, allocate: Any) -> Any:
+        loaded.append(config)
+        pool = allocate(2 * 64).view(torch.float32).view(2, 1, 2, 1, 4, 2)
+        return SimpleNamespace(runner=SimpleNamespace(pool=pool))
+
+    def prepare(pool: KvPool) -> None:
+        assert pool.area is memory.area
+        calls.append("prepare")
+
+    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(build, "warm_up", lambda loaded: calls.append("warm up"))
+    monkeypatch.setattr(copier, "prepare", prepare)
+    memory = PoolMemory("auto")
+    process._load(WorkerConfig(role, EngineConfig(device="cpu")), memory)
+    memory.close()
+    assert calls == ["prepare", "warm up"]
+    assert [(one.graphs, one.overlap) for one in loaded] == [(decodes, decodes)]
 
 
 class Area:
@@ -25,8 +56,8 @@ class Area:
         self.tensor = torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-@pytest.fixture(autouse=True)
-def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Area.made = []
     original = torch.zeros
 
@@ -54,7 +85,7 @@ def test_a_cpus_memory_is_shared_and_given_up() -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "cuda_ipc"])
-def test_a_gpus_memory_is_shared_where_that_is_wanted(transport: str) -> None:
+def test_a_gpus_memory_is_shared_where_that_is_wanted(no_gpu: None, transport: str) -> None:
     memory = PoolMemory(transport)
     tensor = memory.on(GPU)(4096)
     assert Area.made == [(4096, GPU)]
@@ -65,7 +96,7 @@ def test_a_gpus_memory_is_shared_where_that_is_wanted(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["nccl", "gloo", "shm"])
-def test_otherwise_it_is_torchs(transport: str) -> None:
+def test_otherwise_it_is_torchs(no_gpu: None, transport: str) -> None:
     memory = PoolMemory(transport)
     assert memory.on(GPU)(4096).tolist() == [0] * 4096
     assert memory.area is None
@@ -73,7 +104,7 @@ def test_otherwise_it_is_torchs(transport: str) -> None:
 
 
 def test_a_gpu_that_cannot_share_serves_unless_it_must(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "CudaArea", refused)
     memory = PoolMemory("auto")

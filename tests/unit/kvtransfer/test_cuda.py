@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtransfer.transports import cuda_driver
-from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError
-from kvtransfer.transports.cuda_memory import NONCE_BYTES, PAGE_BYTES, CudaArea
+from kvtransfer.transports import cuda
+from kvtransfer.transports.cuda import (
+    HANDLE_BYTES,
+    NONCE_BYTES,
+    PAGE_BYTES,
+    CudaArea,
+    CudaDriver,
+    CudaError,
+)
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 GPU = torch.device("cuda", 1)
@@ -69,30 +75,23 @@ def test_memory_is_zeroed_exported_opened_and_given_back(library, fake):
     assert (fake.closed, fake.freed, fake.retained) == (1, 1, 1)
 
 
-def test_torch_is_told_whose_memory_it_is(library, monkeypatch):
-    told = {}
+def test_torch_gets_a_view_on_the_gpu_of_the_memory(library, monkeypatch):
+    seen = {}
 
     def as_tensor(array, device):
-        told.update(array.__cuda_array_interface__, device=device)
-        shown = ctypes.c_ubyte * array.__cuda_array_interface__["shape"][0]
-        return torch.frombuffer(shown.from_address(told["data"][0]), dtype=torch.uint8)
+        seen.update(array.__cuda_array_interface__, device=device)
+        shown = ctypes.c_ubyte * seen["shape"][0]
+        return torch.frombuffer(shown.from_address(seen["data"][0]), dtype=torch.uint8)
 
-    monkeypatch.setattr(cuda_driver.torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(cuda.torch, "as_tensor", as_tensor)
     driver = CudaDriver(str(library))
     address = driver.allocate(GPU, 100)
     assert driver.view(address, 60).shape == (60,)
-    assert told == {
-        "shape": (60,),
-        "typestr": "|u1",
-        "data": (address, False),
-        "strides": None,
-        "version": 3,
-        "device": torch.device("cuda", 1),
-    }
+    assert (seen["typestr"], seen["data"], seen["device"]) == ("|u1", (address, False), GPU)
     driver.free(GPU, address)
 
 
-def test_a_failed_call_is_named_with_its_text_and_its_mend(library, fake):
+def test_a_failed_call_is_named_with_its_text_and_a_hint(library, fake):
     driver = CudaDriver(str(library))
     fake.fail("cuMemAlloc_v2", 2)
     with pytest.raises(CudaError) as failed:
@@ -101,19 +100,14 @@ def test_a_failed_call_is_named_with_its_text_and_its_mend(library, fake):
         "cuMemAlloc_v2 failed with CUDA error 2, CUDA_ERROR_OUT_OF_MEMORY: out of memory"
         " (lower --gpu-memory, or end what else runs on this GPU)"
     )
-    assert isinstance(failed.value, OSError)
-
-
-def test_an_unknown_error_is_told_by_its_number(library, fake):
-    driver = CudaDriver(str(library))
     with pytest.raises(CudaError, match=r"cuDeviceGet failed with CUDA error 101, .*every GPU"):
         driver.allocate(torch.device("cuda", 7), 100)
     fake.fail("cuIpcGetMemHandle", 12345)
-    with pytest.raises(CudaError, match=r"12345, of which the driver says nothing$"):
+    with pytest.raises(CudaError, match=r"12345, no text from the driver$"):
         driver.export(GPU, 64)
 
 
-def test_memory_that_cannot_be_zeroed_is_given_back(library, fake):
+def test_memory_that_cannot_be_zeroed_is_freed(library, fake):
     driver = CudaDriver(str(library))
     fake.fail("cuMemsetD8_v2", 1)
     with pytest.raises(CudaError, match="cuMemsetD8_v2"):
@@ -121,13 +115,9 @@ def test_memory_that_cannot_be_zeroed_is_given_back(library, fake):
     assert fake.freed == 1
 
 
-@pytest.mark.parametrize("handle", [b"", bytes(63), bytes(65)])
-def test_a_handle_of_another_length_is_none(library, handle):
+def test_a_handle_of_another_length_and_no_driver_are_refused(library, tmp_path):
     with pytest.raises(ValueError, match="64 bytes"):
-        CudaDriver(str(library)).open(GPU, handle)
-
-
-def test_no_driver_is_told(tmp_path):
+        CudaDriver(str(library)).open(GPU, bytes(63))
     with pytest.raises(OSError, match="CUDA's driver cannot be loaded"):
         CudaDriver(str(tmp_path / "libcuda.so.1"))
 

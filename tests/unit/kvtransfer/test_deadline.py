@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.errors import DeadlineExceeded
-from kvtransfer.waiting import Deadline, uninterrupted
+from kvtransfer.deadline import Deadline, uninterrupted
 
 
 def test_a_wait_is_the_shorter_of_deadline_and_cap():
@@ -15,32 +15,24 @@ def test_a_wait_is_the_shorter_of_deadline_and_cap():
         Deadline(0.0).left_s(5.0)
 
 
-async def test_cancellation_comes_after_the_work_is_done():
+@pytest.mark.parametrize("fails", [False, True])
+async def test_cancellation_comes_after_the_work_is_done(fails):
     go, done = asyncio.Event(), []
 
     async def work():
         await go.wait()
         done.append(True)
+        if fails:
+            raise ValueError("no")
 
     task = asyncio.create_task(uninterrupted(work()))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.sleep(0)
-    task.cancel()
+    for _ in range(2):
+        await asyncio.sleep(0)
+        task.cancel()
     await asyncio.sleep(0)
     assert not task.done()
     go.set()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError) as cancelled:
         await task
     assert done == [True]
-
-
-async def test_results_and_errors_pass_through():
-    async def work(error):
-        if error:
-            raise ValueError("no")
-        return 3
-
-    assert await uninterrupted(work(False)) == 3
-    with pytest.raises(ValueError, match="no"):
-        await uninterrupted(work(True))
+    assert isinstance(cancelled.value.__cause__, ValueError) == fails

@@ -1,0 +1,222 @@
+"""How a transport's thread copies its pool's bytes: on the host, or on a CUDA stream of its own.
+
+On a GPU nothing waits for the device until `finish`: copies, messages and the checksum are queued
+on the copier's stream, and only the checksum's 8 bytes are copied to the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+
+from baton.errors import TransferFailed
+from kvtransfer.digest import Digest, WordDigest
+from kvtransfer.kernels import reference
+from kvtransfer.pool import KvPool, Slots
+
+BlockOps: TypeAlias = Any  # the module `kvtransfer.kernels.reference`, or `blocks` in Triton
+
+
+class Stream:
+    """Where a copier's work is queued; on a CPU it runs at once."""
+
+    pinned = False  # whether host memory that the stream copies to must be page-locked
+
+    def current(self) -> AbstractContextManager[None]:
+        """Work started inside is queued on this stream."""
+        return nullcontext()
+
+    def record(self) -> torch.cuda.Event | None:
+        """An event behind all that was queued so far."""
+        return None
+
+    def synchronize(self, event: torch.cuda.Event | None) -> None:
+        """Returns when `event` has been reached. Raises RuntimeError when the GPU failed."""
+        return
+
+
+class CudaStream(Stream):
+    """A stream of the highest priority: copies fill gaps between the engine's kernels.
+
+    Nothing here runs on the default stream, where copies and engine steps would wait for each
+    other. Streams come from torch's pool, which are not ordered with the default one.
+    """
+
+    pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def record(self) -> torch.cuda.Event | None:
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps and does not spin
+        event.record(self._stream)
+        return event
+
+    def synchronize(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+
+def stream(device: torch.device) -> Stream:
+    """A new stream for memory of `device`."""
+    return CudaStream(device) if device.type == "cuda" else Stream()
+
+
+class HostCopier:
+    """Gathers and scatters the slots of one pool, at once, on the calling thread."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+        self._digest = pool.new_digest()
+
+    @contextmanager
+    def transfer(self, digest: Digest) -> Iterator[None]:
+        """Around the calls of one transfer, whose bytes are added to `digest`.
+
+        When it is left, nothing that was begun in it goes on.
+        """
+        self._digest = digest
+        yield
+
+    def gather(self, slots: Slots, staging: torch.Tensor) -> torch.Tensor:
+        """The slots' bytes in canonical order, digested: where they lie, or in `staging`."""
+        data = self._pool.in_place(slots)
+        if data is None:
+            data = self._pool.gather(slots, staging)
+        self._digest.update(data)
+        return data
+
+    def scatter(self, data: torch.Tensor, slots: Slots) -> None:
+        """Digests bytes in canonical order and writes them into the slots."""
+        self._digest.update(data)
+        self._pool.scatter(data, slots)
+
+    def finish(self) -> None:
+        """Returns when all of this transfer is done and in the digest."""
+        return
+
+
+class GpuCopier:
+    """As `HostCopier`, in order on a high-priority stream of its own, beside the engine's.
+
+    What it reads must have been computed, and what it overwrites must be unused, before it is
+    called: it does not wait for other streams. `ops` are Triton's where there are any.
+    """
+
+    def __init__(self, pool: KvPool, ops: BlockOps | None = None, on: Stream | None = None) -> None:
+        self._pool, self._ops = pool, ops or block_ops(pool.device)
+        self._stream = on or stream(pool.device)
+        self._digest = WordDigest()
+        self._num_bytes = 0
+        self.record, self.synchronize = self._stream.record, self._stream.synchronize
+        with self._stream.current():
+            self._sums = torch.zeros(1, dtype=torch.int64, device=pool.device)
+            self._host_sums = torch.zeros(1, dtype=torch.int64, pin_memory=self._stream.pinned)
+
+    @contextmanager
+    def transfer(self, digest: Digest) -> Iterator[None]:
+        assert isinstance(digest, WordDigest), "bytes on a GPU are not digested on the host"
+        self._digest, self._num_bytes = digest, 0
+        with self._stream.current():
+            self._sums.zero_()
+            try:
+                yield
+            finally:
+                self.synchronize(self.record())
+
+    def gather(self, slots: Slots, staging: torch.Tensor) -> torch.Tensor:
+        data = self._pool.in_place(slots)
+        if data is None:
+            data = self._ops.gather(self._pool, slots, staging, self._sums, self._next_word)
+        else:
+            self._ops.checksum(self._pool, slots, self._sums, self._next_word)
+        self._num_bytes += data.numel()
+        return data
+
+    def scatter(self, data: torch.Tensor, slots: Slots) -> None:
+        self._ops.scatter(data, self._pool, slots, self._sums, self._next_word)
+        self._num_bytes += data.numel()
+
+    def copy(self, local: Slots, target: KvPool, remote: Slots) -> None:
+        """Digests slots and copies them into those of another pool."""
+        self._ops.copy(self._pool, local, target, remote, self._sums, self._next_word)
+        self._num_bytes += self._pool.nbytes(local)
+
+    def checksum(self, slots: Slots) -> None:
+        """Only digests slots."""
+        self._ops.checksum(self._pool, slots, self._sums, self._next_word)
+        self._num_bytes += self._pool.nbytes(slots)
+
+    def check_access(self, target: KvPool) -> None:
+        """Reads a block of another pool, as `copy` will write. Raises what the GPU or Triton do."""
+        with self.transfer(WordDigest()):
+            self._ops.checksum(target, Slots((0,), target.block_size), self._sums, 0)
+
+    def finish(self) -> None:
+        self._host_sums.copy_(self._sums, non_blocking=True)
+        self._sums.zero_()
+        self.synchronize(self.record())
+        self._digest.include(int(self._host_sums), self._num_bytes)
+        self._num_bytes = 0
+
+    @property
+    def _next_word(self) -> int:
+        return self._digest.num_words + self._num_bytes // 4
+
+
+Copier: TypeAlias = HostCopier | GpuCopier
+
+
+def copier(pool: KvPool) -> Copier:
+    """A copier for the calling thread."""
+    return GpuCopier(pool) if pool.on_gpu else HostCopier(pool)
+
+
+def digest(pool: KvPool, slots: Slots) -> Digest:
+    """The digest of what the slots hold now, computed where they lie. Raises TransferFailed."""
+    if not pool.on_gpu:
+        return pool.digest(slots)
+    try:
+        found, reader = pool.new_digest(), GpuCopier(pool)
+        with reader.transfer(found):
+            reader.checksum(slots)
+            reader.finish()
+    except RuntimeError as error:
+        raise TransferFailed(f"the blocks cannot be read back: {error}") from error
+    return found
+
+
+def prepare(pool: KvPool) -> None:
+    """Compiles what a pool on a GPU needs, so that no transfer waits for it; changes no byte.
+
+    To be called before the pool is used. Raises RuntimeError.
+    """
+    if block_ops(pool.device) is reference:
+        return
+    gpu, size = GpuCopier(pool), pool.block_size
+    first = Slots((0,), size)
+    with gpu.transfer(WordDigest()):
+        staging = torch.empty(pool.block_bytes, dtype=torch.uint8, device=pool.device)
+        part = Slots((0,), size - 1)  # not in one piece, so that it is gathered
+        gpu.scatter(gpu.gather(part, staging), part)
+        gpu.copy(first, pool, first)
+        gpu.checksum(first)
+        gpu.finish()
+
+
+def block_ops(device: torch.device) -> BlockOps:
+    """Triton's where the device and the installation can; else torch's."""
+    if device.type == "cuda" and importlib.util.find_spec("triton"):
+        return importlib.import_module("kvtransfer.kernels.blocks")
+    return reference
