@@ -165,7 +165,7 @@ def _model(
     device: torch.device,
 ) -> StepModel:
     started = time.monotonic()
-    native = _native(settings, config)
+    native = _native(settings, config, dtype)
     prepare = _preparation(native, settings.quantization == "int8")
     weights = weights_of(settings, path, config, dtype, device, prepare)
     model: StepModel = (
@@ -186,7 +186,7 @@ def _preparation(native: bool, int8: bool) -> Prepare:
     return prepare
 
 
-def _native(settings: EngineConfig, config: ModelConfig) -> bool:
+def _native(settings: EngineConfig, config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether the native kernels compute. Raises ConfigError if they are asked for and cannot."""
     asked = settings.kernels == "native"
     if settings.kernels == "torch":
@@ -198,8 +198,8 @@ def _native(settings: EngineConfig, config: ModelConfig) -> bool:
         log.info("computing with torch: %s", reason)
         return False
     if asked:
-        library.require()
-    return library.load() is not None
+        library.require(dtype)
+    return library.load(dtype) is not None
 
 
 def _refuse_what_needs_a_gpu(settings: EngineConfig) -> None:

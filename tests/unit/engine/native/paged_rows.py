@@ -11,13 +11,12 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.ops.native import library
-from baton.engine.ops.native.structures import Pool
+from baton.engine.ops.native.model import Pool
 from baton.engine.ops.torch.attention import attend
 from baton.engine.ops.torch.rows import PlacedRows, place
 
 native = library.load()
 
-SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 LAYERS, LAYER = 2, 1
 EPS = 1e-5
 SCALE_BYTES = 4
@@ -177,7 +176,6 @@ class PagedRows:
         shape: CShape,
         out: Tensor | None = None,
     ) -> None:
-        assert native is not None
         shape.layer = LAYER
         # An entry behind those needed is no block at all.
         tables = [torch.tensor([*self._needed(span), 1 << 30], dtype=torch.int32) for span in spans]
@@ -195,7 +193,7 @@ class PagedRows:
             heads.head_size,
             heads.int8,
         )
-        function = native[f"baton_{name}_{SUFFIXES[heads.dtype]}"]
+        function = library.require(heads.dtype)[f"baton_{name}"]
         results = [out.data_ptr()] if out is not None else []
         function.argtypes = (
             *(c_int32, c_void_p, POINTER(CSpan), c_int32, POINTER(CShape), POINTER(Pool)),

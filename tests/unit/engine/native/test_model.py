@@ -14,8 +14,7 @@ from torch import Tensor
 
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
-from baton.engine.ops.native.model import NativeModel
-from baton.engine.ops.native.structures import PHASES
+from baton.engine.ops.native.model import PHASES, NativeModel
 from baton.engine.weights.quantize import Int8Weight
 from baton.engine.weights.weights import random_weights
 from tests.unit.engine.paged import PagedRun, PagedSequence
@@ -86,7 +85,6 @@ def test_bfloat16_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) 
 def test_every_kind_of_cpu_computes_the_same(target: library.Target) -> None:
     if not target.cpu <= library._cpu_flags():
         pytest.skip(f"this CPU is no {target.name}")
-    other = library.load_target(target)
     for dtype, int8, limit in (
         (torch.float32, False, 1e-6),
         (torch.bfloat16, False, 2e-2),
@@ -96,6 +94,7 @@ def test_every_kind_of_cpu_computes_the_same(target: library.Target) -> None:
             CONFIG, dtype, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
         )
         expected = logits(NativeModel(CONFIG, weights, dtype), (90,))
+        other = library.load_target(target, dtype)
         got = logits(NativeModel(CONFIG, weights, dtype, other), (50, 1, 39))
         assert relative_error(got, expected) <= limit
 

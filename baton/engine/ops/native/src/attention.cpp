@@ -159,7 +159,7 @@ class PieceAttention {
                             int groups, f32x16 (&sums)[ROWS][VECTORS]) {
         constexpr int STEP = 8;  // head_size / GROUP is a multiple of it
         for (int g = 0; g < groups; g += STEP) {
-            tile_.ahead.fetch(8);
+            tile_.prefetcher.fetch(8);
             multiply(a + g * GROUP, a_stride, b + g * columns * GROUP, columns * GROUP, STEP, sums);
         }
     }
@@ -199,24 +199,15 @@ void attend(Team& team, const Element* qkv, const Span* spans, int num_spans,
     });
 }
 
-template void attend(Team&, const float*, const Span*, int, const AttentionShape&, const Pool&,
-                     float*);
-template void attend(Team&, const bf16*, const Span*, int, const AttentionShape&, const Pool&,
-                     bf16*);
+template void attend(Team&, const Activation*, const Span*, int, const AttentionShape&, const Pool&,
+                     Activation*);
 
 }  // namespace baton
 
-#define EXPORT(suffix, Element)                                                                 \
-    void baton_attend_##suffix(int threads, const void* qkv, const baton::Span* spans,          \
-                               int num_spans, const baton::AttentionShape* shape,               \
-                               const baton::Pool* pool, void* out) {                            \
-        baton::with_team(threads, [&](baton::Team& team) {                                      \
-            baton::attend(team, (const Element*)qkv, spans, num_spans, *shape, *pool,           \
-                          (Element*)out);                                                       \
-        });                                                                                     \
-    }
-
-extern "C" {
-EXPORT(f32, float)
-EXPORT(bf16, baton::bf16)
+extern "C" void baton_attend(int threads, const baton::Activation* qkv, const baton::Span* spans,
+                             int num_spans, const baton::AttentionShape* shape,
+                             const baton::Pool* pool, baton::Activation* out) {
+    baton::with_team(threads, [&](baton::Team& team) {
+        baton::attend(team, qkv, spans, num_spans, *shape, *pool, out);
+    });
 }

@@ -4,7 +4,6 @@
 
 #include <limits>
 
-#include "exponential.h"
 #include "key_tile.h"
 
 namespace baton {
