@@ -6,7 +6,7 @@ import grpc
 
 from baton.config import host_id, split_address
 from baton.engine.build import Loaded
-from baton.engine.reports import StepReport
+from baton.engine.loop import StepReport
 from baton.v1 import decode_pb2_grpc, handoff_pb2_grpc, worker_pb2
 from baton.worker.messages import Limits
 from baton.worker.node import Node

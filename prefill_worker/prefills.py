@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from baton import telemetry
 from baton.config import split_address
 from baton.engine.build import Loaded
-from baton.engine.reports import Progress, StepReport
+from baton.engine.loop import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
 from baton.prefix import token_digest

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable
 
 from baton.engine.blocks import CacheChanges
-from baton.engine.reports import Load, StepReport
+from baton.engine.loop import StepReport
+from baton.engine.sequence_table import Load
 from baton.v1 import worker_pb2
 
 _SMOOTHING = 0.2  # weight of the newest step in the running means
@@ -36,7 +37,7 @@ class LoadMeter:
         if report.num_tokens:
             self.mean_step_s = _smooth(self.mean_step_s, step_s)
         # Drafts tell nothing of the speed of prompts.
-        if report.num_tokens - report.num_drafts >= _PREFILL_ROWS and step_s > 0:
+        if report.num_tokens - report.num_proposed >= _PREFILL_ROWS and step_s > 0:
             rate = report.num_tokens / step_s
             load.prefill_tokens_per_s = _smooth(load.prefill_tokens_per_s, rate)
         elif report.num_tokens:

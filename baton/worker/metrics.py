@@ -13,7 +13,7 @@ from typing import Protocol
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
-from baton.engine.reports import StepReport
+from baton.engine.loop import StepReport
 from baton.engine.runner import CountsRows, StepRunner
 from baton.errors import BatonError
 from baton.metrics import process
@@ -65,8 +65,8 @@ class WorkerFigures:
             (report.ended_ns - report.started_ns) / 1e9,
             {"kind": kind_of(report)},
         )
-        if report.num_drafts:
-            self._drafted(report.num_drafts, report.num_right)
+        if report.num_proposed:
+            self._drafted(report.num_proposed, report.num_accepted)
 
     def prompt_started(self, waited_s: float, trace: Context) -> None:
         """The first chunk of a prompt was computed."""
@@ -127,7 +127,7 @@ def kind_of(report: StepReport) -> str:
     """
     rows = len(report.progress)
     drawing = sum(bool(p.token_ids) for p in report.progress)
-    if report.num_tokens - report.num_drafts == rows == drawing:
+    if report.num_tokens - report.num_proposed == rows == drawing:
         return "decode"
     return "mixed" if drawing and rows > 1 else "prefill"
 

@@ -18,9 +18,8 @@ import torch
 
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import KvLayout
-from baton.engine.loop import Engine
+from baton.engine.loop import Engine, StepReport
 from baton.engine.planner import Planner
-from baton.engine.reports import StepReport
 from baton.engine.runner import StepRunner
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams

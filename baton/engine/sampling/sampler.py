@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.sampling import filters, randomness, row_sampling
-from baton.engine.sampling.token_counts import TokenCounts
+from baton.engine.sampling import filters, randomness
+from baton.engine.sequence import TokenCounts
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
 
@@ -41,7 +41,7 @@ class SampleRow(NamedTuple):
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_tokens: int  # how many of token_ids are the caller's prompt
-    drafts: int = 0  # how many of them, the last, are guesses
+    proposed: int = 0  # how many of them, the last, are guesses
     counts: TokenCounts | None = None
 
     @property
@@ -191,7 +191,7 @@ class _Changes:
         """Row `i`'s penalties: repetition counts prompt and output, the others output alone."""
         params = row.params
         kept = row.counts or TokenCounts()
-        seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.drafts)
+        seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.proposed)
         if params.repetition_penalty == 1.0:
             seen, counts = seen[counts > 0], counts[counts > 0]
         subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
@@ -257,9 +257,9 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     seeds = [row.params.seed for row in rows]
     numbers = randomness.uniform(seeds, [len(row.token_ids) for row in rows])
     if logits.device.type == "cpu":
-        return row_sampling.draw(logits.numpy(), _params(rows), numbers)
+        return filters.sample_on_cpu(logits.numpy(), _params(rows), numbers)
     uniform = torch.from_numpy(numbers).to(logits.device)
-    return filters.draw(filters.weights(logits, _params(rows)), uniform)
+    return filters.sample(filters.weights(logits, _params(rows)), uniform)
 
 
 def _logprobs(

@@ -25,13 +25,6 @@ _LEAST = {torch.int8: 1e-36, FP8: 2e-36}
 # Weights are quantised so many rows at a time, so that no float32 copy of a whole one exists.
 _ROWS_AT_ONCE = 4096
 
-# So deep a product of int8 has only whole numbers below 2 ** 24 as sums, which float32 adds up
-# exactly in any order.
-_EXACT_DEPTH = 1024
-
-# Elsewhere oneDNN multiplies int8 with sums of 16 bits, which saturate.
-_HAS_VNNI = torch.cpu._is_vnni_supported()
-
 
 @dataclass(frozen=True)
 class Int8Weight:
@@ -97,45 +90,6 @@ def _quantize_in_parts(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
         rows = slice(first, first + _ROWS_AT_ONCE)
         values[rows], scales[rows] = quantize_rows(weight[rows], dtype)
     return values, scales
-
-
-def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type.
-
-    The sums are whole numbers and exact, so that a row's result is the same in any batch.
-    """
-    values, scales = quantize_rows(x)
-    sums = exact_products(values, weight.values)
-    out = sums.float().mul_(scales[:, None] * weight.scales)
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)
-
-
-def exact_products(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` of int8 `[rows, in]` and `[out, in]`: int32 `[rows, out]`, exact."""
-    # At a depth of 1 torch 2.13 gives wrong sums.
-    fast = _HAS_VNNI and x.shape[1] > 1
-    return torch._int_mm(x, weight.T) if fast else products_by_float(x, weight)
-
-
-def products_by_float(x: Tensor, weight: Tensor) -> Tensor:
-    """The same on any CPU: the products of short pieces of the depth, in float32."""
-    sums = torch.zeros(len(x), len(weight), dtype=torch.int32)
-    pieces = zip(x.split(_EXACT_DEPTH, dim=1), weight.split(_EXACT_DEPTH, dim=1), strict=True)
-    for left, right in pieces:
-        sums += (left.float() @ right.float().T).to(torch.int32)
-    return sums
-
-
-def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type."""
-    values, scales = quantize_rows(x, FP8)
-    out = values.float() @ weight.values.float().T
-    out.mul_(scales[:, None] * weight.scales)
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)
 
 
 def pack_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:

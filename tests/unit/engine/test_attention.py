@@ -40,7 +40,7 @@ class Paged:
         self.pool = torch.zeros(
             2 * count + 1, LAYERS, 2, KV_HEADS, block_size, HEAD_SIZE, dtype=dtype
         )
-        # Block 0 is what padded tables point at; finite garbage there must not be seen.
+        # Block 0 is what padded block_tables point at; finite garbage there must not be seen.
         self.pool[0] = 1e4
         self.blocks = torch.randperm(2 * count, generator=self.generator)[:count] + 1
         self.k, self.v = self.random(length, KV_HEADS), self.random(length, KV_HEADS)
@@ -106,9 +106,9 @@ def test_equals_the_textbook(block_size: int, window: int | None, dtype: torch.d
 def test_short_tables_are_padded_with_a_block_nobody_sees() -> None:
     paged = Paged(150, 16, torch.float32)
     q = paged.random(2, HEADS)
-    tables = torch.stack([paged.blocks, torch.zeros_like(paged.blocks)])
-    tables[1, 0] = paged.blocks[0]
-    batch = AttentionBatch(NO_ROWS, 2, tables, torch.tensor([150, 3]), ())
+    block_tables = torch.stack([paged.blocks, torch.zeros_like(paged.blocks)])
+    block_tables[1, 0] = paged.blocks[0]
+    batch = AttentionBatch(NO_ROWS, 2, block_tables, torch.tensor([150, 3]), ())
     got = attend(q, paged.pool, LAYER, batch, SCALE, None)
     expected = paged.expected(q, [149, 2], None)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)

@@ -17,9 +17,9 @@ def make_planner(num_blocks: int = 16, chunk_tokens: int = 8, max_batch: int = 4
     return Planner(BlockPool(num_blocks, SIZE), chunk_tokens, max_batch)
 
 
-def make_sequence(name: str, length: int, first: int = 0, due: float = 0.0) -> Sequence:
+def make_sequence(name: str, length: int, first: int = 0, priority: float = 0.0) -> Sequence:
     tokens = list(range(first, first + length))
-    return Sequence(name, tokens, length, SamplingParams(), due=due)
+    return Sequence(name, tokens, length, SamplingParams(), priority=priority)
 
 
 def run(planner: Planner, plan: Plan) -> None:
@@ -59,7 +59,7 @@ def test_an_older_prompt_does_not_starve_a_decoding_sequence() -> None:
     planner = make_planner(chunk_tokens=8)
     planner.add(make_sequence("long", 40))
     run(planner, planner.plan())
-    late = make_sequence("late", 1, first=100, due=9.0)
+    late = make_sequence("late", 1, first=100, priority=9.0)
     assert planner.reserve(late)
     planner.add(late)
     for start in (0, 1):  # not in the batch yet, then in it
@@ -79,7 +79,7 @@ def test_a_batch_above_the_chunk_budget_starves_nobody() -> None:
         assert planner.reserve(sequence, extra_tokens=1)
         sequence.num_computed = 2
         planner.add(sequence)
-    planner.add(make_sequence("prompt", 20, first=900, due=-1.0))
+    planner.add(make_sequence("prompt", 20, first=900, priority=-1.0))
     for step in range(5):
         plan = planner.plan()
         assert {name for name, _, count in shape(plan) if count == 1} == {f"s{i}" for i in range(8)}

@@ -11,8 +11,7 @@ from baton.engine.planner import Work
 from baton.engine.runner import sample_rows
 from baton.engine.sampling import filters
 from baton.engine.sampling.sampler import Sampler, SampleRow, finish_reason
-from baton.engine.sampling.token_counts import TokenCounts
-from baton.engine.sequence import Sequence
+from baton.engine.sequence import Sequence, TokenCounts
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
 
@@ -107,7 +106,7 @@ def test_noise_of_rounding_size_hardly_ever_changes_a_draw(sampler):
 def test_draw_at_the_ends_of_the_unit_interval():
     weights = torch.zeros(2, VOCAB)
     weights[:, 37], weights[:, VOCAB - 1] = 0.3, 1.0
-    drawn = filters.draw(weights, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    drawn = filters.sample(weights, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
     assert drawn.tolist() == [37, VOCAB - 1]
 
 
@@ -115,7 +114,7 @@ def test_rounding_never_draws_beyond_the_vocabulary():
     """Weights so uneven that float64 sums round, and the largest number there is."""
     generator = torch.Generator().manual_seed(0)
     weights = (torch.rand(2000, VOCAB, generator=generator) * -40).exp()
-    drawn = filters.draw(weights, torch.full((2000,), 1 - 2**-53, dtype=torch.float64))
+    drawn = filters.sample(weights, torch.full((2000,), 1 - 2**-53, dtype=torch.float64))
     assert int(drawn.max()) < VOCAB
 
 
@@ -125,7 +124,7 @@ def test_draw_never_takes_a_token_of_weight_zero():
     weights[torch.rand(500, VOCAB, generator=generator) < 0.98] = 0
     weights[:, 100] = 1e-3
     numbers = torch.rand(500, generator=generator, dtype=torch.float64)
-    drawn = filters.draw(weights, numbers)
+    drawn = filters.sample(weights, numbers)
     assert (weights.gather(1, drawn[:, None]) > 0).all()
     for i in range(500):
         cumulative = weights[i].double().cumsum(0)

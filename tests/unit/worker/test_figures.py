@@ -10,8 +10,9 @@ import pytest
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
-from baton.engine.reports import Load, Progress, StepReport
+from baton.engine.loop import Progress, StepReport
 from baton.engine.runner import Runner
+from baton.engine.sequence_table import Load
 from baton.errors import BatonError, Stale
 from baton.v1 import worker_pb2
 from baton.worker.metrics import WorkerFigures, kind_of
@@ -45,7 +46,7 @@ def test_what_a_step_computed(report: StepReport, kind: str) -> None:
 
 def test_drafts_are_counted_and_make_no_step_one_of_prompts() -> None:
     progress = [Progress("a", 9, (7, 8, 9)), Progress("b", 1, (7,))]
-    report = StepReport(0, 5_000_000, 6, progress, LOAD, num_drafts=4, num_right=2)
+    report = StepReport(0, 5_000_000, 6, progress, LOAD, num_proposed=4, num_accepted=2)
     assert kind_of(report) == "decode"
     assert kind_of(dataclasses.replace(report, num_tokens=66)) == "mixed"
     figures = WorkerFigures(WorkerConfig("decode"))

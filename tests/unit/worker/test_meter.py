@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from baton.engine.blocks import CacheChanges
-from baton.engine.reports import Load, Progress, StepReport
+from baton.engine.loop import Progress, StepReport
+from baton.engine.sequence_table import Load
 from baton.v1 import worker_pb2
 from baton.worker.meter import LoadMeter
 
@@ -127,6 +128,6 @@ def test_tokens_are_counted_since_start() -> None:
 def test_drafts_count_if_they_were_right_and_are_no_prompt() -> None:
     meter = LoadMeter()
     drawn = [Progress(name, 5, (1, 2, 3)) for name in "abcdefgh"]
-    meter.update(StepReport(0, 10_000_000, 40, drawn, LOAD, num_drafts=32, num_right=16))
+    meter.update(StepReport(0, 10_000_000, 40, drawn, LOAD, num_proposed=32, num_accepted=16))
     assert (meter.load.tokens_computed, meter.load.tokens_generated) == (24, 24)
     assert (meter.load.prefill_tokens_per_s, meter.load.step_ms) == (0, 10)

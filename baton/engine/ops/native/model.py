@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.rope import rope_tables
+from baton.engine.models.decoder import rope_tables
 from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.weights.weights import LayerWeights, Weights
@@ -146,17 +146,17 @@ class NativeModel:
         self._make_room(rows, wanted)
         step = Step(
             batch.token_ids.data_ptr(),
-            batch.contexts.data_ptr(),
-            batch.counts.data_ptr(),
-            batch.tables.data_ptr(),
+            batch.context_lens.data_ptr(),
+            batch.query_lens.data_ptr(),
+            batch.block_tables.data_ptr(),
             batch.logit_rows.data_ptr(),
             self._logits.data_ptr(),
             self._workspace.data_ptr(),
             self.seconds,
             self._pool(pool),
             rows,
-            len(batch.counts),
-            batch.tables.shape[1],
+            len(batch.query_lens),
+            batch.block_tables.shape[1],
             wanted,
         )
         self._run(torch.get_num_threads(), byref(self._model), byref(step))

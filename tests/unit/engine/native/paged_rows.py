@@ -12,8 +12,7 @@ from torch import Tensor
 from baton.engine.batch import StepBatch
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import Pool
-from baton.engine.ops.torch.attention import attend
-from baton.engine.ops.torch.rows import PlacedRows, place
+from baton.engine.ops.torch.attention import RowPositions, attend, place
 
 native = library.load()
 
@@ -146,24 +145,24 @@ class PagedRows:
         q = self.qkv[:, : self.heads.heads * self.heads.head_size].float()
         q = q.view(len(q), self.heads.heads, self.heads.head_size)
         window = self.heads.window or None
-        pool = pool.nan_to_num()  # the reference pads tables with block 0
+        pool = pool.nan_to_num()  # the reference pads block_tables with block 0
         return attend(q, pool, LAYER, self.placed().attention, self.heads.scale, window)
 
-    def placed(self) -> PlacedRows:
+    def placed(self) -> RowPositions:
         """Where the torch path finds the rows; sequences of one row come first."""
         width = max(len(span.blocks) for span in self.spans)
-        counts = [span.count for span in self.spans]
-        rows = sum(counts)
+        query_lens = [span.count for span in self.spans]
+        rows = sum(query_lens)
         batch = StepBatch(
             token_ids=torch.zeros(rows, dtype=torch.int32),
-            contexts=torch.tensor([span.context for span in self.spans], dtype=torch.int32),
-            counts=torch.tensor(counts, dtype=torch.int32),
-            tables=torch.tensor(
+            context_lens=torch.tensor([span.context for span in self.spans], dtype=torch.int32),
+            query_lens=torch.tensor(query_lens, dtype=torch.int32),
+            block_tables=torch.tensor(
                 [span.blocks + [0] * (width - len(span.blocks)) for span in self.spans],
                 dtype=torch.int32,
             ),
             logit_rows=torch.arange(rows, dtype=torch.int32),
-            singles=counts.count(1),
+            num_decodes=query_lens.count(1),
         )
         return place(batch, self.heads.block_size)
 
@@ -178,9 +177,11 @@ class PagedRows:
     ) -> None:
         shape.layer = LAYER
         # An entry behind those needed is no block at all.
-        tables = [torch.tensor([*self._needed(span), 1 << 30], dtype=torch.int32) for span in spans]
+        block_tables = [
+            torch.tensor([*self._needed(span), 1 << 30], dtype=torch.int32) for span in spans
+        ]
         structs, row = (CSpan * len(spans))(), 0
-        for struct, span, table in zip(structs, spans, tables, strict=True):
+        for struct, span, table in zip(structs, spans, block_tables, strict=True):
             struct.first_row, struct.count, struct.context = row, span.count, span.context
             struct.table = table.data_ptr()
             row += span.count

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.models.decoder import rms_norm
 from baton.engine.ops.native import library
-from baton.engine.weights.linear import silu_gate
+from baton.engine.ops.torch.linear import silu_gate
 
 native = library.load()
 pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")

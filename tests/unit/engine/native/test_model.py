@@ -44,10 +44,12 @@ def as_is(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def logits(model: Model | NativeModel, counts: tuple[int, ...], int8_kv: bool = False) -> Tensor:
+def logits(
+    model: Model | NativeModel, query_lens: tuple[int, ...], int8_kv: bool = False
+) -> Tensor:
     run = PagedRun(model, kv_int8=int8_kv)
     sequence = run.add(TOKENS)
-    return torch.cat([run.step((sequence, count))[0] for count in counts])
+    return torch.cat([run.step((sequence, count))[0] for count in query_lens])
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

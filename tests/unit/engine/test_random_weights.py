@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.sampling import noise
-from baton.engine.sampling.noise import Noise
-from baton.engine.sampling.randomness import splitmix64
+from baton.engine.sampling import randomness
+from baton.engine.sampling.randomness import RandomTensors, splitmix64
 
 CPU = torch.device("cpu")
 GAMMA = 0x9E3779B97F4A7C15
@@ -27,23 +26,23 @@ def expected(seed: int, first: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
 def test_the_numbers_are_splitmix64s(seed: int) -> None:
-    source = Noise(seed, CPU)
-    first = source.draw((7, 11), torch.float32, STD)
-    second = source.draw((100,), torch.float32, STD)
+    source = RandomTensors(seed, CPU)
+    first = source.normal((7, 11), torch.float32, STD)
+    second = source.normal((100,), torch.float32, STD)
     assert torch.allclose(first.view(-1).double(), expected(seed, 1, 77), rtol=1e-6, atol=0)
     assert torch.allclose(second.double(), expected(seed, 78, 100), rtol=1e-6, atol=0)
     assert first.shape == (7, 11)
 
 
 def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Noise(3, CPU).draw((1000,), torch.bfloat16, STD)
-    monkeypatch.setattr(noise, "_AT_ONCE", 64)
-    assert torch.equal(Noise(3, CPU).draw((1000,), torch.bfloat16, STD), whole)
+    whole = RandomTensors(3, CPU).normal((1000,), torch.bfloat16, STD)
+    monkeypatch.setattr(randomness, "_AT_ONCE", 64)
+    assert torch.equal(RandomTensors(3, CPU).normal((1000,), torch.bfloat16, STD), whole)
     assert whole.dtype == torch.bfloat16
 
 
 def test_they_are_spread_as_asked() -> None:
-    drawn = Noise(1, CPU).draw((1 << 18,), torch.float32, STD)
+    drawn = RandomTensors(1, CPU).normal((1 << 18,), torch.float32, STD)
     assert abs(drawn.mean().item()) < STD / 100
     assert abs(drawn.std().item() / STD - 1) < 0.01
     assert drawn.abs().max() <= STD * math.sqrt(3)
