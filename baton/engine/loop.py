@@ -136,7 +136,7 @@ class Engine:
         self._inbox = Inbox()
         self._stopping = False
         self._steps = 0
-        self._step_began: float | None = None  # written by the thread, read by anybody
+        self._step_began: float | None = None  # written by the thread, read by any
         self._failed_steps = 0  # in a row
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self.ended: Future[None] = Future()  # fails if the thread does; do not cancel it

@@ -29,7 +29,7 @@ class StepRunner(Protocol):
         """Tokens for each sequence that has caught up, by its id."""
 
     def scrub(self, blocks: list[int]) -> None:
-        """Makes blocks that unverified bytes came into harmless."""
+        """Zeroes blocks that unverified bytes came into."""
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         """Returns when nothing that runs here writes into these blocks any more: others will.
@@ -44,7 +44,7 @@ class CountsRows(Protocol):
 
     @property
     def decode_rows(self) -> Mapping[str, int]:
-        """Rows of decode steps so far: "wanted", "padding", or "wasted" on who had left."""
+        """Rows of decode steps so far: "wanted", "padding", or "wasted" (sequence gone)."""
 
 
 class Runner:

@@ -85,7 +85,7 @@ class SimulatedRunner:
         history = self._histories.setdefault(sequence, _History(sequence.cache_salt))
         if work.start == history.computed_here:
             self._check(sequence, history, *self._block_in_turn(work.start))
-        else:  # somebody else computed it: it came over the wire, or from the prefix cache
+        else:  # computed elsewhere: it came over the wire, or from the prefix cache
             self._check(sequence, history, 0, work.start)
         end = work.start + work.count
         history.computed_here = end - len(work.proposed)  # unless proposed tokens are accepted

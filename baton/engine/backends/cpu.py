@@ -17,7 +17,7 @@ def pin_thread(cpus: Collection[int], nice: int) -> None:
     """Pins the calling thread to `cpus` (none: leaves it free) and lets others go first.
 
     `nice` is the kernel's measure, from 0 to 19: at 10 a thread gets a tenth of the time of one
-    that shares its core at 0, and all the time that nobody else wants.
+    that shares its core at 0, and all the time that is left over.
     """
     if cpus:
         os.sched_setaffinity(0, cpus)

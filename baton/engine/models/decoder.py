@@ -1,8 +1,8 @@
 """The Llama family's forward pass over paged KV: Llama, Mistral, Qwen2, Qwen3.
 
 Rows of any mix of sequences go through together; only attention knows which belong together.
-Follows Hugging Face transformers' modeling files, which the tests compare it with. Who calls
-anything but `step` holds `torch.inference_mode`.
+Follows Hugging Face transformers' modeling files, which the tests compare it with. Callers of
+anything but `step` hold `torch.inference_mode`.
 
 Rotary frequencies are those of transformers' `modeling_rope_utils`: default, linear
 (https://arxiv.org/abs/2306.15595) and llama3 (Llama 3.1's interpolation by wavelength).

@@ -91,7 +91,7 @@ def sample(row_weights: Tensor, uniform: Tensor) -> Tensor:
     """Tokens `[rows]` where each row's cumulative weight passes its number in [0, 1).
 
     Weights are added up in token-id order, which no rounding can reorder: noise of 1e-7 in the
-    logits moves each boundary by as much and changes one draw in millions. The sums are float64.
+    logits moves each boundary by as much and changes one token in millions. The sums are float64.
     A row whose weights are not numbers gives a token beyond the vocabulary.
     """
     vocab_size = row_weights.shape[1]

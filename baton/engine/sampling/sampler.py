@@ -1,4 +1,4 @@
-"""Turns logits into tokens: penalties, filters and one draw a row, vectorised over the rows.
+"""Turns logits into tokens: penalties, filters and sampling, vectorised over the rows.
 
 The order is vLLM's, with Hugging Face's place for min-p: logit bias, min_tokens mask, repetition,
 frequency and presence penalties; then, unless the row is greedy, temperature, top-k, top-p, min-p.
@@ -51,7 +51,7 @@ class SampleRow(NamedTuple):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, with no draw."""
+        """Whether the most likely token is taken, without a random number."""
         return self.params.temperature < GREEDY_BELOW
 
     @property
@@ -112,7 +112,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """The next token of each row. `logits` is `[rows, vocab]` float32 and is not changed.
 
-        Raises InternalError when a drawn row's logits are not numbers or nothing is allowed.
+        Raises InternalError when a sampled row's logits are not numbers or nothing is allowed.
         """
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows))
         if not rows:
@@ -134,7 +134,7 @@ class Sampler:
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
 
     def probabilities(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """What non-greedy rows are drawn from: `[rows, vocab]`, each row's sum is 1."""
+        """What non-greedy rows are sampled from: `[rows, vocab]`, each row's sum is 1."""
         weights = filters.weights(self._adjust(logits.clone(), rows), _params(rows))
         return weights / weights.sum(1, keepdim=True)
 
@@ -147,7 +147,7 @@ class Sampler:
             logits = self._adjust(logits, rows)
         if rows[0].greedy:
             return _likeliest(logits)
-        return _draw(logits, rows)
+        return _sample(logits, rows)
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Applies bias, min_tokens and penalties to `logits`, in place.
@@ -252,7 +252,7 @@ def _likeliest(logits: Tensor) -> Chosen:
     return logits.argmax(1)
 
 
-def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
+def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     """One token for each row `[rows]`, by the number that belongs to its seed and position."""
     seeds = [row.params.seed for row in rows]
     numbers = randomness.uniform(seeds, [len(row.token_ids) for row in rows])

@@ -1,4 +1,4 @@
-"""Eight-bit numbers and what they cost: rows of int8 or fp8 with one float32 scale each.
+"""Quantisation: rows of int8 or fp8 with one float32 scale each (W8A8 weights, and KV).
 
 Every row is scaled by its own largest magnitude: an output of a weight, a token's activations, a
 token's K or V of one head. A row's numbers thus depend on itself alone, never on what shares its
@@ -10,6 +10,7 @@ multiply and CPUs do not: here its products are those of float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,16 +28,18 @@ _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class Int8Weight:
-    """A matrix `[out, in]`: int8 values, and the float32 scale `[out]` of each output."""
+class QuantizedWeight:
+    """A matrix `[out, in]`: values of `DTYPE`, and the float32 scale `[out]` of each output."""
 
     values: Tensor
     scales: Tensor
 
+    DTYPE: ClassVar[torch.dtype]
+
     @classmethod
-    def of(cls, weight: Tensor) -> Int8Weight:
+    def of(cls, weight: Tensor) -> Self:
         """weight `[out, in]` of any floating type, quantised."""
-        return cls(*_quantize_in_parts(weight, torch.int8))
+        return cls(*_quantize_in_parts(weight, cls.DTYPE))
 
     @property
     def shape(self) -> torch.Size:
@@ -44,22 +47,16 @@ class Int8Weight:
         return self.values.shape
 
 
-@dataclass(frozen=True)
-class Fp8Weight:
-    """A matrix `[out, in]`: float8_e4m3fn values, and the float32 scale `[out]` of each output."""
+class Int8Weight(QuantizedWeight):
+    """A W8A8 weight in int8."""
 
-    values: Tensor
-    scales: Tensor
+    DTYPE = torch.int8
 
-    @classmethod
-    def of(cls, weight: Tensor) -> Fp8Weight:
-        """weight `[out, in]` of any floating type, quantised."""
-        return cls(*_quantize_in_parts(weight, FP8))
 
-    @property
-    def shape(self) -> torch.Size:
-        """`[out, in]`."""
-        return self.values.shape
+class Fp8Weight(QuantizedWeight):
+    """A W8A8 weight in float8_e4m3fn."""
+
+    DTYPE = FP8
 
 
 def is_quantized(dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""A model's weights: read from safetensors, or drawn at random for benchmarks.
+"""A model's weights: read from safetensors, or random ones for benchmarks.
 
 Query, key and value projections are fused into one matrix, and so are gate and up, while loading:
 each part is copied from the mapped file to its place on the device, so memory stays near the
@@ -193,27 +193,27 @@ def random_weights(
 
     A GPU's are the same on every GPU, but others than a CPU's: see `RandomTensors`.
     """
-    draw = _drawn_on_cpu(dtype, seed)
+    normal = _normal_on_cpu(dtype, seed)
     if device.type != "cpu":
         tensors = RandomTensors(seed, device)
-        draw = partial(tensors.normal, dtype=dtype, std=RANDOM_STD)
+        normal = partial(tensors.normal, dtype=dtype, std=RANDOM_STD)
 
     def make(parts: tuple[Part, ...]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         if parts[0].name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
-        return draw(shape)
+        return normal(shape)
 
     return _assemble(config, make, prepare)
 
 
-def _drawn_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], Tensor]:
+def _normal_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(shape: tuple[int, ...]) -> Tensor:
+    def normal(shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
 
-    return draw
+    return normal
 
 
 def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
@@ -326,9 +326,9 @@ def weights_of(
 
 
 def random_seed(settings: EngineConfig, device: torch.device) -> int | None:
-    """What stands for weights that no checkpoint tells of; None where one does.
+    """The seed of random weights; None where a checkpoint has them.
 
-    A GPU makes others up than a CPU: workers that hold different ones must never be paired.
+    A GPU's are others than a CPU's: workers that hold different ones must never be paired.
     """
     if settings.simulate:
         return _SIMULATED_SEED

@@ -1,7 +1,7 @@
 """A GPU's memory, shared out: what weights, activations and graphs leave belongs to the KV cache.
 
 Pure arithmetic over sizes in bytes, which `baton.engine.backends.gpu.device` measures, and the
-text that tells of it.
+text that explains it.
 
     |0                                                          total|
     | weights | activations | graphs |      KV       | spare | others |

@@ -43,12 +43,12 @@ FLAGS = (
 DEFINES = {torch.float32: (), torch.bfloat16: ("-DBATON_BF16",)}  # by the type of activations
 BUILD_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 120.0  # to wait for another process that builds the same
-PROGRESS_S = 2.0  # between two progress lines
+PROGRESS_S = 4.0  # between two progress lines
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of CPU: what /proc/cpuinfo says of it, and what the compiler is told."""
+    """A kind of CPU: its flags in /proc/cpuinfo, and the compiler's options for it."""
 
     name: str
     cpu: frozenset[str]
@@ -215,7 +215,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _cpu_flags() -> set[str]:
-    """What this CPU can do, as Linux tells it."""
+    """What this CPU can do, as Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

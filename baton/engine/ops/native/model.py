@@ -33,7 +33,7 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-# These structures mirror `src/linear.h`, `src/attention.h` and `src/forward.cpp`, field for field.
+# These structures mirror `src/kernels.h` and `src/forward.cpp`, field for field.
 
 
 class Linear(Structure):

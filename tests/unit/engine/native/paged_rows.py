@@ -22,7 +22,7 @@ SCALE_BYTES = 4
 
 
 class CSpan(Structure):
-    """`Span` of attention.h."""
+    """`Span` of kernels.h."""
 
     _fields_ = (
         ("first_row", c_int32),
@@ -33,7 +33,7 @@ class CSpan(Structure):
 
 
 class CShape(Structure):
-    """`AttentionShape` of attention.h."""
+    """`AttentionShape` of kernels.h."""
 
     _fields_ = (
         ("heads", c_int32),

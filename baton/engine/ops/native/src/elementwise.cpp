@@ -1,4 +1,4 @@
-#include "elementwise.h"
+#include "kernels.h"
 
 #include <cmath>
 

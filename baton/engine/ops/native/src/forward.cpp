@@ -5,9 +5,7 @@
 #include <chrono>
 #include <vector>
 
-#include "attention.h"
-#include "elementwise.h"
-#include "linear.h"
+#include "kernels.h"
 
 namespace baton {
 

@@ -1,4 +1,4 @@
-#include "linear.h"
+#include "kernels.h"
 
 namespace baton {
 namespace {

@@ -1,7 +1,7 @@
 // Rotary embedding, and the writing of K and V to the pool.
 #include <cmath>
 
-#include "attention.h"
+#include "kernels.h"
 #include "paged.h"
 #include "transpose.h"
 
