@@ -64,7 +64,7 @@ class RandomTensors:
         self._device = device
         self._made = 0
 
-    def normal(self, shape: tuple[int, ...], dtype: torch.dtype, std: float) -> Tensor:
+    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, std: float) -> Tensor:
         """Numbers around 0 with this standard deviation, evenly spread over ±std * sqrt(3)."""
         out = torch.empty(math.prod(shape), dtype=dtype, device=self._device)
         for piece in out.split(_AT_ONCE):

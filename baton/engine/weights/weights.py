@@ -193,27 +193,27 @@ def random_weights(
 
     A GPU's are the same on every GPU, but others than a CPU's: see `RandomTensors`.
     """
-    normal = _normal_on_cpu(dtype, seed)
+    random = _random_on_cpu(dtype, seed)
     if device.type != "cpu":
         tensors = RandomTensors(seed, device)
-        normal = partial(tensors.normal, dtype=dtype, std=RANDOM_STD)
+        random = partial(tensors.uniform, dtype=dtype, std=RANDOM_STD)
 
     def make(parts: tuple[Part, ...]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         if parts[0].name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
-        return normal(shape)
+        return random(shape)
 
     return _assemble(config, make, prepare)
 
 
-def _normal_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], Tensor]:
+def _random_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(shape: tuple[int, ...]) -> Tensor:
+    def random(shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
 
-    return normal
+    return random
 
 
 def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:

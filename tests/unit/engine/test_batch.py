@@ -1,4 +1,4 @@
-"""BatchBuilder built step after step are those that would be built from nothing each time."""
+"""Batches built step after step are those that would be built anew each time."""
 
 from __future__ import annotations
 
@@ -155,23 +155,6 @@ def test_any_life_of_sequences_gives_the_batches_of_their_plans(seed: int) -> No
             life.run(plan)
 
 
-def test_a_chunk_that_does_not_reach_the_last_token_wants_no_logits() -> None:
-    sequence = a_sequence("a", list(range(10)), [3, 4, 5])
-    batch = batches().build(Plan([Work(sequence, 2, 4)]))
-    assert batch.token_ids.tolist() == [2, 3, 4, 5]
-    assert batch.block_tables.tolist() == [[3, 4]]
-    assert batch.logit_rows.tolist() == []
-
-
-def test_drafts_stand_behind_the_known_tokens_and_their_logits_are_wanted() -> None:
-    one, other = a_sequence("a", [1, 2, 3], [7]), a_sequence("b", [4, 5, 6], [8, 9])
-    plan = Plan([Work(one, 2, 1), Work(other, 1, 5, proposed=(50, 51, 52))])
-    batch = batches().build(plan)
-    assert batch.token_ids.tolist() == [3, 5, 6, 50, 51, 52]
-    assert batch.block_tables.tolist() == [[7, 0], [8, 9]]
-    assert batch.logit_rows.tolist() == [0, 2, 3, 4, 5]
-
-
 def test_a_sequence_that_goes_on_costs_no_new_tensors() -> None:
     sequence, built = a_sequence("a", [1, 2, 3, 4], [7]), batches()
     first = built.build(Plan([Work(sequence, 3, 1)]))
@@ -182,20 +165,3 @@ def test_a_sequence_that_goes_on_costs_no_new_tensors() -> None:
         batch = built.build(plan)
         assert_same(batch, plan)
         assert batch.block_tables.data_ptr() == first.block_tables.data_ptr()
-
-
-def test_one_that_outgrows_its_table_gets_a_wider_one() -> None:
-    sequence, built = a_sequence("a", [1], [7]), batches()
-    for at in range(1, 80):
-        sequence.tokens.append(at)
-        sequence.block_ids += [at] if at % SIZE == 0 else []
-        plan = Plan([Work(sequence, at, 1)])
-        assert_same(built.build(plan), plan)
-
-
-def test_a_single_token_in_the_middle_of_a_prompt_wants_no_logits() -> None:
-    one, other = a_sequence("a", [1, 2, 3], [7]), a_sequence("b", [4, 5, 6], [8])
-    plan = Plan([Work(one, 2, 1), Work(other, 1, 1)])
-    batch = batches().build(plan)
-    assert batch.token_ids.tolist() == [3, 5]
-    assert batch.logit_rows.tolist() == [0]

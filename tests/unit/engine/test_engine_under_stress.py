@@ -133,7 +133,7 @@ def test_the_age_of_a_step_is_known_while_it_hangs(bench: Bench) -> None:
     assert bench.engine.step_age_s == 0.0
 
 
-def test_steps_that_keep_failing_end_the_engine_and_everybody_is_told(bench: Bench) -> None:
+def test_steps_that_keep_failing_end_the_engine_and_every_future(bench: Bench) -> None:
     bench.runner.failing = True
     bench.runner.open()
     for i in range(MAX_FAILED_STEPS):

@@ -1,8 +1,6 @@
 """The planner: chunks, decode first, cache hits, preemption and resume, all from two numbers."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from baton import prefix
 from baton.engine.blocks import BlockPool
@@ -170,31 +168,3 @@ def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch: pytest.MonkeyPatc
     # The root of the empty salt has no bytes; two blocks belong to the first one's output.
     of_a_block = 8 + 4 * SIZE
     assert sum(hashed) <= (64 // SIZE + 20 // SIZE) * of_a_block
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
-    num_blocks=st.integers(9, 24),
-    chunk=st.integers(1, 40),
-)
-def test_everybody_finishes_and_nothing_stays_held(
-    lengths: list[int], num_blocks: int, chunk: int
-) -> None:
-    planner = make_planner(num_blocks, chunk, max_batch=3)
-    alive = [make_sequence(f"s{i}", n, first=100 * (i % 2)) for i, n in enumerate(lengths)]
-    goal = {sequence.seq_id: sequence.num_tokens + 5 for sequence in alive}
-    for sequence in alive:
-        planner.add(sequence)
-    for _ in range(2000):
-        plan = planner.plan()
-        assert plan.num_tokens <= chunk + planner.max_batch
-        run(planner, plan)
-        for sequence in [s for s in alive if s.num_tokens >= goal[s.seq_id]]:
-            planner.remove(sequence)
-            planner.free(sequence)
-            alive.remove(sequence)
-        if not alive:
-            break
-    assert not alive
-    assert planner.blocks.num_held == 0

@@ -1,4 +1,4 @@
-"""Drafts in plans: they get what is left, take nobody's place, and leave nothing behind."""
+"""Proposed tokens in plans: they get what budget is left, and cost no sequence its blocks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shape(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
     return [(work.sequence.seq_id, work.count, work.proposed) for work in plan.work]
 
 
-def test_a_right_draft_is_a_token_and_a_wrong_one_is_not() -> None:
+def test_accepted_tokens_are_appended_and_rejected_ones_are_not() -> None:
     planner, sequence = make_planner(most=2), looping("a")
     started(planner, sequence)
     assert sequence.num_tokens == 13
@@ -76,15 +76,7 @@ def test_a_right_draft_is_a_token_and_a_wrong_one_is_not() -> None:
     assert sequence.tokens[-1] == 77
 
 
-def test_without_the_setting_there_are_none() -> None:
-    planner, sequence = make_planner(), looping("a")
-    planner.speculation = None
-    started(planner, sequence)
-    assert shape(planner.plan()) == [("a", 1, ())]
-    assert sequence.proposer is None
-
-
-def test_what_steps_took_is_told_by_rows_and_drafts() -> None:
+def test_step_times_are_learned_by_rows_and_proposed_tokens() -> None:
     told = []
 
     class Told(RowCost):
@@ -135,16 +127,7 @@ def test_they_end_where_the_sequence_ends() -> None:
         assert [len(draft) for _, _, draft in shape(planner.plan())] == [0]
 
 
-def test_one_that_parks_after_its_first_token_never_looks_for_any() -> None:
-    planner, sequence = make_planner(), looping("prefill", park_after=1)
-    sequence.num_computed = 11
-    sequence.block_ids = planner.blocks.allocate(4) or []
-    planner.add(sequence)
-    assert shape(planner.plan()) == [("prefill", 1, ())]
-    assert sequence.proposer is None
-
-
-def test_they_preempt_nobody_and_use_the_slots_there_are() -> None:
+def test_they_never_preempt_and_use_the_slots_there_are() -> None:
     planner = make_planner(num_blocks=8)
     first, second = looping("a", 13), looping("b", 13)
     started(planner, first, second)  # four blocks each: none is left
@@ -157,7 +140,7 @@ def test_they_preempt_nobody_and_use_the_slots_there_are() -> None:
         assert (len(first.block_ids), len(second.block_ids)) == (4, 4)
 
 
-def test_they_take_a_new_block_only_while_everybody_could_have_one() -> None:
+def test_they_take_a_new_block_only_while_every_sequence_could_have_one() -> None:
     for spare, speculation in ((2, []), (3, ["a"]), (4, ["a", "b"])):
         planner = make_planner(num_blocks=8 + spare)
         started(planner, looping("a", 15), looping("b", 15))
@@ -166,7 +149,7 @@ def test_they_take_a_new_block_only_while_everybody_could_have_one() -> None:
         assert planner.preemptions == 0
 
 
-def test_a_preempted_one_drafts_again_when_it_is_back() -> None:
+def test_a_preempted_sequence_proposes_again_when_it_is_back() -> None:
     planner, sequence = make_planner(), looping("a")
     started(planner, sequence)
     run(planner, planner.plan())
@@ -186,7 +169,7 @@ def test_a_preempted_one_drafts_again_when_it_is_back() -> None:
     most=st.integers(1, 6),
     data=st.data(),
 )
-def test_everybody_gets_the_same_tokens_and_nothing_stays_held(
+def test_every_sequence_gets_the_same_tokens_and_nothing_stays_held(
     lengths: list[int], num_blocks: int, chunk: int, most: int, data: st.DataObject
 ) -> None:
     """Loops that break off now and then, in pools so small that sequences lose their blocks."""

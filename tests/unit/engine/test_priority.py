@@ -1,4 +1,4 @@
-"""Who goes first: the earliest due, between chunks too, and nobody waits for ever."""
+"""Sequences go by priority, between chunks too, and none starves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rounds(planner: Planner, count: int) -> list[tuple[str, int, int]]:
     return seen
 
 
-def test_a_short_prompt_that_is_due_earlier_overtakes_a_long_one_between_chunks() -> None:
+def test_a_short_prompt_of_higher_priority_overtakes_a_long_one_between_chunks() -> None:
     planner = make_planner(num_blocks=32)
     planner.add(make_sequence("long", 30, priority=9.0))
     assert rounds(planner, 1) == [("long", 0, 8)]
@@ -36,22 +36,7 @@ def test_a_short_prompt_that_is_due_earlier_overtakes_a_long_one_between_chunks(
     assert rounds(planner, 1) == [("short", 8, 2), ("long", 8, 6)]
 
 
-def test_one_that_is_due_later_gets_what_is_left_over() -> None:
-    planner = make_planner(num_blocks=32)
-    planner.add(make_sequence("long", 30, priority=5.0))
-    assert rounds(planner, 1) == [("long", 0, 8)]
-    planner.add(make_sequence("short", 3, first=100, priority=9.0))
-    assert rounds(planner, 3) == [("long", 8, 8), ("long", 16, 8), ("long", 24, 6), ("short", 0, 2)]
-
-
-def test_equals_go_in_the_order_they_came() -> None:
-    planner = make_planner(num_blocks=32, chunk_tokens=6)
-    for name in "cab":
-        planner.add(make_sequence(name, 4, first=ord(name) * 10, priority=1.0))
-    assert [name for name, _, _ in rounds(planner, 1)] == ["c", "a"]
-
-
-def test_who_is_due_last_is_preempted_and_keeps_its_turn() -> None:
+def test_the_last_by_priority_is_preempted_and_keeps_its_place() -> None:
     planner = make_planner(num_blocks=4, chunk_tokens=64)
     late, early = (
         make_sequence("late", 8, priority=9.0),
@@ -82,7 +67,7 @@ def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones() -> None:
     assert rounds(planner, 1) == [("large", 0, 16)]
 
 
-def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_is_due_first() -> None:
+def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_goes_first() -> None:
     planner = make_planner(num_blocks=32)
     planner.add(make_sequence("prompt", 30, priority=1.0))
     arrived = make_sequence("arrived", 6, first=100, priority=9.0)
@@ -92,7 +77,7 @@ def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_is_due_first() -> No
     assert rounds(planner, 1) == [("arrived", 5, 1), ("prompt", 0, 8)]
 
 
-def test_places_in_the_batch_go_by_turn_too() -> None:
+def test_places_in_the_batch_go_by_priority_too() -> None:
     """Else sequences whose KV keeps coming would keep a prompt out of the batch."""
     planner = make_planner(num_blocks=32, max_batch=1)
     running = make_sequence("running", 2, priority=0.0)
@@ -172,7 +157,7 @@ def arrivals(draw: st.DrawFn) -> list[list[tuple[int, int, bool]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(arrivals(), st.integers(9, 24), st.integers(1, 40), st.integers(1, 4))
-def test_turns_are_kept_and_everybody_finishes(
+def test_priorities_are_kept_and_every_sequence_finishes(
     coming: list[list[tuple[int, int, bool]]], num_blocks: int, chunk: int, max_batch: int
 ) -> None:
     planner = make_planner(num_blocks, chunk, max_batch)
@@ -207,10 +192,9 @@ def test_turns_are_kept_and_everybody_finishes(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(20, 60), st.integers(1, 20), st.integers(1, 20))
-def test_a_stream_of_short_prompts_passes_a_long_one_until_it_is_due_and_no_longer(
+def test_a_long_prompt_waits_only_for_work_of_higher_priority(
     length: int, patience: int, short: int
 ) -> None:
-    """Work that is due before it is all that a prompt ever waits for."""
     planner = make_planner(num_blocks=16, chunk_tokens=8, max_batch=3)
     large = make_sequence("large", length, priority=float(patience))
     planner.add(large)

@@ -1,4 +1,4 @@
-"""Drafts change when tokens come, and nothing else: real models, and scripted ones for the ends."""
+"""Speculation changes when tokens come, and nothing else: real models, and scripted ones."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_what_triton_cannot_run_torch_does(
 
 
 @pytest.mark.parametrize("kind", ["quantization", "kv_dtype"])
-def test_eight_bits_need_tritons_kernels_and_a_gpu_that_knows_them(
+def test_int8_and_fp8_need_tritons_kernels_and_a_gpu_that_has_them(
     checkpoint: Path, kind: str
 ) -> None:
     option = "--" + kind.replace("_", "-")
@@ -247,7 +247,7 @@ def test_eight_bits_need_tritons_kernels_and_a_gpu_that_knows_them(
     assert isinstance(assembled(checkpoint, FakeGpu((8, 0)), **{kind: "int8"}).runner, GpuRunner)
 
 
-def test_eight_bits_are_what_is_loaded(checkpoint: Path) -> None:
+def test_quantized_weights_and_pools_are_what_is_loaded(checkpoint: Path) -> None:
     parts = assembled(checkpoint, quantization="int8", kv_dtype="fp8")
     assert isinstance(parts.runner, GpuRunner)
     assert isinstance(parts.runner.model._weights.layers[0].qkv, Int8Weight)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.assemble import LEAST_CAPABILITY
-from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.ops.torch import linear as reference
 from baton.engine.ops.triton.int8_matmul import int8_matmul, int8_matmul_reference
 from baton.engine.ops.triton.row_quantize import quantize_rows as quantize_rows_by_kernel
@@ -43,11 +42,6 @@ def test_on_a_cpu_it_is_the_reference(quantization: str, dtype: torch.dtype) -> 
     weight = gpu.prepare(random(48, 64, seed=1, dtype=dtype), quantization)
     assert torch.equal(gpu.linear(x, weight, bias), reference.linear(x, weight, bias))
     assert torch.equal(gpu.linear(x, weight), reference.linear(x, weight))
-
-
-def test_packed_weights_are_refused() -> None:
-    with pytest.raises(AssertionError, match="native"):
-        gpu.linear(random(1, 64), PackedWeight.of(random(64, 64)))
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -56,7 +56,7 @@ def test_equals_the_torch_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kv_dtype", "quantization"), [(torch.int8, "fp8"), (FP8, "int8")])
-def test_eight_bits(kv_dtype: torch.dtype, quantization: str) -> None:
+def test_int8_and_fp8(kv_dtype: torch.dtype, quantization: str) -> None:
     config = replace(TINY, qkv_bias=True, vocab_size=97)  # whose output layer stays whole
     model, gpu = both(config, quantization=quantization)
     runs = run_of(gpu, kv_dtype), run_of(model, kv_dtype)

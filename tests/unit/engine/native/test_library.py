@@ -57,7 +57,7 @@ def test_is_compiled_once_and_found_again(compiler: Path, tmp_path: Path) -> Non
     assert compilations(tmp_path) == len(library._sources())
 
 
-def test_whoever_waits_sees_how_far_it_is(
+def test_progress_is_logged(
     compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a warning: a local cluster's processes show no other lines."""
@@ -83,7 +83,7 @@ def test_attention_is_little_code(tmp_path: Path) -> None:
     assert made.stat().st_size < 90_000
 
 
-def test_nobody_waits_for_ever_for_a_builder_that_was_stopped(
+def test_a_builder_that_was_stopped_is_not_waited_for_for_ever(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "LOCK_TIMEOUT_S", 0.05)
