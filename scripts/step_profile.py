@@ -187,7 +187,7 @@ def begin(engine: Engine, params: SamplingParams, context: int, batch: int) -> N
 
     def start() -> None:
         for sequence in sequences:
-            engine._here.resume(sequence.seq_id, context, 7)
+            engine._sequences.resume(sequence.seq_id, context, 7)
 
     engine.submit(start).result()
 

@@ -156,6 +156,14 @@ def unsupported(config: ModelConfig, block_size: int, capability: Capability) ->
     return ""
 
 
+def unsupported_format(value: str, capability: Capability) -> str:
+    """Why a GPU cannot compute in "int8" or "fp8"; empty if it can."""
+    if capability >= LEAST_CAPABILITY[value]:
+        return ""
+    least, found = (f"{major}.{minor}" for major, minor in (LEAST_CAPABILITY[value], capability))
+    return f"{value} needs a GPU of compute capability {least} or above, and this one has {found}"
+
+
 def _refuse_formats(settings: EngineConfig, capability: Capability, kernels: str) -> None:
     """Raises ConfigError for 8-bit formats that these kernels or this GPU do not compute in."""
     for option, value in (
@@ -164,17 +172,9 @@ def _refuse_formats(settings: EngineConfig, capability: Capability, kernels: str
     ):
         if value in ("none", "auto"):
             continue
-        reason = ""
+        reason = unsupported_format(value, capability)
         if kernels == "torch":
             reason = "it needs Triton's kernels on a GPU, and torch's compute here"
-        elif capability < LEAST_CAPABILITY[value]:
-            least, found = (
-                f"{major}.{minor}" for major, minor in (LEAST_CAPABILITY[value], capability)
-            )
-            reason = (
-                f"{value} needs a GPU of compute capability {least} or above, and this one has "
-                f"{found}"
-            )
         if reason:
             raise ConfigError(f"{option} {value}: {reason}; leave it out, or add --device cpu")
 
