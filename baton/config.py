@@ -111,7 +111,7 @@ def _metrics(port: int | None, trace_sample: float) -> None:
 
 
 @dataclass(frozen=True)
-class Pace:
+class SimulatedSpeed:
     """How fast a simulated engine is."""
 
     prefill_tokens_per_s: float
@@ -119,7 +119,7 @@ class Pace:
     ms_per_sequence: float = 0.0  # more, for each of them
 
     @classmethod
-    def parse(cls, text: str) -> Pace:
+    def parse(cls, text: str) -> SimulatedSpeed:
         """Of "PREFILL_TOKENS_PER_S,STEP_MS[,MS_PER_SEQUENCE]". Raises ConfigError."""
         try:
             numbers = [float(part) for part in text.split(",")]
@@ -214,7 +214,7 @@ class EngineConfig:
         if not 0 < self.gpu_memory <= 1:
             raise ConfigError(f"--gpu-memory must be above 0 and at most 1, not {self.gpu_memory}")
         if self.simulate:
-            Pace.parse(self.simulate)
+            SimulatedSpeed.parse(self.simulate)
             if self.device.startswith("cuda"):
                 raise ConfigError(f"--simulate computes nothing: leave --device {self.device} out")
 

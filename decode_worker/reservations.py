@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from baton.engine.loop import Engine
-from baton.engine.reports import Progress, StepReport
+from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest, Stale, Unavailable
 from baton.log_format import about

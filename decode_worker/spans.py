@@ -8,7 +8,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
 from baton import telemetry
-from baton.engine.reports import Progress
+from baton.engine.loop import Progress
 
 
 class DecodeSpans:

@@ -11,7 +11,7 @@ import grpc
 from baton import rpc, telemetry
 from baton.config import WorkerConfig, host_id, split_address
 from baton.engine.build import Loaded
-from baton.engine.reports import StepReport
+from baton.engine.loop import StepReport
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2_grpc, worker_pb2
 from baton.worker import process

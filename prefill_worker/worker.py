@@ -21,7 +21,7 @@ from opentelemetry.context import Context
 from baton import rpc, telemetry
 from baton.config import WorkerConfig, split_address
 from baton.engine.build import Loaded
-from baton.engine.reports import Progress, StepReport
+from baton.engine.loop import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
 from baton.prefix import token_digest

@@ -73,11 +73,11 @@ class Way:
         count = len(token_ids)
         batch = StepBatch(
             token_ids=token_ids.int(),
-            contexts=torch.tensor([start], dtype=torch.int32),
-            counts=torch.tensor([count], dtype=torch.int32),
-            tables=self._blocks[None],
+            context_lens=torch.tensor([start], dtype=torch.int32),
+            query_lens=torch.tensor([count], dtype=torch.int32),
+            block_tables=self._blocks[None],
             logit_rows=torch.arange(count, dtype=torch.int32),
-            singles=int(count == 1),
+            num_decodes=int(count == 1),
         )
         return self._model.step(batch, self._pool).log_softmax(dim=-1)
 

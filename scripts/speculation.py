@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from baton.config import DTYPES, KERNELS, EngineConfig
 from baton.engine import build
 from baton.engine.blocks import BlockPool
-from baton.engine.loop import Engine
+from baton.engine.loop import Engine, StepReport
 from baton.engine.planner import Planner
-from baton.engine.reports import StepReport
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import Drafting, RowCost
+from baton.engine.speculative.ngram import RowCost, SpeculativeConfig
 from baton.sampling import SamplingParams
 from baton.text import load_tokenizer
 
@@ -80,7 +79,9 @@ def generate(
     """Runs a batch to its end on an engine of its own."""
     params = KINDS[kind].__class__(**{**vars(KINDS[kind]), "max_tokens": args.tokens})
     costs = NoCost() if mode == "always" else RowCost()
-    drafting = None if mode == "none" else Drafting(args.speculate, loaded.max_context, costs)
+    drafting = (
+        None if mode == "none" else SpeculativeConfig(args.speculate, loaded.max_context, costs)
+    )
     blocks = BlockPool(loaded.layout.num_blocks, loaded.layout.block_size, prefix_cache=False)
     planner = Planner(blocks, loaded.settings.chunk_tokens, batch, drafting)
     reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
@@ -105,8 +106,8 @@ def collect(reports: queue.SimpleQueue[StepReport], batch: int) -> Run:
         report = reports.get()
         if not prompts_left:
             run.steps += bool(report.progress)
-            run.drafts += report.num_drafts
-            run.right += report.num_right
+            run.drafts += report.num_proposed
+            run.right += report.num_accepted
         elif report.progress:
             prompts_left = batch - sum(bool(one.token_ids) for one in report.progress)
             began = time.perf_counter()

@@ -29,10 +29,9 @@ import torch
 from baton.config import DTYPES, KERNELS, KV_DTYPES, QUANTIZATIONS, EngineConfig
 from baton.engine import build
 from baton.engine.batch import StepBatch, StepModel
-from baton.engine.loop import Engine
+from baton.engine.loop import Engine, StepReport
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.planner import Plan
-from baton.engine.reports import StepReport
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -188,7 +187,7 @@ def begin(engine: Engine, params: SamplingParams, context: int, batch: int) -> N
 
     def start() -> None:
         for sequence in sequences:
-            engine._here.resume(sequence.seq_id, context, 7)
+            engine._sequences.resume(sequence.seq_id, context, 7)
 
     engine.submit(start).result()
 

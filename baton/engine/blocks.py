@@ -1,12 +1,12 @@
-"""Who holds which KV block: reference counts, the prefix cache, and least-recently-used eviction.
+"""KV blocks: reference counts, the prefix cache, and least-recently-used eviction.
 
 Pure bookkeeping over block numbers; the memory itself is `kv_cache`'s. A block is in exactly one
 of four states, which `check()` proves:
 
-    free         nobody holds it, nothing in it is wanted
-    cached       nobody holds it, it keeps a prefix that can be hit until it is evicted
+    free         not held, and keeps nothing
+    cached       not held, and keeps a prefix that can be hit until it is evicted
     held         one or more sequences hold it (it may be in the prefix cache too)
-    quarantined  nobody may have it: a remote writer has not yet promised to stay away
+    quarantined  not to be allocated: a remote writer has not yet promised to stay away
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.prefix import block_hash, root_hash
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What a cached block contains; compared in full before anybody trusts a hash."""
+    """What a cached block contains; compared in full before a hash is trusted."""
 
     parent: int
     tokens: tuple[int, ...]
@@ -55,17 +55,17 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds and nothing is cached in."""
+        """Blocks that are not held and keep nothing."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks nobody holds that keep a cached prefix."""
+        """Blocks that are not held and keep a cached prefix."""
         return len(self._evictable)
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks nobody may have for now."""
+        """Blocks that must not be allocated for now."""
         return len(self._quarantined)
 
     @property

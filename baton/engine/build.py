@@ -12,28 +12,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, Pace, model_path
-from baton.engine import choices
+from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed, model_path
 from baton.engine.batch import StepModel
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
-from baton.engine.loop import Engine
+from baton.engine.loop import Engine, StepReport
 from baton.engine.models.config import ModelConfig, fingerprint
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel, unsupported
 from baton.engine.ops.native.packing import Matrix, PackedWeight
-from baton.engine.parts import Parts, do_nothing
 from baton.engine.planner import Plan, Planner, Work
-from baton.engine.reports import StepReport
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
+from baton.engine.settings import (
+    Parts,
+    choose_dtype,
+    choose_kv_dtype,
+    device_of,
+    do_nothing,
+    longest_context,
+    max_context,
+)
 from baton.engine.simulated import SimulatedRunner
-from baton.engine.speculative.ngram import Drafting
-from baton.engine.weights.loading import random_seed, tell_loaded, weights_of
+from baton.engine.speculative.ngram import SpeculativeConfig
 from baton.engine.weights.quantize import Int8Weight
-from baton.engine.weights.weights import Prepare
+from baton.engine.weights.weights import Prepare, log_loaded, random_seed, weights_of
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
@@ -60,18 +65,20 @@ class Loaded:
     @property
     def max_context(self) -> int:
         """Longest sequence in tokens: what model, settings and pool all allow."""
-        return choices.max_context(self.settings, self.model_config, self.layout)
+        return max_context(self.settings, self.model_config, self.layout)
 
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings = self.settings
         blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
-        drafting = Drafting(settings.speculate, self.max_context) if settings.speculate else None
+        speculation = (
+            SpeculativeConfig(settings.speculate, self.max_context) if settings.speculate else None
+        )
         planner = Planner(
             blocks,
             settings.chunk_tokens,
             settings.max_batch,
-            drafting,
+            speculation,
             lookahead=self.lookahead,
         )
         eos = frozenset(self.model_config.eos_token_ids)
@@ -92,8 +99,8 @@ def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
         torch.set_num_threads(settings.threads)
     path = model_path(settings.model)
     config = ModelConfig.load(path)
-    device = choices.device_of(settings)
-    dtype = choices.choose_dtype(settings.dtype, config.dtype, device)
+    device = device_of(settings)
+    dtype = choose_dtype(settings.dtype, config.dtype, device)
     parts = (_on_gpu if device.type == "cuda" else _on_cpu)(
         settings, path, config, dtype, device, allocate
     )
@@ -125,7 +132,7 @@ def _on_gpu(
 ) -> Parts:
     # What only a GPU needs is imported only for one.
     from baton.engine.backends.gpu.assemble import assemble  # noqa: PLC0415
-    from baton.engine.backends.gpu.measuring import Gpu  # noqa: PLC0415
+    from baton.engine.backends.gpu.device import Gpu  # noqa: PLC0415
 
     return assemble(settings, path, config, dtype, Gpu(device), allocate)
 
@@ -141,7 +148,7 @@ def _on_cpu(
     _refuse_what_needs_a_gpu(settings)
     layout = plan_layout(
         config,
-        choices.choose_kv_dtype(settings.kv_dtype, dtype),
+        choose_kv_dtype(settings.kv_dtype, dtype),
         settings.block_size,
         settings.kv_blocks,
         settings.kv_cache_bytes or CPU_KV_CACHE_BYTES,
@@ -149,11 +156,11 @@ def _on_cpu(
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     pool = allocate_pool(layout, allocate, device)
     if settings.simulate:
-        pace = Pace.parse(settings.simulate)
+        pace = SimulatedSpeed.parse(settings.simulate)
         return Parts(SimulatedRunner(pace, pool, sampler, config.vocab_size), layout)
     # What a model keeps for each position, it keeps for those that can be had here.
     slots = layout.num_blocks * layout.block_size
-    config = replace(config, max_context=min(choices.longest_context(settings, config), slots))
+    config = replace(config, max_context=min(longest_context(settings, config), slots))
     return Parts(Runner(_model(settings, path, config, dtype, device), pool, sampler), layout)
 
 
@@ -165,14 +172,14 @@ def _model(
     device: torch.device,
 ) -> StepModel:
     started = time.monotonic()
-    native = _native(settings, config)
+    native = _native(settings, config, dtype)
     prepare = _preparation(native, settings.quantization == "int8")
     weights = weights_of(settings, path, config, dtype, device, prepare)
     model: StepModel = (
         NativeModel(config, weights, dtype) if native else Model(config, weights, dtype, device)
     )
     kernels = "native" if native else "torch"
-    tell_loaded(settings, path, config, dtype, device, kernels, time.monotonic() - started)
+    log_loaded(settings, path, config, dtype, device, kernels, time.monotonic() - started)
     return model
 
 
@@ -186,7 +193,7 @@ def _preparation(native: bool, int8: bool) -> Prepare:
     return prepare
 
 
-def _native(settings: EngineConfig, config: ModelConfig) -> bool:
+def _native(settings: EngineConfig, config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether the native kernels compute. Raises ConfigError if they are asked for and cannot."""
     asked = settings.kernels == "native"
     if settings.kernels == "torch":
@@ -198,8 +205,8 @@ def _native(settings: EngineConfig, config: ModelConfig) -> bool:
         log.info("computing with torch: %s", reason)
         return False
     if asked:
-        library.require()
-    return library.load() is not None
+        library.require(dtype)
+    return library.load(dtype) is not None
 
 
 def _refuse_what_needs_a_gpu(settings: EngineConfig) -> None:

@@ -1,6 +1,6 @@
 """The engine's one thread: admit, plan, run, publish.
 
-Everything that changes blocks or batch happens on this thread. Others hand it closures through the
+Everything that changes blocks or batch happens on this thread. Others submit closures through the
 inbox and get a future; it sleeps on the inbox when there is nothing to run. What a step produced
 goes out through one callback, called on this thread, which must not block.
 """
@@ -8,25 +8,111 @@ goes out through one callback, called on this thread, which must not block.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
-from baton.engine.admissions import Admissions
-from baton.engine.blocks import BlockPool
-from baton.engine.inbox import Inbox
+from baton.engine.blocks import BlockPool, CacheChanges
 from baton.engine.planner import Plan, Planner, Work
-from baton.engine.reports import Load, Progress, Reserved, StepReport
-from baton.engine.runner import Drawn, StepRunner
-from baton.engine.sampling.sampler import SampleRow, finish_reason
+from baton.engine.runner import SampledTokens, StepRunner
+from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
 from baton.engine.sequence import Sequence
-from baton.errors import InternalError
+from baton.engine.sequence_table import Load, Reserved, SequenceTable
+from baton.errors import InternalError, Unavailable
+
+T = TypeVar("T")
+
+
+class Inbox:
+    """Takes work from any thread; one thread runs it, in order, until it closes the inbox."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = ""  # why nothing is taken any more
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """The future of `work`, which fails with Unavailable when the inbox is closed."""
+        future: Future[T] = Future()
+        # From here on it cannot be cancelled: a caller that hung up must not undo a release.
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            if not self._closed:
+                self._jobs.put((work, future))
+                return future
+        future.set_exception(Unavailable(self._closed))
+        return future
+
+    def wait_and_run(self) -> None:
+        """Runs one piece of work; sleeps until there is one."""
+        self._run(*self._jobs.get())
+
+    def run_all(self) -> None:
+        """Runs what is there now."""
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            self._run(*job)
+
+    def close(self, reason: str) -> None:
+        """Takes no more work; what was not run fails with Unavailable."""
+        with self._lock:
+            self._closed = reason
+        while True:
+            try:
+                _, future = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            future.set_exception(Unavailable(reason))
+
+    def _run(self, work: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+
+class Progress(NamedTuple):
+    """What one sequence got out of one step."""
+
+    seq_id: str
+    num_computed: int
+    token_ids: tuple[int, ...] = ()  # new ones: several where proposed tokens were accepted
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of them, if asked for
+    finish_reason: str | None = None  # "stop" or "length"; the sequence is gone
+    abort_reason: str | None = None  # the step failed; the sequence is gone
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, as it is published.
+
+    started_ns is `time.time_ns`; ended_ns is as much later as the step took by a monotonic clock.
+    """
+
+    started_ns: int
+    ended_ns: int
+    num_tokens: int  # computed, proposed ones included
+    progress: list[Progress]
+    load: Load
+    cache: CacheChanges = field(default_factory=CacheChanges)
+    num_proposed: int = 0  # of the tokens computed
+    num_accepted: int = 0  # of the proposed; the others are computed once more
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that are computed from now on."""
+        return self.num_tokens - self.num_proposed + self.num_accepted
+
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-MAX_FAILED_STEPS = 3  # in a row; then it is not the sequences that are to blame
+MAX_FAILED_STEPS = 3  # in a row; then the cause is not in the sequences
 
 
 class Engine:
@@ -46,14 +132,14 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._max_context = max_context
         self._publish_report = publish
-        self._here = Admissions(planner, runner)
+        self._sequences = SequenceTable(planner, runner)
         self._inbox = Inbox()
         self._stopping = False
         self._steps = 0
-        self._step_began: float | None = None  # written by the thread, read by anybody
+        self._step_began: float | None = None  # written by the thread, read by any
         self._failed_steps = 0  # in a row
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
-        self.ended: Future[None] = Future()  # fails if the thread does; ask it, do not cancel it
+        self.ended: Future[None] = Future()  # fails if the thread does; do not cancel it
         self.ended.set_running_or_notify_cancel()
 
     def start(self) -> None:
@@ -74,35 +160,35 @@ class Engine:
     def step_age_s(self) -> float:
         """How long the step that runs now has been running; 0 when none runs.
 
-        Read without the thread's help, so that it is true of a step that never ends, too.
+        Needs nothing of the thread, so that it is right for a step that never ends, too.
         """
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    # What others may ask for.
+    # Commands.
 
     def add(self, sequence: Sequence) -> Future[None]:
         """Queues a sequence. Fails with Overloaded if the pool could never hold it."""
-        return self.submit(lambda: self._here.add(sequence))
+        return self.submit(lambda: self._sequences.add(sequence))
 
     def reserve(self, sequence: Sequence) -> Future[Reserved]:
         """Holds blocks for a sequence that `resume` or `start_reserved` starts later.
 
         Fails with Overloaded when there is no room now.
         """
-        return self.submit(lambda: self._here.reserve(sequence))
+        return self.submit(lambda: self._sequences.reserve(sequence))
 
     def start_reserved(self, seq_id: str) -> Future[None]:
         """Lets a reserved sequence compute what is not cached by itself."""
-        return self.submit(lambda: self._here.start_reserved(seq_id))
+        return self.submit(lambda: self._sequences.start_reserved(seq_id))
 
     def resume(self, seq_id: str, num_computed: int, token_id: int) -> Future[None]:
         """A parked sequence's KV is complete up to `num_computed`; it goes on with `token_id`."""
-        return self.submit(lambda: self._here.resume(seq_id, num_computed, token_id))
+        return self.submit(lambda: self._sequences.resume(seq_id, num_computed, token_id))
 
     def halt(self, seq_id: str) -> Future[None]:
         """Runs a sequence no more; it keeps its blocks until `release`. Ignores unknown ids."""
-        return self.submit(lambda: self._here.halt(seq_id))
+        return self.submit(lambda: self._sequences.halt(seq_id))
 
     def release(self, seq_id: str, quarantine_from: int | None = None) -> Future[list[int]]:
         """Ends a sequence in any state and frees its blocks; unknown ids are ignored.
@@ -110,15 +196,15 @@ class Engine:
         Blocks from index `quarantine_from` on are quarantined instead, and their numbers returned
         for `readmit`.
         """
-        return self.submit(lambda: self._here.release(seq_id, quarantine_from))
+        return self.submit(lambda: self._sequences.release(seq_id, quarantine_from))
 
     def readmit(self, blocks: list[int]) -> Future[None]:
         """Quarantined blocks are safe again."""
-        return self.submit(lambda: self._here.readmit(blocks))
+        return self.submit(lambda: self._sequences.readmit(blocks))
 
     def load(self) -> Future[Load]:
         """The load now."""
-        return self.submit(lambda: self._here.load(self._steps))
+        return self.submit(lambda: self._sequences.load(self._steps))
 
     def cached_hashes(self) -> Future[list[int]]:
         """Every prefix hash that can be hit now."""
@@ -129,7 +215,7 @@ class Engine:
         return self.submit(self._blocks.check)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` on the engine thread between two steps, whether or not anybody waits for it.
+        """Runs `work` on the engine thread between two steps. It cannot be cancelled.
 
         Fails with Unavailable once the thread has ended.
         """
@@ -140,7 +226,7 @@ class Engine:
     def _live(self) -> None:
         try:
             self._run()
-            self._runner.settle()  # whoever frees the pool finds nobody writing there
+            self._runner.wait_for_writes()  # so that the pool can be freed
         except Exception as error:
             log.critical("the engine thread failed", exc_info=error)
             reason = f"the engine failed: {type(error).__name__}: {error}"
@@ -155,29 +241,29 @@ class Engine:
             self._admit()
             plan = self._planner.plan()
             started = time.time_ns(), time.monotonic_ns()
-            drawn, failure = self._compute(plan)
-            self._publish(plan, drawn, failure, started)
+            sampled, failure = self._compute(plan)
+            self._publish(plan, sampled, failure, started)
             self._count_failures(plan, failure)
 
     def _admit(self) -> None:
-        """Does what others asked for; sleeps until somebody asks when there is nothing to run."""
+        """Runs submitted commands; sleeps until there is one when there is nothing to run."""
         if not (self._planner.running or self._planner.num_waiting):
             self._inbox.wait_and_run()
         self._inbox.run_all()
 
-    def _compute(self, plan: Plan) -> tuple[dict[str, Drawn], str | None]:
+    def _compute(self, plan: Plan) -> tuple[dict[str, SampledTokens], str | None]:
         if not plan.work:
             if self._planner.num_waiting and not self._stopping:
-                self._inbox.wait_and_run()  # nobody fits: wait until something is asked or given up
+                self._inbox.wait_and_run()  # nothing fits: wait for a command
             return {}, None
         self._steps += 1
         self._step_began = time.monotonic()
         try:
-            drawn = self._runner.run(plan)
+            sampled = self._runner.run(plan)
             self._planner.ran(plan, self.step_age_s)
-            return drawn, None
+            return sampled, None
         except Exception as error:
-            log.exception("engine step failed; its sequences are given up")
+            log.exception("engine step failed; its sequences are aborted")
             return {}, f"engine step failed: {type(error).__name__}: {error}"
         finally:
             self._step_began = None
@@ -192,14 +278,16 @@ class Engine:
     def _publish(
         self,
         plan: Plan,
-        drawn: dict[str, Drawn],
+        sampled: dict[str, SampledTokens],
         failure: str | None,
         started: tuple[int, int],
     ) -> None:
         """started: by the wall clock, for spans, and by the monotonic one, for durations."""
         started_ns, began_ns = started
         if failure is None:
-            progress = [self._advance(work, drawn.get(work.sequence.seq_id)) for work in plan.work]
+            progress = [
+                self._advance(work, sampled.get(work.sequence.seq_id)) for work in plan.work
+            ]
         else:
             progress = [self._give_up(work.sequence, failure) for work in plan.work]
         report = StepReport(
@@ -207,29 +295,29 @@ class Engine:
             started_ns + time.monotonic_ns() - began_ns,
             plan.num_tokens,
             progress,
-            self._here.load(self._steps),
+            self._sequences.load(self._steps),
             self._blocks.take_changes(),
-            plan.num_drafts,
+            plan.num_proposed,
             sum(len(one.token_ids) - 1 for one in progress if len(one.token_ids) > 1),
         )
         self._publish_report(report)
 
-    def _advance(self, work: Work, drawn: Drawn | None) -> Progress:
+    def _advance(self, work: Work, sampled: SampledTokens | None) -> Progress:
         sequence = work.sequence
-        if drawn is None:
+        if sampled is None:
             self._planner.advance(work)
             return Progress(sequence.seq_id, sequence.num_computed)
-        count, reason = self._append(sequence, drawn.token_ids)
-        self._planner.advance(work, drawn.token_ids[:count])
+        count, reason = self._append(sequence, sampled.token_ids)
+        self._planner.advance(work, sampled.token_ids[:count])
         if reason is not None:
-            self._here.drop(sequence)
+            self._sequences.drop(sequence)
         elif sequence.new_tokens == sequence.park_after:
             self._planner.remove(sequence)
         return Progress(
             sequence.seq_id,
             sequence.num_computed,
-            drawn.token_ids[:count],
-            drawn.logprobs[:count],
+            sampled.token_ids[:count],
+            sampled.logprobs[:count],
             reason,
         )
 
@@ -245,7 +333,7 @@ class Engine:
         return len(token_ids), None
 
     def _give_up(self, sequence: Sequence, reason: str) -> Progress:
-        self._here.drop(sequence)
+        self._sequences.drop(sequence)
         return Progress(sequence.seq_id, 0, abort_reason=reason)
 
     def _mark_stopping(self) -> None:

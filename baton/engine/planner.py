@@ -2,39 +2,97 @@
 
 One idea carries all of it: computed tokens catch up with known tokens. A long prompt catches up in
 chunks, a cached prefix has caught up before it starts, a preempted sequence starts over, and a
-decoding one is always exactly one token behind. (After vLLM v1's scheduler.) Those that are one
-token behind all get their token, whatever the budget: the batch bounds them. The others share the
-budget of a step, earliest due first, so that a short prompt overtakes a long one between two chunks
-and, because no due ever changes, nobody is overtaken for ever. What budget is left when everybody
-has had a turn goes to drafts, guesses of the tokens behind the last known ones. A step so has at
-most `chunk_tokens + max_batch` rows. Torch-free; moves block numbers, never bytes.
+decoding one is always exactly one token behind. (After vLLM v1's scheduler.) Decoding sequences all
+get their token, whatever the budget: the batch bounds them. The others share the budget of a step
+in order of priority, so that a short prompt overtakes a long one between two chunks and, because
+priorities never change, no sequence starves. Budget that is left goes to speculation: proposed
+tokens behind the last known ones. A step so has at most `chunk_tokens + max_batch` rows.
+Torch-free; moves block numbers, never bytes.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.engine.blocks import BlockPool
-from baton.engine.due import DueQueue
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import Drafter, Drafting
+from baton.engine.speculative.ngram import NgramProposer, SpeculativeConfig
+
+
+class _Entry(NamedTuple):
+    priority: float
+    arrival: int  # unique: nothing behind it is ever compared
+    sequence: Sequence
+    tokens: int
+
+
+class SequenceQueue:
+    """Sequences in order of priority; of equals the one that came first.
+
+    Only iteration looks at every sequence, so that removing hundreds at once is cheap. A sequence's
+    priority does not change while it is here.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0  # pending ones, counted when their sequences were added
+        self._entries: list[_Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (entry.sequence for entry in self._entries)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return self._find(sequence) is not None
+
+    @property
+    def first(self) -> Sequence:
+        """The one that goes first."""
+        return self._entries[0].sequence
+
+    @property
+    def last(self) -> Sequence:
+        """The one that goes last."""
+        return self._entries[-1].sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a sequence in."""
+        insort(self._entries, _Entry(*sequence.order, sequence, sequence.num_pending))
+        self.tokens += sequence.num_pending
+
+    def discard(self, sequence: Sequence) -> bool:
+        """Removes a sequence; whether it was here."""
+        at = self._find(sequence)
+        if at is None:
+            return False
+        self.tokens -= self._entries.pop(at).tokens
+        return True
+
+    def _find(self, sequence: Sequence) -> int | None:
+        at = bisect_left(self._entries, sequence.order, key=lambda entry: entry[:2])
+        here = at < len(self._entries) and self._entries[at].sequence is sequence
+        return at if here else None
 
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens [start, start + count) of one sequence, the last of which may be drafts."""
+    """Tokens [start, start + count) of one sequence; the last ones may be proposed."""
 
     sequence: Sequence
     start: int
     count: int
-    draft: tuple[int, ...] = ()  # tokens guessed behind the known ones; `count` includes them
+    proposed: tuple[int, ...] = ()  # guesses behind the known tokens; `count` includes them
 
     @property
     def samples(self) -> bool:
-        """Whether the last known token is one of these, so that a new one is drawn."""
-        return self.start + self.count == self.sequence.num_tokens + len(self.draft)
+        """Whether the last known token is one of these, so that a new one is sampled."""
+        return self.start + self.count == self.sequence.num_tokens + len(self.proposed)
 
 
 @dataclass
@@ -42,7 +100,7 @@ class Plan:
     """What one step runs: single-token rows first, then chunks.
 
     joining: single tokens of newcomers that will be in the next plan, if not in this one. Only
-    planners that look ahead leave some there, for runners that are ahead of them.
+    planners with a lookahead leave some there, for runners with async scheduling.
     """
 
     work: list[Work] = field(default_factory=list)
@@ -54,9 +112,9 @@ class Plan:
         return sum(item.count for item in self.work)
 
     @property
-    def num_drafts(self) -> int:
-        """How many of them are guesses."""
-        return sum(len(item.draft) for item in self.work)
+    def num_proposed(self) -> int:
+        """How many of them are proposed tokens."""
+        return sum(len(item.proposed) for item in self.work)
 
     def join(self) -> None:
         """Takes newcomers in now."""
@@ -65,24 +123,24 @@ class Plan:
 
 
 class Planner:
-    """Owns the queue and the batch. Used by the engine thread only."""
+    """Owns the queues and the batch. Used by the engine thread only."""
 
     def __init__(
         self,
         blocks: BlockPool,
         chunk_tokens: int,
         max_batch: int,
-        drafting: Drafting | None = None,
+        speculation: SpeculativeConfig | None = None,
         lookahead: int = 0,
     ) -> None:
         """lookahead: slots that decoding sequences get beforehand, for tokens behind the known."""
         self.blocks = blocks
-        self.drafting = drafting
+        self.speculation = speculation
         self.max_batch = max_batch
-        self.running = DueQueue()
-        self.ready = DueQueue()  # have all their blocks, and one token to compute
-        self.holding = DueQueue()  # have all their blocks, and several tokens to compute
-        self.waiting = DueQueue()  # need blocks
+        self.running = SequenceQueue()
+        self.ready = SequenceQueue()  # have all their blocks, and one token to compute
+        self.holding = SequenceQueue()  # have all their blocks, and several tokens to compute
+        self.waiting = SequenceQueue()  # need blocks
         self.preemptions = 0
         self._chunk_tokens = chunk_tokens
         self._lookahead = lookahead
@@ -146,32 +204,32 @@ class Planner:
         running = set(self.running) if self._lookahead else set()
         self._decode(plan)
         budget = self._catch_up(plan, self._chunk_tokens)
-        if self.drafting is not None:
-            self._draft(plan, budget, self.drafting)
+        if self.speculation is not None:
+            self._propose(plan, budget, self.speculation)
         if self._lookahead:
-            self._look_ahead(plan, running)
+            self._reserve_lookahead(plan, running)
         plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first
         return plan
 
-    def advance(self, work: Work, drawn: Tokens[int] = ()) -> None:
+    def advance(self, work: Work, sampled: Tokens[int] = ()) -> None:
         """Work has run: its tokens are computed, and full blocks may be shared from now on.
 
-        Of `drawn`, which the sequence has got by it and knows by now, all but the last stood in the
-        draft. The KV of what else stood there is in slots that the next step writes again.
+        Of `sampled`, which the sequence has appended by now, all but the last were proposed. The KV
+        of rejected proposals is in slots that the next step writes again.
         """
         sequence, size = work.sequence, self.blocks.block_size
         assert sequence.num_computed == work.start, "work ran twice or out of order"
-        sequence.num_computed += work.count - len(work.draft) + max(0, len(drawn) - 1)
+        sequence.num_computed += work.count - len(work.proposed) + max(0, len(sampled) - 1)
         assert sequence.num_computed <= sequence.num_tokens, "only known tokens are computed"
         self.publish(sequence, work.start // size)
-        if sequence.drafter is not None:
-            sequence.drafter.learn(drawn)
+        if sequence.proposer is not None:
+            sequence.proposer.learn(sampled)
 
     def ran(self, plan: Plan, seconds: float) -> None:
         """A step took so long."""
-        if self.drafting is not None:
-            drafts = plan.num_drafts
-            self.drafting.costs.took(plan.num_tokens - drafts, drafts, seconds)
+        if self.speculation is not None:
+            proposed = plan.num_proposed
+            self.speculation.costs.took(plan.num_tokens - proposed, proposed, seconds)
 
     def publish(self, sequence: Sequence, first_block: int) -> None:
         """Shares the verified full blocks from `first_block` on."""
@@ -185,7 +243,7 @@ class Planner:
     def _decode(self, plan: Plan) -> None:
         """Plans the running sequences that are one token behind.
 
-        Who is preempted meanwhile is due later than all that are planned already.
+        Sequences preempted meanwhile come after all that are planned already.
         """
         for sequence in [s for s in self.running if s.num_pending == 1]:
             # One without blocks was preempted a moment ago.
@@ -193,17 +251,18 @@ class Planner:
                 _append(plan, sequence, 1)
 
     def _catch_up(self, plan: Plan, budget: int) -> int:
-        """Plans all others, earliest due first, and takes new ones into the batch on the way; what
-        is left of the budget.
+        """Plans all others by priority, admitting new ones to the batch; what is left of `budget`.
 
-        Those who are ready are one token behind, and take nothing of the budget. The first of the
-        waiting that finds no blocks is not passed by others that need some: they could keep it out
-        for ever.
+        The ready ones are one token behind, and take nothing of the budget. The first waiting one
+        that finds no blocks is not passed by others that need some: they could starve it.
         """
-        behind = self._behind()
+        behind = SequenceQueue()  # running ones with several tokens to compute; they have blocks
+        for sequence in self.running:
+            if sequence.num_pending > 1:
+                behind.add(sequence)
         groups = [behind, self.ready, self.holding, self.waiting]
         while groups := [group for group in groups if group]:
-            group = min(groups, key=lambda group: group.first.turn)
+            group = min(groups, key=lambda group: group.first.order)
             sequence = group.first
             room = 1 if group is self.ready else budget
             full = group is not behind and len(self.running) >= self.max_batch
@@ -217,48 +276,48 @@ class Planner:
             budget -= 0 if group is self.ready else count
         return budget
 
-    def _draft(self, plan: Plan, budget: int, drafting: Drafting) -> None:
-        """Adds drafts to those who are one token behind, where they pay, budget and blocks allow.
+    def _propose(self, plan: Plan, budget: int, speculation: SpeculativeConfig) -> None:
+        """Adds proposed tokens to decoding sequences, where they pay, budget and blocks allow.
 
         A step that computes a prompt, too, has so many rows that a further one hardly ever pays.
         """
         if not plan.work:
             return
-        price = drafting.costs.price(plan.num_tokens)
+        price = speculation.costs.price(plan.num_tokens)
         for at, work in enumerate(plan.work):
             sequence = work.sequence
             if work.count > 1 or not work.samples:
                 continue
-            # One token is drawn behind the last draft.
-            left = sequence.tokens_left(drafting.max_context) - 1
-            if (most := min(drafting.most, budget, left)) < 1:
+            # One token is sampled behind the last proposed one.
+            left = sequence.tokens_left(speculation.max_context) - 1
+            if (most := min(speculation.most, budget, left)) < 1:
                 continue
-            if sequence.drafter is None:
-                sequence.drafter = Drafter()
-            draft = sequence.drafter.draft(sequence.tokens, most, price)
-            if draft := draft[: self._room_behind(sequence, len(draft))]:
-                plan.work[at] = Work(sequence, work.start, 1 + len(draft), draft)
-                budget -= len(draft)
+            if sequence.proposer is None:
+                sequence.proposer = NgramProposer()
+            proposed = sequence.proposer.propose(sequence.tokens, most, price)
+            if proposed := proposed[: self._slots_behind(sequence, len(proposed))]:
+                plan.work[at] = Work(sequence, work.start, 1 + len(proposed), proposed)
+                budget -= len(proposed)
 
-    def _look_ahead(self, plan: Plan, running: set[Sequence]) -> None:
+    def _reserve_lookahead(self, plan: Plan, running: set[Sequence]) -> None:
         """Lets a runner compute the next step before it is planned.
 
-        Those who decode get slots for the tokens that they do not know yet, where blocks abound.
-        Who comes to a step of single tokens may wait for the next one, which he can be part of.
+        Decoding sequences get slots for tokens that are not known yet, where blocks abound.
+        Newcomers to a step of single tokens may wait for the next one, which they can be part of.
         """
         for work in plan.work:
             if work.count == 1 and work.samples:
-                self._room_behind(work.sequence, self._lookahead)
+                self._slots_behind(work.sequence, self._lookahead)
         if all(work.count == 1 for work in plan.work):
             staying = [work for work in plan.work if work.sequence in running]
             if staying:
                 plan.joining = [work for work in plan.work if work.sequence not in running]
                 plan.work = staying
 
-    def _room_behind(self, sequence: Sequence, count: int) -> int:
+    def _slots_behind(self, sequence: Sequence, count: int) -> int:
         """Finds slots for up to `count` tokens behind the known ones; how many there are.
 
-        New blocks are taken only while everybody who runs could get one, so that a guess never
+        New blocks are taken only while every running sequence could get one, so that a guess never
         makes a sequence lose its blocks.
         """
         blocks = self.blocks
@@ -268,14 +327,6 @@ class Planner:
             self._grow(sequence, count)
             return count
         return min(room, count)
-
-    def _behind(self) -> DueQueue:
-        """Running sequences with several tokens to compute; they have blocks for all of them."""
-        behind = DueQueue()
-        for sequence in self.running:
-            if sequence.num_pending > 1:
-                behind.add(sequence)
-        return behind
 
     def _grow(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Adds blocks until all known tokens, and `extra_tokens` more, have a slot."""
@@ -290,7 +341,7 @@ class Planner:
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Grows a running sequence, preempting those due last; False if it was one of them."""
+        """Grows a running sequence, preempting the last ones; False if it was one of them."""
         while not self._grow(sequence):
             victim = self.running.last
             self._preempt(victim)

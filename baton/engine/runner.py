@@ -7,15 +7,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from baton.engine.batch import StepModel
-from baton.engine.batching import Batches
+from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.speculative.ngram import verify
 
 
-class Drawn(NamedTuple):
-    """The tokens that one sequence got in a step: one, and one more for each right draft."""
+class SampledTokens(NamedTuple):
+    """The tokens that one sequence got in a step: one, and one more for each accepted proposal."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
@@ -26,13 +25,13 @@ class StepRunner(Protocol):
 
     pool: torch.Tensor
 
-    def run(self, plan: Plan) -> dict[str, Drawn]:
+    def run(self, plan: Plan) -> dict[str, SampledTokens]:
         """Tokens for each sequence that has caught up, by its id."""
 
     def scrub(self, blocks: list[int]) -> None:
-        """Makes blocks that unverified bytes came into harmless."""
+        """Zeroes blocks that unverified bytes came into."""
 
-    def settle(self, blocks: list[int] | None = None) -> None:
+    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         """Returns when nothing that runs here writes into these blocks any more: others will.
 
         None is all of the pool, which is about to be freed.
@@ -45,7 +44,7 @@ class CountsRows(Protocol):
 
     @property
     def decode_rows(self) -> Mapping[str, int]:
-        """Rows of decode steps so far: "wanted", "padding", or "wasted" on who had left."""
+        """Rows of decode steps so far: "wanted", "padding", or "wasted" (sequence gone)."""
 
 
 class Runner:
@@ -55,16 +54,16 @@ class Runner:
         self.model = model
         self.pool = pool
         self.sampler = sampler
-        self._batches = Batches(pool.shape[4], pool.device)
+        self._batches = BatchBuilder(pool.shape[4], pool.device)
 
-    def run(self, plan: Plan) -> dict[str, Drawn]:
+    def run(self, plan: Plan) -> dict[str, SampledTokens]:
         """Runs every row of the plan; tokens for each sequence that has caught up, by its id."""
         logits = self.model.step(self._batches.build(plan), self.pool)
         sampling = [work for work in plan.work if work.samples]
         rows = [row for work in sampling for row in sample_rows(work)]
-        drawn = drawn_by(sampling, self.sampler.sample(logits, rows))
-        self.settle()  # what was computed is there for other threads, too
-        return drawn
+        sampled = tokens_by_sequence(sampling, self.sampler.sample(logits, rows))
+        self.wait_for_writes()  # what was computed is there for other threads, too
+        return sampled
 
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into.
@@ -74,34 +73,34 @@ class Runner:
         if blocks:
             self.pool[torch.tensor(blocks, device=self.pool.device)] = 0
 
-    def settle(self, blocks: list[int] | None = None) -> None:
+    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         """Waits for what a GPU has not done yet; on a CPU nothing is left when `run` returns."""
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
 
 
 def sample_rows(work: Work) -> Iterator[SampleRow]:
-    """What is to be drawn: the next token, and one behind each draft as if all before were right.
+    """What is sampled: the next token, and one behind each proposed one as if those were right.
 
     So each has the penalties, the position and the random number that it would have in a step of
     its own.
     """
-    sequence, draft = work.sequence, work.draft
+    sequence, proposed = work.sequence, work.proposed
     counts = sequence.token_counts
     yield SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens, 0, counts)
-    for end in range(1, len(draft) + 1):
-        known = [*sequence.tokens, *draft[:end]]
+    for end in range(1, len(proposed) + 1):
+        known = [*sequence.tokens, *proposed[:end]]
         yield SampleRow(sequence.params, known, sequence.prompt_tokens, end, counts)
 
 
-def drawn_by(sampling: list[Work], sampled: Sampled) -> dict[str, Drawn]:
-    """What each work drew that is its sequence's, by the sequence's id; rows as `sample_rows`."""
-    drawn, at = {}, 0
+def tokens_by_sequence(sampling: list[Work], sampled: Sampled) -> dict[str, SampledTokens]:
+    """What each work's sequence accepts of its sampled rows, by its id; rows as `sample_rows`."""
+    tokens, at = {}, 0
     for work in sampling:
-        rows = 1 + len(work.draft)
-        end = at + (verify(work.draft, sampled.token_ids[at : at + rows]) if work.draft else 1)
+        rows, proposed = 1 + len(work.proposed), work.proposed
+        end = at + (verify(proposed, sampled.token_ids[at : at + rows]) if proposed else 1)
         logprobs = tuple(filter(None, sampled.logprobs[at:end]))
-        drawn[work.sequence.seq_id] = Drawn(tuple(sampled.token_ids[at:end]), logprobs)
+        tokens[work.sequence.seq_id] = SampledTokens(tuple(sampled.token_ids[at:end]), logprobs)
         at += rows
-    assert at == len(sampled.token_ids), "every row is somebody's"
-    return drawn
+    assert at == len(sampled.token_ids), "every row belongs to a work"
+    return tokens

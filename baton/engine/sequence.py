@@ -6,12 +6,74 @@ computed", a cache hit is "computed without work", preemption is "computed no mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from baton.engine.sampling.token_counts import TokenCounts
-from baton.engine.speculative.ngram import Drafter
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.speculative.ngram import NgramProposer
 from baton.prefix import block_hash, root_hash
 from baton.sampling import SamplingParams
+
+Ints = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """How often each token occurs in one sequence, for its penalties; kept from step to step.
+
+    Tokens only ever grow, and counts follow from them alone: they are the same, up to their order,
+    on whatever worker and after whatever preemption. Engine thread only.
+    """
+
+    def __init__(self) -> None:
+        self._counted = 0  # tokens
+        self._places: dict[int, int] = {}  # token -> where it is in the two below
+        self._ids = np.empty(0, np.int64)
+        self._times = np.empty(0, np.int64)  # in the output; 0: in the prompt only
+
+    def of(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
+        """(distinct tokens, how often each occurs behind the prompt), valid until the next call.
+
+        The last `proposed` of `token_ids` are output that may be rejected.
+        """
+        known = len(token_ids) - proposed
+        assert self._counted <= known and prompt_tokens <= known, "tokens only grow"
+        if not self._counted:
+            self._count_all(np.asarray(token_ids[:known], np.int64), prompt_tokens)
+        for at in range(self._counted, known):
+            self._add(token_ids[at])
+        self._counted = known
+        ids, times = self._ids[: len(self._places)], self._times[: len(self._places)]
+        return self._with_proposed(ids, times, token_ids[known:]) if proposed else (ids, times)
+
+    def _count_all(self, token_ids: Ints, prompt_tokens: int) -> None:
+        ids = np.unique(token_ids)
+        output, times = np.unique(token_ids[prompt_tokens:], return_counts=True)
+        self._places = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+        self._ids, self._times = ids, np.zeros(len(ids), np.int64)
+        self._times[ids.searchsorted(output)] = times
+        self._counted = len(token_ids)
+
+    def _add(self, token_id: int) -> None:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):  # twice as much, so that growing is rare
+            room = np.zeros(len(self._ids) + 64, np.int64)
+            self._ids = np.concatenate([self._ids, room])
+            self._times = np.concatenate([self._times, room])
+        self._ids[place] = token_id
+        self._times[place] += 1
+
+    def _with_proposed(self, ids: Ints, times: Ints, proposed: Tokens[int]) -> tuple[Ints, Ints]:
+        times, new = times.copy(), dict[int, int]()
+        for token_id in proposed:
+            place = self._places.get(token_id)
+            if place is None:
+                new[token_id] = new.get(token_id, 0) + 1
+            else:
+                times[place] += 1
+        new_ids, new_times = (np.array(list(part), np.int64) for part in (new, new.values()))
+        return np.concatenate([ids, new_ids]), np.concatenate([times, new_times])
 
 
 @dataclass(eq=False)
@@ -23,8 +85,8 @@ class Sequence:
     prompt_tokens: int  # how many of `tokens` the caller sent; the rest is output
     params: SamplingParams
     cache_salt: str = ""
-    due: float = 0.0  # time.monotonic() here: the end of its fair turn; the earliest goes first
-    arrival: int = 0  # set by the planner; of those due together the first to come goes first
+    priority: float = 0.0  # smaller goes first: time.monotonic() of its virtual finish time
+    arrival: int = 0  # set by the planner; decides between equal priorities
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
     num_computed: int = 0
@@ -34,7 +96,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(default_factory=TokenCounts)  # as far as penalties ask
-    drafter: Drafter | None = None  # set by the planner of an engine that drafts
+    proposer: NgramProposer | None = None  # set by a planner that speculates
 
     @property
     def num_tokens(self) -> int:
@@ -53,9 +115,9 @@ class Sequence:
         return left if self.park_after is None else min(left, self.park_after - self.new_tokens)
 
     @property
-    def turn(self) -> tuple[float, int]:
-        """Smaller goes first; it never changes, so that everybody is the smallest one day."""
-        return self.due, self.arrival
+    def order(self) -> tuple[float, int]:
+        """Smaller goes first; it never changes, so that no sequence starves."""
+        return self.priority, self.arrival
 
     def parent_hash(self, index: int) -> int:
         """Hash of the block before block `index`."""

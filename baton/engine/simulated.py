@@ -1,6 +1,6 @@
 """An engine's forward pass, simulated: takes its time, computes nothing, and proves what it reads.
 
-It stands where `runner.Runner` does; planner, blocks, prefix cache, handoff and all that is above
+It replaces `runner.Runner`; planner, blocks, prefix cache, handoff and all that is above
 are the real ones, so that routing, overload and failures can be tried with many workers on a few
 cores and without a GPU. What a model would make true is kept true:
 
@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.config import Pace
+from baton.config import SimulatedSpeed
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import Drawn, drawn_by, sample_rows
+from baton.engine.runner import SampledTokens, sample_rows, tokens_by_sequence
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
@@ -44,16 +44,18 @@ _BEST_LOGIT = 12.0
 class SimulatedRunner:
     """Runs plans over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
 
-    def __init__(self, pace: Pace, pool: torch.Tensor, sampler: Sampler, vocab_size: int) -> None:
+    def __init__(
+        self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler, vocab_size: int
+    ) -> None:
         self.pool = pool
-        self._pace = pace
+        self._speed = speed
         self._slots = _Slots(pool)
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
         self._steps = 0
 
-    def run(self, plan: Plan) -> dict[str, Drawn]:
+    def run(self, plan: Plan) -> dict[str, SampledTokens]:
         """A token for each sequence that has caught up, by its id, after the time it would take.
 
         Raises InternalError when a block does not hold what its sequence wrote there.
@@ -62,20 +64,20 @@ class SimulatedRunner:
         self._steps += 1
         for work in plan.work:
             self._compute(work)
-        drawn = self._draw([work for work in plan.work if work.samples])
+        sampled = self._sample_work([work for work in plan.work if work.samples])
         time.sleep(max(0.0, ends - time.monotonic()))
-        return drawn
+        return sampled
 
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into, as the real runner does."""
         self._slots.clear(blocks)
 
-    def settle(self, blocks: list[int] | None = None) -> None:
-        """Nothing runs behind a step's back here."""
+    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
+        """Nothing runs between steps here."""
 
     def _takes_s(self, plan: Plan) -> float:
-        sequences = sum(work.count - len(work.draft) == 1 for work in plan.work)
-        return self._pace.step_s(plan.num_tokens - sequences, sequences)
+        sequences = sum(work.count - len(work.proposed) == 1 for work in plan.work)
+        return self._speed.step_s(plan.num_tokens - sequences, sequences)
 
     def _compute(self, work: Work) -> None:
         """Reads what comes before these tokens, then writes them."""
@@ -83,11 +85,11 @@ class SimulatedRunner:
         history = self._histories.setdefault(sequence, _History(sequence.cache_salt))
         if work.start == history.computed_here:
             self._check(sequence, history, *self._block_in_turn(work.start))
-        else:  # somebody else computed it: it came over the wire, or from the prefix cache
+        else:  # computed elsewhere: it came over the wire, or from the prefix cache
             self._check(sequence, history, 0, work.start)
         end = work.start + work.count
-        history.computed_here = end - len(work.draft)  # unless drafts turn out to be right
-        tokens = [*sequence.tokens, *work.draft] if work.draft else sequence.tokens
+        history.computed_here = end - len(work.proposed)  # unless proposed tokens are accepted
+        tokens = [*sequence.tokens, *work.proposed] if work.proposed else sequence.tokens
         kv = history.kv(tokens, work.start, end)
         self._slots.write(sequence.block_ids, work.start, kv)
 
@@ -107,13 +109,13 @@ class SimulatedRunner:
                 f"sequence {sequence.seq_id}: block {block} does not hold the KV of token {wrong}"
             )
 
-    def _draw(self, sampling: list[Work]) -> dict[str, Drawn]:
+    def _sample_work(self, sampling: list[Work]) -> dict[str, SampledTokens]:
         rows = [(work.sequence, row) for work in sampling for row in sample_rows(work)]
-        drawn = drawn_by(sampling, self._sample(rows))
+        sampled = tokens_by_sequence(sampling, self._sample(rows))
         for work in sampling:
-            new = drawn[work.sequence.seq_id].token_ids
+            new = sampled[work.sequence.seq_id].token_ids
             self._histories[work.sequence].accept(work.sequence.num_tokens, len(new) - 1)
-        return drawn
+        return sampled
 
     def _sample(self, rows: list[tuple[Sequence, SampleRow]]) -> Sampled:
         token_ids, logprobs = [0] * len(rows), list[TokenLogprobs | None]([None] * len(rows))
@@ -153,7 +155,7 @@ class _History:
     _known: int = 0
 
     def accept(self, known: int, right: int) -> None:
-        """Of the drafts behind `known` tokens so many were right; the others are forgotten."""
+        """Of the tokens proposed behind `known` ones so many were accepted."""
         self._known = min(self._known, known + right)
         self.computed_here += right
 

@@ -14,9 +14,8 @@ from functools import partial
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.backends.cpu import cores
-from baton.engine.loop import Engine
-from baton.engine.reports import Progress, StepReport
+from baton.engine.backends import cpu
+from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
 from baton.sampling import SamplingParams
@@ -31,7 +30,7 @@ class SingleProcess:
     """A loaded model with its engine; a context manager that stops the engine's thread."""
 
     def __init__(self, settings: EngineConfig) -> None:
-        with cores.confined(settings.cpus):
+        with cpu.pinned_to(settings.cpus):
             self._loaded = build.load(settings)
         self.tokenizer = load_tokenizer(self._loaded.path)
         self._reports: queue.SimpleQueue[Progress] = queue.SimpleQueue()
@@ -41,7 +40,7 @@ class SingleProcess:
     def __enter__(self) -> SingleProcess:
         self._engine.start()
         settings = self._loaded.settings
-        self._engine.submit(partial(cores.settle, settings.cpus, settings.nice)).result()
+        self._engine.submit(partial(cpu.pin_thread, settings.cpus, settings.nice)).result()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,8 +15,9 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.reports import Load, StepReport
+from baton.engine.loop import StepReport
 from baton.engine.runner import CountsRows, StepRunner
+from baton.engine.sequence_table import Load
 from baton.errors import BatonError
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
@@ -49,7 +50,7 @@ class LoadTracker:
         if report.num_tokens:
             self.mean_step_s = _smooth(self.mean_step_s, step_s)
         # Drafts say nothing about prefill speed.
-        if report.num_tokens - report.num_drafts >= _PREFILL_ROWS and step_s > 0:
+        if report.num_tokens - report.num_proposed >= _PREFILL_ROWS and step_s > 0:
             rate = report.num_tokens / step_s
             load.prefill_tokens_per_s = _smooth(load.prefill_tokens_per_s, rate)
         elif report.num_tokens:
@@ -164,8 +165,8 @@ class WorkerMetrics:
             (report.ended_ns - report.started_ns) / 1e9,
             {"kind": kind_of(report)},
         )
-        if report.num_drafts:
-            self._drafted(report.num_drafts, report.num_right)
+        if report.num_proposed:
+            self._drafted(report.num_proposed, report.num_accepted)
 
     def prompt_started(self, waited_s: float, trace: Context) -> None:
         """The first chunk of a prompt was computed."""
@@ -227,7 +228,7 @@ def kind_of(report: StepReport) -> str:
     """
     rows = len(report.progress)
     sampling = sum(bool(p.token_ids) for p in report.progress)
-    if report.num_tokens - report.num_drafts == rows == sampling:
+    if report.num_tokens - report.num_proposed == rows == sampling:
         return "decode"
     return "mixed" if sampling and rows > 1 else "prefill"
 

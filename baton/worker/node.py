@@ -20,10 +20,9 @@ import grpc
 
 from baton import rpc
 from baton.config import WorkerConfig, host_id
-from baton.engine.backends.cpu import cores
+from baton.engine.backends import cpu
 from baton.engine.build import Loaded
-from baton.engine.loop import Engine
-from baton.engine.reports import StepReport
+from baton.engine.loop import Engine, StepReport
 from baton.errors import InternalError, TransferFailed, Unavailable
 from baton.registry import Membership, Registration, Registry
 from baton.server import Health, bind, settle
@@ -166,7 +165,7 @@ class Node:
                 ending.push_async_callback(server.stop, STOP_GRACE_S)
                 ending.push_async_callback(self._leave)
                 settings = loaded.settings
-                place = partial(cores.settle, settings.cpus, settings.nice)
+                place = partial(cpu.pin_thread, settings.cpus, settings.nice)
                 await asyncio.wrap_future(self.engine.submit(place))
                 await self._describe(loaded)
                 await self._serve(server, registration)

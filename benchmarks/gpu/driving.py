@@ -18,9 +18,8 @@ import torch
 
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import KvLayout
-from baton.engine.loop import Engine
+from baton.engine.loop import Engine, StepReport
 from baton.engine.planner import Planner
-from baton.engine.reports import StepReport
 from baton.engine.runner import StepRunner
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
@@ -83,7 +82,7 @@ class Driver:
 
         def start() -> None:
             for sequence in sequences:
-                self._engine._here.resume(sequence.seq_id, context, 7)
+                self._engine._sequences.resume(sequence.seq_id, context, 7)
 
         self._engine.submit(start).result()
         ends: list[float] = []

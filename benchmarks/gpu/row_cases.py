@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.config import Rope
-from baton.engine.models.rope import rope_tables
+from baton.engine.models.decoder import rope_tables
 from baton.engine.ops.triton.activation import silu_mul, silu_mul_reference
 from baton.engine.ops.triton.norm import add_rms_norm, add_rms_norm_reference
 from baton.engine.ops.triton.rope_kv import rope_and_write, rope_and_write_reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.engine.backends.gpu.linear import supported
+from baton.engine.backends.gpu.assemble import unsupported_format
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.our_engine import BF16, Formats, blocks_for, layout_bytes
 from benchmarks.shapes import Shape
@@ -45,4 +45,4 @@ def unsupported(formats: Formats, device: torch.device) -> str:
     if formats.quantization == "none" or device.type != "cuda":
         return ""
     capability = torch.cuda.get_device_capability(device)
-    return supported(formats.quantization, capability) or ""
+    return unsupported_format(formats.quantization, capability)

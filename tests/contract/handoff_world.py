@@ -19,7 +19,7 @@ from opentelemetry.trace import NoOpTracer
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
 from baton.engine.planner import Planner
-from baton.engine.runner import Drawn
+from baton.engine.runner import SampledTokens
 from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.messages import ModelLimits
@@ -80,7 +80,7 @@ class CheckingRunner:
     def scrub(self, blocks):
         self.pool[blocks] = 0
 
-    def settle(self, blocks=None):
+    def wait_for_writes(self, blocks=None):
         pass  # nothing runs here behind a step's back
 
     def _run(self, work):
@@ -95,7 +95,7 @@ class CheckingRunner:
             self.pool[sequence.block_ids[n // BLOCK_SIZE], ..., n % BLOCK_SIZE, :] = float(
                 sequence.tokens[n]
             )
-        return Drawn((OUTPUT + sequence.num_tokens,)) if work.samples else None
+        return SampledTokens((OUTPUT + sequence.num_tokens,)) if work.samples else None
 
 
 async def find(incarnation):

@@ -1,4 +1,4 @@
-"""Turns logits into tokens: penalties, filters and one draw a row, vectorised over the rows.
+"""Turns logits into tokens: penalties, filters and sampling, vectorised over the rows.
 
 The order is vLLM's, with Hugging Face's place for min-p: logit bias, min_tokens mask, repetition,
 frequency and presence penalties; then, unless the row is greedy, temperature, top-k, top-p, min-p.
@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.sampling import filters, randomness, row_sampling
-from baton.engine.sampling.token_counts import TokenCounts
+from baton.engine.sampling import filters, randomness
+from baton.engine.sequence import TokenCounts
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
 
@@ -41,7 +41,7 @@ class SampleRow(NamedTuple):
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_tokens: int  # how many of token_ids are the caller's prompt
-    drafts: int = 0  # how many of them, the last, are guesses
+    proposed: int = 0  # how many of them, the last, are guesses
     counts: TokenCounts | None = None
 
     @property
@@ -51,7 +51,7 @@ class SampleRow(NamedTuple):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, with no draw."""
+        """Whether the most likely token is taken, without a random number."""
         return self.params.temperature < GREEDY_BELOW
 
     @property
@@ -112,7 +112,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """The next token of each row. `logits` is `[rows, vocab]` float32 and is not changed.
 
-        Raises InternalError when a drawn row's logits are not numbers or nothing is allowed.
+        Raises InternalError when a sampled row's logits are not numbers or nothing is allowed.
         """
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows))
         if not rows:
@@ -134,7 +134,7 @@ class Sampler:
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
 
     def probabilities(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """What non-greedy rows are drawn from: `[rows, vocab]`, each row's sum is 1."""
+        """What non-greedy rows are sampled from: `[rows, vocab]`, each row's sum is 1."""
         weights = filters.weights(self._adjust(logits.clone(), rows), _params(rows))
         return weights / weights.sum(1, keepdim=True)
 
@@ -147,7 +147,7 @@ class Sampler:
             logits = self._adjust(logits, rows)
         if rows[0].greedy:
             return _likeliest(logits)
-        return _draw(logits, rows)
+        return _sample(logits, rows)
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Applies bias, min_tokens and penalties to `logits`, in place.
@@ -191,7 +191,7 @@ class _Changes:
         """Row `i`'s penalties: repetition counts prompt and output, the others output alone."""
         params = row.params
         kept = row.counts or TokenCounts()
-        seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.drafts)
+        seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.proposed)
         if params.repetition_penalty == 1.0:
             seen, counts = seen[counts > 0], counts[counts > 0]
         subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
@@ -252,14 +252,14 @@ def _likeliest(logits: Tensor) -> Chosen:
     return logits.argmax(1)
 
 
-def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
+def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     """One token for each row `[rows]`, by the number that belongs to its seed and position."""
     seeds = [row.params.seed for row in rows]
     numbers = randomness.uniform(seeds, [len(row.token_ids) for row in rows])
     if logits.device.type == "cpu":
-        return row_sampling.draw(logits.numpy(), _params(rows), numbers)
+        return filters.sample_on_cpu(logits.numpy(), _params(rows), numbers)
     uniform = torch.from_numpy(numbers).to(logits.device)
-    return filters.draw(filters.weights(logits, _params(rows)), uniform)
+    return filters.sample(filters.weights(logits, _params(rows)), uniform)
 
 
 def _logprobs(

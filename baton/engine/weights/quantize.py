@@ -1,4 +1,4 @@
-"""Eight-bit numbers and what they cost: rows of int8 or fp8 with one float32 scale each.
+"""Quantisation: rows of int8 or fp8 with one float32 scale each (W8A8 weights, and KV).
 
 Every row is scaled by its own largest magnitude: an output of a weight, a token's activations, a
 token's K or V of one head. A row's numbers thus depend on itself alone, never on what shares its
@@ -10,6 +10,7 @@ multiply and CPUs do not: here its products are those of float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,25 +26,20 @@ _LEAST = {torch.int8: 1e-36, FP8: 2e-36}
 # Weights are quantised so many rows at a time, so that no float32 copy of a whole one exists.
 _ROWS_AT_ONCE = 4096
 
-# So deep a product of int8 has only whole numbers below 2 ** 24 as sums, which float32 adds up
-# exactly in any order.
-_EXACT_DEPTH = 1024
-
-# Elsewhere oneDNN multiplies int8 with sums of 16 bits, which saturate.
-_HAS_VNNI = torch.cpu._is_vnni_supported()
-
 
 @dataclass(frozen=True)
-class Int8Weight:
-    """A matrix `[out, in]`: int8 values, and the float32 scale `[out]` of each output."""
+class QuantizedWeight:
+    """A matrix `[out, in]`: values of `DTYPE`, and the float32 scale `[out]` of each output."""
 
     values: Tensor
     scales: Tensor
 
+    DTYPE: ClassVar[torch.dtype]
+
     @classmethod
-    def of(cls, weight: Tensor) -> Int8Weight:
+    def of(cls, weight: Tensor) -> Self:
         """weight `[out, in]` of any floating type, quantised."""
-        return cls(*_quantize_in_parts(weight, torch.int8))
+        return cls(*_quantize_in_parts(weight, cls.DTYPE))
 
     @property
     def shape(self) -> torch.Size:
@@ -51,22 +47,16 @@ class Int8Weight:
         return self.values.shape
 
 
-@dataclass(frozen=True)
-class Fp8Weight:
-    """A matrix `[out, in]`: float8_e4m3fn values, and the float32 scale `[out]` of each output."""
+class Int8Weight(QuantizedWeight):
+    """A W8A8 weight in int8."""
 
-    values: Tensor
-    scales: Tensor
+    DTYPE = torch.int8
 
-    @classmethod
-    def of(cls, weight: Tensor) -> Fp8Weight:
-        """weight `[out, in]` of any floating type, quantised."""
-        return cls(*_quantize_in_parts(weight, FP8))
 
-    @property
-    def shape(self) -> torch.Size:
-        """`[out, in]`."""
-        return self.values.shape
+class Fp8Weight(QuantizedWeight):
+    """A W8A8 weight in float8_e4m3fn."""
+
+    DTYPE = FP8
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
@@ -97,45 +87,6 @@ def _quantize_in_parts(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
         rows = slice(first, first + _ROWS_AT_ONCE)
         values[rows], scales[rows] = quantize_rows(weight[rows], dtype)
     return values, scales
-
-
-def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type.
-
-    The sums are whole numbers and exact, so that a row's result is the same in any batch.
-    """
-    values, scales = quantize_rows(x)
-    sums = exact_products(values, weight.values)
-    out = sums.float().mul_(scales[:, None] * weight.scales)
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)
-
-
-def exact_products(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` of int8 `[rows, in]` and `[out, in]`: int32 `[rows, out]`, exact."""
-    # At a depth of 1 torch 2.13 gives wrong sums.
-    fast = _HAS_VNNI and x.shape[1] > 1
-    return torch._int_mm(x, weight.T) if fast else products_by_float(x, weight)
-
-
-def products_by_float(x: Tensor, weight: Tensor) -> Tensor:
-    """The same on any CPU: the products of short pieces of the depth, in float32."""
-    sums = torch.zeros(len(x), len(weight), dtype=torch.int32)
-    pieces = zip(x.split(_EXACT_DEPTH, dim=1), weight.split(_EXACT_DEPTH, dim=1), strict=True)
-    for left, right in pieces:
-        sums += (left.float() @ right.float().T).to(torch.int32)
-    return sums
-
-
-def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type."""
-    values, scales = quantize_rows(x, FP8)
-    out = values.float() @ weight.values.float().T
-    out.mul_(scales[:, None] * weight.scales)
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)
 
 
 def pack_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:

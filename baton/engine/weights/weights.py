@@ -1,4 +1,4 @@
-"""A model's weights: read from safetensors, or drawn at random for benchmarks.
+"""A model's weights: read from safetensors, or random ones for benchmarks.
 
 Query, key and value projections are fused into one matrix, and so are gate and up, while loading:
 each part is copied from the mapped file to its place on the device, so memory stays near the
@@ -8,8 +8,10 @@ are turned into it one by one, as they come, on the device.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +22,95 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.config import EngineConfig
 from baton.engine.models.config import ModelConfig
 from baton.engine.ops.native.packing import Matrix
-from baton.engine.sampling.noise import Noise
-from baton.engine.weights import model_tensors
+from baton.engine.sampling.randomness import RandomTensors
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
-from baton.engine.weights.model_tensors import Part, check_tensors
 from baton.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the checkpoint, and the shape that the config gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def embedding(config: ModelConfig) -> Part:
+    """A row for each token."""
+    return Part("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+
+
+def final_norm(config: ModelConfig) -> Part:
+    """Behind the last layer."""
+    return Part("model.norm.weight", (config.hidden_size,))
+
+
+def lm_head(config: ModelConfig) -> Part:
+    """Absent where embeddings are tied."""
+    return Part("lm_head.weight", (config.vocab_size, config.hidden_size))
+
+
+def layer_parts(config: ModelConfig, index: int) -> dict[str, Part]:
+    """A layer's tensors in the checkpoint, by their name within the layer."""
+    hidden, head = config.hidden_size, config.head_size
+    q, kv, inner = config.num_heads * head, config.num_kv_heads * head, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    projections = (
+        ("self_attn.q_proj", q, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for name, rows, columns, biased in projections:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if biased:
+            shapes[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head,)
+    prefix = f"model.layers.{index}."
+    return {name: Part(prefix + name, shape) for name, shape in shapes.items()}
+
+
+def expected(config: ModelConfig) -> Iterator[Part]:
+    """Every tensor that the checkpoint must have."""
+    yield embedding(config)
+    yield final_norm(config)
+    if not config.tie_embeddings:
+        yield lm_head(config)
+    for index in range(config.num_layers):
+        yield from layer_parts(config, index).values()
+
+
+def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Raises CheckpointError unless what is `stored` in `path` is what the config describes."""
+    for part in expected(config):
+        if part.name not in stored:
+            raise CheckpointError(f"{path} lacks tensor {part.name}, which its config.json implies")
+        found = stored[part.name]
+        if found.shape != part.shape:
+            raise CheckpointError(
+                f"{found.file}: tensor {part.name} has shape {list(found.shape)}; config.json "
+                f"implies {list(part.shape)}"
+            )
+    unknown = stored.keys() - {part.name for part in expected(config)}
+    for name in sorted(unknown):
+        # Tables that old exports saved, and a copy of the embedding, carry nothing of their own.
+        tied_copy = config.tie_embeddings and name == "lm_head.weight"
+        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(
+                f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
+                "config.json describes it"
+            )
+
 
 RANDOM_STD = 0.02
 
@@ -93,7 +177,7 @@ def load_weights(
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
     with ExitStack() as files:
-        total = sum(_num_bytes(stored[part.name]) for part in model_tensors.expected(config))
+        total = sum(_num_bytes(stored[part.name]) for part in expected(config))
         reader = _Reader(stored, files, dtype, device, progress, total)
         return _assemble(config, reader.make, prepare)
 
@@ -107,41 +191,41 @@ def random_weights(
 ) -> Weights:
     """Seeded random weights, the same on every machine: for benchmarks that need no real model.
 
-    A GPU's are the same on every GPU, but others than a CPU's: see `Noise`.
+    A GPU's are the same on every GPU, but others than a CPU's: see `RandomTensors`.
     """
-    draw = _drawn_on_cpu(dtype, seed)
+    random = _random_on_cpu(dtype, seed)
     if device.type != "cpu":
-        noise = Noise(seed, device)
-        draw = partial(noise.draw, dtype=dtype, std=RANDOM_STD)
+        tensors = RandomTensors(seed, device)
+        random = partial(tensors.uniform, dtype=dtype, std=RANDOM_STD)
 
     def make(parts: tuple[Part, ...]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         if parts[0].name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
-        return draw(shape)
+        return random(shape)
 
     return _assemble(config, make, prepare)
 
 
-def _drawn_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], Tensor]:
+def _random_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(shape: tuple[int, ...]) -> Tensor:
+    def random(shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
 
-    return draw
+    return random
 
 
 def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
-    embedding = make((model_tensors.embedding(config),))
+    embeddings = make((embedding(config),))
     layers = tuple(_layer(config, index, make, prepare) for index in range(config.num_layers))
-    final_norm = make((model_tensors.final_norm(config),))
-    lm_head = embedding if config.tie_embeddings else make((model_tensors.lm_head(config),))
-    return Weights(embedding, layers, final_norm, prepare(lm_head))
+    norm = make((final_norm(config),))
+    head = embeddings if config.tie_embeddings else make((lm_head(config),))
+    return Weights(embeddings, layers, norm, prepare(head))
 
 
 def _layer(config: ModelConfig, index: int, make: Make, prepare: Prepare) -> LayerWeights:
-    parts = model_tensors.layer_parts(config, index)
+    parts = layer_parts(config, index)
 
     def tensor(*names: str) -> Tensor:
         return make(tuple(parts[name] for name in names))
@@ -215,3 +299,79 @@ class _Reader:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{stored.file}: tensor {stored.name}: {error}") from error
         return tensor
+
+
+log = logging.getLogger(__name__)
+_CPU_WEIGHTS_SEED, _GPU_WEIGHTS_SEED = 0, 1
+_SIMULATED_SEED = -1  # so that no simulated worker is paired with a real one
+_GIB = float(1 << 30)
+
+
+def weights_of(
+    settings: EngineConfig,
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    prepare: Prepare,
+) -> Weights:
+    """The weights of the model at `path`, or made-up ones, on the device, prepared one by one.
+
+    Raises CheckpointError.
+    """
+    seed = random_seed(settings, device)
+    if seed is not None:
+        return random_weights(config, dtype, device, seed, prepare)
+    return load_weights(path, config, dtype, device, LoadProgress(), prepare)
+
+
+def random_seed(settings: EngineConfig, device: torch.device) -> int | None:
+    """The seed of random weights; None where a checkpoint has them.
+
+    A GPU's are others than a CPU's: workers that hold different ones must never be paired.
+    """
+    if settings.simulate:
+        return _SIMULATED_SEED
+    if not settings.random_weights:
+        return None
+    return _CPU_WEIGHTS_SEED if device.type == "cpu" else _GPU_WEIGHTS_SEED
+
+
+class LoadProgress:
+    """Logs how far loading is, at most once a second: bytes, their rate, the time that is left."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._began = now_s()
+        self._told = self._began
+
+    def __call__(self, done: int, total: int) -> None:
+        """Takes in that so many bytes of all are there."""
+        now = self._now_s()
+        if now < self._told + 1.0:
+            return
+        self._told = now
+        rate = done / (now - self._began)
+        log.info(
+            "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
+            done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
+        )  # fmt: skip
+
+
+def log_loaded(
+    settings: EngineConfig,
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: str,
+    seconds: float,
+) -> None:
+    """Logs what was loaded."""
+    quantization = settings.quantization
+    log.info(
+        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
+        path.name, config.num_parameters / 1e6,
+        f"{quantization} weights, " if quantization != "none" else "", dtype, device, kernels,
+        seconds,
+    )  # fmt: skip

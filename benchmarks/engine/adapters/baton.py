@@ -17,7 +17,7 @@ class Baton(SteppedAdapter):
     def __init__(self, setup: Setup) -> None:
         from baton.config import EngineConfig
         from baton.engine import build
-        from baton.engine.reports import StepReport
+        from baton.engine.loop import StepReport
         from baton.engine.sequence import Sequence
         from baton.sampling import SamplingParams
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.admissions import SEQUENCES_PER_PLACE
+from baton.engine.sequence_table import SEQUENCES_PER_PLACE
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, decode_pb2

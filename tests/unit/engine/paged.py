@@ -42,7 +42,7 @@ class PagedRun:
         self.model = model
         self.block_size = block_size
         self.pool = torch.zeros(NUM_BLOCKS, *shape, dtype=torch.int8 if kv_int8 else model.dtype)
-        # Block 0 fills padded tables: nobody owns it here, so it may hold any finite garbage.
+        # Block 0 fills padded block_tables: nobody owns it here, so it may hold any finite garbage.
         self.pool[0] = 3
         self._free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
 
@@ -68,16 +68,16 @@ class PagedRun:
         token_ids: list[int] = []
         for sequence, count in work:
             token_ids += sequence.tokens[sequence.computed : sequence.computed + count]
-        tables = [self._blocks(sequence, count) for sequence, count in work]
-        width = max(map(len, tables))
-        counts = [count for _, count in work]
+        block_tables = [self._blocks(sequence, count) for sequence, count in work]
+        width = max(map(len, block_tables))
+        query_lens = [count for _, count in work]
         return StepBatch(
             token_ids=_ints(token_ids),
-            contexts=_ints([sequence.computed for sequence, _ in work]),
-            counts=_ints(counts),
-            tables=_ints([table + [0] * (width - len(table)) for table in tables]),
+            context_lens=_ints([sequence.computed for sequence, _ in work]),
+            query_lens=_ints(query_lens),
+            block_tables=_ints([table + [0] * (width - len(table)) for table in block_tables]),
             logit_rows=_ints(list(range(len(token_ids)))),
-            singles=counts.count(1),
+            num_decodes=query_lens.count(1),
         )
 
     def _blocks(self, sequence: PagedSequence, count: int) -> list[int]:

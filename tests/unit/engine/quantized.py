@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.engine.kv_cache import KvLayout, allocate_pool
 from baton.engine.models.config import ModelConfig
-from baton.engine.weights.linear import Matrix
+from baton.engine.ops.torch.linear import Matrix
 from baton.engine.weights.quantize import Int8Weight
 from baton.engine.weights.weights import LayerWeights, Weights, random_weights
 from tests.unit.engine import either

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from baton.engine.batch import StepBatch
 from baton.engine.ops.torch import attention
 from baton.engine.ops.torch.attention import (
     AttentionBatch,
     PrefillSegment,
     attend,
     padded_keys,
+    place,
     write_kv,
 )
 
@@ -40,7 +44,7 @@ class Paged:
         self.pool = torch.zeros(
             2 * count + 1, LAYERS, 2, KV_HEADS, block_size, HEAD_SIZE, dtype=dtype
         )
-        # Block 0 is what padded tables point at; finite garbage there must not be seen.
+        # Block 0 is what padded block_tables point at; finite garbage there must not be seen.
         self.pool[0] = 1e4
         self.blocks = torch.randperm(2 * count, generator=self.generator)[:count] + 1
         self.k, self.v = self.random(length, KV_HEADS), self.random(length, KV_HEADS)
@@ -106,9 +110,9 @@ def test_equals_the_textbook(block_size: int, window: int | None, dtype: torch.d
 def test_short_tables_are_padded_with_a_block_nobody_sees() -> None:
     paged = Paged(150, 16, torch.float32)
     q = paged.random(2, HEADS)
-    tables = torch.stack([paged.blocks, torch.zeros_like(paged.blocks)])
-    tables[1, 0] = paged.blocks[0]
-    batch = AttentionBatch(NO_ROWS, 2, tables, torch.tensor([150, 3]), ())
+    block_tables = torch.stack([paged.blocks, torch.zeros_like(paged.blocks)])
+    block_tables[1, 0] = paged.blocks[0]
+    batch = AttentionBatch(NO_ROWS, 2, block_tables, torch.tensor([150, 3]), ())
     got = attend(q, paged.pool, LAYER, batch, SCALE, None)
     expected = paged.expected(q, [149, 2], None)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
@@ -121,17 +125,6 @@ def test_queries_taken_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPat
     whole = attend(q, paged.pool, LAYER, batch, SCALE, None)
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 50 * HEADS * padded_keys(700))
     assert torch.equal(attend(q, paged.pool, LAYER, batch, SCALE, None), whole)
-
-
-def test_key_counts_climb_a_fixed_ladder() -> None:
-    assert [padded_keys(n) for n in (1, 128, 129, 512, 513, 1024)] == [
-        128,
-        128,
-        512,
-        512,
-        1024,
-        1024,
-    ]
 
 
 def test_decode_rows_taken_in_groups_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +149,69 @@ def test_a_query_gives_the_same_bits_whatever_its_chunk(length: int) -> None:
         batch = only(paged.segment(0, start, end))
         got = attend(q[start:end], paged.pool, LAYER, batch, SCALE, None)
         assert torch.equal(got, whole[start:end])
+
+
+BLOCK = 4
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def a_batch(context_lens: list[int], query_lens: list[int]) -> StepBatch:
+    """Sequences of these sizes, each in blocks of its own: 100, 101, ... of the first and so on."""
+    needed = [-(-(a + b) // BLOCK) for a, b in zip(context_lens, query_lens, strict=True)]
+    block_tables = torch.zeros(len(query_lens), max(needed), dtype=torch.int32)
+    for at, count in enumerate(needed):
+        block_tables[at, :count] = torch.arange(count) + 100 * (at + 1)
+    rows = sum(query_lens)
+    num_decodes = sum(count == 1 for count in query_lens)
+    return StepBatch(
+        ints([*range(rows)]),
+        ints(context_lens),
+        ints(query_lens),
+        block_tables,
+        ints([]),
+        num_decodes,
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    num_decodes=st.lists(st.integers(0, 40), max_size=4),
+    chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(2, 20)), max_size=3),
+)
+def test_places_are_those_that_counting_gives(
+    num_decodes: list[int], chunks: list[tuple[int, int]]
+) -> None:
+    if not num_decodes and not chunks:
+        return
+    context_lens = num_decodes + [context for context, _ in chunks]
+    query_lens = [1] * len(num_decodes) + [count for _, count in chunks]
+    rows = place(a_batch(context_lens, query_lens), BLOCK)
+    spans = enumerate(zip(context_lens, query_lens, strict=True))
+    expected = [(at, position) for at, (a, b) in spans for position in range(a, a + b)]
+    assert rows.positions.tolist() == [p for _, p in expected]
+    slots = [(100 * (at + 1) + p // BLOCK) * BLOCK + p % BLOCK for at, p in expected]
+    assert rows.attention.slots.tolist() == slots
+    assert rows.token_ids.tolist() == list(range(sum(query_lens)))
+    assert rows.attention.num_decode == len(num_decodes)
+    assert rows.attention.decode_lengths.tolist() == [context + 1 for context in num_decodes]
+    assert_tables(rows.attention.decode_tables, num_decodes)
+    first_row = len(num_decodes)
+    for at, segment in enumerate(rows.attention.segments, len(num_decodes)):
+        assert (segment.first_row, segment.num_rows) == (first_row, query_lens[at])
+        assert segment.context == context_lens[at]
+        needed = -(-(context_lens[at] + query_lens[at]) // BLOCK)
+        assert segment.block_ids.tolist() == [100 * (at + 1) + n for n in range(needed)]
+        first_row += query_lens[at]
+    assert first_row == sum(query_lens)
+
+
+def assert_tables(block_tables: Tensor, num_decodes: list[int]) -> None:
+    """Each row's blocks, and no wider than the longest needs: every column costs a gather."""
+    needed = [context // BLOCK + 1 for context in num_decodes]
+    assert not num_decodes or block_tables.shape[1] == max(needed)
+    for at, count in enumerate(needed):
+        assert block_tables[at, :count].tolist() == [100 * (at + 1) + n for n in range(count)]
+        assert not block_tables[at, count:].any()

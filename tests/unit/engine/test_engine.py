@@ -13,13 +13,12 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.loop import Engine
+from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.models import decoder
 from baton.engine.models.config import Rope
-from baton.engine.models.rope import rope_tables
+from baton.engine.models.decoder import rope_tables
 from baton.engine.ops.native import library
 from baton.engine.ops.native import model as native_model
-from baton.engine.reports import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, Overloaded, Stale
 from baton.sampling import SamplingParams

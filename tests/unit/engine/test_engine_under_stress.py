@@ -11,13 +11,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from baton.engine.admissions import SEQUENCES_PER_PLACE
 from baton.engine.blocks import BlockPool
-from baton.engine.loop import MAX_FAILED_STEPS, Engine
+from baton.engine.loop import MAX_FAILED_STEPS, Engine, Progress, StepReport
 from baton.engine.planner import Plan, Planner
-from baton.engine.reports import Progress, StepReport
-from baton.engine.runner import Drawn
+from baton.engine.runner import SampledTokens
 from baton.engine.sequence import Sequence
+from baton.engine.sequence_table import SEQUENCES_PER_PLACE
 from baton.errors import InternalError, Overloaded, Unavailable
 from baton.sampling import SamplingParams
 
@@ -36,18 +35,18 @@ class GatedRunner:
         self.failing = False
         self.plans: list[list[str]] = []
 
-    def run(self, plan: Plan) -> dict[str, Drawn]:
+    def run(self, plan: Plan) -> dict[str, SampledTokens]:
         self.plans.append([work.sequence.seq_id for work in plan.work])
         self.begun.set()
         assert self.opened or self.allow.acquire(timeout=WAIT_S)
         if self.failing:
             raise RuntimeError("out of memory")
-        return {work.sequence.seq_id: Drawn((7,)) for work in plan.work if work.samples}
+        return {work.sequence.seq_id: SampledTokens((7,)) for work in plan.work if work.samples}
 
     def scrub(self, blocks: list[int]) -> None:
         pass
 
-    def settle(self, blocks: list[int] | None = None) -> None:
+    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         pass
 
     def open(self) -> None:
@@ -134,7 +133,7 @@ def test_the_age_of_a_step_is_known_while_it_hangs(bench: Bench) -> None:
     assert bench.engine.step_age_s == 0.0
 
 
-def test_steps_that_keep_failing_end_the_engine_and_everybody_is_told(bench: Bench) -> None:
+def test_steps_that_keep_failing_end_the_engine_and_every_future(bench: Bench) -> None:
     bench.runner.failing = True
     bench.runner.open()
     for i in range(MAX_FAILED_STEPS):

@@ -131,14 +131,14 @@ def test_the_pool_has_room_for_the_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "option"), [("quantization", "--quantization"), ("kv_dtype", "--kv-dtype")]
 )
-def test_a_cpu_refuses_fp8_with_the_mend(setting: str, option: str, tmp_path: Path) -> None:
+def test_a_cpu_refuses_fp8_with_the_fix(setting: str, option: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     settings = EngineConfig(str(tmp_path), kv_blocks=8, device="cpu", **{setting: "fp8"})
     with pytest.raises(ConfigError, match=f"{option} fp8 .*: use int8, or add --device cuda"):
         build.load(settings)
 
 
-def test_a_cpu_refuses_tritons_kernels_with_the_mend(tmp_path: Path) -> None:
+def test_a_cpu_refuses_tritons_kernels_with_the_fix(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     settings = EngineConfig(str(tmp_path), kv_blocks=8, device="cpu", kernels="triton")
     with pytest.raises(

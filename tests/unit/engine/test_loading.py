@@ -10,8 +10,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.models.config import ModelConfig
-from baton.engine.weights.loading import Progress, random_seed, weights_of
-from baton.engine.weights.weights import random_weights
+from baton.engine.weights.weights import LoadProgress, random_seed, random_weights, weights_of
 from tests.unit.engine.checkpoints import make_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -22,7 +21,7 @@ def test_progress_is_told_once_a_second_with_rate_and_time_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     times = iter([0.0, 0.5, 2.0, 2.9, 4.0])
-    progress = Progress(lambda: next(times))
+    progress = LoadProgress(lambda: next(times))
     caplog.set_level(logging.INFO)
     for done in (1, 3, 4, 6):
         progress(done * GIB, 8 * GIB)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from baton.engine.models.config import ModelConfig, Rope, fingerprint
-from baton.engine.models.rope import inverse_frequencies
+from baton.engine.models.decoder import inverse_frequencies
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import ARCHITECTURES, make_checkpoint
 

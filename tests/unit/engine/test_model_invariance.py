@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.config import Rope
-from baton.engine.models.decoder import Model
-from baton.engine.models.rope import rope_tables
+from baton.engine.models.decoder import Model, rope_tables
 from baton.engine.ops.native.model import NativeModel
-from baton.engine.weights.linear import linear, silu_gate
+from baton.engine.ops.torch.linear import linear, silu_gate
 from baton.engine.weights.weights import random_weights
 from tests.unit.engine import either
 from tests.unit.engine.paged import PagedRun, PagedSequence

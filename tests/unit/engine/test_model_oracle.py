@@ -91,9 +91,9 @@ def test_equals_transformers_however_the_prompt_is_fed(
     run = PagedRun(load(tmp_path))
     tokens = prompt()
     expected = expected_logits(reference, tokens)
-    for counts in ([75], [16, 30, 29], [33, 1, 41], [1] * 75):
+    for query_lens in ([75], [16, 30, 29], [33, 1, 41], [1] * 75):
         sequence = run.add(tokens)
-        got = torch.cat([run.step((sequence, count))[0] for count in counts])
+        got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
@@ -130,9 +130,9 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(
     bf16 = expected_logits(reference, prompt())
     exact = expected_logits(load_reference(tmp_path), prompt())
     run = PagedRun(load(tmp_path, torch.bfloat16))
-    for counts in ([75], [40, 35], [1] * 75):
+    for query_lens in ([75], [40, 35], [1] * 75):
         sequence = run.add(prompt())
-        got = torch.cat([run.step((sequence, count))[0] for count in counts])
+        got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
         assert (got - exact).abs().mean() < 1.3 * (bf16 - exact).abs().mean()
 
 

@@ -1,4 +1,4 @@
-"""Slots for tokens that are not known yet: given where blocks abound, and nobody pays for them."""
+"""Slots for tokens that are not known yet: given where blocks abound only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(planner: Planner) -> Plan:
 
 
 @pytest.mark.parametrize(("lookahead", "blocks"), [(0, 2), (1, 3), (4, 3), (5, 4)])
-def test_who_decodes_has_slots_beforehand(lookahead: int, blocks: int) -> None:
+def test_decoding_sequences_have_slots_beforehand(lookahead: int, blocks: int) -> None:
     planner, one = planner_of(16, lookahead), sequence("a", 7)
     planner.add(one)
     run(planner)
@@ -45,14 +45,7 @@ def test_who_decodes_has_slots_beforehand(lookahead: int, blocks: int) -> None:
     assert len(one.block_ids) == blocks
 
 
-def test_a_prompt_gets_none() -> None:
-    planner, one = planner_of(16), sequence("a", 16)
-    planner.add(one)
-    planner.plan()
-    assert len(one.block_ids) == 4
-
-
-def test_none_are_given_that_others_who_run_might_need() -> None:
+def test_none_are_given_that_running_sequences_might_need() -> None:
     planner, some = planner_of(5), [sequence("a", 7), sequence("b", 7)]
     for one in some:
         planner.add(one)
@@ -77,7 +70,7 @@ def come(planner: Planner, name: str, length: int = 1) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_who_comes_to_a_step_of_single_tokens_is_named_beside_it(lookahead: int) -> None:
+def test_newcomers_to_a_step_of_single_tokens_join_later(lookahead: int) -> None:
     planner = planner_of(16, lookahead)
     come(planner, "a")
     assert names(run(planner)) == (["a"], []), "a step for nobody else"
@@ -87,7 +80,7 @@ def test_who_comes_to_a_step_of_single_tokens_is_named_beside_it(lookahead: int)
     assert names(run(planner)) == (["a", "b"], [])
 
 
-def test_who_joins_can_be_taken_in_at_once() -> None:
+def test_newcomers_can_join_at_once() -> None:
     planner = planner_of(16)
     come(planner, "a")
     run(planner)
@@ -98,7 +91,7 @@ def test_who_joins_can_be_taken_in_at_once() -> None:
     assert plan.num_tokens == 2
 
 
-def test_nobody_waits_where_there_is_a_prompt_to_compute() -> None:
+def test_newcomers_join_at_once_where_a_prompt_is_computed() -> None:
     planner = planner_of(16)
     come(planner, "a")
     run(planner)
@@ -108,7 +101,7 @@ def test_nobody_waits_where_there_is_a_prompt_to_compute() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_books_are_right_and_lookahead_preempts_nobody_by_itself(
+def test_block_accounting_is_right_whatever_happens(
     seed: int,
 ) -> None:
     dice = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Eight bits: how far a number moves at most, and that a row never depends on its neighbours."""
+"""int8 and fp8: how far a number moves at most, what a packed row is, and KV pools of such rows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
+from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, attend, write_kv
+from baton.engine.ops.torch.linear import exact_products, linear, products_by_float
 from baton.engine.weights import quantize
-from baton.engine.weights.linear import linear
 from baton.engine.weights.quantize import (
+    FP8,
     SCALE_BYTES,
+    Fp8Weight,
     Int8Weight,
-    exact_products,
     pack_rows,
-    products_by_float,
     quantize_rows,
     unpack_rows,
 )
+from baton.errors import ConfigError
+from tests.unit.engine.quantized import qwen_config
 
 DTYPES = (torch.float32, torch.bfloat16)
+FORMATS = {torch.int8: Int8Weight, FP8: Fp8Weight}
+LAYERS, LAYER, HEADS, KV_HEADS, HEAD_SIZE, BLOCKS = 3, 1, 6, 2, 16, 40
+by_format = pytest.mark.parametrize("kind", FORMATS, ids=str)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -31,27 +40,45 @@ def random_int8(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 5, 64, 1000])
-@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e6, 1e30])
-def test_no_number_moves_further_than_half_a_unit(
-    size: int, magnitude: float, dtype: torch.dtype
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    assert one.dtype == other.dtype
+    return torch.equal(one.view(torch.int8), other.view(torch.int8))
+
+
+@by_format
+@by_dtype
+@pytest.mark.parametrize("size", [1, 64, 1000])
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30])
+def test_how_far_a_number_moves(
+    size: int, magnitude: float, dtype: torch.dtype, kind: torch.dtype
 ) -> None:
+    """int8: half a unit. fp8: a sixteenth, or below 2 ** -6, where exponents end, 2 ** -10."""
     x = (random(50, size) * magnitude).to(dtype)
-    values, scales = quantize_rows(x)
-    assert (values.dtype, scales.dtype) == (torch.int8, torch.float32)
-    assert torch.equal(values.abs().amax(-1), torch.full((50,), 127, dtype=torch.int8))
+    values, scales = quantize_rows(x, kind)
+    assert (values.dtype, scales.dtype) == (kind, torch.float32)
+    assert (values.float().abs().amax(-1) == (127 if kind == torch.int8 else 448)).all()
     moved = (values.double() * scales[:, None].double() - x.double()).abs()
-    assert (moved <= scales[:, None].double() * 0.50001).all()
+    units = scales[:, None].double()
+    limit = units / 2 if kind == torch.int8 else (x.double().abs() / 16).maximum(units * 2**-10)
+    assert (moved <= limit * 1.00002).all()
 
 
-def test_halves_go_to_the_even_number() -> None:
-    values, scales = quantize_rows(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5]]))
+@pytest.mark.parametrize(
+    ("kind", "row", "rounded"),
+    [
+        (torch.int8, [127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5], [127, 0, 2, 2, 0, -2, -126]),
+        (FP8, [448, 17, 19, 25, -17, -19], [448, 16, 20, 24, -16, -20]),
+    ],
+)
+def test_ties_go_to_the_even_number(
+    kind: torch.dtype, row: list[float], rounded: list[float]
+) -> None:
+    values, scales = quantize_rows(torch.tensor([row]), kind)
     assert scales.item() == 1.0
-    assert values.tolist() == [[127, 0, 2, 2, 0, -2, -126]]
+    assert values.float().tolist() == [rounded]
 
 
-def test_the_arithmetic_is_the_formula_s_to_the_bit() -> None:
+def test_int8_arithmetic_is_the_formula_s_to_the_bit() -> None:
     peaks = random(2000, 1).abs() + 0.1
     # All but the first next to the middle between two units, where the last bit decides.
     x = torch.cat([peaks, peaks * (random_int8(2000, 32).clamp(-126, 126) + 0.5) / 127], dim=1)
@@ -62,78 +89,70 @@ def test_the_arithmetic_is_the_formula_s_to_the_bit() -> None:
     assert np.array_equal(scales.numpy(), largest / np.float32(127))
 
 
+@by_format
 @pytest.mark.parametrize("nothing", [0.0, 1e-44, 1e-37])
-def test_rows_of_next_to_nothing_stay_finite(nothing: float) -> None:
+def test_rows_of_next_to_nothing_stay_finite(nothing: float, kind: torch.dtype) -> None:
     x = torch.zeros(3, 8)
     x[1, 2] = nothing
-    values, scales = quantize_rows(x)
+    values, scales = quantize_rows(x, kind)
     assert torch.isfinite(scales).all()
-    assert not values[0].any()
-    torch.testing.assert_close(values * scales[:, None], x, rtol=0, atol=1e-36)
+    assert not values[0].float().any()
+    torch.testing.assert_close(values.float() * scales[:, None], x, rtol=0, atol=2e-36)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_format
 def test_a_weight_taken_in_parts_is_the_same(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight = random(70, 24, dtype=dtype)
-    whole = Int8Weight.of(weight)
+    weight = random(70, 24)
+    values, scales = quantize_rows(weight, kind)
     monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", 16)
-    parts = Int8Weight.of(weight)
-    values, scales = quantize_rows(weight)
-    for one in (whole, parts):
-        assert one.shape == weight.shape
-        assert torch.equal(one.values, values)
-        assert torch.equal(one.scales, scales)
+    parts = FORMATS[kind].of(weight)
+    assert parts.shape == weight.shape
+    assert same_bytes(parts.values, values)
+    assert torch.equal(parts.scales, scales)
+
+
+def test_native_code_refuses_fp8() -> None:
+    with pytest.raises(AssertionError, match="GPUs"):
+        PackedWeight.of(Fp8Weight.of(random(64, 64)))
 
 
 @pytest.mark.parametrize("product", [exact_products, products_by_float])
 @pytest.mark.parametrize(
-    ("rows", "depth", "outputs"), [(1, 64, 96), (3, 33, 65), (17, 1025, 7), (40, 5000, 33)]
+    ("rows", "depth", "outputs"), [(3, 33, 65), (17, 1025, 7), (40, 5000, 33), (3, 1, 16)]
 )
-def test_sums_are_exact(product, rows: int, depth: int, outputs: int) -> None:
+def test_int8_sums_are_exact(product, rows: int, depth: int, outputs: int) -> None:
     x, weight = random_int8(rows, depth), random_int8(outputs, depth, seed=1)
     x[0], weight[0], weight[1] = 127, 127, -127
     x[0, 0] = 126  # so that the largest sums are odd, and no float32 above 2 ** 24 is
-    expected = x.long() @ weight.long().T
-    assert expected[0, 0] == 127 * 127 * depth - 127
     got = product(x, weight)
     assert got.dtype == torch.int32
-    assert torch.equal(got.long(), expected)
+    assert torch.equal(got.long(), x.long() @ weight.long().T)
 
 
-@pytest.mark.parametrize("product", [exact_products, products_by_float])
-def test_sums_are_exact_at_the_least_depth(product) -> None:
-    x, weight = random_int8(3, 1), random_int8(16, 1, seed=1)
-    assert torch.equal(product(x, weight).long(), x.long() @ weight.long().T)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_is_the_formula(dtype: torch.dtype) -> None:
+@by_format
+@by_dtype
+def test_a_product_is_the_formula(dtype: torch.dtype, kind: torch.dtype) -> None:
     x, bias = random(9, 100, dtype=dtype), random(30, seed=2, dtype=dtype)
-    weight = Int8Weight.of(random(30, 100, seed=1))
-    values, scales = quantize_rows(x)
-    sums = (values.long() @ weight.values.long().T).float()
-    expected = sums * (scales[:, None] * weight.scales)
-    assert torch.equal(linear(x, weight), expected.to(dtype))
-    assert torch.equal(linear(x, weight, bias), (expected + bias.float()).to(dtype))
+    weight = FORMATS[kind].of(random(30, 100, seed=1))
+    values, scales = quantize_rows(x, kind)
+    sums = values.double() @ weight.values.double().T
+    if kind == torch.int8:
+        expected = sums.float() * (scales[:, None] * weight.scales)
+        assert torch.equal(linear(x, weight), expected.to(dtype))
+        assert torch.equal(linear(x, weight, bias), (expected + bias.float()).to(dtype))
+        return
+    expected = sums * scales[:, None].double() * weight.scales.double()
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
+    torch.testing.assert_close(linear(x, weight), expected.to(dtype), **near)
+    biased = (expected + bias.double()).to(dtype)
+    torch.testing.assert_close(linear(x, weight, bias), biased, **near)
 
 
-def test_a_product_is_as_near_as_its_operands() -> None:
-    """|x w - x' w'| <= |x| |w - w'| + |w'| |x - x'|, each difference half a unit at most."""
-    x, full = random(20, 300), random(40, 300, seed=1)
-    weight = Int8Weight.of(full)
-    _, scales = quantize_rows(x)
-    limit = x.abs().sum(1)[:, None] * weight.scales / 2
-    limit += (weight.values.float().abs().sum(1) * weight.scales) * scales[:, None] / 2
-    moved = (linear(x, weight) - x @ full.T).abs()
-    assert (moved <= limit * 1.001).all()
-    assert moved.mean() < 0.02 * (x @ full.T).abs().mean()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 @pytest.mark.parametrize(("depth", "outputs"), [(33, 65), (576, 96), (1536, 57)])
-def test_rows_of_a_product_do_not_know_their_neighbours(
+def test_rows_of_a_product_do_not_depend_on_each_other(
     depth: int, outputs: int, dtype: torch.dtype
 ) -> None:
     x, bias = random(150, depth, dtype=dtype), random(outputs, seed=2, dtype=dtype)
@@ -144,20 +163,94 @@ def test_rows_of_a_product_do_not_know_their_neighbours(
         assert torch.equal(linear(x[11 : 11 + rows], weight, bias), whole[11 : 11 + rows])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [6, 16, 64, 125])
-def test_a_packed_row_is_its_elements_then_its_scale(size: int, dtype: torch.dtype) -> None:
+@by_format
+@by_dtype
+@pytest.mark.parametrize("size", [6, 64, 125])
+def test_a_packed_row_is_its_elements_then_its_scale(
+    size: int, dtype: torch.dtype, kind: torch.dtype
+) -> None:
     x = random(7, 3, size, dtype=dtype)
-    rows = pack_rows(x)
-    assert (rows.shape, rows.dtype) == ((7, 3, size + SCALE_BYTES), torch.int8)
-    values, scales = quantize_rows(x)
-    row = rows[4, 1].numpy()
-    assert np.array_equal(row[:size], values[4, 1].numpy())
+    rows = pack_rows(x, kind)
+    assert (rows.shape, rows.dtype) == ((7, 3, size + SCALE_BYTES), kind)
+    values, scales = quantize_rows(x, kind)
+    row = rows[4, 1].view(torch.int8).numpy()
+    assert np.array_equal(row[:size], values[4, 1].view(torch.int8).numpy())
     assert row[size:].tobytes() == scales[4, 1].numpy().tobytes()
     back = unpack_rows(rows, dtype)
     assert (back.shape, back.dtype) == (x.shape, dtype)
     assert torch.equal(back, (values.float() * scales[..., None]).to(dtype))
 
 
-def test_zeroed_rows_are_zeros() -> None:
-    assert not unpack_rows(torch.zeros(2, 20, dtype=torch.int8), torch.float32).any()
+def layout(dtype: torch.dtype, block_size: int = 16) -> KvLayout:
+    return KvLayout(BLOCKS, LAYERS, KV_HEADS, block_size, HEAD_SIZE, dtype)
+
+
+def pool_of(dtype: torch.dtype, block_size: int = 16) -> Tensor:
+    return allocate_pool(layout(dtype, block_size), None, torch.device("cpu"))
+
+
+@by_format
+def test_a_pool_s_size_and_descriptor(kind: torch.dtype) -> None:
+    small = layout(kind)
+    assert small.bytes_per_token == 2 * LAYERS * KV_HEADS * (HEAD_SIZE + SCALE_BYTES)
+    assert small.shape == (BLOCKS, LAYERS, 2, KV_HEADS, 16, HEAD_SIZE + SCALE_BYTES)
+    descriptor = small.descriptor("model", torch.bfloat16, "fp8")
+    assert descriptor.dtype == str(kind).removeprefix("torch.")
+    assert (descriptor.compute_dtype, descriptor.quantization) == ("bfloat16", "fp8")
+    memory = torch.zeros(small.num_bytes, dtype=torch.uint8)
+    pool = allocate_pool(small, lambda size: memory[:size], torch.device("cpu"))
+    assert (pool.dtype, pool.shape) == (kind, torch.Size(small.shape))
+    assert not unpack_rows(pool, torch.float32).any()
+
+
+def test_a_budget_holds_more_int8_blocks() -> None:
+    config = qwen_config()
+    planned = {
+        dtype: plan_layout(config, dtype, 16, 0, 1 << 20) for dtype in (torch.bfloat16, torch.int8)
+    }
+    for dtype, one in planned.items():
+        assert one.dtype == dtype
+        assert one.num_bytes <= 1 << 20 < one.num_bytes + one.num_bytes // one.num_blocks
+    assert planned[torch.int8].num_blocks > 1.7 * planned[torch.bfloat16].num_blocks
+    with pytest.raises(ConfigError, match="raise --kv-cache"):
+        plan_layout(config, torch.int8, 16, 0, 100)
+
+
+@by_format
+@by_dtype
+def test_write_kv_packs_its_own_slots_only(dtype: torch.dtype, kind: torch.dtype) -> None:
+    pool = pool_of(kind, block_size=4)
+    k, v = (random(2, KV_HEADS, HEAD_SIZE, seed=seed, dtype=dtype) for seed in (1, 2))
+    write_kv(pool, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
+    expected = torch.zeros_like(pool)
+    for part, rows in enumerate((pack_rows(k, kind), pack_rows(v, kind))):
+        expected[3, 2, part, :, 1], expected[0, 2, part, :, 3] = rows
+    assert same_bytes(pool, expected)
+
+
+@by_format
+@by_dtype
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (24, 40)])
+def test_attention_reads_the_numbers_that_were_written(
+    block_size: int, window: int | None, dtype: torch.dtype, kind: torch.dtype
+) -> None:
+    length = 150
+    k, v = (random(length, KV_HEADS, HEAD_SIZE, seed=seed, dtype=dtype) for seed in (1, 2))
+    blocks = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(3)) + 1
+    at = torch.arange(length)
+    slots = blocks[at // block_size] * block_size + at % block_size
+    small, plain = pool_of(kind, block_size), pool_of(dtype, block_size)
+    write_kv(small, LAYER, slots, k, v)
+    write_kv(plain, LAYER, slots, *(unpack_rows(pack_rows(x, kind), dtype) for x in (k, v)))
+    used = blocks[: -(-length // block_size)]
+    batch = AttentionBatch(
+        slots=slots[:0],
+        num_decode=2,
+        decode_tables=torch.stack([used, used]),
+        decode_lengths=torch.tensor([31, 150]),
+        segments=(PrefillSegment(2, 60, 90, used),),
+    )
+    q = random(62, HEADS, HEAD_SIZE, seed=4, dtype=dtype)
+    got = attend(q, small, LAYER, batch, HEAD_SIZE**-0.5, window)
+    assert got.dtype == dtype
+    assert torch.equal(got, attend(q, plain, LAYER, batch, HEAD_SIZE**-0.5, window))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import EngineConfig, Pace
+from baton.config import EngineConfig, SimulatedSpeed
 from baton.engine import build
 from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampler
@@ -32,7 +32,9 @@ SETTINGS = EngineConfig(
 
 def runner(dtype: torch.dtype = torch.float32, pace: str = "1e9,0") -> SimulatedRunner:
     pool = torch.zeros(16, 2, 2, 2, BLOCK, 8, dtype=dtype)
-    return SimulatedRunner(Pace.parse(pace), pool, Sampler(frozenset({EOS}), VOCAB), VOCAB)
+    return SimulatedRunner(
+        SimulatedSpeed.parse(pace), pool, Sampler(frozenset({EOS}), VOCAB), VOCAB
+    )
 
 
 def sequence(
@@ -76,7 +78,9 @@ class TestKv:
         """The hash of a token is the same whether it came with 5000 others or one by one."""
         tokens = [(7919 * i) % VOCAB for i in range(5000)]
         pool = torch.zeros(1300, 1, 2, 1, BLOCK, 8)
-        engine = SimulatedRunner(Pace.parse("1e9,0"), pool, Sampler(frozenset(), VOCAB), VOCAB)
+        engine = SimulatedRunner(
+            SimulatedSpeed.parse("1e9,0"), pool, Sampler(frozenset(), VOCAB), VOCAB
+        )
         blocks = list(range(1300))
         grown = Sequence("grown", tokens[:1], 5000, GREEDY, block_ids=blocks)
         for start, end in ((0, 1), (1, 2), (2, 2050), (2050, 4999), (4999, 5000)):
@@ -183,7 +187,7 @@ class TestPace:
     """A step takes what its prompt tokens and sequences cost."""
 
     def test_of_a_step(self) -> None:
-        pace = Pace.parse("1000,10,0.5")
+        pace = SimulatedSpeed.parse("1000,10,0.5")
         assert pace.step_s(500, 0) == pytest.approx(0.5)
         assert pace.step_s(0, 4) == pytest.approx(0.012)
         assert pace.step_s(100, 1) == pytest.approx(0.1105)

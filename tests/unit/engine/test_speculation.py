@@ -1,4 +1,4 @@
-"""Drafts change when tokens come, and nothing else: real models, and scripted ones for the ends."""
+"""Speculation changes when tokens come, and nothing else: real models, and scripted ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import torch
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.blocks import BlockPool
-from baton.engine.loop import Engine
+from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.ops.native import library
 from baton.engine.planner import Plan, Planner
-from baton.engine.reports import Progress, StepReport
-from baton.engine.runner import Drawn, drawn_by
+from baton.engine.runner import SampledTokens, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import Drafting, RowCost
+from baton.engine.speculative.ngram import RowCost, SpeculativeConfig
 from baton.prefix import hash_chain
 from baton.sampling import SamplingParams
 from baton.text import load_tokenizer
@@ -43,7 +42,7 @@ class Bench:
     def __init__(self, engine_of: Callable[[Callable[[StepReport], None]], Engine]) -> None:
         self.reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
         self.engine = engine_of(self.reports.put)
-        self.num_drafts = self.num_right = self.num_kept = 0
+        self.num_proposed = self.num_accepted = self.num_kept = 0
         self.preemptions = 0
         self.engine.start()
 
@@ -55,8 +54,8 @@ class Bench:
         running = set(got)
         while running:
             report = self.reports.get(timeout=WAIT_S)
-            self.num_drafts += report.num_drafts
-            self.num_right += report.num_right
+            self.num_proposed += report.num_proposed
+            self.num_accepted += report.num_accepted
             self.num_kept += report.num_kept
             self.preemptions = report.load.preemptions
             for progress in report.progress:
@@ -110,9 +109,9 @@ class TestRealModels:
     @pytest.mark.parametrize("kind", KINDS)
     def test_tokens_are_the_same(self, demo: build.Loaded, kind: str) -> None:
         plain, bench = self.run(demo, KINDS[kind])
-        assert bench.num_drafts == 0
+        assert bench.num_proposed == 0
         drafted, bench = self.run(demo, KINDS[kind], speculate=4)
-        assert 0 < bench.num_right < bench.num_drafts
+        assert 0 < bench.num_accepted < bench.num_proposed
         for name, got in plain.items():
             assert tokens_of(drafted[name]) == tokens_of(got)
             assert len(drafted[name]) <= len(got)
@@ -160,7 +159,7 @@ def test_a_pool_too_small_for_all_changes_no_token(kind: str) -> None:
     plain, _ = run()
     drafted, bench = run(speculate=4, kv_blocks=26, block_size=4)
     assert bench.preemptions > 0
-    assert 0 < bench.num_right < bench.num_drafts
+    assert 0 < bench.num_accepted < bench.num_proposed
     assert drafted == plain
 
 
@@ -171,27 +170,27 @@ class ScriptedRunner:
         self.pool = torch.zeros(1)
         self.text = text
 
-    def run(self, plan: Plan) -> dict[str, Drawn]:
+    def run(self, plan: Plan) -> dict[str, SampledTokens]:
         sampling = [work for work in plan.work if work.samples]
         drawn = [
             self.text[work.sequence.num_tokens + i]
             for work in sampling
-            for i in range(len(work.draft) + 1)
+            for i in range(len(work.proposed) + 1)
         ]
         logprobs = [TokenLogprobs(token, -1.0, ()) for token in drawn]
-        return drawn_by(sampling, Sampled(drawn, list(logprobs)))
+        return tokens_by_sequence(sampling, Sampled(drawn, list(logprobs)))
 
     def scrub(self, blocks: list[int]) -> None:
         pass
 
-    def settle(self, blocks: list[int] | None = None) -> None:
+    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         pass
 
 
 class UsualCost(RowCost):
     """What is drafted does not depend on how fast this machine is."""
 
-    def took(self, rows: int, drafts: int, seconds: float) -> None:
+    def took(self, rows: int, proposed: int, seconds: float) -> None:
         pass
 
 
@@ -203,8 +202,8 @@ class TestEnds:
     """Where a sequence ends among right drafts, it ends there."""
 
     def bench(self, text: list[int], max_context: int = 1000) -> Bench:
-        drafting = Drafting(4, max_context, UsualCost())
-        planner = Planner(BlockPool(64, 4), 64, 4, drafting)
+        speculation = SpeculativeConfig(4, max_context, UsualCost())
+        planner = Planner(BlockPool(64, 4), 64, 4, speculation)
         runner, eos = ScriptedRunner(text), frozenset({EOS})
         return Bench(lambda publish: Engine(runner, planner, eos, max_context, publish))
 
@@ -214,7 +213,7 @@ class TestEnds:
         bench = self.bench(text, max_context)
         got = bench.finish(Sequence("a", text[:16], 16, params))["a"]
         bench.close()
-        assert bench.num_drafts >= bench.num_right
+        assert bench.num_proposed >= bench.num_accepted
         return got
 
     def test_at_a_stop_token(self) -> None:
@@ -242,7 +241,7 @@ class TestEnds:
         bench.close()
         assert tokens_of(got) == text[16 : 16 + most]
         assert got[-1].finish_reason == "length"
-        assert bench.num_drafts == bench.num_right  # none is computed behind the end
+        assert bench.num_proposed == bench.num_accepted  # none is computed behind the end
 
     def test_at_the_contexts_end(self) -> None:
         text = LOOP * 20
@@ -262,5 +261,5 @@ class TestEnds:
             cached = bench.engine.cached_hashes().result(WAIT_S)
             assert set(cached) == set(hash_chain(text[:65], 4))
             bench.close()
-            wrong += bench.num_drafts - bench.num_right
+            wrong += bench.num_proposed - bench.num_accepted
         assert wrong > 8

@@ -108,80 +108,62 @@ def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
     load(tmp_path)
 
 
-def test_missing_tensor_is_named(tmp_path: Path) -> None:
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
+    return lambda directory: rewrite(directory, change)
+
+
+def content(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    def write(directory: Path) -> None:
+        file = directory / SINGLE_FILE
+        file.write_bytes(change(file.read_bytes()))
+
+    return write
+
+
+def header(text: bytes, data: bytes = b"") -> Callable[[Path], object]:
+    return content(lambda _: len(text).to_bytes(8, "little") + text + data)
+
+
+Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
+LIE = json.dumps({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}).encode()
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (tensors(lambda t: t.pop(K_PROJ)), f"{{directory}} lacks tensor {K_PROJ}"),
+    "lm_head": (tensors(lambda t: t.pop("lm_head.weight")), "lacks tensor lm_head.weight"),
+    "shape": (
+        tensors(lambda t: t.update({K_PROJ: torch.zeros(31, 64)})),
+        f"{{file}}: tensor {K_PROJ} has shape [31, 64]; config.json implies [32, 64]",
+    ),
+    "unknown": (
+        tensors(lambda t: t.update({Q_BIAS: torch.zeros(64)})),
+        f"{{file}}: tensor {Q_BIAS}",
+    ),
+    "dtype": (
+        tensors(lambda t: t.update({K_PROJ: torch.zeros(32, 64, dtype=torch.int8)})),
+        f"{{file}}: tensor {K_PROJ} has dtype I8",
+    ),
+    **{
+        f"header cut at {keep}": (
+            content(lambda data, keep=keep: data[:keep]),  # type: ignore[misc]
+            "{file} is truncated or not a safetensors file",
+        )
+        for keep in (0, 5, 100)
+    },
+    "data cut": (content(lambda data: data[:-10]), "{file} is truncated: tensor "),
+    **{
+        f"header {text.decode()}": (header(text), "{file}")
+        for text in (b"{nonsense", b"[]", b'{"x": {"dtype": "F32"}}', b'{"x": 3}')
+    },
+    "huge header": (content(lambda _: (1 << 60).to_bytes(8, "little") + b"{}"), "{file}"),
+    "sizes": (header(LIE, bytes(8)), "{file}: tensor x of shape [4]"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_broken_is_named(tmp_path: Path, kind: str) -> None:
     make_checkpoint(tmp_path)
-    rewrite(tmp_path, lambda t: t.__delitem__(K_PROJ))
-    message = refused(tmp_path)
-    assert str(tmp_path) in message
-    assert f"lacks tensor {K_PROJ}" in message
-
-
-def test_missing_lm_head_is_named_unless_tied(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    rewrite(tmp_path, lambda t: t.__delitem__("lm_head.weight"))
-    assert "lacks tensor lm_head.weight" in refused(tmp_path)
-
-
-def test_wrong_shape_is_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    file = rewrite(tmp_path, lambda t: t.update({K_PROJ: torch.zeros(31, 64)}))
-    message = refused(tmp_path)
-    assert str(file) in message
-    assert f"{K_PROJ} has shape [31, 64]" in message
-    assert "[32, 64]" in message
-
-
-def test_unknown_tensor_is_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    name = "model.layers.0.self_attn.q_proj.bias"
-    file = rewrite(tmp_path, lambda t: t.update({name: torch.zeros(64)}))
-    message = refused(tmp_path)
-    assert str(file) in message
-    assert name in message
-
-
-def test_unsupported_element_type_is_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    file = rewrite(tmp_path, lambda t: t.update({K_PROJ: torch.zeros(32, 64, dtype=torch.int8)}))
-    message = refused(tmp_path)
-    assert str(file) in message
-    assert f"{K_PROJ} has dtype I8" in message
-
-
-@pytest.mark.parametrize("keep", [0, 5, 100])
-def test_cut_header_is_named(tmp_path: Path, keep: int) -> None:
-    make_checkpoint(tmp_path)
-    file = tmp_path / SINGLE_FILE
-    file.write_bytes(file.read_bytes()[:keep])
-    assert f"{file} is truncated or not a safetensors file" in refused(tmp_path)
-
-
-def test_cut_data_is_named_with_its_tensor(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    file = tmp_path / SINGLE_FILE
-    file.write_bytes(file.read_bytes()[:-10])
-    message = refused(tmp_path)
-    assert f"{file} is truncated: tensor " in message
-
-
-def test_garbage_header_is_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    file = tmp_path / SINGLE_FILE
-    for header in (b"{nonsense", b"[]", b'{"x": {"dtype": "F32"}}', b'{"x": 3}'):
-        file.write_bytes(len(header).to_bytes(8, "little") + header)
-        assert str(file) in refused(tmp_path)
-    file.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
-    assert str(file) in refused(tmp_path)
-
-
-def test_header_that_lies_about_sizes_is_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    file = tmp_path / SINGLE_FILE
-    header = json.dumps({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}).encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    message = refused(tmp_path)
-    assert str(file) in message
-    assert "tensor x" in message
+    damage, named = BROKEN[kind]
+    damage(tmp_path)
+    assert named.format(directory=tmp_path, file=tmp_path / SINGLE_FILE) in refused(tmp_path)
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:
@@ -204,21 +186,23 @@ def test_shard_without_a_promised_tensor_is_named(tmp_path: Path) -> None:
     assert f"lacks tensor {K_PROJ}" in message
 
 
-@pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "/etc/hostname", "", "..", "x.bin"])
-def test_index_may_not_point_outside(tmp_path: Path, shard: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "{}", '{"weight_map": []}'),
+        *(
+            json.dumps({"weight_map": {K_PROJ: shard}})  # none may point outside
+            for shard in ("../elsewhere.safetensors", "/etc/hostname", "", "..", "x.bin")
+        ),
+    ],
+)
+def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
     make_checkpoint(tmp_path, max_shard_size="100KB")
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {K_PROJ: shard}}))
+    (tmp_path / INDEX_FILE).write_text(text)
     assert str(tmp_path / INDEX_FILE) in refused(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}'])
-def test_broken_index_is_named(tmp_path: Path, content: str) -> None:
-    make_checkpoint(tmp_path, max_shard_size="100KB")
-    (tmp_path / INDEX_FILE).write_text(content)
-    assert str(tmp_path / INDEX_FILE) in refused(tmp_path)
-
-
-def test_pickles_are_refused_with_the_mend(tmp_path: Path) -> None:
+def test_pickles_are_refused_with_the_fix(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / SINGLE_FILE).rename(tmp_path / "pytorch_model.bin")
     message = refused(tmp_path)

@@ -18,8 +18,8 @@ from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
 from baton.engine import build
 from baton.engine.planner import Plan
-from baton.engine.reports import Load
-from baton.engine.runner import Drawn
+from baton.engine.runner import SampledTokens
+from baton.engine.sequence_table import Load
 from baton.errors import KvCorrupted
 from baton.prefix import token_digest
 from baton.registry.memory import MemoryRegistry, MemoryStore
@@ -89,7 +89,7 @@ class Worker:
                 pid=pid or os.getpid(),
             )
         )
-        self.store.settle()
+        self.store.wait_for_writes()
 
     async def run(self) -> None:
         """The node's whole life."""
@@ -162,7 +162,7 @@ class Paced:
     def pool(self) -> torch.Tensor:
         return self._runner.pool
 
-    def run(self, plan: Plan) -> dict[str, Drawn]:
+    def run(self, plan: Plan) -> dict[str, SampledTokens]:
         self.begun.set()
         assert self.allow.acquire(timeout=6 * PATIENCE_S)
         return self._runner.run(plan)
@@ -170,8 +170,8 @@ class Paced:
     def scrub(self, blocks: list[int]) -> None:
         self._runner.scrub(blocks)
 
-    def settle(self, blocks: list[int] | None = None) -> None:
-        self._runner.settle(blocks)
+    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
+        self._runner.wait_for_writes(blocks)
 
 
 class Failing:
@@ -181,13 +181,13 @@ class Failing:
         self.pool = worker.node.engine._runner.pool
         worker.node.engine._runner = self
 
-    def run(self, plan: Plan) -> dict[str, Drawn]:
+    def run(self, plan: Plan) -> dict[str, SampledTokens]:
         raise RuntimeError("out of memory")
 
     def scrub(self, blocks: list[int]) -> None:
         pass
 
-    def settle(self, blocks: list[int] | None = None) -> None:
+    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         pass
 
 

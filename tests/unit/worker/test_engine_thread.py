@@ -13,8 +13,7 @@ import pytest
 from baton import prefix
 from baton.config import EngineConfig
 from baton.engine import build, loop
-from baton.engine.loop import Engine
-from baton.engine.reports import StepReport
+from baton.engine.loop import Engine, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Unavailable
 from baton.sampling import SamplingParams

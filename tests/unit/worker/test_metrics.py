@@ -14,8 +14,9 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.reports import Load, Progress, StepReport
+from baton.engine.loop import Progress, StepReport
 from baton.engine.runner import Runner
+from baton.engine.sequence_table import Load
 from baton.errors import Stale
 from baton.v1 import worker_pb2
 from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
@@ -50,7 +51,7 @@ def test_what_a_step_computed(report: StepReport, kind: str) -> None:
 
 def test_drafts_are_counted_and_make_no_step_a_prefill() -> None:
     progress = [Progress("a", 9, (7, 8, 9)), Progress("b", 1, (7,))]
-    report = StepReport(0, 5_000_000, 6, progress, LOAD, num_drafts=4, num_right=2)
+    report = StepReport(0, 5_000_000, 6, progress, LOAD, num_proposed=4, num_accepted=2)
     assert kind_of(report) == "decode"
     assert kind_of(dataclasses.replace(report, num_tokens=66)) == "mixed"
     metrics = WorkerMetrics(WorkerConfig("decode"))
@@ -228,6 +229,6 @@ def test_tokens_are_counted_since_start_and_drafts_only_if_right() -> None:
         tracker.update(StepReport(0, 1, tokens, progress, LOAD))
     assert (tracker.load.tokens_computed, tracker.load.tokens_generated) == (104, 3)
     tracker, sampled = LoadTracker(), [Progress(name, 5, (1, 2, 3)) for name in "abcdefgh"]
-    tracker.update(StepReport(0, 10_000_000, 40, sampled, LOAD, num_drafts=32, num_right=16))
+    tracker.update(StepReport(0, 10_000_000, 40, sampled, LOAD, num_proposed=32, num_accepted=16))
     assert (tracker.load.tokens_computed, tracker.load.tokens_generated) == (24, 24)
     assert (tracker.load.prefill_tokens_per_s, tracker.load.step_ms) == (0, 10)

@@ -1,8 +1,8 @@
-"""The one place that tells a GPU what to do and when: its stream, its events, its pinned memory.
+"""What an engine asks of a GPU: its stream, events and pinned memory, and its facts and sizes.
 
-All work of an engine goes through one lane, in order: nothing begins before what was put on the
-lane earlier has ended. So kernels that follow each other need no waiting; only the host, and others
-who touch the same memory, wait, for marks on the lane.
+All work of an engine goes through one stream, in order: nothing begins before what was put there
+earlier has ended. So kernels that follow each other need no waiting; only the host, and others that
+touch the same memory, wait for events.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-Work = Callable[[], object]  # whose result nobody needs
+Work = Callable[[], object]  # whose result is not used
 
 
-class Mark(Protocol):
-    """A place on a lane."""
+class Event(Protocol):
+    """A place on a stream."""
 
     def wait(self) -> None:
         """Returns when all that lies before has ended. Raises what it failed with."""
 
 
-class Lane(Protocol):
+class Stream(Protocol):
     """Work for one device, in order. Used by the engine thread only."""
 
     device: torch.device
@@ -33,69 +33,71 @@ class Lane(Protocol):
         """Zeroed host memory `[count]` that copies to and from the device need not wait for."""
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on the device. On the lane only, and not while it is captured."""
+        """A tensor of the host on the device. On the stream only, and not while it is captured."""
 
     def put(self, work: Work) -> None:
-        """Puts work at the end of the lane. It may run later: what it reads must stay as it is."""
+        """Appends work. It may run later: what it reads must stay as it is."""
 
     def call(self, work: Callable[[], T]) -> T:
-        """Puts work at the end whose result the host needs; the work itself waits where it must."""
+        """Appends work whose result the host needs; the work itself waits where it must."""
 
-    def mark(self) -> Mark:
-        """The end of the lane as it is now."""
+    def record_event(self) -> Event:
+        """The end of the stream as it is now."""
 
     def capture(self, work: Work) -> Work:
         """What does the same as `work` with one launch, each time, on the same memory."""
 
     def bytes_free(self) -> int:
-        """Memory that nobody has taken yet; 0 where it is not known."""
+        """Free memory of the device; 0 where it is not known."""
 
 
-def lane_of(device: torch.device) -> Lane:
-    """A new lane for a device."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+def stream_of(device: torch.device) -> Stream:
+    """A new stream for a device."""
+    return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
-class HostLane:
-    """A CPU's: all is done when it is put there, and nothing is captured."""
-
-    device = torch.device("cpu")
-
-    def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Plain memory."""
-        return torch.zeros(count, dtype=dtype)
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """It is there."""
-        return tensor
-
-    def put(self, work: Work) -> None:
-        """Does it."""
-        work()
-
-    def call(self, work: Callable[[], T]) -> T:
-        """Does it."""
-        return work()
-
-    def mark(self) -> Mark:
-        """One that needs no waiting."""
-        return _Past()
-
-    def capture(self, work: Work) -> Work:
-        """The work itself."""
-        return work
-
-    def bytes_free(self) -> int:
-        """Not known."""
-        return 0
-
-
-class _Past:
+class _DoneEvent:
     def wait(self) -> None:
         pass
 
 
-class CudaLane:
+class HostStream:
+    """A CPU's: work is done when it is put there, and nothing is captured."""
+
+    device = torch.device("cpu")
+
+    def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, dtype=dtype)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def put(self, work: Work) -> None:
+        work()
+
+    def call(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def record_event(self) -> Event:
+        return _DoneEvent()
+
+    def capture(self, work: Work) -> Work:
+        return work
+
+    def bytes_free(self) -> int:
+        return 0
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaStream:
     """A CUDA stream of its own.
 
     Not the default stream: that one cannot be captured, and others' streams would wait for it.
@@ -110,29 +112,25 @@ class CudaLane:
         self._graph_memory = torch.cuda.graph_pool_handle()
 
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Page-locked memory."""
         return torch.zeros(count, dtype=dtype, pin_memory=True)
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Copied from page-locked memory: a copy of other memory waits for the whole lane."""
+        """Copied from page-locked memory: a copy of other memory waits for the whole stream."""
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def put(self, work: Work) -> None:
-        """Launches it on the stream."""
         with torch.cuda.stream(self._stream):
             work()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Launches it on the stream; what it copies to the host it waits for."""
         with torch.cuda.stream(self._stream):
             return work()
 
-    def mark(self) -> Mark:
-        """An event."""
-        return _Event(self._stream)
+    def record_event(self) -> Event:
+        return _CudaEvent(self._stream)
 
     def capture(self, work: Work) -> Work:
-        """A CUDA graph; all of a lane's share their memory, as one at a time runs.
+        """A CUDA graph; all of a stream's share their memory, as one at a time runs.
 
         Other threads may use the GPU meanwhile. The work has to have run before: a first run may
         compile, and allocate what graphs must not.
@@ -153,10 +151,44 @@ class CudaLane:
         return torch.cuda.mem_get_info(self.device)[0]
 
 
-class _Event:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+class Gpu:
+    """One GPU, `device` with its number: its kind and its memory. Sizes are bytes."""
 
-    def wait(self) -> None:
-        self._event.synchronize()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def name(self) -> str:
+        """Its number and its maker's name, as "cuda:0 NVIDIA H100"."""
+        return f"{self.device} {torch.cuda.get_device_name(self.device)}"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability, major and minor."""
+        return torch.cuda.get_device_capability(self.device)
+
+    def use(self) -> None:
+        """Makes it the calling thread's GPU; CUDA keeps that for each thread, and starts at 0."""
+        torch.cuda.set_device(self.device)
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Free memory and all there is; torch first gives back what it only keeps."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)
+
+    def allocated(self) -> int:
+        """What this process's tensors hold."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """The most that `run` takes at a time beside what is held now.
+
+        Counted in whole segments of torch's allocator, fragmentation included.
+        """
+        self.free_and_total()
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_reserved(self.device) - before

@@ -1,9 +1,9 @@
-"""Tokens drawn on the device, for rows whose logits are taken as they are.
+"""Sampling on the device, for rows whose logits are taken as they are.
 
-What such a row draws depends on its logits, its settings and one random number, which belongs to
-its seed and position: all but the logits the host knows before they exist. So the draw is put on
-the lane behind the forward pass, and nobody waits in between. The result is the one of
-`baton.engine.sampling.sampler`, which draws for all other rows.
+What such a row samples depends on its logits, its settings and one random number, which belongs to
+its seed and position: all but the logits the host knows before they exist. So sampling is put on
+the stream behind the forward pass, with no wait in between. The result is the one of
+`baton.engine.sampling.sampler`, which samples all other rows.
 """
 
 from __future__ import annotations
@@ -15,69 +15,71 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.device import Lane
+from baton.engine.backends.gpu.device import Stream
 from baton.engine.sampling import filters, randomness
 from baton.engine.sampling.sampler import GREEDY_BELOW, SampleRow
 from baton.sampling import SamplingParams
 
-_NUM_VALUES = filters.NUM_SETTINGS + 2  # and the random numbers, and the rows that draw
+_NUM_VALUES = filters.NUM_SETTINGS + 2  # and the random numbers, and the rows that sample
 _UNIFORM, _WHICH = filters.NUM_SETTINGS, filters.NUM_SETTINGS + 1
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What the host knows of a draw. `settings` None: every row takes its likeliest token."""
+class SamplingPlan:
+    """What the host knows beforehand. `settings` None: every row takes its likeliest token."""
 
     rows: int
-    drawn: int  # of them by a random number
+    sampled: int  # of them by a random number
     settings: filters.Settings | None
 
 
-class Drawer:
-    """Draws for one launch at a time. The numbers it takes lie in pinned memory until it is done.
+class DeviceSampler:
+    """Samples for one launch at a time; its inputs lie in pinned memory until that is done.
 
     tokens: int64 `[max_batch]` on the device · host_tokens: the same, once the launch has ended.
     """
 
-    def __init__(self, lane: Lane, max_batch: int) -> None:
-        device = lane.device
+    def __init__(self, stream: Stream, max_batch: int) -> None:
+        device = stream.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.host_tokens = lane.pinned(max_batch, torch.int64)
+        self.host_tokens = stream.pinned(max_batch, torch.int64)
         self._values = torch.zeros(_NUM_VALUES * max_batch, dtype=torch.float64, device=device)
-        self._host_values = lane.pinned(_NUM_VALUES * max_batch, torch.float64)
+        self._host_values = stream.pinned(_NUM_VALUES * max_batch, torch.float64)
 
-    def prepare(self, params: Rows[SamplingParams], positions: Rows[int], vocab_size: int) -> Draw:
-        """Writes down what rows need that draw the token at such a position each."""
+    def prepare(
+        self, params: Rows[SamplingParams], positions: Rows[int], vocab_size: int
+    ) -> SamplingPlan:
+        """Prepares to sample one token for each row, at its position."""
         which = [at for at, row in enumerate(params) if row.temperature >= GREEDY_BELOW]
         if not which:
-            return Draw(len(params), 0, None)
-        drawn = [params[at] for at in which]
-        settings = filters.settings_of(drawn, vocab_size)
+            return SamplingPlan(len(params), 0, None)
+        sampled = [params[at] for at in which]
+        settings = filters.settings_of(sampled, vocab_size)
         values = self._host_values[: _NUM_VALUES * len(which)].numpy().reshape(_NUM_VALUES, -1)
         values[: filters.NUM_SETTINGS] = settings.values
-        seeds = [row.seed for row in drawn]
+        seeds = [row.seed for row in sampled]
         values[_UNIFORM] = randomness.uniform(seeds, [positions[at] for at in which])
         values[_WHICH] = np.array(which)
-        return Draw(len(params), len(which), settings)
+        return SamplingPlan(len(params), len(which), settings)
 
-    def draw(self, draw: Draw, logits: Tensor) -> None:
-        """Draws from logits `[rows, vocab_size]`, and copies the tokens to the host.
+    def sample(self, plan: SamplingPlan, logits: Tensor) -> None:
+        """Samples from logits `[rows, vocab_size]`, and copies the tokens to the host.
 
-        To be called on the lane. A row whose logits are not numbers may give a token beyond the
+        To be called on the stream. A row whose logits are not numbers may give a token beyond the
         vocabulary.
         """
-        tokens = self.tokens[: draw.rows]
-        if draw.settings is None or draw.drawn < draw.rows:
+        tokens = self.tokens[: plan.rows]
+        if plan.settings is None or plan.sampled < plan.rows:
             torch.argmax(logits, 1, out=tokens)
-        if draw.settings is not None:
-            count = _NUM_VALUES * draw.drawn
+        if plan.settings is not None:
+            count = _NUM_VALUES * plan.sampled
             self._values[:count].copy_(self._host_values[:count], non_blocking=True)
-            values = self._values[:count].view(_NUM_VALUES, draw.drawn)
+            values = self._values[:count].view(_NUM_VALUES, plan.sampled)
             which = values[_WHICH].long()
-            some = logits if draw.drawn == draw.rows else logits.index_select(0, which)
-            weights = filters.weigh(some, values, draw.settings)
-            tokens.index_copy_(0, which, filters.draw(weights, values[_UNIFORM]))
-        self.host_tokens[: draw.rows].copy_(tokens, non_blocking=True)
+            some = logits if plan.sampled == plan.rows else logits.index_select(0, which)
+            weights = filters.weigh(some, values, plan.settings)
+            tokens.index_copy_(0, which, filters.sample(weights, values[_UNIFORM]))
+        self.host_tokens[: plan.rows].copy_(tokens, non_blocking=True)
 
 
 def is_plain(row: SampleRow) -> bool:

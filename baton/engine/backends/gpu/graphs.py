@@ -2,9 +2,9 @@
 
 A step of a small model is hundreds of kernels, each shorter than its launch from Python. A CUDA
 graph launches them at once, but is of one shape and reads fixed places. So batches are padded up a
-ladder of sizes, and tables up a ladder of widths: attention divides its work by the width that it
-might find, so that far too wide a table leaves most of a GPU idle. Rows added that way have the
-context -1: they write no KV, attend to nothing and are nobody's. Numbers lie where `inputs` says.
+ladder of sizes, and block tables up a ladder of widths: attention divides its work by the width
+that it might find, so that far too wide a table leaves most of a GPU idle. Padding rows have the
+context -1: they write no KV and attend to nothing.
 """
 
 from __future__ import annotations
@@ -13,31 +13,65 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.device import Lane, Work
-from baton.engine.backends.gpu.inputs import PADDING, Sections, num_elements, sections
+from baton.engine.backends.gpu.device import Stream, Work
 from baton.engine.batch import StepModel
 
 _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
+# Sections begin at multiples of so many elements: kernels load faster from aligned addresses, and
+# would be compiled once more for those that are not.
+_SECTION = 32
+PADDING = -1  # the context length of a padding row
 
 
+class Sections(NamedTuple):
+    """Parts of one launch's inputs, all int32.
+
+    token_ids, context_lens, sources: `[rows]` · block_tables: `[rows, width]` · all: one after the
+    other, in one copy. sources: which row of the launch before sampled a row's token; -1 is none.
+    """
+
+    token_ids: Tensor
+    context_lens: Tensor
+    sources: Tensor
+    block_tables: Tensor
+    all: Tensor
+
+
+def sections(flat: Tensor, rows: int, width: int) -> Sections:
+    """The parts of a launch of `rows` rows and tables of `width` blocks, in flat memory."""
+    step = -(-rows // _SECTION) * _SECTION
+    end = 3 * step + rows * width
+    block_tables = flat[3 * step : end].view(rows, width)
+    token_ids, context_lens, sources = (part[:rows] for part in flat[: 3 * step].split(step))
+    return Sections(token_ids, context_lens, sources, block_tables, flat[:end])
+
+
+def num_elements(rows: int, width: int) -> int:
+    """How much flat memory `sections` needs for so many rows and any smaller number."""
+    return 3 * (-(-rows // _SECTION) * _SECTION) + rows * width
+
+
+@runtime_checkable
 class DecodeModel(StepModel, Protocol):
     """A model with a step for one token of each sequence."""
 
-    def decode(self, token_ids: Tensor, contexts: Tensor, tables: Tensor, pool: Tensor) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
+    ) -> Tensor:
         """Logits, float32 `[rows, vocab_size]`; writes each row's K and V into the pool.
 
-        token_ids, contexts: int32 `[rows]`, a context of -1 being nobody's row · tables: int32
+        token_ids, context_lens: int32 `[rows]`, -1 being a padding row · block_tables: int32
         `[rows, width]`. Waits for nothing; the work depends on shapes alone.
         """
 
 
 @dataclass(frozen=True)
-class GraphFigures:
+class GraphStats:
     """What capturing took. sizes: rows of a batch · widths: blocks of a table."""
 
     sizes: tuple[int, ...]
@@ -61,7 +95,7 @@ def _step(size: int) -> int:
 
 
 def table_widths(widest: int) -> tuple[int, ...]:
-    """The widths that tables are padded to, ascending; the last is `widest`."""
+    """The widths that block_tables are padded to, ascending; the last is `widest`."""
     widths, width = [], _NARROWEST
     while 2 * width < widest:
         widths.append(width)
@@ -73,15 +107,15 @@ class DecodeGraphs:
     """Computes padded decode batches: by graphs once they are captured, kernel by kernel before."""
 
     def __init__(
-        self, model: DecodeModel, pool: Tensor, lane: Lane, max_batch: int, width: int
+        self, model: DecodeModel, pool: Tensor, stream: Stream, max_batch: int, width: int
     ) -> None:
         self.sizes = batch_sizes(max_batch)
         self.widths = table_widths(width)
         self._model = model
         self._pool = pool
-        self._lane = lane
+        self._stream = stream
         self._inputs = torch.zeros(
-            num_elements(max_batch, width), dtype=torch.int32, device=lane.device
+            num_elements(max_batch, width), dtype=torch.int32, device=stream.device
         )
         self._logits: Tensor | None = None  # `[max_batch, vocab_size]`; set when one is captured
         self._captured: dict[tuple[int, int], Work] = {}
@@ -93,7 +127,7 @@ class DecodeGraphs:
         return size, next(width for width in self.widths if width >= blocks)
 
     def inputs(self, size: int, width: int) -> Sections:
-        """Where a batch of that shape finds its numbers, on the device."""
+        """Where a batch of that shape finds its inputs, on the device."""
         key = size, width
         if key not in self._sections:
             self._sections[key] = sections(self._inputs, size, width)
@@ -102,7 +136,7 @@ class DecodeGraphs:
     def decode(self, size: int, width: int) -> Tensor:
         """Logits `[size, vocab_size]` of the batch in `inputs`, valid until the next is run.
 
-        To be called on the lane.
+        To be called on the stream.
         """
         captured = self._captured.get((size, width))
         if captured is None:
@@ -111,25 +145,25 @@ class DecodeGraphs:
         assert self._logits is not None, "a graph leaves its logits there"
         return self._logits[:size]
 
-    def capture(self, progress: Callable[[int, int], None]) -> GraphFigures:
+    def capture(self, progress: Callable[[int, int], None]) -> GraphStats:
         """Captures every shape, largest first, so that the others fit into the memory it took.
 
         progress: called with (captured, of how many). Writes nothing into the pool. Before
         requests are served.
         """
-        began, free = time.monotonic(), self._lane.bytes_free()
+        began, free = time.monotonic(), self._stream.bytes_free()
         shapes = list(itertools.product(reversed(self.sizes), reversed(self.widths)))
         for done, (size, width) in enumerate(shapes, 1):
             self._capture(size, width)
             progress(done, len(shapes))
-        taken = max(0, free - self._lane.bytes_free())
+        taken = max(0, free - self._stream.bytes_free())
         seconds = time.monotonic() - began
-        return GraphFigures(self.sizes, self.widths, len(shapes), taken, seconds)
+        return GraphStats(self.sizes, self.widths, len(shapes), taken, seconds)
 
     def _capture(self, size: int, width: int) -> None:
         def first() -> None:
             self._inputs.zero_()
-            self.inputs(size, width).contexts.fill_(PADDING)
+            self.inputs(size, width).context_lens.fill_(PADDING)
             logits = self._run(size, width)
             if self._logits is None:
                 self._logits = torch.empty_like(logits)
@@ -138,10 +172,10 @@ class DecodeGraphs:
             assert self._logits is not None, "the first run made it"
             self._logits[:size].copy_(self._run(size, width))
 
-        self._lane.call(first)
-        self._lane.mark().wait()
-        self._captured[size, width] = self._lane.capture(step)
+        self._stream.call(first)
+        self._stream.record_event().wait()
+        self._captured[size, width] = self._stream.capture(step)
 
     def _run(self, size: int, width: int) -> Tensor:
         at = self.inputs(size, width)
-        return self._model.decode(at.token_ids, at.contexts, at.tables, self._pool)
+        return self._model.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)

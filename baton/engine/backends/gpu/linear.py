@@ -14,32 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.ops.torch.linear import fp8_linear, int8_linear
 from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul
 from baton.engine.ops.triton.row_quantize import quantize_rows
 from baton.engine.ops.triton.scale_sums import scale_sums
-from baton.engine.weights.quantize import (
-    FP8,
-    Fp8Weight,
-    Int8Weight,
-    fp8_linear,
-    int8_linear,
-)
+from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight
 
-LEAST_CAPABILITY = {"none": (8, 0), "int8": (8, 0), "fp8": (8, 9)}
 MULTIPLE = {"int8": 8, "fp8": 16}  # of inputs and outputs
-
-
-def supported(quantization: str, capability: tuple[int, int]) -> str | None:
-    """Why a GPU of compute capability (major, minor) cannot compute in such numbers, or None.
-
-    fp8, with a scale for each row, is what `torch._scaled_mm` has from Ada and Hopper on.
-    """
-    least = LEAST_CAPABILITY[quantization]
-    if capability >= least:
-        return None
-    needed, found = ("{}.{}".format(*version) for version in (least, capability))
-    what = "kernels here need" if quantization == "none" else f"{quantization} needs"
-    return f"{what} a GPU of compute capability {needed} or above, and this one has {found}"
 
 
 def prepare(matrix: Tensor, quantization: str) -> Matrix:

@@ -1,7 +1,7 @@
 """A GPU's memory, shared out: what weights, activations and graphs leave belongs to the KV cache.
 
-Pure arithmetic over sizes in bytes, which `baton.engine.backends.gpu.measuring` measures, and the
-text that tells of it.
+Pure arithmetic over sizes in bytes, which `baton.engine.backends.gpu.device` measures, and the
+text that explains it.
 
     |0                                                          total|
     | weights | activations | graphs |      KV       | spare | others |
@@ -23,12 +23,12 @@ from baton.errors import ConfigError
 # What a process takes beside its plan: kernels loaded late, transfers' buffers, fragmentation.
 SPARE_BYTES = 256 << 20
 
-# More help nobody. Each costs the planner some memory, and a router that joins is told the hashes
-# of all that are cached in one message, which has its limit: `baton.rpc.MAX_MESSAGE_BYTES`.
+# More blocks are of no use. Each costs the planner some memory, and a router that joins gets the
+# hashes of all cached ones in one message of limited size: `baton.rpc.MAX_MESSAGE_BYTES`.
 MOST_BLOCKS = 1 << 20
 
 # A captured graph keeps its kernels' arguments on the device; all share cuBLAS's scratch memory.
-# Guesses to be on the safe side: once captured, what was taken is measured and told.
+# Guesses to be on the safe side: once captured, what was taken is measured and logged.
 _GRAPH_BYTES_PER_LAYER = 128 << 10
 _GRAPHS_SCRATCH_BYTES = 128 << 20
 
@@ -82,7 +82,7 @@ def kv_layout(
 ) -> KvLayout:
     """The KV pool: of the size that was asked for, or of what `--gpu-memory` leaves.
 
-    Raises ConfigError, with what would mend it, when that is not there.
+    Raises ConfigError, with hints, when that is not there.
     """
     block_size = settings.block_size
     asked = settings.kv_blocks or settings.kv_cache_bytes
@@ -93,7 +93,7 @@ def kv_layout(
             raise ConfigError(
                 f"{option} asks for {_gib(layout.num_bytes)} and the GPU has "
                 f"{_gib(max(0, usage.most))} left for KV; "
-                f"{_either([f'a smaller {option}', *_mends(usage, settings)])}"
+                f"{_either([f'a smaller {option}', *_hints(usage, settings)])}"
             )
         return layout
     one = plan_layout(config, dtype, block_size, 1, 0)
@@ -104,22 +104,22 @@ def kv_layout(
     if left < one.num_bytes:
         raise ConfigError(
             f"no GPU memory is left for KV: {_accounts(usage, settings)}; "
-            f"{_either(_mends(usage, settings))}"
+            f"{_either(_hints(usage, settings))}"
         )
     count = min(left // one.num_bytes, MOST_BLOCKS)
     return plan_layout(config, dtype, block_size, count, 0)
 
 
-def table(
+def summary(
     name: str,
     usage: Usage,
     layout: KvLayout,
     settings: EngineConfig,
     max_context: int,
     *,
-    measured: bool,
+    graphs_measured: bool,
 ) -> str:
-    """All of it for people, in several lines; `measured`: the graphs are no reserve any more."""
+    """All of it for people, in several lines; `graphs_measured`: not just reserved."""
     block_bytes = layout.num_bytes // layout.num_blocks
     dtype = str(layout.dtype).removeprefix("torch.")
     blocks = (
@@ -131,7 +131,7 @@ def table(
     rows = (
         ("weights", usage.weights, weights),
         ("activations", usage.activations, steps),
-        ("graphs", usage.graphs, "measured" if measured else "reserved"),
+        ("graphs", usage.graphs, "measured" if graphs_measured else "reserved"),
         ("KV", layout.num_bytes, blocks),
         ("others", usage.others, "other processes, and CUDA itself"),
         ("free", max(0, usage.most - layout.num_bytes), ""),
@@ -147,7 +147,7 @@ def table(
 
 def too_large(settings: EngineConfig) -> ConfigError:
     """The error for a model that, with a step of it, does not even fit without a KV cache."""
-    hints = [*_eight_bits(settings), "smaller --max-batch, --chunk-tokens or --max-context"]
+    hints = [*_quantization_hint(settings), "smaller --max-batch, --chunk-tokens or --max-context"]
     return ConfigError(
         f"the model and a step of it do not fit the GPU's memory; {_either([*hints, _NO_SPLIT])}"
     )
@@ -176,7 +176,7 @@ def _accounts(usage: Usage, settings: EngineConfig) -> str:
     )
 
 
-def _mends(usage: Usage, settings: EngineConfig) -> list[str]:
+def _hints(usage: Usage, settings: EngineConfig) -> list[str]:
     """What would leave more, the likeliest first."""
     hints = []
     if usage.others > usage.total * (1 - settings.gpu_memory):
@@ -185,7 +185,7 @@ def _mends(usage: Usage, settings: EngineConfig) -> list[str]:
         )
     elif settings.gpu_memory < 0.95:
         hints.append("a larger --gpu-memory")
-    hints += _eight_bits(settings)
+    hints += _quantization_hint(settings)
     if usage.activations + usage.graphs > usage.total // 20:
         hints.append("smaller --max-batch or --chunk-tokens")
     if settings.kv_dtype == "auto":
@@ -193,7 +193,7 @@ def _mends(usage: Usage, settings: EngineConfig) -> list[str]:
     return [*hints, _NO_SPLIT]
 
 
-def _eight_bits(settings: EngineConfig) -> Iterator[str]:
+def _quantization_hint(settings: EngineConfig) -> Iterator[str]:
     if settings.quantization == "none":
         yield "--quantization fp8 or int8"
 

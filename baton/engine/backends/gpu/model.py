@@ -1,10 +1,9 @@
 """The Llama family's forward pass on a GPU: Llama, Mistral, Qwen2, Qwen3 over Triton's kernels.
 
-Computes what `baton.engine.models.decoder.Model` computes, which is its reference, in few
-launches: a
-residual is added where the next norm reads it, and rotation, head norms and the write into the pool
-are one kernel. Nothing here waits for the device; `decode` has shapes that depend on its arguments'
-shapes alone, so that a CUDA graph can hold it.
+Computes what `baton.engine.models.decoder.Model` computes, which is its reference, in few launches:
+a residual is added where the next norm reads it, and rotation, head norms and the write into the
+pool are one kernel. Nothing here waits for the device; `decode` has shapes that depend on its
+arguments' shapes alone, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from baton.engine.backends.gpu.linear import linear
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.rope import rope_tables
+from baton.engine.models.decoder import rope_tables
 from baton.engine.ops.triton.activation import silu_mul
 from baton.engine.ops.triton.decode_attention import decode_attention
 from baton.engine.ops.triton.norm import add_rms_norm
@@ -53,16 +52,16 @@ class GpuModel:
         self.device = device
         self._weights = weights
         self._scale = config.head_size**-0.5
-        tables = rope_tables(config.rope, config.head_size, config.max_context)
-        self._cos, self._sin = (table.to(device, dtype) for table in tables)
+        block_tables = rope_tables(config.rope, config.head_size, config.max_context)
+        self._cos, self._sin = (table.to(device, dtype) for table in block_tables)
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
-        single = batch.singles == len(batch.counts)
-        counts = None if single else batch.counts
-        placed = place_rows(batch.contexts, counts, batch.tables, rows, pool.shape[4])
+        single = batch.num_decodes == len(batch.query_lens)
+        query_lens = None if single else batch.query_lens
+        placed = place_rows(batch.context_lens, query_lens, batch.block_tables, rows, pool.shape[4])
         attend = self._attention_over(batch, placed, pool)
         hidden, residual = self._forward(_Rows(batch.token_ids, placed, attend), pool)
         if not wanted:
@@ -72,40 +71,49 @@ class GpuModel:
         return self._logits(hidden, residual)
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor, contexts: Tensor, tables: Tensor, pool: Tensor) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
+    ) -> Tensor:
         """One row of each sequence: logits, float32 `[rows, vocab_size]`.
 
-        token_ids: int32 `[rows]`, of the vocabulary also where rows are padding · contexts: int32
-        `[rows]`, tokens before the row; -1 is padding, which touches no block and whose logits mean
-        nothing · tables: int32 `[rows, width]`.
+        token_ids: int32 `[rows]`, valid also where rows are padding · context_lens: int32 `[rows]`,
+        tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
+        block_tables: int32 `[rows, width]`.
         """
-        placed = place_rows(contexts, None, tables, len(token_ids), pool.shape[4])
+        placed = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
 
         def attend(q: Tensor, layer: int, window: int | None) -> Tensor:
-            return decode_attention(q, pool, layer, tables, placed.lengths, self._scale, window)
+            return decode_attention(
+                q, pool, layer, block_tables, placed.lengths, self._scale, window
+            )
 
         return self._logits(*self._forward(_Rows(token_ids, placed, attend), pool))
 
     def _attention_over(self, batch: StepBatch, placed: Placement, pool: Tensor) -> Attend:
         """Attention of a mixed batch: rows of their own first, then those of chunks."""
-        singles, config = batch.singles, self.config
-        rows, sequences = len(batch.token_ids), len(batch.counts)
-        tables, chunk_tables = batch.tables[:singles], batch.tables[singles:]
-        lengths = placed.lengths[:singles]
-        contexts, counts = batch.contexts[singles:], batch.counts[singles:]
+        num_decodes, config = batch.num_decodes, self.config
+        rows, sequences = len(batch.token_ids), len(batch.query_lens)
+        block_tables, chunk_tables = (
+            batch.block_tables[:num_decodes],
+            batch.block_tables[num_decodes:],
+        )
+        lengths = placed.lengths[:num_decodes]
+        context_lens, query_lens = batch.context_lens[num_decodes:], batch.query_lens[num_decodes:]
         group = config.num_heads // config.num_kv_heads
-        tiles = plan_tiles(counts, rows - singles, group) if singles < sequences else None
+        tiles = (
+            plan_tiles(query_lens, rows - num_decodes, group) if num_decodes < sequences else None
+        )
 
         def attend(q: Tensor, layer: int, window: int | None) -> Tensor:
             parts = []
-            if singles:
-                own = q[:singles]
+            if num_decodes:
+                own = q[:num_decodes]
                 parts.append(
-                    decode_attention(own, pool, layer, tables, lengths, self._scale, window)
+                    decode_attention(own, pool, layer, block_tables, lengths, self._scale, window)
                 )
             if tiles is not None:
-                chunks = (contexts, counts, tiles, self._scale, window)
-                parts.append(prefill_attention(q[singles:], pool, layer, chunk_tables, *chunks))
+                chunks = (context_lens, query_lens, tiles, self._scale, window)
+                parts.append(prefill_attention(q[num_decodes:], pool, layer, chunk_tables, *chunks))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return attend

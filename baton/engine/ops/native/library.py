@@ -1,8 +1,9 @@
 """Compiles the C++ of `src/` on first use and loads it.
 
-There is one library for each kind of CPU in `TARGETS`. It lies in the user's cache folder under a
-key made of the sources and the compiler's options; an installation may bring libraries built
-before, in `built/` (`python -m baton.engine.ops.native` makes them), and then needs no compiler.
+There is one library for each kind of CPU in `TARGETS` and each type of activations in `DEFINES`, so
+that a first start compiles only what it will run. It lies in the user's cache folder under a key
+made of the sources and the compiler's options; an installation may bring libraries built before, in
+`built/` (`python -m baton.engine.ops.native` makes them), and then needs no compiler.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -19,15 +21,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# The library's OpenMP threads are to be torch's own: its libgomp has to be there first.
-import torch  # noqa: F401
+# Also because the library must use torch's libgomp, which therefore has to be loaded first.
+import torch
 
-from baton.engine.ops.native.structures import declare
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -39,14 +40,15 @@ FLAGS = (
     *("-std=gnu++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC"),
     *("-Wall", "-Wextra", "-Wno-psabi"),
 )
+DEFINES = {torch.float32: (), torch.bfloat16: ("-DBATON_BF16",)}  # by the type of activations
 BUILD_TIMEOUT_S = 300.0
-TURN_TIMEOUT_S = 120.0  # to wait for another process that builds the same
-PROGRESS_S = 2.0  # between two progress lines
+LOCK_TIMEOUT_S = 120.0  # to wait for another process that builds the same
+PROGRESS_S = 4.0  # between two progress lines
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of CPU: what /proc/cpuinfo says of it, and what the compiler is told."""
+    """A kind of CPU: its flags in /proc/cpuinfo, and the compiler's options for it."""
 
     name: str
     cpu: frozenset[str]
@@ -70,19 +72,19 @@ class BuildFailed(Exception):
     """There is no native library here; the message says why."""
 
 
-def load() -> ctypes.CDLL | None:
-    """The library, or None where it cannot be had, which is told once."""
+def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
+    """The library for activations of `dtype`, or None, with one warning, where there is none."""
     try:
-        return _loaded()
+        return _loaded(dtype)
     except BuildFailed as error:
-        _say_once(str(error))
+        _warn_once(str(error))
         return None
 
 
-def require() -> ctypes.CDLL:
-    """The library. Raises ConfigError saying why it cannot be had."""
+def require(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
+    """The library for activations of `dtype`. Raises ConfigError saying why there is none."""
     try:
-        return _loaded()
+        return _loaded(dtype)
     except BuildFailed as error:
         raise ConfigError(
             f"--kernels native: {error}; install g++, or leave --kernels native out to compute "
@@ -91,8 +93,13 @@ def require() -> ctypes.CDLL:
 
 
 @functools.cache
-def _say_once(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     log.warning("computing with torch, which is several times slower: %s", reason)
+
+
+@functools.cache
+def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
+    return load_target(best_target(), dtype)
 
 
 def best_target() -> Target:
@@ -104,80 +111,80 @@ def best_target() -> Target:
     raise BuildFailed("native kernels need an x86-64 CPU with AVX2 and FMA")
 
 
-def load_target(target: Target) -> ctypes.CDLL:
+def load_target(target: Target, dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
     """The library for a kind of CPU, built if need be. Raises BuildFailed."""
-    path = _built(target)
+    path = _built(target, dtype)
     try:
-        library = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildFailed(f"{path} cannot be loaded: {error}") from error
-    declare(library)
-    return library
 
 
 def build_all() -> list[Path]:
-    """Builds for every kind of CPU into `built/`, for an installation that has no compiler."""
+    """Builds for every kind of CPU and type into `built/`, for installations without a compiler."""
     BUILT.mkdir(exist_ok=True)
-    paths = [BUILT / _file_name(target) for target in TARGETS]
-    for target, path in zip(TARGETS, paths, strict=True):
-        _compile(target, path)
+    paths = []
+    for target, dtype in itertools.product(TARGETS, DEFINES):
+        paths.append(BUILT / _file_name(target, dtype))
+        _compile(target, dtype, paths[-1])
     return paths
 
 
-@functools.cache
-def _loaded() -> ctypes.CDLL:
-    return load_target(best_target())
-
-
-def _built(target: Target) -> Path:
-    name = _file_name(target)
+def _built(target: Target, dtype: torch.dtype) -> Path:
+    name = _file_name(target, dtype)
     if (BUILT / name).exists():
         return BUILT / name
     folder = _cache_folder()
     path = folder / name
     if path.exists():
         return path
-    with _turn(folder, TURN_TIMEOUT_S):
+    with _lock(folder, LOCK_TIMEOUT_S):
         if not path.exists():
-            _compile(target, path)
+            _compile(target, dtype, path)
     return path
 
 
-def _compile(target: Target, path: Path) -> None:
-    """Compiles the sources side by side and links them."""
+def _compile(target: Target, dtype: torch.dtype, path: Path) -> None:
+    """Compiles the sources side by side, one compiler for each, and links them."""
     started = time.monotonic()
-    # A warning, so that whoever waits for a first start sees what for.
-    log.warning("compiling native kernels for %s, once: this takes some seconds", target.name)
+    kind = f"{target.name}, {_dtype_name(dtype)}"
+    # Warnings, because a local cluster's processes show nothing less.
+    log.warning("compiling native CPU kernels (%s): this happens once and takes seconds", kind)
     compiler = shutil.which(COMPILER)
     if compiler is None:
         raise BuildFailed(f"{COMPILER} is not installed")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
+        flags = (*FLAGS, *target.flags, *DEFINES[dtype])
         _run_all(
             [
-                [compiler, *FLAGS, *target.flags, "-c", str(source), "-o", str(result)]
+                [compiler, *flags, "-c", str(source), "-o", str(result)]
                 for source, result in zip(_sources(), objects, strict=True)
             ]
         )
-        built = Path(folder) / path.name
-        _run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(built)])
-        built.rename(path)
-    log.warning("compiled native kernels in %.1f s", time.monotonic() - started)
+        linked = Path(folder) / path.name
+        _run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked)])
+        linked.rename(path)
+    log.warning(
+        "compiled native CPU kernels in %.1f s, kept as %s", time.monotonic() - started, path
+    )
 
 
 def _run_all(commands: Sequence[list[str]]) -> None:
-    """Runs the commands side by side, and logs every few seconds how many have ended."""
-    started = time.monotonic()
+    """Runs the commands side by side, and logs how many have ended."""
+    started = logged = time.monotonic()
     with ThreadPoolExecutor(len(commands)) as pool:
         left = {pool.submit(_run, command) for command in commands}
         while left:
-            done, left = wait(left, PROGRESS_S, FIRST_EXCEPTION)
+            done, left = wait(left, PROGRESS_S, FIRST_COMPLETED)
             for ended in done:
                 ended.result()
-            if left:
+            now = time.monotonic()
+            if left and now >= logged + PROGRESS_S:
+                logged = now
                 log.warning(
-                    "compiling native kernels: %d of %d files after %.0f s",
-                    len(commands) - len(left), len(commands), time.monotonic() - started,
+                    "compiling native CPU kernels: %d of %d files after %.0f s",
+                    len(commands) - len(left), len(commands), now - started,
                 )  # fmt: skip
 
 
@@ -194,16 +201,21 @@ def _sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def _file_name(target: Target) -> str:
+def _file_name(target: Target, dtype: torch.dtype) -> str:
     """Changes with everything that the library's code depends on."""
-    digest = hashlib.sha256(" ".join((COMPILER, *FLAGS, *target.flags)).encode())
+    options = (COMPILER, *FLAGS, *target.flags, *DEFINES[dtype])
+    digest = hashlib.sha256(" ".join(options).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
-    return f"{target.name}-{digest.hexdigest()[:16]}.so"
+    return f"{target.name}-{_dtype_name(dtype)}-{digest.hexdigest()[:16]}.so"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _cpu_flags() -> set[str]:
-    """What this CPU can do, as Linux tells it."""
+    """What this CPU can do, as Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -229,19 +241,19 @@ def _cache_folder() -> Path:
 
 
 @contextmanager
-def _turn(folder: Path, timeout_s: float) -> Iterator[None]:
+def _lock(folder: Path, timeout_s: float) -> Iterator[None]:
     """One process at a time, so that workers which start together build once.
 
-    Nobody waits longer for one that was stopped: to build twice costs time and nothing else.
+    After the timeout it is built anyway, as the other process may hang: building twice is harmless.
     """
     with (folder / "lock").open("w") as file:
         held = threading.Event()
 
         def wait() -> None:
-            fcntl.flock(file, fcntl.LOCK_EX)  # let go as soon as the file is closed
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
             held.set()
 
-        threading.Thread(target=wait, name="build-turn", daemon=True).start()
+        threading.Thread(target=wait, name="build-lock", daemon=True).start()
         if not held.wait(timeout_s):
             log.warning("another process has been compiling for %.0f s: doing it, too", timeout_s)
         yield

@@ -1,30 +1,91 @@
 """The Llama family's forward pass on a CPU, as one native call a step.
 
 Computes what `baton.engine.models.decoder.Model` computes, which is its reference. In every
-precision a
-row's result is the same to the bit whatever shares its batch or chunk: the kernels add each row up
-in an order of its own.
+precision a row's result is the same to the bit whatever shares its batch or chunk: the kernels add
+each row up in an order of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_size_t, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.rope import rope_tables
-from baton.engine.ops.native import library, structures
+from baton.engine.models.decoder import rope_tables
+from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.weights.weights import LayerWeights, Weights
 
-SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 MIN_BLOCK = MIN_HEAD = 16
 MAX_HEAD = 256
 MAX_QUERIES = 128  # heads that share a KV head
+
+PHASES = ("norms", "qkv", "rotation", "attention", "o", "gate_up", "silu", "down", "logits")
+"""What a step's seconds are counted under, in the order of `Phase` in forward.cpp."""
+
+
+def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+# These structures mirror `src/kernels.h` and `src/forward.cpp`, field for field.
+
+
+class Linear(Structure):
+    """Packed weights of one matrix product."""
+
+    _fields_ = (
+        *_fields("packed scales offsets bias", c_void_p),
+        *_fields("inputs outputs", c_int32),
+    )
+
+
+class Pool(Structure):
+    """The KV pool."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        *_fields("layers kv_heads block_size head_size int8", c_int32),
+    )
+
+
+class Layer(Structure):
+    """One decoder layer's weights."""
+
+    _fields_ = (
+        *_fields("input_norm post_norm q_norm k_norm", c_void_p),
+        *_fields("qkv o gate_up down", Linear),
+        *_fields("window unused", c_int32),
+    )
+
+
+class ModelWeights(Structure):
+    """A whole model."""
+
+    _fields_ = (
+        *_fields("embedding final_norm cos sin", c_void_p),
+        ("layers", POINTER(Layer)),
+        ("lm_head", Linear),
+        *_fields("num_layers hidden heads kv_heads head_size inner", c_int32),
+        *_fields("eps attention_scale", c_float),
+    )
+
+
+class Step(Structure):
+    """What one step computes and where it writes."""
+
+    _fields_ = (
+        *_fields("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
+        *_fields("logits workspace", c_void_p),
+        ("seconds", POINTER(c_double)),
+        ("pool", Pool),
+        *_fields("rows sequences width num_logits", c_int32),
+    )
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
@@ -51,18 +112,21 @@ class NativeModel:
         dtype: torch.dtype,
         native: ctypes.CDLL | None = None,
     ) -> None:
-        """`native` is the library to use, or None for this CPU's. Weights may be packed already.
+        """native: the library to use, or None for this CPU's. Weights may be packed already.
 
         Raises ConfigError where there is none.
         """
         self.config = config
         self.dtype = dtype
-        self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by phase, once there is one
-        self._library = native or library.require()
-        self._run = self._library[f"baton_step_{SUFFIXES[dtype]}"]
-        self._workspace_size = self._library[f"baton_workspace_{SUFFIXES[dtype]}"]
+        self.seconds: ctypes.Array[c_double] | None = None  # by phase, once there is one
+        self._library = native or library.require(dtype)
+        self._run, self._workspace_size = self._library.baton_step, self._library.baton_workspace
+        self._run.argtypes = (c_int32, POINTER(ModelWeights), POINTER(Step))
+        self._run.restype = None
+        self._workspace_size.argtypes = (POINTER(ModelWeights), c_int32)
+        self._workspace_size.restype = c_size_t
         self._kept: list[Tensor] = []  # what the structures point at
-        self._layers = (structures.Layer * config.num_layers)(
+        self._layers = (Layer * config.num_layers)(
             *(
                 self._layer(layer, window or 0)
                 for layer, window in zip(weights.layers, config.windows, strict=True)
@@ -80,19 +144,19 @@ class NativeModel:
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         self._make_room(rows, wanted)
-        step = structures.Step(
+        step = Step(
             batch.token_ids.data_ptr(),
-            batch.contexts.data_ptr(),
-            batch.counts.data_ptr(),
-            batch.tables.data_ptr(),
+            batch.context_lens.data_ptr(),
+            batch.query_lens.data_ptr(),
+            batch.block_tables.data_ptr(),
             batch.logit_rows.data_ptr(),
             self._logits.data_ptr(),
             self._workspace.data_ptr(),
             self.seconds,
             self._pool(pool),
             rows,
-            len(batch.counts),
-            batch.tables.shape[1],
+            len(batch.query_lens),
+            batch.block_tables.shape[1],
             wanted,
         )
         self._run(torch.get_num_threads(), byref(self._model), byref(step))
@@ -100,8 +164,8 @@ class NativeModel:
 
     def measure(self) -> dict[str, float]:
         """Seconds by phase since the last call; the first call starts the clock."""
-        before, self.seconds = self.seconds, (ctypes.c_double * len(structures.PHASES))()
-        return dict(zip(structures.PHASES, before, strict=True)) if before is not None else {}
+        before, self.seconds = self.seconds, (c_double * len(PHASES))()
+        return dict(zip(PHASES, before, strict=True)) if before is not None else {}
 
     def _make_room(self, rows: int, wanted: int) -> None:
         if rows > self._rows:
@@ -111,16 +175,16 @@ class NativeModel:
         if wanted > len(self._logits):
             self._logits = torch.empty(wanted, self.config.vocab_size)
 
-    def _pool(self, pool: Tensor) -> structures.Pool:
+    def _pool(self, pool: Tensor) -> Pool:
         _, layers, _, kv_heads, block_size, _ = pool.shape
         int8 = pool.dtype == torch.int8
         head_size = self.config.head_size
-        return structures.Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
+        return Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
 
-    def _whole(self, weights: Weights) -> structures.Model:
+    def _whole(self, weights: Weights) -> ModelWeights:
         config = self.config
         cos, sin = rope_tables(config.rope, config.head_size, config.max_context)
-        return structures.Model(
+        return ModelWeights(
             self._keep(weights.embedding),
             self._keep(weights.final_norm),
             self._keep(cos),
@@ -137,8 +201,8 @@ class NativeModel:
             config.head_size**-0.5,
         )
 
-    def _layer(self, layer: LayerWeights, window: int) -> structures.Layer:
-        return structures.Layer(
+    def _layer(self, layer: LayerWeights, window: int) -> Layer:
+        return Layer(
             self._keep(layer.input_norm),
             self._keep(layer.post_norm),
             self._keep(layer.q_norm),
@@ -150,9 +214,9 @@ class NativeModel:
             window,
         )
 
-    def _linear(self, weight: Matrix, bias: Tensor | None) -> structures.Linear:
+    def _linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)
-        return structures.Linear(
+        return Linear(
             self._keep(packed.packed),
             self._keep(packed.scales),
             self._keep(packed.offsets),

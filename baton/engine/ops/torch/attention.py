@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.weights.linear import is_exact
+from baton.engine.batch import StepBatch
+from baton.engine.ops.torch.linear import is_exact
 from baton.engine.weights.quantize import is_quantized, pack_rows, unpack_rows
 
 MIN_QUERIES = 8
@@ -107,12 +108,12 @@ def _attend_decode(
     q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, window: int | None
 ) -> Tensor:
     """One query a sequence, several sequences at once: `[num_decode, heads, head_size]`."""
-    lengths, tables = batch.decode_lengths, batch.decode_tables
+    lengths, block_tables = batch.decode_lengths, batch.decode_tables
     step = len(q)
     if q.device.type == "cpu":
-        row_bytes = pool[0, 0, 0].nbytes * tables.shape[1]
+        row_bytes = pool[0, 0, 0].nbytes * block_tables.shape[1]
         step = max(1, GATHER_BYTES // row_bytes)
-    groups = zip(q.split(step), tables.split(step), lengths.split(step), strict=True)
+    groups = zip(q.split(step), block_tables.split(step), lengths.split(step), strict=True)
     parts = []
     for queries, some, visible_tokens in groups:
         k, v = _gather(pool, layer, some, q)
@@ -143,22 +144,22 @@ def _attend_segment(
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
-def _gather(pool: Tensor, layer: int, tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of a layer in the order of tables `[sequences, blocks]`, contiguous and of q's type.
+def _gather(pool: Tensor, layer: int, block_tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a layer in the order of `[sequences, blocks]`, contiguous and of q's type.
 
     Each `[sequences, kv_heads, keys, head_size]`, keys padded by block 0 where q's results must be
     exact.
     """
     _, num_layers, _, kv_heads, block_size, row_size = pool.shape
-    keys = tables.shape[1] * block_size
+    keys = block_tables.shape[1] * block_size
     if is_exact(q):
         keys = padded_keys(keys)
-        tables = F.pad(tables, (0, -(-keys // block_size) - tables.shape[1]))
+        block_tables = F.pad(block_tables, (0, -(-keys // block_size) - block_tables.shape[1]))
     # One pool row is one head's K or V of one block: a copy of many such rows, and no transposing.
     heads = torch.arange(kv_heads, device=pool.device)[:, None]
-    rows = (tables[:, None] * num_layers + layer) * 2 * kv_heads + heads
+    rows = (block_tables[:, None] * num_layers + layer) * 2 * kv_heads + heads
     flat = _storage(pool).view(-1, block_size * row_size)
-    shape = (tables.shape[0], kv_heads, -1, row_size)
+    shape = (block_tables.shape[0], kv_heads, -1, row_size)
     k = flat.index_select(0, rows.view(-1)).view(shape)
     v = flat.index_select(0, (rows + kv_heads).view(-1)).view(shape)
     if is_quantized(pool.dtype):
@@ -196,3 +197,67 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Te
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     out = torch.bmm(weights, v.reshape(groups, keys, head_size))
     return out[:, :rows].reshape(q.shape)
+
+
+@dataclass(frozen=True)
+class RowPositions:
+    """token_ids, positions: int64 `[rows]` · attention: where they read and write KV."""
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+
+
+def place(batch: StepBatch, block_size: int) -> RowPositions:
+    """A batch's rows over blocks of `block_size` tokens."""
+    context_lens, query_lens, block_tables = (
+        batch.context_lens.long(),
+        batch.query_lens.long(),
+        batch.block_tables.long(),
+    )
+    rows = torch.arange(len(batch.token_ids), device=query_lens.device)
+    sequences = torch.arange(len(query_lens), device=query_lens.device)
+    owner = sequences.repeat_interleave(query_lens, output_size=len(rows))
+    #  row:       0 1 2 | 3 4 5 6    query_lens 3, 4: sequences begin at rows 0, 3
+    #  position:  5 6 7 | 0 1 2 3    context_lens 5, 0
+    begins = query_lens.cumsum(0) - query_lens
+    positions = rows - (begins - context_lens)[owner]
+    blocks = block_tables[owner, positions // block_size]
+    num_decodes = batch.num_decodes
+    attention = AttentionBatch(
+        slots=blocks * block_size + positions % block_size,
+        num_decode=num_decodes,
+        decode_tables=block_tables[:num_decodes, : _decode_width(batch, block_size)],
+        decode_lengths=context_lens[:num_decodes] + 1,
+        segments=_segments(batch, block_tables, block_size),
+    )
+    return RowPositions(batch.token_ids.long(), positions, attention)
+
+
+def _decode_width(batch: StepBatch, block_size: int) -> int:
+    """Blocks of the longest single-row sequence: a chunk's table may be far wider."""
+    if batch.num_decodes in (0, len(batch.query_lens)):
+        return batch.block_tables.shape[1]
+    return int(batch.context_lens[: batch.num_decodes].max()) // block_size + 1
+
+
+def _segments(
+    batch: StepBatch, block_tables: Tensor, block_size: int
+) -> tuple[PrefillSegment, ...]:
+    """One for each sequence with several rows."""
+    num_decodes = batch.num_decodes
+    if num_decodes == len(batch.query_lens):
+        return ()
+    first_row = num_decodes
+    segments = []
+    context_lens, query_lens = (
+        batch.context_lens[num_decodes:].tolist(),
+        batch.query_lens[num_decodes:].tolist(),
+    )
+    for table, context, count in zip(
+        block_tables[num_decodes:], context_lens, query_lens, strict=True
+    ):
+        needed = -(-(context + count) // block_size)
+        segments.append(PrefillSegment(first_row, count, context, table[:needed]))
+        first_row += count
+    return tuple(segments)

@@ -1,6 +1,6 @@
 """Where each row of a step belongs: its position, its slot in the pool, how many tokens it sees.
 
-One small launch for what `baton.engine.ops.torch.rows` does in a dozen, and without asking the
+One small launch for what `baton.engine.ops.torch.attention` does in a dozen, and without asking the
 device for a number: the grid depends on shapes alone.
 """
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.models.decoder import rms_norm
-from baton.engine.models.rope import rotate
+from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
 from baton.engine.ops.triton.row_quantize import bits_of, scale_of
 from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
@@ -140,7 +139,7 @@ def rope_and_write(
 
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
     int32 `[rows]`, block * block_size + offset; -1 writes nothing · cos, sin: tables of
-    `baton.engine.models.rope`, `[max_context, head_size]` · pool: `[num_blocks, num_layers, 2,
+    `baton.engine.models.decoder`, `[max_context, head_size]` · pool: `[num_blocks, num_layers, 2,
     num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · q_norm, k_norm:
     `[head_size]`, weights of an RMS norm of each head with eps · config: of the launch; None is
     that of `tuning`. Two rows of a launch have different slots.

@@ -7,20 +7,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.device import Lane
+from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.launches import GpuSettings
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepBatch
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import KvLayout
-from baton.engine.loop import Engine
+from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.models.decoder import Model
 from baton.engine.planner import Planner
-from baton.engine.reports import Progress, StepReport
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import Drafting
+from baton.engine.speculative.ngram import SpeculativeConfig
 from baton.errors import Overloaded
 from tests.unit.engine.gpu.models import TINY, weights_of
 
@@ -33,15 +32,17 @@ EOS = frozenset({1})
 class DecodingModel(Model):
     """The reference with a step of its own for decoding; the logits of padding are no numbers."""
 
-    def decode(self, token_ids: Tensor, contexts: Tensor, tables: Tensor, pool: Tensor) -> Tensor:
-        assert token_ids.dtype == contexts.dtype == tables.dtype == torch.int32
+    def decode(
+        self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
+    ) -> Tensor:
+        assert token_ids.dtype == context_lens.dtype == block_tables.dtype == torch.int32
         logits = torch.full((len(token_ids), self.config.vocab_size), torch.nan)
-        real = (contexts >= 0).nonzero()[:, 0]
+        real = (context_lens >= 0).nonzero()[:, 0]
         assert torch.equal(real, torch.arange(len(real))), "padding is behind all rows"
         if len(real):
             ones = torch.ones(len(real), dtype=torch.int32)
             batch = StepBatch(
-                token_ids[real], contexts[real], ones, tables[real], real.int(), len(real)
+                token_ids[real], context_lens[real], ones, block_tables[real], real.int(), len(real)
             )
             logits[real] = self.step(batch, pool)
         return logits
@@ -71,10 +72,10 @@ class Driven:
     ) -> None:
         self.runner = runner
         self.blocks = BlockPool(num_blocks, block_size)
-        drafting = Drafting(speculate, MAX_CONTEXT) if speculate else None
-        self.planner = Planner(self.blocks, chunk_tokens, max_batch, drafting, lookahead)
+        speculation = SpeculativeConfig(speculate, MAX_CONTEXT) if speculate else None
+        self.planner = Planner(self.blocks, chunk_tokens, max_batch, speculation, lookahead)
         self.engine = Engine(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
-        self.here = self.engine._here
+        self.sequences = self.engine._sequences
         self.progress: list[Progress] = []  # of the last step
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}
@@ -86,22 +87,22 @@ class Driven:
 
     def add(self, sequence: Sequence) -> None:
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
-        self.here.add(sequence)
+        self.sequences.add(sequence)
         self.blocks.check()
 
     def come(self, sequence: Sequence) -> None:
         """Adds a sequence with blocks of its own, if there are any for it now."""
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
         try:
-            self.here.reserve(sequence)
+            self.sequences.reserve(sequence)
         except Overloaded:
-            self.here.add(sequence)
+            self.sequences.add(sequence)
         else:
-            self.here.start_reserved(sequence.seq_id)
+            self.sequences.start_reserved(sequence.seq_id)
         self.blocks.check()
 
     def cancel(self, seq_id: str) -> None:
-        self.here.release(seq_id, None)
+        self.sequences.release(seq_id, None)
         self.ends.setdefault(seq_id, "cancelled")
         self.blocks.check()
 
@@ -135,7 +136,7 @@ def plain(num_blocks: int, **options: int) -> Driven:
 
 
 def on_gpu(
-    lane: Lane,
+    stream: Stream,
     num_blocks: int,
     *,
     overlap: bool = True,
@@ -143,9 +144,9 @@ def on_gpu(
     max_batch: int = 6,
     **options: int,
 ) -> Driven:
-    """On the GPU's runner, over a lane of the CPU."""
+    """On the GPU's runner, over a stream of the CPU."""
     settings = GpuSettings(max_batch, MAX_CONTEXT, SIZE, graphs, overlap)
     sampler = Sampler(EOS, CONFIG.vocab_size)
-    runner = GpuRunner(MODEL, new_pool(num_blocks), sampler, settings, lane)
+    runner = GpuRunner(MODEL, new_pool(num_blocks), sampler, settings, stream)
     runner.prepare(lambda done, total: None)
     return Driven(runner, num_blocks, max_batch=max_batch, lookahead=int(overlap), **options)

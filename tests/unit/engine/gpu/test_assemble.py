@@ -17,17 +17,15 @@ import torch
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.backends.gpu import assemble as assembling
-from baton.engine.backends.gpu.assemble import assemble
-from baton.engine.backends.gpu.formats import choose_kernels, unsupported
-from baton.engine.backends.gpu.measuring import Gpu
+from baton.engine.backends.gpu.assemble import assemble, choose_kernels, unsupported
+from baton.engine.backends.gpu.device import Gpu
 from baton.engine.backends.gpu.runner import GpuRunner
-from baton.engine.backends.gpu.with_triton import TritonMaker
 from baton.engine.build import Loaded
+from baton.engine.loop import Progress, StepReport
 from baton.engine.models.config import ModelConfig
-from baton.engine.parts import Parts
-from baton.engine.reports import Progress, StepReport
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
+from baton.engine.settings import Parts
 from baton.engine.weights.quantize import Int8Weight
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
@@ -39,7 +37,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-class Figures(Gpu):
+class FakeGpu(Gpu):
     """A GPU of 8 GiB, of which 1 is others', beside a CPU that computes."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
@@ -82,7 +80,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def assembled(checkpoint: Path, gpu: Gpu | None = None, **settings: Any) -> Parts:
     config = ModelConfig.load(checkpoint)
     engine = EngineConfig(str(checkpoint), **{**SETTINGS, **settings})
-    return assemble(engine, checkpoint, config, torch.float32, gpu or Figures(), None)
+    return assemble(engine, checkpoint, config, torch.float32, gpu or FakeGpu(), None)
 
 
 def tokens_of(loaded: Loaded, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -116,7 +114,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Loaded]]:
 
     def parts(*args: Any) -> Parts:
         *rest, _, allocate = args
-        return assemble(*rest, Figures(), allocate)
+        return assemble(*rest, FakeGpu(), allocate)
 
     def load(checkpoint: Path, **settings: Any) -> Loaded:
         monkeypatch.setattr(build, "_on_cpu", parts)
@@ -141,12 +139,9 @@ def test_the_engine_says_what_a_cpus_says(checkpoint: Path, on_gpu: Callable[...
 
 @pytest.mark.parametrize(("overlap", "graphs"), [(False, True), (True, False)])
 def test_switches_reach_the_runner(checkpoint: Path, overlap: bool, graphs: bool) -> None:
-    settings = EngineConfig(**{**SETTINGS, "overlap": overlap, "graphs": graphs})
-    maker = TritonMaker(settings, ModelConfig.load(checkpoint))
-    assert maker.lookahead == overlap
-    assert bool(maker.num_graphs(32)) == graphs
     parts = assembled(checkpoint, overlap=overlap, graphs=graphs)
     assert isinstance(parts.runner, GpuRunner)
+    assert parts.lookahead == overlap
     assert len(parts.runner.model._cos) == 32  # not the checkpoint's own context
     limits = parts.runner.settings
     assert (limits.overlap, limits.graphs) == (overlap, graphs)
@@ -157,7 +152,7 @@ def test_the_pool_is_what_the_budget_leaves(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    gpu, given = Figures(), []
+    gpu, given = FakeGpu(), []
 
     def allocate(num_bytes: int) -> torch.Tensor:
         given.append(num_bytes)
@@ -188,7 +183,7 @@ def test_weights_are_what_was_allocated_while_loading(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    gpu, original = Figures(), assembling.weights_of
+    gpu, original = FakeGpu(), assembling.weights_of
     gpu.held = 5  # by another engine of this process
 
     def weights_of(*args: Any) -> Any:
@@ -203,7 +198,7 @@ def test_weights_are_what_was_allocated_while_loading(
 
 
 def test_steps_without_room_are_told(checkpoint: Path) -> None:
-    gpu = Figures()
+    gpu = FakeGpu()
     gpu.peak = 8 * GIB
     with pytest.raises(ConfigError, match="no GPU memory is left for KV"):
         assembled(checkpoint, gpu, kv_blocks=0)
@@ -222,7 +217,7 @@ def test_a_pool_that_another_process_took_is_told(checkpoint: Path) -> None:
 
     config, settings = ModelConfig.load(checkpoint), EngineConfig(str(checkpoint), **SETTINGS)
     with pytest.raises(ConfigError, match="another process took GPU memory meanwhile"):
-        assemble(settings, checkpoint, config, torch.float32, Figures(), allocate)
+        assemble(settings, checkpoint, config, torch.float32, FakeGpu(), allocate)
 
 
 def test_what_triton_cannot_run_torch_does(
@@ -240,7 +235,7 @@ def test_what_triton_cannot_run_torch_does(
 
 
 @pytest.mark.parametrize("kind", ["quantization", "kv_dtype"])
-def test_eight_bits_need_tritons_kernels_and_a_gpu_that_knows_them(
+def test_int8_and_fp8_need_tritons_kernels_and_a_gpu_that_has_them(
     checkpoint: Path, kind: str
 ) -> None:
     option = "--" + kind.replace("_", "-")
@@ -248,11 +243,11 @@ def test_eight_bits_need_tritons_kernels_and_a_gpu_that_knows_them(
         with pytest.raises(ConfigError, match=f"{option} {value}: it needs Triton's kernels"):
             assembled(checkpoint, kernels="torch", **{kind: value})
     with pytest.raises(ConfigError, match=rf"{option} fp8: .*8\.9 .*leave it out"):
-        assembled(checkpoint, Figures((8, 0)), **{kind: "fp8"})
-    assert isinstance(assembled(checkpoint, Figures((8, 0)), **{kind: "int8"}).runner, GpuRunner)
+        assembled(checkpoint, FakeGpu((8, 0)), **{kind: "fp8"})
+    assert isinstance(assembled(checkpoint, FakeGpu((8, 0)), **{kind: "int8"}).runner, GpuRunner)
 
 
-def test_eight_bits_are_what_is_loaded(checkpoint: Path) -> None:
+def test_quantized_weights_and_pools_are_what_is_loaded(checkpoint: Path) -> None:
     parts = assembled(checkpoint, quantization="int8", kv_dtype="fp8")
     assert isinstance(parts.runner, GpuRunner)
     assert isinstance(parts.runner.model._weights.layers[0].qkv, Int8Weight)

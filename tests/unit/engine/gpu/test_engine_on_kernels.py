@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.backends.gpu.device import lane_of
+from baton.engine.backends.gpu.device import stream_of
 from baton.engine.backends.gpu.launches import GpuSettings
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.backends.gpu.runner import GpuRunner
@@ -50,7 +50,7 @@ def driven_on(device: torch.device, weights: Weights, *, graphs: bool, overlap: 
     pool = allocate_pool(KvLayout(*sizes, torch.float32), None, device)
     model = GpuModel(CONFIG, moved(weights, device), torch.float32, device)
     settings = GpuSettings(4, MAX_CONTEXT, SIZE, graphs, overlap)
-    runner = GpuRunner(model, pool, Sampler(EOS, CONFIG.vocab_size), settings, lane_of(device))
+    runner = GpuRunner(model, pool, Sampler(EOS, CONFIG.vocab_size), settings, stream_of(device))
     runner.prepare(lambda done, total: None)
     return _driven(runner, lookahead=int(overlap))
 
@@ -84,7 +84,7 @@ def test_interpreted(weights: Weights, expected: dict[str, list[int]], graphs: b
     driven = driven_on(CPU, weights, graphs=graphs, overlap=graphs)
     assert driven.tokens == expected
     assert isinstance(driven.runner, GpuRunner)
-    assert (driven.runner.counts.ahead > 0) == graphs
+    assert (driven.runner.stats.async_launches > 0) == graphs
 
 
 @pytest.mark.gpu

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.backends.gpu import linear as gpu
-from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.backends.gpu.assemble import LEAST_CAPABILITY
+from baton.engine.ops.torch import linear as reference
 from baton.engine.ops.triton.int8_matmul import int8_matmul, int8_matmul_reference
 from baton.engine.ops.triton.row_quantize import quantize_rows as quantize_rows_by_kernel
 from baton.engine.ops.triton.scale_sums import scale_sums, scale_sums_reference
 from baton.engine.ops.triton.spec import Config
-from baton.engine.weights import linear as reference
 from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,31 +22,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "capability", "refused"),
-    [
-        ("none", (7, 5), True),
-        ("none", (8, 0), False),
-        ("int8", (7, 5), True),
-        ("int8", (8, 0), False),
-        ("int8", (12, 0), False),
-        ("fp8", (8, 0), True),
-        ("fp8", (8, 6), True),
-        ("fp8", (8, 9), False),
-        ("fp8", (9, 0), False),
-        ("fp8", (10, 0), False),
-    ],
-)
-def test_what_a_gpu_can_compute(
-    quantization: str, capability: tuple[int, int], refused: bool
-) -> None:
-    reason = gpu.supported(quantization, capability)
-    assert (reason is not None) == refused
-    if reason is not None:
-        least = "{}.{}".format(*gpu.LEAST_CAPABILITY[quantization])
-        assert least in reason and "{}.{}".format(*capability) in reason
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
@@ -67,11 +42,6 @@ def test_on_a_cpu_it_is_the_reference(quantization: str, dtype: torch.dtype) -> 
     weight = gpu.prepare(random(48, 64, seed=1, dtype=dtype), quantization)
     assert torch.equal(gpu.linear(x, weight, bias), reference.linear(x, weight, bias))
     assert torch.equal(gpu.linear(x, weight), reference.linear(x, weight))
-
-
-def test_packed_weights_are_refused() -> None:
-    with pytest.raises(AssertionError, match="native"):
-        gpu.linear(random(1, 64), PackedWeight.of(random(64, 64)))
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -158,8 +128,8 @@ def test_scaled_sums_are_the_formula(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
 def test_on_a_gpu(quantization: str, dtype: torch.dtype) -> None:
-    if reason := gpu.supported(quantization, torch.cuda.get_device_capability()):
-        pytest.skip(reason)
+    if torch.cuda.get_device_capability() < LEAST_CAPABILITY[quantization]:
+        pytest.skip(f"this GPU is too old for {quantization}")
     full, bias = random(208, 512, seed=1, dtype=dtype), random(208, seed=2, dtype=dtype)
     weight, there = (gpu.prepare(matrix, quantization) for matrix in (full, full.cuda()))
     # Sums of 512 products of numbers around 1; tensor cores round those of fp8 on the way.
@@ -171,3 +141,14 @@ def test_on_a_gpu(quantization: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(plain, reference.linear(x, weight), **near)
         biased = gpu.linear(x.cuda(), there, bias.cuda()).cpu()
         torch.testing.assert_close(biased, reference.linear(x, weight, bias), **near)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("size", [16, 80])
+def test_the_kernel_s_fp8_rows_are_the_reference_s(size: int, dtype: torch.dtype) -> None:
+    x = (random(50, size, dtype=dtype) * 2.0 ** torch.arange(50)[:, None]).to(dtype)
+    x[4] = 0
+    values, scales = quantize_rows(x, FP8)
+    by_kernel, scales_by_kernel = quantize_rows_by_kernel(x, FP8)
+    assert torch.equal(scales_by_kernel, scales)
+    assert torch.equal(by_kernel.view(torch.int8), values.view(torch.int8))

@@ -56,7 +56,7 @@ def test_equals_the_torch_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kv_dtype", "quantization"), [(torch.int8, "fp8"), (FP8, "int8")])
-def test_eight_bits(kv_dtype: torch.dtype, quantization: str) -> None:
+def test_int8_and_fp8(kv_dtype: torch.dtype, quantization: str) -> None:
     config = replace(TINY, qkv_bias=True, vocab_size=97)  # whose output layer stays whole
     model, gpu = both(config, quantization=quantization)
     runs = run_of(gpu, kv_dtype), run_of(model, kv_dtype)
@@ -87,11 +87,11 @@ def test_only_wanted_rows_have_logits() -> None:
     whole = run.step((sequence, 9))[0]
     batch = StepBatch(
         token_ids=ints(sequence.tokens),
-        contexts=ints([0]),
-        counts=ints([9]),
-        tables=ints([sequence.block_ids]),
+        context_lens=ints([0]),
+        query_lens=ints([9]),
+        block_tables=ints([sequence.block_ids]),
         logit_rows=ints([2, 8]),
-        singles=0,
+        num_decodes=0,
     )
     torch.testing.assert_close(gpu.step(batch, run.pool), whole[[2, 8]], rtol=0, atol=1e-5)
     nothing = gpu.step(replace(batch, logit_rows=ints([])), run.pool)
@@ -110,7 +110,7 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def decoding() -> tuple[GpuModel, PagedRun, Tensor, Tensor]:
-    """A model, a run with two sequences of 18 and 5 tokens; their last tokens and tables."""
+    """A model, a run with two sequences of 18 and 5 tokens; their last tokens and block_tables."""
     _, gpu = both(replace(TINY, windows=(12, 12)))
     run = run_of(gpu)
     sequences = [run.add(tokens(18, 1), room=2), run.add(tokens(5, 2), room=27)]
@@ -121,12 +121,12 @@ def decoding() -> tuple[GpuModel, PagedRun, Tensor, Tensor]:
 def test_decode_is_a_step_of_single_rows(
     decoding: tuple[GpuModel, PagedRun, Tensor, Tensor],
 ) -> None:
-    gpu, run, last, tables = decoding
+    gpu, run, last, block_tables = decoding
     stepped, decoded = run.pool.clone(), run.pool.clone()
-    batch = StepBatch(last, ints([18, 5]), ints([1, 1]), tables, ints([0, 1]), 2)
+    batch = StepBatch(last, ints([18, 5]), ints([1, 1]), block_tables, ints([0, 1]), 2)
     expected = gpu.step(batch, stepped)
-    # Two rows of padding among them, whose tables name blocks that are somebody's.
-    padded = [torch.stack([rows[0], rows[1], rows[1], rows[0]]) for rows in (last, tables)]
+    # Two rows of padding among them, whose block_tables name blocks that are somebody's.
+    padded = [torch.stack([rows[0], rows[1], rows[1], rows[0]]) for rows in (last, block_tables)]
     got = gpu.decode(padded[0], ints([18, -1, 5, -1]), padded[1], decoded)
     assert got.shape == (4, TINY.vocab_size)
     assert torch.isfinite(got).all()
@@ -134,35 +134,38 @@ def test_decode_is_a_step_of_single_rows(
     torch.testing.assert_close(decoded, stepped, rtol=0, atol=1e-5)
     written = decoded != run.pool
     assert torch.equal(written, stepped != run.pool), "padding leaves the pool alone"
-    assert written[tables[0, 1], ..., 2, :].all() and written[tables[1, 0], ..., 5, :].all()
+    assert (
+        written[block_tables[0, 1], ..., 2, :].all()
+        and written[block_tables[1, 0], ..., 5, :].all()
+    )
     assert written.sum() == 2 * TINY.num_layers * 2 * TINY.num_kv_heads * TINY.head_size
 
 
 def test_a_batch_of_padding_touches_nothing(
     decoding: tuple[GpuModel, PagedRun, Tensor, Tensor],
 ) -> None:
-    gpu, run, last, tables = decoding
+    gpu, run, last, block_tables = decoding
     pool = run.pool.clone()
-    gpu.decode(last, ints([-1, -1]), tables, pool)
+    gpu.decode(last, ints([-1, -1]), block_tables, pool)
     assert torch.equal(pool, run.pool)
 
 
 def test_nothing_waits_for_the_device(
     decoding: tuple[GpuModel, PagedRun, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, run, last, tables = decoding
+    gpu, run, last, block_tables = decoding
     pool = run.pool.clone()
     mixed = StepBatch(
         token_ids=ints([7, 11, 12, 13]),
-        contexts=ints([18, 5]),
-        counts=ints([1, 3]),
-        tables=tables,
+        context_lens=ints([18, 5]),
+        query_lens=ints([1, 3]),
+        block_tables=block_tables,
         logit_rows=ints([0, 3]),
-        singles=1,
+        num_decodes=1,
     )
     with NoWaiting():
         gpu.step(mixed, pool)
-        gpu.decode(last, ints([18, -1]), tables, pool)
+        gpu.decode(last, ints([18, -1]), block_tables, pool)
         with pytest.raises(AssertionError, match="waits"):
             last[0].item()
 

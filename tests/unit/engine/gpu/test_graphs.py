@@ -7,10 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.backends.gpu.device import HostLane, Work
-from baton.engine.backends.gpu.graphs import DecodeGraphs, batch_sizes, table_widths
-from baton.engine.backends.gpu.inputs import Tables, num_elements, sections
-from baton.engine.backends.gpu.launches import GpuSettings
+from baton.engine.backends.gpu.device import HostStream, Work
+from baton.engine.backends.gpu.graphs import (
+    DecodeGraphs,
+    batch_sizes,
+    num_elements,
+    sections,
+    table_widths,
+)
+from baton.engine.backends.gpu.launches import BlockTables, GpuSettings
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -59,7 +64,7 @@ def test_tables_are_those_of_their_sequences(dice: object) -> None:
     import random  # noqa: PLC0415
 
     assert isinstance(dice, random.Random)
-    tables = Tables(3, 10)
+    block_tables = BlockTables(3, 10)
     alive = [Sequence(str(i), [1], 1, SamplingParams()) for i in range(9)]
     for _ in range(30):
         some = dice.sample(alive, dice.randint(1, 3))
@@ -74,13 +79,13 @@ def test_tables_are_those_of_their_sequences(dice: object) -> None:
             one.block_ids = one.block_ids or [7]
         width = dice.choice((5, 10))
         into = torch.full((len(some), width), -9, dtype=torch.int32)
-        tables.gather(some, into)
+        block_tables.gather(some, into)
         for one, row in zip(some, into.tolist(), strict=True):
             assert row == (one.block_ids + [0] * 10)[:width]
-            assert tables.blocks(one) == one.block_ids
+            assert block_tables.blocks(one) == one.block_ids
 
 
-class CountingLane(HostLane):
+class CountingLane(HostStream):
     """Captures as a graph does: runs nothing meanwhile that would count, and replays later."""
 
     def __init__(self) -> None:
@@ -99,13 +104,13 @@ class CountingLane(HostLane):
 
 
 def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone() -> None:
-    lane, pool = CountingLane(), new_pool(12)
+    stream, pool = CountingLane(), new_pool(12)
     with torch.inference_mode():
-        graphs = DecodeGraphs(MODEL, pool, lane, 5, 16)
+        graphs = DecodeGraphs(MODEL, pool, stream, 5, 16)
         seen: list[tuple[int, int]] = []
         figures = graphs.capture(lambda done, total: seen.append((done, total)))
         assert figures.sizes == (1, 2, 4, 5)
-        assert figures.num_graphs == lane.captured == 4
+        assert figures.num_graphs == stream.captured == 4
         assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
         assert not pool.any()
         pool += torch.linspace(-1, 1, pool.numel()).view_as(pool)
@@ -113,20 +118,22 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone() -
             shape = graphs.shape(rows, 3)
             inputs = graphs.inputs(*shape)
             inputs.token_ids.copy_(torch.arange(shape[0]) + 3)
-            inputs.contexts.fill_(-1)
-            inputs.contexts[:rows] = torch.arange(rows) + 2
-            inputs.tables.zero_()
-            inputs.tables[:rows, :3] = torch.arange(3) + torch.arange(rows)[:, None]
+            inputs.context_lens.fill_(-1)
+            inputs.context_lens[:rows] = torch.arange(rows) + 2
+            inputs.block_tables.zero_()
+            inputs.block_tables[:rows, :3] = torch.arange(3) + torch.arange(rows)[:, None]
             mine = pool.clone()
-            expected = MODEL.decode(inputs.token_ids, inputs.contexts, inputs.tables, mine)
+            expected = MODEL.decode(
+                inputs.token_ids, inputs.context_lens, inputs.block_tables, mine
+            )
             got = graphs.decode(*shape)
             assert got.shape == (shape[0], CONFIG.vocab_size)
             assert torch.equal(got[:rows], expected[:rows])
             assert torch.equal(pool, mine)
-    assert lane.replayed == 5
+    assert stream.replayed == 5
 
 
-class FailingLane(HostLane):
+class FailingLane(HostStream):
     def capture(self, work: Work) -> Work:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -139,6 +146,6 @@ def test_what_cannot_be_captured_is_told_with_the_option_that_helps() -> None:
 
 
 def test_a_batch_beyond_the_ladder_is_nobodys() -> None:
-    graphs = DecodeGraphs(MODEL, new_pool(1), HostLane(), 4, SIZE)
+    graphs = DecodeGraphs(MODEL, new_pool(1), HostStream(), 4, SIZE)
     with pytest.raises(StopIteration):
         graphs.shape(5, 1)

@@ -1,4 +1,4 @@
-"""The budget of a GPU's memory: sums that add up, and errors that say what would mend them."""
+"""The budget of a GPU's memory: sums that add up, and errors that say hints."""
 
 from __future__ import annotations
 
@@ -94,14 +94,12 @@ def test_a_size_that_is_not_there_is_told_with_what_is() -> None:
          r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch or --chunk-tokens"),
     ],
 )  # fmt: skip
-def test_nothing_left_says_what_would_mend_it(
-    usage: Usage, settings: dict[str, object], told: str
-) -> None:
+def test_nothing_left_gives_hints(usage: Usage, settings: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=f"no GPU memory is left for KV: .*{told}"):
         layout(usage, **settings)
 
 
-def test_what_does_not_fit_at_all_says_what_would_mend_it() -> None:
+def test_what_does_not_fit_at_all_gives_hints() -> None:
     told = str(memory.too_large(EngineConfig()))
     assert "--quantization fp8 or int8" in told
     assert "--chunk-tokens" in told
@@ -115,10 +113,10 @@ def test_graphs_keep_the_largest_step_and_something_for_each() -> None:
     assert 0 < two - one < 16 * MIB
 
 
-def test_the_table_tells_all_of_it() -> None:
+def test_the_summary_has_every_part() -> None:
     settings = EngineConfig(max_batch=8, chunk_tokens=256, quantization="fp8", kv_blocks=1000)
     found = layout(ROOMY, torch.int8, kv_blocks=1000)
-    text = memory.table("cuda:1 Card", ROOMY, found, settings, 2048, measured=False)
+    text = memory.summary("cuda:1 Card", ROOMY, found, settings, 2048, graphs_measured=False)
     assert text.splitlines() == [
         "GPU memory of cuda:1 Card: 80.00 GiB, of which --gpu-memory 0.9 is 72.00 GiB",
         "  weights       16.00 GiB  fp8",
@@ -129,7 +127,7 @@ def test_the_table_tells_all_of_it() -> None:
         "  free          60.00 GiB",
         "  sequences that fit: 15 of 1024 tokens, 7 of 2048 tokens",
     ]
-    captured = memory.table("cuda:1 Card", ROOMY, found, settings, 100_000, measured=True)
+    captured = memory.summary("cuda:1 Card", ROOMY, found, settings, 100_000, graphs_measured=True)
     assert "1.00 GiB  measured" in captured
     assert captured.endswith(
         "fit: 15 of 1024 tokens, 3 of 4096 tokens, 1 of 8192 tokens, 0 of 100000 tokens"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.ops.torch.rows import place
+from baton.engine.ops.torch.attention import place
 from baton.engine.ops.triton.placement import Placement, place_rows, place_rows_reference
 
 
@@ -15,17 +15,19 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def batch(counts: list[int], contexts: list[int], block_size: int) -> StepBatch:
-    """Sequences over scattered blocks, their tables one block wider than they need."""
-    width = max(map(sum, zip(contexts, counts, strict=True))) // block_size + 2
-    tables = torch.randperm(len(counts) * width, generator=torch.Generator().manual_seed(5)).int()
+def batch(query_lens: list[int], context_lens: list[int], block_size: int) -> StepBatch:
+    """Sequences over scattered blocks, their block_tables one block wider than they need."""
+    width = max(map(sum, zip(context_lens, query_lens, strict=True))) // block_size + 2
+    block_tables = torch.randperm(
+        len(query_lens) * width, generator=torch.Generator().manual_seed(5)
+    ).int()
     return StepBatch(
-        token_ids=torch.zeros(sum(counts), dtype=torch.int32),
-        contexts=ints(contexts),
-        counts=ints(counts),
-        tables=tables.view(len(counts), width),
+        token_ids=torch.zeros(sum(query_lens), dtype=torch.int32),
+        context_lens=ints(context_lens),
+        query_lens=ints(query_lens),
+        block_tables=block_tables.view(len(query_lens), width),
         logit_rows=ints([]),
-        singles=counts.count(1),
+        num_decodes=query_lens.count(1),
     )
 
 
@@ -38,7 +40,7 @@ def assert_equal(got: Placement, expected: Placement) -> None:
 
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize(
-    ("counts", "contexts"),
+    ("query_lens", "context_lens"),
     [
         ([1], [0]),
         ([1, 1, 1], [0, 15, 100]),
@@ -49,35 +51,37 @@ def assert_equal(got: Placement, expected: Placement) -> None:
     ],
 )
 def test_rows_lie_where_the_torch_model_puts_them(
-    counts: list[int], contexts: list[int], block_size: int
+    query_lens: list[int], context_lens: list[int], block_size: int
 ) -> None:
-    step = batch(counts, contexts, block_size)
-    got = place_rows(step.contexts, step.counts, step.tables, sum(counts), block_size)
+    step = batch(query_lens, context_lens, block_size)
+    got = place_rows(
+        step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
+    )
     placed = place(step, block_size)
     assert got.positions.tolist() == placed.positions.tolist()
     assert got.slots.tolist() == placed.attention.slots.tolist()
-    singles = step.singles
-    assert got.lengths[:singles].tolist() == placed.attention.decode_lengths.tolist()
+    num_decodes = step.num_decodes
+    assert got.lengths[:num_decodes].tolist() == placed.attention.decode_lengths.tolist()
     reference = place_rows_reference(
-        step.contexts, step.counts, step.tables, sum(counts), block_size
+        step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
     )
     assert_equal(got, reference)
 
 
 def test_padding_has_no_slot_and_sees_nothing() -> None:
-    contexts = ints([20, -1, 0, -1])
-    tables = torch.arange(8, dtype=torch.int32).view(4, 2)
-    got = place_rows(contexts, None, tables, 4, 16)
+    context_lens = ints([20, -1, 0, -1])
+    block_tables = torch.arange(8, dtype=torch.int32).view(4, 2)
+    got = place_rows(context_lens, None, block_tables, 4, 16)
     assert got.positions.tolist() == [20, 0, 0, 0]
     assert got.slots.tolist() == [1 * 16 + 4, -1, 4 * 16, -1]
     assert got.lengths.tolist() == [21, 0, 1, 0]
-    assert_equal(got, place_rows_reference(contexts, None, tables, 4, 16))
+    assert_equal(got, place_rows_reference(context_lens, None, block_tables, 4, 16))
 
 
 def test_one_row_each_is_the_same_with_and_without_counts() -> None:
     step = batch([1] * 130, list(range(130)), 16)
-    with_counts = place_rows(step.contexts, step.counts, step.tables, 130, 16)
-    assert_equal(place_rows(step.contexts, None, step.tables, 130, 16), with_counts)
+    with_counts = place_rows(step.context_lens, step.query_lens, step.block_tables, 130, 16)
+    assert_equal(place_rows(step.context_lens, None, step.block_tables, 130, 16), with_counts)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 33])

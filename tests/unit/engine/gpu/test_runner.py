@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.engine.backends.gpu.device import HostLane, Lane
+from baton.engine.backends.gpu.device import HostStream, Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 from tests.unit.engine.gpu.driving import CONFIG, MAX_CONTEXT, Driven, on_gpu, plain
-from tests.unit.engine.gpu.lazy_lane import LazyLane
+from tests.unit.engine.gpu.lazy_stream import LazyStream
 
 
 @dataclass
-class Story:
+class Scenario:
     """Who comes and who is cancelled before each step; the same however it is computed."""
 
     coming: dict[int, list[Sequence]]
     leaving: dict[int, list[str]]
 
 
-def a_story(seed: int, *, calm: bool = False) -> Story:
+def a_scenario(seed: int, *, calm: bool = False) -> Scenario:
     """Calm ones decode for long with few changes; others come, go and ask for everything."""
     dice = random.Random(seed)
     coming: dict[int, list[Sequence]] = {}
@@ -40,7 +40,7 @@ def a_story(seed: int, *, calm: bool = False) -> Story:
         coming.setdefault(at, []).append(Sequence(name, prompt, len(prompt), params))
         if dice.random() < (0.2 if calm else 0.3):
             leaving.setdefault(at + dice.randrange(1, 20), []).append(name)
-    return Story(coming, leaving)
+    return Scenario(coming, leaving)
 
 
 def _settings(dice: random.Random, calm: bool) -> dict[str, object]:
@@ -62,13 +62,13 @@ def _settings(dice: random.Random, calm: bool) -> dict[str, object]:
     return settings
 
 
-def tell(story: Story, driven: Driven) -> Driven:
-    end = max([*story.coming, *story.leaving]) + 1
+def play(scenario: Scenario, driven: Driven) -> Driven:
+    end = max([*scenario.coming, *scenario.leaving]) + 1
     for at in range(end):
-        for sequence in story.coming.get(at, ()):
+        for sequence in scenario.coming.get(at, ()):
             tokens, length = list(sequence.tokens), sequence.prompt_tokens
             driven.come(Sequence(sequence.seq_id, tokens, length, sequence.params))
-        for name in story.leaving.get(at, ()):
+        for name in scenario.leaving.get(at, ()):
             driven.cancel(name)
         if driven.busy:
             driven.step()
@@ -81,10 +81,10 @@ def tell(story: Story, driven: Driven) -> Driven:
 
 
 def _check(driven: Driven) -> None:
-    lane = getattr(driven.runner, "_lane", None)
-    if isinstance(lane, LazyLane):
-        flying = driven.runner._ahead is not None  # type: ignore[attr-defined]
-        assert lane.unwaited == flying, "what the plan computed is there, for everybody to see"
+    stream = getattr(driven.runner, "_stream", None)
+    if isinstance(stream, LazyStream):
+        flying = driven.runner._async_launch is not None  # type: ignore[attr-defined]
+        assert stream.unwaited == flying, "what the plan computed is there, for everybody to see"
 
 
 def assert_same(some: Driven, others: Driven) -> None:
@@ -100,20 +100,20 @@ def assert_same(some: Driven, others: Driven) -> None:
             assert some.logprobs[name] == others.logprobs[name]
 
 
-def lanes(seed: int) -> list[Lane]:
-    return [HostLane(), LazyLane(), LazyLane(seed)]
+def streams(seed: int) -> list[Stream]:
+    return [HostStream(), LazyStream(), LazyStream(seed)]
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_blocks", [17, 200], ids=["tiny pool", "roomy"])
 def test_tokens_are_those_of_the_plain_runner(seed: int, num_blocks: int) -> None:
-    story = a_story(seed)
-    expected = tell(story, plain(num_blocks))
+    scenario = a_scenario(seed)
+    expected = play(scenario, plain(num_blocks))
     preempted = expected.planner.preemptions
     assert (preempted > 0) == (num_blocks == 17)
-    for at, lane in enumerate(lanes(seed)):
-        driven = on_gpu(lane, num_blocks, graphs=at % 2 == 0)
-        assert_same(tell(story, driven), expected)
+    for at, stream in enumerate(streams(seed)):
+        driven = on_gpu(stream, num_blocks, graphs=at % 2 == 0)
+        assert_same(play(scenario, driven), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -123,37 +123,40 @@ def test_tokens_are_those_of_the_plain_runner(seed: int, num_blocks: int) -> Non
 def test_so_they_are_without_overlap_with_drafts_and_in_small_batches(
     seed: int, options: dict[str, int]
 ) -> None:
-    story = a_story(100 + seed)
+    scenario = a_scenario(100 + seed)
     theirs = {name: value for name, value in options.items() if name != "overlap"}
-    expected = tell(story, plain(60, **theirs))
-    assert_same(tell(story, on_gpu(LazyLane(seed), 60, **options)), expected)  # type: ignore[arg-type]
+    expected = play(scenario, plain(60, **theirs))
+    assert_same(play(scenario, on_gpu(LazyStream(seed), 60, **options)), expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_steady_decoding_is_ahead_of_its_plans_and_the_same(seed: int) -> None:
-    story = a_story(200 + seed, calm=True)
-    driven = tell(story, on_gpu(LazyLane(seed), 200))
-    assert_same(driven, tell(story, plain(200)))
+    scenario = a_scenario(200 + seed, calm=True)
+    driven = play(scenario, on_gpu(LazyStream(seed), 200))
+    assert_same(driven, play(scenario, plain(200)))
     assert isinstance(driven.runner, GpuRunner)
-    counts = driven.runner.counts
-    assert counts.ahead > 0.6 * counts.launches
-    assert counts.wasted_rows < 0.2 * counts.ahead_rows
-    assert tell(story, on_gpu(LazyLane(seed), 200, overlap=False)).runner.counts.ahead == 0  # type: ignore[attr-defined]
+    stats = driven.runner.stats
+    assert stats.async_launches > 0.6 * stats.launches
+    assert stats.wasted_rows < 0.2 * stats.async_rows
+    assert (
+        play(scenario, on_gpu(LazyStream(seed), 200, overlap=False)).runner.stats.async_launches
+        == 0
+    )  # type: ignore[attr-defined]
 
 
 def test_padding_is_counted() -> None:
-    driven = on_gpu(HostLane(), 100, max_batch=6)
+    driven = on_gpu(HostStream(), 100, max_batch=6)
     for name in "abcde":
         driven.add(Sequence(name, [5, 6], 2, SamplingParams(max_tokens=3, ignore_eos=True)))
     driven.finish()
-    counts = driven.runner.counts  # type: ignore[attr-defined]
-    assert (counts.rows, counts.padding_rows, counts.launches) == (10, 2, 2)
+    stats = driven.runner.stats  # type: ignore[attr-defined]
+    assert (stats.rows, stats.padding_rows, stats.launches) == (10, 2, 2)
     assert driven.runner.decode_rows == {"wanted": 10, "padding": 2, "wasted": 0}  # type: ignore[attr-defined]
 
 
 def test_a_sequence_runs_up_to_the_longest_context() -> None:
     params = SamplingParams(max_tokens=1000, ignore_eos=True)
-    both = [plain(40), on_gpu(LazyLane(), 40)]
+    both = [plain(40), on_gpu(LazyStream(), 40)]
     for driven in both:
         driven.add(Sequence("a", [7, 8, 9], 3, params))
         driven.finish()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.config import Rope
-from baton.engine.models.rope import rope_tables
+from baton.engine.models.decoder import rope_tables
 from baton.engine.ops.triton.rope_kv import rope_and_write, rope_and_write_reference
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, unpack_rows
 

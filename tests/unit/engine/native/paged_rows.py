@@ -11,20 +11,18 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.ops.native import library
-from baton.engine.ops.native.structures import Pool
-from baton.engine.ops.torch.attention import attend
-from baton.engine.ops.torch.rows import PlacedRows, place
+from baton.engine.ops.native.model import Pool
+from baton.engine.ops.torch.attention import RowPositions, attend, place
 
 native = library.load()
 
-SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 LAYERS, LAYER = 2, 1
 EPS = 1e-5
 SCALE_BYTES = 4
 
 
 class CSpan(Structure):
-    """`Span` of attention.h."""
+    """`Span` of kernels.h."""
 
     _fields_ = (
         ("first_row", c_int32),
@@ -35,7 +33,7 @@ class CSpan(Structure):
 
 
 class CShape(Structure):
-    """`AttentionShape` of attention.h."""
+    """`AttentionShape` of kernels.h."""
 
     _fields_ = (
         ("heads", c_int32),
@@ -147,24 +145,24 @@ class PagedRows:
         q = self.qkv[:, : self.heads.heads * self.heads.head_size].float()
         q = q.view(len(q), self.heads.heads, self.heads.head_size)
         window = self.heads.window or None
-        pool = pool.nan_to_num()  # the reference pads tables with block 0
+        pool = pool.nan_to_num()  # the reference pads block_tables with block 0
         return attend(q, pool, LAYER, self.placed().attention, self.heads.scale, window)
 
-    def placed(self) -> PlacedRows:
+    def placed(self) -> RowPositions:
         """Where the torch path finds the rows; sequences of one row come first."""
         width = max(len(span.blocks) for span in self.spans)
-        counts = [span.count for span in self.spans]
-        rows = sum(counts)
+        query_lens = [span.count for span in self.spans]
+        rows = sum(query_lens)
         batch = StepBatch(
             token_ids=torch.zeros(rows, dtype=torch.int32),
-            contexts=torch.tensor([span.context for span in self.spans], dtype=torch.int32),
-            counts=torch.tensor(counts, dtype=torch.int32),
-            tables=torch.tensor(
+            context_lens=torch.tensor([span.context for span in self.spans], dtype=torch.int32),
+            query_lens=torch.tensor(query_lens, dtype=torch.int32),
+            block_tables=torch.tensor(
                 [span.blocks + [0] * (width - len(span.blocks)) for span in self.spans],
                 dtype=torch.int32,
             ),
             logit_rows=torch.arange(rows, dtype=torch.int32),
-            singles=counts.count(1),
+            num_decodes=query_lens.count(1),
         )
         return place(batch, self.heads.block_size)
 
@@ -177,12 +175,13 @@ class PagedRows:
         shape: CShape,
         out: Tensor | None = None,
     ) -> None:
-        assert native is not None
         shape.layer = LAYER
         # An entry behind those needed is no block at all.
-        tables = [torch.tensor([*self._needed(span), 1 << 30], dtype=torch.int32) for span in spans]
+        block_tables = [
+            torch.tensor([*self._needed(span), 1 << 30], dtype=torch.int32) for span in spans
+        ]
         structs, row = (CSpan * len(spans))(), 0
-        for struct, span, table in zip(structs, spans, tables, strict=True):
+        for struct, span, table in zip(structs, spans, block_tables, strict=True):
             struct.first_row, struct.count, struct.context = row, span.count, span.context
             struct.table = table.data_ptr()
             row += span.count
@@ -195,7 +194,7 @@ class PagedRows:
             heads.head_size,
             heads.int8,
         )
-        function = native[f"baton_{name}_{SUFFIXES[heads.dtype]}"]
+        function = library.require(heads.dtype)[f"baton_{name}"]
         results = [out.data_ptr()] if out is not None else []
         function.argtypes = (
             *(c_int32, c_void_p, POINTER(CSpan), c_int32, POINTER(CShape), POINTER(Pool)),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.models.decoder import rms_norm
 from baton.engine.ops.native import library
-from baton.engine.weights.linear import silu_gate
+from baton.engine.ops.torch.linear import silu_gate
 
 native = library.load()
 pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
@@ -28,10 +28,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def add_rms_norm(
     suffix: str, hidden: Tensor, added: Tensor | None, weight: Tensor, threads: int = 1
 ) -> Tensor:
-    assert native is not None
     rows, size = hidden.shape
     out = torch.empty_like(hidden)
-    native[f"baton_add_rms_norm_{suffix}"](
+    library.require(DTYPES[suffix]).baton_add_rms_norm(
         threads,
         ctypes.c_void_p(hidden.data_ptr()),
         ctypes.c_void_p(added.data_ptr() if added is not None else None),
@@ -45,10 +44,9 @@ def add_rms_norm(
 
 
 def silu_mul(suffix: str, gate_up: Tensor, threads: int = 1) -> Tensor:
-    assert native is not None
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype)
-    native[f"baton_silu_mul_{suffix}"](
+    library.require(DTYPES[suffix]).baton_silu_mul(
         threads,
         ctypes.c_void_p(gate_up.data_ptr()),
         rows,

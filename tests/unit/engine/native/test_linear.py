@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.ops.native import library
+from baton.engine.ops.native.model import Linear
 from baton.engine.ops.native.packing import ACTIVATION_OFFSET, PANEL, pack
-from baton.engine.ops.native.structures import Linear
 from baton.engine.weights.quantize import Int8Weight, quantize_rows
 
 native = library.load()
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(native is None, reason="no native library can be
 
 @dataclass(frozen=True)
 class Kind:
-    """Types of a product, named as the library's function is."""
+    """Types of a product."""
 
-    function: str
+    name: str
     activations: torch.dtype
     outputs: torch.dtype
 
@@ -33,7 +33,7 @@ F32 = Kind("f32", torch.float32, torch.float32)
 BF16 = Kind("bf16", torch.bfloat16, torch.bfloat16)
 BF16_FLOATS = Kind("bf16_floats", torch.bfloat16, torch.float32)
 KINDS = (F32, BF16, BF16_FLOATS)
-by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.function)
+by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 BF16_ROUNDING = 2**-8  # moves a value by so much of itself at most
 UNTOUCHED = 77.0
@@ -54,9 +54,9 @@ def linear(
     weight: Tensor | Int8Weight,
     bias: Tensor | None = None,
     threads: int = 1,
-    kernels: ctypes.CDLL | None = native,
+    kernels: ctypes.CDLL | None = None,
 ) -> Tensor:
-    assert kernels is not None
+    kernels = kernels or library.require(kind.activations)
     rows, (outputs, inputs) = x.shape[0], weight.shape
     scales = offsets = None
     if isinstance(weight, Int8Weight):
@@ -78,7 +78,8 @@ def linear(
     scratch = torch.empty(size(ctypes.byref(weights), rows), dtype=torch.uint8)
     # The row behind the last is to stay as it is.
     y = torch.full((rows + 1, outputs), UNTOUCHED, dtype=kind.outputs)
-    kernels[f"baton_linear_{kind.function}"](
+    function = "baton_linear" if kind.outputs == kind.activations else "baton_linear_floats"
+    kernels[function](
         threads,
         ctypes.c_void_p(x.data_ptr()),
         rows,
@@ -193,7 +194,7 @@ def test_a_row_has_the_same_bits_in_every_company(
 def test_every_kind_of_cpu_multiplies(kind: Kind, target: library.Target) -> None:
     if not target.cpu <= library._cpu_flags():
         pytest.skip(f"this CPU is no {target.name}")
-    kernels = library.load_target(target)
+    kernels = library.load_target(target, kind.activations)
     x = random(61, 579, seed=1, dtype=kind.activations)
     plain = random(150, 579, seed=2, dtype=kind.activations)
     assert_close(kind, linear(kind, x, plain, kernels=kernels), x, plain, None)

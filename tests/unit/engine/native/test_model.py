@@ -14,8 +14,7 @@ from torch import Tensor
 
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
-from baton.engine.ops.native.model import NativeModel
-from baton.engine.ops.native.structures import PHASES
+from baton.engine.ops.native.model import PHASES, NativeModel
 from baton.engine.weights.quantize import Int8Weight
 from baton.engine.weights.weights import random_weights
 from tests.unit.engine.paged import PagedRun, PagedSequence
@@ -45,10 +44,12 @@ def as_is(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def logits(model: Model | NativeModel, counts: tuple[int, ...], int8_kv: bool = False) -> Tensor:
+def logits(
+    model: Model | NativeModel, query_lens: tuple[int, ...], int8_kv: bool = False
+) -> Tensor:
     run = PagedRun(model, kv_int8=int8_kv)
     sequence = run.add(TOKENS)
-    return torch.cat([run.step((sequence, count))[0] for count in counts])
+    return torch.cat([run.step((sequence, count))[0] for count in query_lens])
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -86,7 +87,6 @@ def test_bfloat16_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) 
 def test_every_kind_of_cpu_computes_the_same(target: library.Target) -> None:
     if not target.cpu <= library._cpu_flags():
         pytest.skip(f"this CPU is no {target.name}")
-    other = library.load_target(target)
     for dtype, int8, limit in (
         (torch.float32, False, 1e-6),
         (torch.bfloat16, False, 2e-2),
@@ -96,6 +96,7 @@ def test_every_kind_of_cpu_computes_the_same(target: library.Target) -> None:
             CONFIG, dtype, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
         )
         expected = logits(NativeModel(CONFIG, weights, dtype), (90,))
+        other = library.load_target(target, dtype)
         got = logits(NativeModel(CONFIG, weights, dtype, other), (50, 1, 39))
         assert relative_error(got, expected) <= limit
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.config import Rope
-from baton.engine.models.decoder import rms_norm
-from baton.engine.models.rope import rope_tables, rotate
+from baton.engine.models.decoder import rms_norm, rope_tables, rotate
 from baton.engine.ops.torch.attention import write_kv
 from tests.unit.engine.native.paged_rows import (
     EPS,

@@ -3,15 +3,93 @@
 // The query heads that share a KV head, of all rows of a piece, are the rows of one product. Keys
 // are taken in tiles aligned to position 0, so that a row's sums are added up in one order,
 // whatever is beside it.
-#include "attention.h"
+#include "kernels.h"
 
+#include <limits>
 #include <type_traits>
 
 #include "key_tile.h"
-#include "softmax.h"
 
 namespace baton {
 namespace {
+
+// The softmax, a tile of keys at a time, corrected as larger scores come
+// (https://arxiv.org/abs/1805.02867). In powers of two: scores come multiplied by log2(e).
+
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+inline f32x16 larger(f32x16 a, f32x16 b) {
+#ifdef __AVX512F__
+    return (f32x16)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// Keys of a tile that a query sees, [first, last].
+struct Visible {
+    int first, last;
+    bool all() const { return first <= 0 && last >= TILE_KEYS - 1; }
+};
+
+inline f32x16 hide(f32x16 scores, Visible visible, int first_key) {
+    const i32x16 key = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_key;
+    const i32x16 seen = (key >= visible.first) & (key <= visible.last);
+    return seen ? scores : splat(NEVER);
+}
+
+// What is known of a query after some tiles.
+struct Softmax {
+    f32x16 total;  // weights so far, added up in lanes
+    float peak;    // the largest score so far
+};
+
+typedef float TileScores[TILE_KEYS];
+
+// Scales and hides a query's scores, in place; returns the largest. Like `weigh` it is not inlined
+// for each number of rows: that would be two thirds of the compiler's time, and no faster.
+[[gnu::noinline]] inline float finish_scores(TileScores& scores, const float* scales,
+                                             Visible visible) {
+    f32x16 best = splat(NEVER);
+    for (int i = 0; i < TILE_KEYS; i += LANES) {
+        f32x16 score = load<f32x16>(scores + i) * load<f32x16>(scales + i);
+        if (!visible.all()) score = hide(score, visible, i);
+        store(scores + i, score);
+        best = larger(best, score);
+    }
+    return largest(best);
+}
+
+// Turns a query's scores into weights; their sum is added to what was before, corrected.
+template <class Element>
+[[gnu::noinline]] inline void weigh(const TileScores& scores, const float* value_scales,
+                                    float correction, Softmax& state, Element* weights) {
+    f32x16 total = state.total * correction;
+    for (int i = 0; i < TILE_KEYS; i += LANES) {
+        const f32x16 weight = power_of_two(load<f32x16>(scores + i) - state.peak);
+        total += weight;
+        store_floats(weights + i, weight * load<f32x16>(value_scales + i));
+    }
+    state.total = total;
+}
+
+// Scores of some queries -> their weights, and what their earlier sums are to be multiplied by.
+template <int ROWS, class Element>
+inline void softmax(TileScores (&scores)[ROWS], const Visible (&visible)[ROWS],
+                    const KeyTile<Element>& tile, Softmax* states, float* corrections,
+                    Element (&weights)[ROWS][TILE_KEYS]) {
+    static_assert(ROWS <= LANES);
+    float lag[LANES] = {};
+    for (int i = 0; i < ROWS; i++) {
+        const float peak = finish_scores(scores[i], tile.key_scales, visible[i]);
+        lag[i] = states[i].peak;
+        states[i].peak = peak > lag[i] ? peak : lag[i];
+        lag[i] -= states[i].peak;
+    }
+    store(corrections, power_of_two(load<f32x16>(lag)));
+    for (int i = 0; i < ROWS; i++)
+        weigh(scores[i], tile.value_scales, corrections[i], states[i], weights[i]);
+}
 
 // Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
@@ -59,7 +137,7 @@ class PieceAttention {
         count_ = piece.count;
         const size_t stride = size_t(shape_.heads + 2 * pool_.kv_heads) * size_;
         const size_t row = piece.span->first_row + piece.first;
-        const size_t column = size_t(piece.lane) * group_ * size_;
+        const size_t column = size_t(piece.kv_head) * group_ * size_;
         take_queries(qkv + row * stride + column, stride);
         visit_tiles(piece, next);
         const size_t out_stride = size_t(shape_.heads) * size_;
@@ -80,7 +158,7 @@ class PieceAttention {
     HeadRows rows_of(const Piece& piece) const {
         const Span& span = *piece.span;
         const auto part = [&](Part which) {
-            return PagedRows::of(pool_, shape_.layer, piece.lane, which, span.table, queries_.rows);
+            return PagedRows::of(pool_, shape_.layer, piece.kv_head, which, span.table, queries_.rows);
         };
         return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
     }
@@ -159,7 +237,7 @@ class PieceAttention {
                             int groups, f32x16 (&sums)[ROWS][VECTORS]) {
         constexpr int STEP = 8;  // head_size / GROUP is a multiple of it
         for (int g = 0; g < groups; g += STEP) {
-            tile_.ahead.fetch(8);
+            tile_.prefetcher.fetch(8);
             multiply(a + g * GROUP, a_stride, b + g * columns * GROUP, columns * GROUP, STEP, sums);
         }
     }
@@ -190,33 +268,24 @@ void attend(Team& team, const Element* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Element* out) {
     const int group = shape.heads / pool.kv_heads;
     Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads);
-    Pieces ahead = pieces;
+    Pieces upcoming = pieces;
     PieceAttention<Element> attention(shape, pool);
     team.share(pieces.count(), [&](int i) {
         // The next piece is most likely this one if all threads advance alike.
-        const Piece next = ahead.at(std::min(i + team.threads(), pieces.count() - 1));
+        const Piece next = upcoming.at(std::min(i + team.threads(), pieces.count() - 1));
         attention.run(pieces.at(i), next, qkv, out);
     });
 }
 
-template void attend(Team&, const float*, const Span*, int, const AttentionShape&, const Pool&,
-                     float*);
-template void attend(Team&, const bf16*, const Span*, int, const AttentionShape&, const Pool&,
-                     bf16*);
+template void attend(Team&, const Activation*, const Span*, int, const AttentionShape&, const Pool&,
+                     Activation*);
 
 }  // namespace baton
 
-#define EXPORT(suffix, Element)                                                                 \
-    void baton_attend_##suffix(int threads, const void* qkv, const baton::Span* spans,          \
-                               int num_spans, const baton::AttentionShape* shape,               \
-                               const baton::Pool* pool, void* out) {                            \
-        baton::with_team(threads, [&](baton::Team& team) {                                      \
-            baton::attend(team, (const Element*)qkv, spans, num_spans, *shape, *pool,           \
-                          (Element*)out);                                                       \
-        });                                                                                     \
-    }
-
-extern "C" {
-EXPORT(f32, float)
-EXPORT(bf16, baton::bf16)
+extern "C" void baton_attend(int threads, const baton::Activation* qkv, const baton::Span* spans,
+                             int num_spans, const baton::AttentionShape* shape,
+                             const baton::Pool* pool, baton::Activation* out) {
+    baton::with_team(threads, [&](baton::Team& team) {
+        baton::attend(team, qkv, spans, num_spans, *shape, *pool, out);
+    });
 }

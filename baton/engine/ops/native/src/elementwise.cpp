@@ -1,8 +1,6 @@
-#include "elementwise.h"
+#include "kernels.h"
 
 #include <cmath>
-
-#include "exponential.h"
 
 namespace baton {
 namespace {
@@ -65,31 +63,25 @@ void silu_mul(Team& team, const Element* gate_up, int rows, int size, Element* o
     });
 }
 
-#define FOR_TYPE(Element)                                                                            \
-    template void embed(Team&, const Element*, const int32_t*, int, int, Element*);                  \
-    template void add_rms_norm(Team&, Element*, const Element*, const Element*, float, int, int,     \
-                               Element*);                                                            \
-    template void silu_mul(Team&, const Element*, int, int, Element*);
-FOR_TYPE(float)
-FOR_TYPE(bf16)
+template void embed(Team&, const Activation*, const int32_t*, int, int, Activation*);
+template void add_rms_norm(Team&, Activation*, const Activation*, const Activation*, float, int, int,
+                           Activation*);
+template void silu_mul(Team&, const Activation*, int, int, Activation*);
 
 }  // namespace baton
 
-#define EXPORT(suffix, Element)                                                                      \
-    void baton_add_rms_norm_##suffix(int threads, void* hidden, const void* added,                   \
-                                     const void* weight, float eps, int rows, int size, void* out) { \
-        baton::with_team(threads, [&](baton::Team& team) {                                           \
-            baton::add_rms_norm(team, (Element*)hidden, (const Element*)added,                       \
-                                (const Element*)weight, eps, rows, size, (Element*)out);             \
-        });                                                                                          \
-    }                                                                                                \
-    void baton_silu_mul_##suffix(int threads, const void* gate_up, int rows, int size, void* out) {  \
-        baton::with_team(threads, [&](baton::Team& team) {                                           \
-            baton::silu_mul(team, (const Element*)gate_up, rows, size, (Element*)out);               \
-        });                                                                                          \
-    }
+using baton::Activation;
 
 extern "C" {
-EXPORT(f32, float)
-EXPORT(bf16, baton::bf16)
+void baton_add_rms_norm(int threads, Activation* hidden, const Activation* added,
+                        const Activation* weight, float eps, int rows, int size, Activation* out) {
+    baton::with_team(threads, [&](baton::Team& team) {
+        baton::add_rms_norm(team, hidden, added, weight, eps, rows, size, out);
+    });
+}
+
+void baton_silu_mul(int threads, const Activation* gate_up, int rows, int size, Activation* out) {
+    baton::with_team(threads,
+                     [&](baton::Team& team) { baton::silu_mul(team, gate_up, rows, size, out); });
+}
 }

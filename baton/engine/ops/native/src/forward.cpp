@@ -1,17 +1,15 @@
 // One step of a Llama-family model: rows in, next-token scores out, KV written to the pool.
 //
-// The same computation as `Model` in baton/engine/models/decoder.py, which is the reference; one call a step,
+// The same computation as `Model` in baton/engine/models/decoder.py, its reference; one call a step,
 // so that nothing is dispatched or allocated between two of its hundreds of operations.
 #include <chrono>
 #include <vector>
 
-#include "attention.h"
-#include "elementwise.h"
-#include "linear.h"
+#include "kernels.h"
 
 namespace baton {
 
-// The structures are mirrored in baton/engine/ops/native/structures.py.
+// The structures are mirrored in baton/engine/ops/native/model.py.
 
 struct Layer {
     const void* input_norm;
@@ -46,14 +44,14 @@ struct Model {
 enum Phase { NORMS, QKV, ROTATION, ATTENTION, O, GATE_UP, SILU, DOWN, LOGITS, PHASES };
 
 struct Step {
-    const int32_t* token_ids;   // [rows]
-    const int32_t* contexts;    // [sequences]
-    const int32_t* counts;      // [sequences]
-    const int32_t* tables;      // [sequences][width]
-    const int32_t* logit_rows;  // [num_logits]
-    float* logits;              // [num_logits][vocab]
-    void* workspace;            // `baton_workspace` bytes
-    double* seconds;            // [PHASES], added to; or null
+    const int32_t* token_ids;     // [rows]
+    const int32_t* context_lens;  // [sequences]
+    const int32_t* query_lens;    // [sequences]
+    const int32_t* block_tables;  // [sequences][width]
+    const int32_t* logit_rows;    // [num_logits]
+    float* logits;                // [num_logits][vocab]
+    void* workspace;              // `baton_workspace` bytes
+    double* seconds;              // [PHASES], added to; or null
     Pool pool;
     int32_t rows;
     int32_t sequences;
@@ -132,9 +130,9 @@ std::vector<Span> spans_of(const Step& step) {
     std::vector<Span> spans(step.sequences);
     int32_t row = 0;
     for (int i = 0; i < step.sequences; i++) {
-        const int32_t* table = step.tables + size_t(i) * step.width;
-        spans[i] = Span{row, step.counts[i], step.contexts[i], table};
-        row += step.counts[i];
+        const int32_t* table = step.block_tables + size_t(i) * step.width;
+        spans[i] = Span{row, step.query_lens[i], step.context_lens[i], table};
+        row += step.query_lens[i];
     }
     return spans;
 }
@@ -244,19 +242,11 @@ size_t workspace(const Model& model, int rows) {
 }  // namespace baton
 
 extern "C" {
-void baton_step_f32(int threads, const baton::Model* model, const baton::Step* step) {
-    baton::run<float>(threads, *model, *step);
+void baton_step(int threads, const baton::Model* model, const baton::Step* step) {
+    baton::run<baton::Activation>(threads, *model, *step);
 }
 
-void baton_step_bf16(int threads, const baton::Model* model, const baton::Step* step) {
-    baton::run<baton::bf16>(threads, *model, *step);
-}
-
-size_t baton_workspace_f32(const baton::Model* model, int rows) {
-    return baton::workspace<float>(*model, rows);
-}
-
-size_t baton_workspace_bf16(const baton::Model* model, int rows) {
-    return baton::workspace<baton::bf16>(*model, rows);
+size_t baton_workspace(const baton::Model* model, int rows) {
+    return baton::workspace<baton::Activation>(*model, rows);
 }
 }

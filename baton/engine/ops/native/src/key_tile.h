@@ -16,9 +16,9 @@ struct HeadRows {
 
 // Brings rows that are needed soon into the cache, some lines whenever there is time: all at once
 // they would wait for each other, and the arithmetic for them.
-class Ahead {
+class Prefetcher {
    public:
-    void clear() { *this = Ahead(); }
+    void clear() { *this = Prefetcher(); }
 
     // At most MOST times.
     void add(const char* from, size_t bytes) {
@@ -57,7 +57,7 @@ class KeyTile {
     alignas(64) Element values[TILE_KEYS * MAX_HEAD_SIZE];  // [keys / GROUP][head_size][GROUP]
     alignas(64) float key_scales[TILE_KEYS];                // what scores are to be multiplied by
     alignas(64) float value_scales[TILE_KEYS];              // and weights
-    Ahead ahead;                                            // of the tile that comes next
+    Prefetcher prefetcher;                                  // of the tile that comes next
 
     KeyTile(int head_size, bool int8, float scale) : size_(head_size), int8_(int8), scale_(scale) {
         std::fill_n(key_scales, TILE_KEYS, scale);
@@ -66,7 +66,7 @@ class KeyTile {
 
     // Takes the tile from `first` on and begins to fetch that of `next` from `next_first` on.
     void take(const HeadRows& rows, int first, const HeadRows& next, int next_first) {
-        look_ahead(next, next_first);
+        prefetch(next, next_first);
         for (int run = 0; run < TILE_KEYS; run += RUN) {
             if (first + run >= rows.end) {
                 clear(run);
@@ -86,12 +86,12 @@ class KeyTile {
     }
 
    private:
-    void look_ahead(const HeadRows& next, int first) {
-        ahead.clear();
+    void prefetch(const HeadRows& next, int first) {
+        prefetcher.clear();
         const size_t bytes = RUN * next.keys.stride();
         for (int key = first; key < std::min(next.end, first + TILE_KEYS); key += RUN) {
-            ahead.add(next.keys.at(key), bytes);
-            ahead.add(next.values.at(key), bytes);
+            prefetcher.add(next.keys.at(key), bytes);
+            prefetcher.add(next.values.at(key), bytes);
         }
     }
 
@@ -107,7 +107,7 @@ class KeyTile {
         constexpr int PER_WORD = sizeof(uint32_t) / sizeof(Row);  // an int8 word becomes several
         for (int i = 0; i < size_; i += 4 * PER_WORD)
             for (int row = 0; row < RUN; row += WORDS) {
-                ahead.fetch(4);
+                prefetcher.fetch(4);
                 Words columns[4];
                 transpose(rows + row * stride + i * sizeof(Row), stride, columns);
                 Element* to = keys + i * TILE_KEYS + (run + row) * GROUP;
@@ -119,7 +119,7 @@ class KeyTile {
     template <class Row>
     void pack_values(const char* rows, size_t stride, int run) {
         for (int i = 0; i < RUN; i += GROUP) {
-            if (i % 4 == 0) ahead.fetch(4);
+            if (i % 4 == 0) prefetcher.fetch(4);
             const Row* group[GROUP];
             for (int j = 0; j < GROUP; j++) group[j] = (const Row*)(rows + (i + j) * stride);
             interleave(group, values + (run + i) * size_, size_);

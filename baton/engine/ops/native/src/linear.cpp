@@ -1,4 +1,4 @@
-#include "linear.h"
+#include "kernels.h"
 
 namespace baton {
 namespace {
@@ -244,24 +244,24 @@ void linear(Team& team, const Element* x, int rows, const Linear& weights, Outpu
     product<int8_t, Element>(team, left, rows, padded, y);
 }
 
-template void linear(Team&, const float*, int, const Linear&, float*, void*);
-template void linear(Team&, const bf16*, int, const Linear&, bf16*, void*);
+template void linear(Team&, const Activation*, int, const Linear&, Activation*, void*);
+#ifdef BATON_BF16
 template void linear(Team&, const bf16*, int, const Linear&, float*, void*);
+#endif
 
 }  // namespace baton
 
-#define EXPORT(name, Element, Output)                                                               \
-    void baton_linear_##name(int threads, const void* x, int rows, const baton::Linear* weights,    \
-                             void* y, void* scratch) {                                              \
+#define EXPORT(name, Output)                                                                        \
+    void name(int threads, const baton::Activation* x, int rows, const baton::Linear* weights,      \
+              Output* y, void* scratch) {                                                           \
         baton::with_team(threads, [&](baton::Team& team) {                                          \
-            baton::linear(team, (const Element*)x, rows, *weights, (Output*)y, scratch);            \
+            baton::linear(team, x, rows, *weights, y, scratch);                                     \
         });                                                                                         \
     }
 
 extern "C" {
-EXPORT(f32, float, float)
-EXPORT(bf16, baton::bf16, baton::bf16)
-EXPORT(bf16_floats, baton::bf16, float)
+EXPORT(baton_linear, baton::Activation)
+EXPORT(baton_linear_floats, float)
 size_t baton_linear_scratch(const baton::Linear* weights, int rows) {
     return baton::linear_scratch(*weights, rows);
 }

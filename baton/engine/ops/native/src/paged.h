@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "attention.h"
+#include "kernels.h"
 
 namespace baton {
 
@@ -51,37 +51,37 @@ struct Piece {
     const Span* span;
     int first;
     int count;
-    int lane;
+    int kv_head;
 };
 
-// All spans' rows in pieces of at most `rows`, each `lanes` times; the last rows come first, because
+// All spans' rows in pieces of at most `rows`, each once for each KV head; the last rows come first, because
 // in causal attention they take longest. A cursor: the pieces asked of it may skip, but not go back.
 class Pieces {
    public:
-    Pieces(const Span* spans, int num_spans, int rows, int lanes)
-        : spans_(spans), rows_(rows), lanes_(lanes), span_(num_spans) {
+    Pieces(const Span* spans, int num_spans, int rows, int kv_heads)
+        : spans_(spans), rows_(rows), kv_heads_(kv_heads), span_(num_spans) {
         for (int i = 0; i < num_spans; i++) total_ += pieces_of(spans[i]);
     }
 
-    int count() const { return total_ * lanes_; }
+    int count() const { return total_ * kv_heads_; }
 
     Piece at(int index) {
         while (index >= end_) {
             span_--;
             begin_ = end_;
-            end_ += pieces_of(spans_[span_]) * lanes_;
+            end_ += pieces_of(spans_[span_]) * kv_heads_;
         }
         const Span& span = spans_[span_];
-        const int from_end = (index - begin_) / lanes_;
+        const int from_end = (index - begin_) / kv_heads_;
         const int first = (pieces_of(span) - 1 - from_end) * rows_;
-        return Piece{&span, first, std::min(rows_, span.count - first), (index - begin_) % lanes_};
+        return Piece{&span, first, std::min(rows_, span.count - first), (index - begin_) % kv_heads_};
     }
 
    private:
     int pieces_of(const Span& span) const { return (span.count + rows_ - 1) / rows_; }
 
     const Span* spans_;
-    const int rows_, lanes_;
+    const int rows_, kv_heads_;
     int span_, total_ = 0;
     int begin_ = 0, end_ = 0;  // indices of the current span's pieces
 };

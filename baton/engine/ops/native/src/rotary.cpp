@@ -1,7 +1,7 @@
 // Rotary embedding, and the writing of K and V to the pool.
 #include <cmath>
 
-#include "attention.h"
+#include "kernels.h"
 #include "paged.h"
 #include "transpose.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int ROWS_AT_ONCE = 16;
 
-// Scales a head to unit mean square, times weight; rounds where `rms_norm` of model.py does.
+// Scales a head to unit mean square, times weight; rounds where `rms_norm` of decoder.py does.
 template <class Element>
 void normalise(Element* head, const Element* weight, float eps, int size) {
     f32x16 squares{};
@@ -100,20 +100,15 @@ void rotate_and_store(Team& team, Element* qkv, const Span* spans, int num_spans
     });
 }
 
-template void rotate_and_store(Team&, float*, const Span*, int, const AttentionShape&, const Pool&);
-template void rotate_and_store(Team&, bf16*, const Span*, int, const AttentionShape&, const Pool&);
+template void rotate_and_store(Team&, Activation*, const Span*, int, const AttentionShape&,
+                               const Pool&);
 
 }  // namespace baton
 
-#define EXPORT(suffix, Element)                                                                 \
-    void baton_rotate_##suffix(int threads, void* qkv, const baton::Span* spans, int num_spans, \
-                               const baton::AttentionShape* shape, const baton::Pool* pool) {   \
-        baton::with_team(threads, [&](baton::Team& team) {                                      \
-            baton::rotate_and_store(team, (Element*)qkv, spans, num_spans, *shape, *pool);      \
-        });                                                                                     \
-    }
-
-extern "C" {
-EXPORT(f32, float)
-EXPORT(bf16, baton::bf16)
+extern "C" void baton_rotate(int threads, baton::Activation* qkv, const baton::Span* spans,
+                             int num_spans, const baton::AttentionShape* shape,
+                             const baton::Pool* pool) {
+    baton::with_team(threads, [&](baton::Team& team) {
+        baton::rotate_and_store(team, qkv, spans, num_spans, *shape, *pool);
+    });
 }

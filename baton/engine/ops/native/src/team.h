@@ -33,7 +33,7 @@ class Team {
             return;
         }
         std::atomic<int>& next = shared_.next[turn_ % 3];
-        shared_.next[(turn_ + 1) % 3].store(0, std::memory_order_relaxed);  // nobody is there now
+        shared_.next[(turn_ + 1) % 3].store(0, std::memory_order_relaxed);  // unused now
         turn_++;
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
         barrier();
@@ -53,7 +53,7 @@ class Team {
             if (shared_.round.load(std::memory_order_acquire) != round) return;
             _mm_pause();
         }
-        // Somebody else has the core that the others need: they may have this one.
+        // Another process has the core that a slower thread needs: give this one up.
         shared_.round.wait(round, std::memory_order_acquire);
     }
 

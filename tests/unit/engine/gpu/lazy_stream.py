@@ -1,4 +1,4 @@
-"""A device that is always late: what is put on its lane runs when somebody waits, or by chance."""
+"""A device that is always late: work runs when the host waits for it, or by chance."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import TypeVar
 
 import torch
 
-from baton.engine.backends.gpu.device import HostLane, Work
+from baton.engine.backends.gpu.device import HostStream, Work
 
 T = TypeVar("T")
 
 
-class LazyLane(HostLane):
+class LazyStream(HostStream):
     """Keeps work back, so that whoever forgets to wait sees what was there before."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._dice = None if seed is None else random.Random(seed)
         self._waiting: deque[Work] = deque()
         self._done = 0
-        self._marked = 0
+        self._recorded = 0
         self._waited = 0
         self._failures: dict[int, Exception] = {}  # by the number of the work
         self.fails_in: int | None = None  # so many works from now one fails on the device
@@ -46,9 +46,9 @@ class LazyLane(HostLane):
         self._done += 1
         return work()
 
-    def mark(self) -> LazyMark:
-        first, self._marked = self._marked, self._done + self.pending
-        return LazyMark(self, first, self._marked)
+    def record_event(self) -> LazyEvent:
+        first, self._recorded = self._recorded, self._done + self.pending
+        return LazyEvent(self, first, self._recorded)
 
     def run(self, count: int) -> None:
         """Runs the oldest; what it raises is told to who waits for it."""
@@ -79,10 +79,10 @@ class LazyLane(HostLane):
             raise RuntimeError("the device failed")
 
 
-class LazyMark:
-    def __init__(self, lane: LazyLane, first: int, end: int) -> None:
-        self._lane = lane
+class LazyEvent:
+    def __init__(self, stream: LazyStream, first: int, end: int) -> None:
+        self._stream = stream
         self._span = (first, end)
 
     def wait(self) -> None:
-        self._lane.wait(*self._span)
+        self._stream.wait(*self._span)

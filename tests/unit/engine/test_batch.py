@@ -1,4 +1,4 @@
-"""Batches built step after step are those that would be built from nothing each time."""
+"""Batches built step after step are those that would be built anew each time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.batch import StepBatch
-from baton.engine.batching import Batches
+from baton.engine.batch import BatchBuilder, StepBatch
 from baton.engine.blocks import BlockPool
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.sequence import Sequence
@@ -18,26 +17,26 @@ from baton.sampling import SamplingParams
 SIZE = 4
 
 
-def batches() -> Batches:
-    return Batches(SIZE, torch.device("cpu"))
+def batches() -> BatchBuilder:
+    return BatchBuilder(SIZE, torch.device("cpu"))
 
 
 def from_nothing(plan: Plan) -> dict[str, list[int] | int]:
-    """The batch of a plan but its tables, as plain lists, one token at a time."""
+    """The batch of a plan but its block_tables, as plain lists, one token at a time."""
     token_ids: list[int] = []
     logit_rows: list[int] = []
     for work in plan.work:
-        known = [*work.sequence.tokens, *work.draft]
+        known = [*work.sequence.tokens, *work.proposed]
         token_ids += known[work.start : work.start + work.count]
         if work.start + work.count == len(known):
             last = len(token_ids) - 1
-            logit_rows += range(last - len(work.draft), last + 1)
+            logit_rows += range(last - len(work.proposed), last + 1)
     return {
         "token_ids": token_ids,
-        "contexts": [work.start for work in plan.work],
-        "counts": [work.count for work in plan.work],
+        "context_lens": [work.start for work in plan.work],
+        "query_lens": [work.count for work in plan.work],
         "logit_rows": logit_rows,
-        "singles": sum(work.count == 1 for work in plan.work),
+        "num_decodes": sum(work.count == 1 for work in plan.work),
     }
 
 
@@ -49,10 +48,10 @@ def assert_same(batch: StepBatch, plan: Plan) -> None:
             assert value.is_contiguous()
             value = value.tolist()
         assert value == expected, name
-    assert batch.tables.dtype == torch.int32
-    assert batch.tables.is_contiguous()
-    assert len(batch.tables) == len(plan.work)
-    for work, table in zip(plan.work, batch.tables.tolist(), strict=True):
+    assert batch.block_tables.dtype == torch.int32
+    assert batch.block_tables.is_contiguous()
+    assert len(batch.block_tables) == len(plan.work)
+    for work, table in zip(plan.work, batch.block_tables.tolist(), strict=True):
         blocks = work.sequence.block_ids
         needed = (work.start + work.count + SIZE - 1) // SIZE
         assert table[:needed] == blocks[:needed]
@@ -156,23 +155,6 @@ def test_any_life_of_sequences_gives_the_batches_of_their_plans(seed: int) -> No
             life.run(plan)
 
 
-def test_a_chunk_that_does_not_reach_the_last_token_wants_no_logits() -> None:
-    sequence = a_sequence("a", list(range(10)), [3, 4, 5])
-    batch = batches().build(Plan([Work(sequence, 2, 4)]))
-    assert batch.token_ids.tolist() == [2, 3, 4, 5]
-    assert batch.tables.tolist() == [[3, 4]]
-    assert batch.logit_rows.tolist() == []
-
-
-def test_drafts_stand_behind_the_known_tokens_and_their_logits_are_wanted() -> None:
-    one, other = a_sequence("a", [1, 2, 3], [7]), a_sequence("b", [4, 5, 6], [8, 9])
-    plan = Plan([Work(one, 2, 1), Work(other, 1, 5, draft=(50, 51, 52))])
-    batch = batches().build(plan)
-    assert batch.token_ids.tolist() == [3, 5, 6, 50, 51, 52]
-    assert batch.tables.tolist() == [[7, 0], [8, 9]]
-    assert batch.logit_rows.tolist() == [0, 2, 3, 4, 5]
-
-
 def test_a_sequence_that_goes_on_costs_no_new_tensors() -> None:
     sequence, built = a_sequence("a", [1, 2, 3, 4], [7]), batches()
     first = built.build(Plan([Work(sequence, 3, 1)]))
@@ -182,21 +164,4 @@ def test_a_sequence_that_goes_on_costs_no_new_tensors() -> None:
         plan = Plan([Work(sequence, at, 1)])
         batch = built.build(plan)
         assert_same(batch, plan)
-        assert batch.tables.data_ptr() == first.tables.data_ptr()
-
-
-def test_one_that_outgrows_its_table_gets_a_wider_one() -> None:
-    sequence, built = a_sequence("a", [1], [7]), batches()
-    for at in range(1, 80):
-        sequence.tokens.append(at)
-        sequence.block_ids += [at] if at % SIZE == 0 else []
-        plan = Plan([Work(sequence, at, 1)])
-        assert_same(built.build(plan), plan)
-
-
-def test_a_single_token_in_the_middle_of_a_prompt_wants_no_logits() -> None:
-    one, other = a_sequence("a", [1, 2, 3], [7]), a_sequence("b", [4, 5, 6], [8])
-    plan = Plan([Work(one, 2, 1), Work(other, 1, 1)])
-    batch = batches().build(plan)
-    assert batch.token_ids.tolist() == [3, 5]
-    assert batch.logit_rows.tolist() == [0]
+        assert batch.block_tables.data_ptr() == first.block_tables.data_ptr()

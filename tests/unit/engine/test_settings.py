@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine import choices
 from baton.engine.kv_cache import plan_layout
+from baton.engine.settings import (
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    device_of,
+    max_context,
+)
 from baton.errors import ConfigError
 from tests.unit.engine.quantized import qwen_config
 
@@ -22,11 +28,11 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def test_a_gpu_is_named_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, "A", "B")
-    assert choices.choose_device("auto") == torch.device("cuda", 0)
-    assert choices.choose_device("cuda") == torch.device("cuda", 0)
-    assert choices.choose_device("cuda:1") == torch.device("cuda", 1)
-    assert choices.choose_device("cpu") == torch.device("cpu")
-    assert choices.device_of(EngineConfig(simulate="1,1")) == torch.device("cpu")
+    assert choose_device("auto") == torch.device("cuda", 0)
+    assert choose_device("cuda") == torch.device("cuda", 0)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    assert choose_device("cpu") == torch.device("cpu")
+    assert device_of(EngineConfig(simulate="1,1")) == torch.device("cpu")
 
 
 def test_a_gpu_that_is_not_there_is_told_with_those_that_are(
@@ -34,27 +40,27 @@ def test_a_gpu_that_is_not_there_is_told_with_those_that_are(
 ) -> None:
     with_gpus(monkeypatch, "A", "B")
     with pytest.raises(ConfigError, match=r"--device cuda:2: .* only cuda:0 \(A\), cuda:1 \(B\)"):
-        choices.choose_device("cuda:2")
+        choose_device("cuda:2")
     with_gpus(monkeypatch)
-    assert choices.choose_device("auto") == torch.device("cpu")
+    assert choose_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"--device cuda: torch sees no GPU here.*--device cpu"):
-        choices.choose_device("cuda")
+        choose_device("cuda")
 
 
 def test_a_torch_without_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"built without CUDA; .*--device cpu"):
-        choices.choose_device("cuda:1")
+        choose_device("cuda:1")
 
 
 def test_the_compute_type_is_a_pools_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    assert choices.choose_dtype("auto", "float16", gpu) == torch.bfloat16
-    assert choices.choose_dtype("auto", "float32", gpu) == torch.float32
-    assert choices.choose_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
-    assert choices.choose_kv_dtype("int8", torch.bfloat16) == torch.int8
-    assert choices.choose_kv_dtype("fp8", torch.bfloat16) == torch.float8_e4m3fn
+    assert choose_dtype("auto", "float16", gpu) == torch.bfloat16
+    assert choose_dtype("auto", "float32", gpu) == torch.float32
+    assert choose_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
+    assert choose_kv_dtype("int8", torch.bfloat16) == torch.int8
+    assert choose_kv_dtype("fp8", torch.bfloat16) == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
@@ -65,4 +71,4 @@ def test_model_settings_and_pool_limit_a_sequence(asked: int, blocks: int, longe
     config = qwen_config()
     layout = plan_layout(config, torch.float32, 16, blocks, 0)
     settings = EngineConfig(max_context=asked)
-    assert choices.max_context(settings, config, layout) == longest
+    assert max_context(settings, config, layout) == longest

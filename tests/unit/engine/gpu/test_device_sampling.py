@@ -1,4 +1,4 @@
-"""Tokens drawn on the device are the sampler's."""
+"""Tokens sampled on the device are the sampler's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.backends.gpu.device import HostLane
-from baton.engine.backends.gpu.device_sampling import Drawer, is_plain
+from baton.engine.backends.gpu.device import HostStream
+from baton.engine.backends.gpu.device_sampling import DeviceSampler, is_plain
 from baton.engine.sampling import filters
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling import SamplingParams
@@ -36,7 +36,7 @@ def a_row(dice: random.Random) -> SampleRow:
 @given(st.integers(0, 1 << 30), st.sampled_from((1, 2, 9, MOST)))
 def test_whatever_the_rows_ask_for(seed: int, count: int) -> None:
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    drawer = Drawer(HostLane(), MOST)
+    sampler = DeviceSampler(HostStream(), MOST)
     for _ in range(2):  # memory is used again
         rows = [a_row(dice) for _ in range(count)]
         logits = torch.randn(count, VOCAB, generator=generator) * dice.choice((0.1, 3.0, 20.0))
@@ -44,10 +44,10 @@ def test_whatever_the_rows_ask_for(seed: int, count: int) -> None:
             logits = logits.round()
         before = logits.clone()
         positions = [len(row.token_ids) for row in rows]
-        drawer.draw(drawer.prepare([row.params for row in rows], positions, VOCAB), logits)
+        sampler.sample(sampler.prepare([row.params for row in rows], positions, VOCAB), logits)
         expected = Sampler(frozenset(), VOCAB).sample(logits, rows).token_ids
-        assert drawer.host_tokens[:count].tolist() == expected
-        assert drawer.tokens[:count].tolist() == expected
+        assert sampler.host_tokens[:count].tolist() == expected
+        assert sampler.tokens[:count].tolist() == expected
         assert torch.equal(logits, before)
 
 
@@ -67,13 +67,13 @@ def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat: float) -> None
 
 
 def test_logits_that_are_no_numbers_give_a_token_beyond_the_vocabulary() -> None:
-    drawer = Drawer(HostLane(), 4)
+    sampler = DeviceSampler(HostStream(), 4)
     logits = torch.zeros(3, VOCAB)
     logits[1] = torch.nan
     for params in ({"top_p": 0.5}, {"top_k": 3}, {}):
-        drawn = SamplingParams(temperature=1.0, **params)  # type: ignore[arg-type]
-        drawer.draw(drawer.prepare([drawn] * 3, [1, 2, 3], VOCAB), logits)
-        tokens = drawer.host_tokens[:3].tolist()
+        sampled = SamplingParams(temperature=1.0, **params)  # type: ignore[arg-type]
+        sampler.sample(sampler.prepare([sampled] * 3, [1, 2, 3], VOCAB), logits)
+        tokens = sampler.host_tokens[:3].tolist()
         assert tokens[1] >= VOCAB
         assert max(tokens[0], tokens[2]) < VOCAB
 

@@ -1,6 +1,6 @@
-"""Matrix products: the one place where activations meet weights, for `baton.engine.models.decoder`.
+"""Matrix products in plain torch, where activations meet weights: the reference of faster kernels.
 
-Faster kernels replace what is here and nothing else. Knows neither layers nor batches.
+Knows neither layers nor batches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.ops.native.packing import Matrix, PackedWeight
-from baton.engine.weights.quantize import Fp8Weight, Int8Weight, fp8_linear, int8_linear
+from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
 
 # From this many rows on, a float32 product on the CPU gives each row the same bits whatever its
 # neighbours are.
@@ -65,3 +65,50 @@ def silu_gate(gate_up: Tensor) -> Tensor:
         return torch.mul(F.silu(gate), up)
     group = max(1, (SERIAL_ELEMENTS - 1) // size)
     return torch.cat([F.silu(rows) for rows in gate.split(group)]).mul_(up)
+
+
+# So deep a product of int8 has only whole numbers below 2 ** 24 as sums, which float32 adds up
+# exactly in any order.
+_EXACT_DEPTH = 1024
+
+# Elsewhere oneDNN multiplies int8 with sums of 16 bits, which saturate.
+_HAS_VNNI = torch.cpu._is_vnni_supported()
+
+
+def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type.
+
+    The sums are whole numbers and exact, so that a row's result is the same in any batch.
+    """
+    values, scales = quantize_rows(x)
+    sums = exact_products(values, weight.values)
+    out = sums.float().mul_(scales[:, None] * weight.scales)
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+def exact_products(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` of int8 `[rows, in]` and `[out, in]`: int32 `[rows, out]`, exact."""
+    # At a depth of 1 torch 2.13 gives wrong sums.
+    fast = _HAS_VNNI and x.shape[1] > 1
+    return torch._int_mm(x, weight.T) if fast else products_by_float(x, weight)
+
+
+def products_by_float(x: Tensor, weight: Tensor) -> Tensor:
+    """The same on any CPU: the products of short pieces of the depth, in float32."""
+    sums = torch.zeros(len(x), len(weight), dtype=torch.int32)
+    pieces = zip(x.split(_EXACT_DEPTH, dim=1), weight.split(_EXACT_DEPTH, dim=1), strict=True)
+    for left, right in pieces:
+        sums += (left.float() @ right.float().T).to(torch.int32)
+    return sums
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type."""
+    values, scales = quantize_rows(x, FP8)
+    out = values.float() @ weight.values.float().T
+    out.mul_(scales[:, None] * weight.scales)
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.sampling import filters, row_sampling
+from baton.engine.sampling import filters
 from baton.sampling import SamplingParams
 
 # Fewer than a block, some blocks and a rest, whole blocks.
@@ -44,7 +44,7 @@ def test_rows_keep_and_draw_what_a_batch_does(
     before = logits.clone()
     expected = filters.weights(logits, params)
     kept = np.stack(
-        [row_sampling.weights(row, one) for row, one in zip(logits.numpy(), params, strict=True)]
+        [filters.row_weights(row, one) for row, one in zip(logits.numpy(), params, strict=True)]
     )
     # Equal up to the rounding of exp and of sums, which moves an edge by one weight, or by many
     # that add nothing to a sum.
@@ -55,8 +55,8 @@ def test_rows_keep_and_draw_what_a_batch_does(
     assert np.allclose(kept[both], expected.numpy()[both], rtol=1e-5, atol=1e-37)
     if not disagree.any():
         uniform = np.random.default_rng(seed).random(len(params))
-        drawn = row_sampling.draw(logits.numpy(), params, uniform)
-        assert drawn.tolist() == filters.draw(expected, torch.from_numpy(uniform)).tolist()
+        drawn = filters.sample_on_cpu(logits.numpy(), params, uniform)
+        assert drawn.tolist() == filters.sample(expected, torch.from_numpy(uniform)).tolist()
     assert torch.equal(logits, before)
 
 
@@ -66,7 +66,7 @@ def test_rows_keep_and_draw_what_a_batch_does(
 )
 def test_of_equals_as_many_stay_as_reach_top_p(top_k: int, top_p: float, kept: int) -> None:
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
-    row = row_sampling.weights(np.zeros(8, np.float32), params)
+    row = filters.row_weights(np.zeros(8, np.float32), params)
     assert row.tolist() == [1.0] * kept + [0.0] * (8 - kept)
 
 
@@ -75,7 +75,7 @@ def test_top_p_is_of_the_sum_of_all_weights(top_p: float, kept: int) -> None:
     """Four likely tokens, and thousands that make up a twelfth together."""
     row = np.full(3004, np.log(1 / 8192), np.float32)
     row[:4] = 0.0
-    weights = row_sampling.weights(row, SamplingParams(temperature=1.0, top_p=top_p))
+    weights = filters.row_weights(row, SamplingParams(temperature=1.0, top_p=top_p))
     assert abs(np.count_nonzero(weights) - kept) <= (kept > 4)
 
 
@@ -83,10 +83,10 @@ def test_draws_follow_the_weights() -> None:
     """Numbers that are spread evenly give each token its share."""
     params = SamplingParams(temperature=1.0, top_p=0.9)
     logits = some_logits(1, 1300, 2.0, seed=3, steps=0)
-    weights = row_sampling.weights(logits.numpy()[0], params).astype(np.float64)
+    weights = filters.row_weights(logits.numpy()[0], params).astype(np.float64)
     count = 4000
     uniform = (np.arange(count) + 0.5) / count
-    drawn = row_sampling.draw(logits.numpy().repeat(count, 0), [params] * count, uniform)
+    drawn = filters.sample_on_cpu(logits.numpy().repeat(count, 0), [params] * count, uniform)
     shares = np.bincount(drawn, minlength=1300) / count
     assert np.abs(shares - weights / weights.sum()).max() <= 1 / count
 
@@ -98,9 +98,11 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
         SamplingParams(temperature=1.5, top_p=0.7, min_p=0.01),
     ]
     logits, uniform = some_logits(3, 1300, 1.0, 0, 0).numpy(), np.array([0.2, 0.999, 0.5])
-    together = row_sampling.draw(logits, params, uniform).tolist()
+    together = filters.sample_on_cpu(logits, params, uniform).tolist()
     for at, token in enumerate(together):
-        alone = row_sampling.draw(logits[at : at + 1], params[at : at + 1], uniform[at : at + 1])
+        alone = filters.sample_on_cpu(
+            logits[at : at + 1], params[at : at + 1], uniform[at : at + 1]
+        )
         assert alone.tolist() == [token]
 
 
@@ -110,7 +112,7 @@ def test_extreme_numbers_give_a_token_that_is_kept(number: float) -> None:
     logits[0, 600:602] = 0.0
     params = [SamplingParams(temperature=1.0)]
     expected = 600 if number == 0.0 else 601
-    assert row_sampling.draw(logits, params, np.array([number])).tolist() == [expected]
+    assert filters.sample_on_cpu(logits, params, np.array([number])).tolist() == [expected]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -119,8 +121,8 @@ def test_a_row_of_no_numbers_spoils_no_other(bad: float, setting: dict[str, floa
     logits = some_logits(2, 1300, 1.0, 0, 0).numpy()
     params = [SamplingParams(temperature=1.0, **setting)] * 2  # type: ignore[arg-type]
     uniform = np.array([0.5, 0.5])
-    alone = row_sampling.draw(logits, params, uniform)
+    alone = filters.sample_on_cpu(logits, params, uniform)
     logits[0] = bad
-    broken, fine = row_sampling.draw(logits, params, uniform).tolist()
+    broken, fine = filters.sample_on_cpu(logits, params, uniform).tolist()
     assert broken == 1300
     assert fine == alone[1]

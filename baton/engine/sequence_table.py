@@ -1,23 +1,49 @@
-"""Which sequences are on an engine, in whatever state, and who may come. Engine thread only."""
+"""Every sequence on an engine, in whatever state, and whether another may be admitted."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from baton.engine.planner import Planner
-from baton.engine.reports import Load, Reserved
 from baton.engine.runner import StepRunner
 from baton.engine.sequence import Sequence
 from baton.errors import Overloaded, Stale
 
-# Reserved, waiting and running sequences for each place in the batch. Without a bound, those whose
-# KV has come would pile up and wait longer for a place than anybody likes to wait for a token.
+
+@dataclass(frozen=True)
+class Reserved:
+    """Blocks held for a sequence: those of the first `num_cached` tokens are filled already."""
+
+    num_cached: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """The engine's load after a step."""
+
+    queue_tokens: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    blocks_quarantined: int
+    steps: int
+    preemptions: int
+
+
+# Reserved, waiting and running sequences for each place in the batch. Without a bound, sequences
+# whose KV has come would pile up and wait too long for their next token.
 SEQUENCES_PER_PLACE = 2
-RETRY_S = 0.2  # advice to those who found no room: room comes whenever a sequence ends
+RETRY_S = 0.2  # advised when there is no room: room comes whenever a sequence ends
 
 
-class Admissions:
+class SequenceTable:
     """Sequences by id, from the moment they are accepted until their blocks are freed.
 
-    `Engine` says what each method is for.
+    `Engine` documents each method. Engine thread only.
     """
 
     def __init__(self, planner: Planner, runner: StepRunner) -> None:
@@ -30,12 +56,10 @@ class Admissions:
         return seq_id in self._sequences
 
     def add(self, sequence: Sequence) -> None:
-        """Accepts and queues a sequence."""
         self._accept(sequence)
         self._planner.add(sequence)
 
     def reserve(self, sequence: Sequence) -> Reserved:
-        """Accepts a sequence and holds its blocks, or raises Overloaded."""
         self._check_room()
         self._accept(sequence)
         if not self._planner.reserve(sequence, extra_tokens=1):
@@ -45,19 +69,17 @@ class Admissions:
                 f"{self._blocks.num_blocks} KV blocks are available",
                 RETRY_S,
             )
-        # Others write there without asking who computed there last.
-        self._runner.settle(sequence.block_ids)
+        # Others write there without knowing what was computed there last.
+        self._runner.wait_for_writes(sequence.block_ids)
         sequence.awaits_kv = True
         return Reserved(sequence.num_computed, tuple(sequence.block_ids))
 
     def start_reserved(self, seq_id: str) -> None:
-        """Queues a reserved sequence as it is."""
         sequence = self._find(seq_id)
         sequence.awaits_kv = False
         self._planner.add(sequence)
 
     def resume(self, seq_id: str, num_computed: int, token_id: int) -> None:
-        """Queues a reserved sequence whose KV has come."""
         sequence = self._find(seq_id)
         assert num_computed == sequence.num_tokens, "a handoff covers every known token"
         first_new = sequence.num_computed // self._blocks.block_size
@@ -69,12 +91,10 @@ class Admissions:
         self._planner.add(sequence)
 
     def halt(self, seq_id: str) -> None:
-        """Takes a sequence out of queue and batch; it keeps its blocks."""
         if sequence := self._sequences.get(seq_id):
             self._planner.remove(sequence)
 
     def release(self, seq_id: str, quarantine_from: int | None) -> list[int]:
-        """Ends a sequence; the blocks that are quarantined."""
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             return []
@@ -90,7 +110,6 @@ class Admissions:
         return quarantined
 
     def readmit(self, blocks: list[int]) -> None:
-        """Quarantined blocks are safe again."""
         self._runner.scrub(blocks)
         self._blocks.readmit(blocks)
 
@@ -119,7 +138,7 @@ class Admissions:
         self._sequences[sequence.seq_id] = sequence
 
     def _check_room(self) -> None:
-        """Raises Overloaded while those who are here have too little room themselves."""
+        """Raises Overloaded while the sequences that are here have too little room themselves."""
         most = SEQUENCES_PER_PLACE * self._planner.max_batch
         if len(self._sequences) >= most:
             raise Overloaded(f"all {most} places for sequences are taken", RETRY_S)

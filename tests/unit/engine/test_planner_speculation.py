@@ -1,4 +1,4 @@
-"""Drafts in plans: they get what is left, take nobody's place, and leave nothing behind."""
+"""Proposed tokens in plans: they get what budget is left, and cost no sequence its blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from baton.engine.blocks import BlockPool
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import Drafting, RowCost, verify
+from baton.engine.speculative.ngram import RowCost, SpeculativeConfig, verify
 from baton.sampling import SamplingParams
 
 SIZE = 4
@@ -20,7 +20,7 @@ def make_planner(
     num_blocks: int = 32, chunk_tokens: int = 64, most: int = 4, max_batch: int = 4
 ) -> Planner:
     blocks = BlockPool(num_blocks, SIZE, prefix_cache=False)
-    return Planner(blocks, chunk_tokens, max_batch, Drafting(most, MAX_CONTEXT))
+    return Planner(blocks, chunk_tokens, max_batch, SpeculativeConfig(most, MAX_CONTEXT))
 
 
 def looping(name: str, length: int = 12, max_tokens: int = 50, **fields: object) -> Sequence:
@@ -29,23 +29,23 @@ def looping(name: str, length: int = 12, max_tokens: int = 50, **fields: object)
     return Sequence(name, tokens, length, params, **fields)  # type: ignore[arg-type]
 
 
-def drawn_by(work: Work, right: int = 99) -> list[int]:
+def sampled_tokens(work: Work, right: int = 99) -> list[int]:
     """What a step brings: the loop goes on, or breaks off behind so many drafts."""
     if not work.samples:
         return []
-    at = work.start + work.count - len(work.draft)
-    drawn = [LOOP[(at + i) % len(LOOP)] for i in range(len(work.draft) + 1)]
-    if right < len(drawn):
-        drawn[right] = 77
-    return drawn[: verify(work.draft, drawn)]
+    at = work.start + work.count - len(work.proposed)
+    sampled = [LOOP[(at + i) % len(LOOP)] for i in range(len(work.proposed) + 1)]
+    if right < len(sampled):
+        sampled[right] = 77
+    return sampled[: verify(work.proposed, sampled)]
 
 
 def run(planner: Planner, plan: Plan, right: int = 99) -> None:
     for work in plan.work:
-        drawn = drawn_by(work, right)
-        work.sequence.tokens += drawn
-        work.sequence.new_tokens += len(drawn)
-        planner.advance(work, drawn)
+        sampled = sampled_tokens(work, right)
+        work.sequence.tokens += sampled
+        work.sequence.new_tokens += len(sampled)
+        planner.advance(work, sampled)
     planner.blocks.check()
 
 
@@ -58,16 +58,16 @@ def started(planner: Planner, *sequences: Sequence) -> None:
 
 
 def shape(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
-    return [(work.sequence.seq_id, work.count, work.draft) for work in plan.work]
+    return [(work.sequence.seq_id, work.count, work.proposed) for work in plan.work]
 
 
-def test_a_right_draft_is_a_token_and_a_wrong_one_is_not() -> None:
+def test_accepted_tokens_are_appended_and_rejected_ones_are_not() -> None:
     planner, sequence = make_planner(most=2), looping("a")
     started(planner, sequence)
     assert sequence.num_tokens == 13
     plan = planner.plan()
     assert shape(plan) == [("a", 3, (4, 5))]
-    assert (plan.num_tokens, plan.num_drafts) == (3, 2)
+    assert (plan.num_tokens, plan.num_proposed) == (3, 2)
     run(planner, plan)
     assert (sequence.num_tokens, sequence.num_computed) == (16, 15)
     assert sequence.tokens[-3:] == [4, 5, 1]
@@ -76,28 +76,20 @@ def test_a_right_draft_is_a_token_and_a_wrong_one_is_not() -> None:
     assert sequence.tokens[-1] == 77
 
 
-def test_without_the_setting_there_are_none() -> None:
-    planner, sequence = make_planner(), looping("a")
-    planner.drafting = None
-    started(planner, sequence)
-    assert shape(planner.plan()) == [("a", 1, ())]
-    assert sequence.drafter is None
-
-
-def test_what_steps_took_is_told_by_rows_and_drafts() -> None:
+def test_step_times_are_learned_by_rows_and_proposed_tokens() -> None:
     told = []
 
     class Told(RowCost):
-        def took(self, rows: int, drafts: int, seconds: float) -> None:
-            told.append((rows, drafts, seconds))
+        def took(self, rows: int, proposed: int, seconds: float) -> None:
+            told.append((rows, proposed, seconds))
 
     planner = make_planner(most=2)
-    planner.drafting = Drafting(2, MAX_CONTEXT, Told())
+    planner.speculation = SpeculativeConfig(2, MAX_CONTEXT, Told())
     started(planner, looping("a"), looping("b"))
     plan = planner.plan()
     planner.ran(plan, 0.5)
-    assert told == [(2, plan.num_drafts, 0.5)]
-    assert plan.num_drafts > 0
+    assert told == [(2, plan.num_proposed, 0.5)]
+    assert plan.num_proposed > 0
 
 
 def test_they_take_what_budget_is_left() -> None:
@@ -107,7 +99,7 @@ def test_they_take_what_budget_is_left() -> None:
     assert sum(counts) <= 7 and max(counts) > 1
     planner.add(looping("prompt", 40))
     plan = planner.plan()
-    assert plan.num_drafts == 0
+    assert plan.num_proposed == 0
     assert [work.count for work in plan.work] == [1, 1, 5]
 
 
@@ -135,16 +127,7 @@ def test_they_end_where_the_sequence_ends() -> None:
         assert [len(draft) for _, _, draft in shape(planner.plan())] == [0]
 
 
-def test_one_that_parks_after_its_first_token_never_looks_for_any() -> None:
-    planner, sequence = make_planner(), looping("prefill", park_after=1)
-    sequence.num_computed = 11
-    sequence.block_ids = planner.blocks.allocate(4) or []
-    planner.add(sequence)
-    assert shape(planner.plan()) == [("prefill", 1, ())]
-    assert sequence.drafter is None
-
-
-def test_they_preempt_nobody_and_use_the_slots_there_are() -> None:
+def test_they_never_preempt_and_use_the_slots_there_are() -> None:
     planner = make_planner(num_blocks=8)
     first, second = looping("a", 13), looping("b", 13)
     started(planner, first, second)  # four blocks each: none is left
@@ -152,21 +135,21 @@ def test_they_preempt_nobody_and_use_the_slots_there_are() -> None:
         first.tokens, second.tokens = first.tokens[:14], second.tokens[:14]
         first.num_computed = second.num_computed = 13
         plan = planner.plan()
-        assert {len(work.draft) for work in plan.work} == {2}  # to the end of the fourth block
+        assert {len(work.proposed) for work in plan.work} == {2}  # to the end of the fourth block
         assert planner.preemptions == 0
         assert (len(first.block_ids), len(second.block_ids)) == (4, 4)
 
 
-def test_they_take_a_new_block_only_while_everybody_could_have_one() -> None:
-    for spare, drafting in ((2, []), (3, ["a"]), (4, ["a", "b"])):
+def test_they_take_a_new_block_only_while_every_sequence_could_have_one() -> None:
+    for spare, speculation in ((2, []), (3, ["a"]), (4, ["a", "b"])):
         planner = make_planner(num_blocks=8 + spare)
         started(planner, looping("a", 15), looping("b", 15))
         plan = planner.plan()
-        assert [name for name, _, draft in shape(plan) if draft] == drafting
+        assert [name for name, _, draft in shape(plan) if draft] == speculation
         assert planner.preemptions == 0
 
 
-def test_a_preempted_one_drafts_again_when_it_is_back() -> None:
+def test_a_preempted_sequence_proposes_again_when_it_is_back() -> None:
     planner, sequence = make_planner(), looping("a")
     started(planner, sequence)
     run(planner, planner.plan())
@@ -175,7 +158,7 @@ def test_a_preempted_one_drafts_again_when_it_is_back() -> None:
     started(planner)
     while sequence.num_tokens == known:
         run(planner, planner.plan())
-    assert planner.plan().num_drafts > 0
+    assert planner.plan().num_proposed > 0
 
 
 @settings(max_examples=80, deadline=None)
@@ -186,7 +169,7 @@ def test_a_preempted_one_drafts_again_when_it_is_back() -> None:
     most=st.integers(1, 6),
     data=st.data(),
 )
-def test_everybody_gets_the_same_tokens_and_nothing_stays_held(
+def test_every_sequence_gets_the_same_tokens_and_nothing_stays_held(
     lengths: list[int], num_blocks: int, chunk: int, most: int, data: st.DataObject
 ) -> None:
     """Loops that break off now and then, in pools so small that sequences lose their blocks."""
@@ -206,10 +189,10 @@ def test_everybody_gets_the_same_tokens_and_nothing_stays_held(
             sequence = work.sequence
             held = len(sequence.block_ids) * SIZE
             assert work.start + work.count <= held
-            drawn = [_true_token(sequence, at, broken) for at in _positions(work)]
-            drawn = drawn[: verify(work.draft, drawn)] if drawn else []
-            sequence.tokens += drawn
-            planner.advance(work, drawn)
+            sampled = [_true_token(sequence, at, broken) for at in _positions(work)]
+            sampled = sampled[: verify(work.proposed, sampled)] if sampled else []
+            sequence.tokens += sampled
+            planner.advance(work, sampled)
             assert sequence.num_tokens - sequence.prompt_tokens <= 12
         planner.blocks.check()
         for sequence in [s for s in alive if s.num_tokens - s.prompt_tokens == 12]:
@@ -229,7 +212,7 @@ def test_everybody_gets_the_same_tokens_and_nothing_stays_held(
 def _positions(work: Work) -> range:
     """Of the tokens that a step draws."""
     known = work.sequence.num_tokens
-    return range(known, known + len(work.draft) + 1) if work.samples else range(0)
+    return range(known, known + len(work.proposed) + 1) if work.samples else range(0)
 
 
 def _true_token(sequence: Sequence, at: int, broken: dict[Sequence, int]) -> int:

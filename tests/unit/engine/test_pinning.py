@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.engine.backends.cpu import cores
+from baton.engine.backends import cpu
 
 ALL = os.sched_getaffinity(0)
 
@@ -30,19 +30,19 @@ def test_a_thread_and_those_it_starts_are_pinned_and_stand_back():
     def child():
         return in_a_thread(place)[0]
 
-    _, here, below = in_a_thread(lambda: cores.settle(last, nice), place, child)
+    _, here, below = in_a_thread(lambda: cpu.pin_thread(last, nice), place, child)
     assert here == below == (last, nice)
     assert place() == before
 
 
 def test_nothing_asked_for_changes_nothing():
-    _, here = in_a_thread(lambda: cores.settle((), 0), place)
+    _, here = in_a_thread(lambda: cpu.pin_thread((), 0), place)
     assert here == place()
 
 
 def test_confined_gives_the_cores_back_whatever_happens():
     def fail():
-        with cores.confined({min(ALL)}):
+        with cpu.pinned_to({min(ALL)}):
             assert os.sched_getaffinity(0) == {min(ALL)}
             raise ValueError("seen")
 

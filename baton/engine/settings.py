@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 from baton.config import EngineConfig
 from baton.engine.kv_cache import KvLayout
 from baton.engine.models.config import ModelConfig
+from baton.engine.runner import StepRunner
 from baton.engine.weights.quantize import FP8
 from baton.errors import ConfigError
 
@@ -72,3 +76,21 @@ def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
 def max_context(settings: EngineConfig, config: ModelConfig, layout: KvLayout) -> int:
     """The most tokens of a sequence: what the pool holds, too."""
     return min(longest_context(settings, config), layout.num_blocks * layout.block_size - 1)
+
+
+def do_nothing() -> None:
+    """What there is to prepare on a CPU."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model over its KV pool.
+
+    lookahead: slots that decoding sequences get beforehand; see `Planner` · prepare: called
+    once, before the first step.
+    """
+
+    runner: StepRunner
+    layout: KvLayout
+    lookahead: int = 0
+    prepare: Callable[[], None] = do_nothing

@@ -1,4 +1,4 @@
-"""Who goes first: the earliest due, between chunks too, and nobody waits for ever."""
+"""Sequences go by priority, between chunks too, and none starves."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.due import DueQueue
-from baton.engine.planner import Plan, Planner
+from baton.engine.planner import Plan, Planner, SequenceQueue
 from baton.engine.sequence import Sequence
 from tests.unit.engine.test_planner import make_planner, make_sequence, run, shape
 
@@ -28,76 +27,64 @@ def rounds(planner: Planner, count: int) -> list[tuple[str, int, int]]:
     return seen
 
 
-def test_a_short_prompt_that_is_due_earlier_overtakes_a_long_one_between_chunks() -> None:
+def test_a_short_prompt_of_higher_priority_overtakes_a_long_one_between_chunks() -> None:
     planner = make_planner(num_blocks=32)
-    planner.add(make_sequence("long", 30, due=9.0))
+    planner.add(make_sequence("long", 30, priority=9.0))
     assert rounds(planner, 1) == [("long", 0, 8)]
-    planner.add(make_sequence("short", 10, first=100, due=5.0))
+    planner.add(make_sequence("short", 10, first=100, priority=5.0))
     assert rounds(planner, 1) == [("short", 0, 8)]
     assert rounds(planner, 1) == [("short", 8, 2), ("long", 8, 6)]
 
 
-def test_one_that_is_due_later_gets_what_is_left_over() -> None:
-    planner = make_planner(num_blocks=32)
-    planner.add(make_sequence("long", 30, due=5.0))
-    assert rounds(planner, 1) == [("long", 0, 8)]
-    planner.add(make_sequence("short", 3, first=100, due=9.0))
-    assert rounds(planner, 3) == [("long", 8, 8), ("long", 16, 8), ("long", 24, 6), ("short", 0, 2)]
-
-
-def test_equals_go_in_the_order_they_came() -> None:
-    planner = make_planner(num_blocks=32, chunk_tokens=6)
-    for name in "cab":
-        planner.add(make_sequence(name, 4, first=ord(name) * 10, due=1.0))
-    assert [name for name, _, _ in rounds(planner, 1)] == ["c", "a"]
-
-
-def test_who_is_due_last_is_preempted_and_keeps_its_turn() -> None:
+def test_the_last_by_priority_is_preempted_and_keeps_its_place() -> None:
     planner = make_planner(num_blocks=4, chunk_tokens=64)
-    late, early = make_sequence("late", 8, due=9.0), make_sequence("early", 8, 100, due=5.0)
+    late, early = (
+        make_sequence("late", 8, priority=9.0),
+        make_sequence("early", 8, 100, priority=5.0),
+    )
     planner.add(late)
     planner.add(early)  # younger, and yet it stays
-    turn = late.turn
+    turn = late.order
     rounds(planner, 1)
     assert rounds(planner, 1) == [("early", 8, 1)]
-    assert (late.preemptions, early.preemptions, late.turn) == (1, 0, turn)
-    newcomer = make_sequence("newcomer", 2, 200, due=20.0)
+    assert (late.preemptions, early.preemptions, late.order) == (1, 0, turn)
+    newcomer = make_sequence("newcomer", 2, 200, priority=20.0)
     planner.add(newcomer)
     assert list(planner.waiting) == [late, newcomer]
 
 
 def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones() -> None:
     planner = make_planner(num_blocks=8, chunk_tokens=16)
-    small = make_sequence("small-0", 8, 1000, due=0.0)
+    small = make_sequence("small-0", 8, 1000, priority=0.0)
     planner.add(small)
     rounds(planner, 1)
-    large = make_sequence("large", 28, due=1.0)
+    large = make_sequence("large", 28, priority=1.0)
     planner.add(large)
     for i in range(1, 4):  # each would fit beside the one before
-        planner.add(make_sequence(f"small-{i}", 4, 1000 + 50 * i, due=1.0 + i))
+        planner.add(make_sequence(f"small-{i}", 4, 1000 + 50 * i, priority=1.0 + i))
     assert [name for name, _, _ in rounds(planner, 1)] == ["small-0"]
     finish(planner, small)
     assert rounds(planner, 1) == [("large", 0, 16)]
 
 
-def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_is_due_first() -> None:
+def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_goes_first() -> None:
     planner = make_planner(num_blocks=32)
-    planner.add(make_sequence("prompt", 30, due=1.0))
-    arrived = make_sequence("arrived", 6, first=100, due=9.0)
+    planner.add(make_sequence("prompt", 30, priority=1.0))
+    arrived = make_sequence("arrived", 6, first=100, priority=9.0)
     assert planner.reserve(arrived, extra_tokens=1)
     arrived.num_computed = 5  # as if taken in
     planner.add(arrived)
     assert rounds(planner, 1) == [("arrived", 5, 1), ("prompt", 0, 8)]
 
 
-def test_places_in_the_batch_go_by_turn_too() -> None:
+def test_places_in_the_batch_go_by_priority_too() -> None:
     """Else sequences whose KV keeps coming would keep a prompt out of the batch."""
     planner = make_planner(num_blocks=32, max_batch=1)
-    running = make_sequence("running", 2, due=0.0)
+    running = make_sequence("running", 2, priority=0.0)
     planner.add(running)
     rounds(planner, 1)
-    for name, first, due in (("prompt", 100, 1.0), ("arrived", 200, 2.0)):
-        sequence = make_sequence(name, 6, first=first, due=due)
+    for name, first, priority in (("prompt", 100, 1.0), ("arrived", 200, 2.0)):
+        sequence = make_sequence(name, 6, first=first, priority=priority)
         assert planner.reserve(sequence, extra_tokens=1)
         sequence.num_computed = 5 if name == "arrived" else 0
         planner.add(sequence)
@@ -106,17 +93,20 @@ def test_places_in_the_batch_go_by_turn_too() -> None:
 
 
 def test_a_queue_counts_what_is_in_it() -> None:
-    queue, members = DueQueue(), [make_sequence(f"s{i}", 3 + i, due=float(i % 3)) for i in range(9)]
+    queue, members = (
+        SequenceQueue(),
+        [make_sequence(f"s{i}", 3 + i, priority=float(i % 3)) for i in range(9)],
+    )
     for number, sequence in enumerate(members):
         sequence.arrival = number
         queue.add(sequence)
-    assert list(queue) == sorted(members, key=lambda s: s.turn)
+    assert list(queue) == sorted(members, key=lambda s: s.order)
     assert queue.tokens == sum(s.num_tokens for s in members)
     for sequence in members[::2]:
         assert sequence in queue
         assert queue.discard(sequence)
         assert not queue.discard(sequence)
-    assert list(queue) == sorted(members[1::2], key=lambda s: s.turn)
+    assert list(queue) == sorted(members[1::2], key=lambda s: s.order)
     assert queue.tokens == sum(s.num_tokens for s in members[1::2])
 
 
@@ -151,11 +141,11 @@ def check_order(planner: Planner, before: Before, plan: Plan) -> None:
         if sequence in planner.waiting:
             # It found no place or no blocks, or lost them: then nobody due later found any after
             # it. Those who hold theirs compete with it no more.
-            assert all(s.turn < sequence.turn for s in joined if s in before.waiting)
+            assert all(s.order < sequence.order for s in joined if s in before.waiting)
         elif sequence not in before.running and sequence not in planner.running:
-            assert all(s.turn < sequence.turn for s in joined)
+            assert all(s.order < sequence.order for s in joined)
         else:
-            assert all(s.turn <= sequence.turn for s in taken)
+            assert all(s.order <= sequence.order for s in taken)
 
 
 @st.composite
@@ -167,7 +157,7 @@ def arrivals(draw: st.DrawFn) -> list[list[tuple[int, int, bool]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(arrivals(), st.integers(9, 24), st.integers(1, 40), st.integers(1, 4))
-def test_turns_are_kept_and_everybody_finishes(
+def test_priorities_are_kept_and_every_sequence_finishes(
     coming: list[list[tuple[int, int, bool]]], num_blocks: int, chunk: int, max_batch: int
 ) -> None:
     planner = make_planner(num_blocks, chunk, max_batch)
@@ -202,15 +192,14 @@ def test_turns_are_kept_and_everybody_finishes(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(20, 60), st.integers(1, 20), st.integers(1, 20))
-def test_a_stream_of_short_prompts_passes_a_long_one_until_it_is_due_and_no_longer(
+def test_a_long_prompt_waits_only_for_work_of_higher_priority(
     length: int, patience: int, short: int
 ) -> None:
-    """Work that is due before it is all that a prompt ever waits for."""
     planner = make_planner(num_blocks=16, chunk_tokens=8, max_batch=3)
-    large = make_sequence("large", length, due=float(patience))
+    large = make_sequence("large", length, priority=float(patience))
     planner.add(large)
     for step in range(400):
-        planner.add(make_sequence(f"s{step}", short, 1000 + 50 * (step % 20), due=float(step)))
+        planner.add(make_sequence(f"s{step}", short, 1000 + 50 * (step % 20), priority=float(step)))
         plan = planner.plan()
         run(planner, plan)
         for work in plan.work:  # a prompt leaves with its first token

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Collection, Iterator
 
 
-def settle(cpus: Collection[int], nice: int) -> None:
+def pin_thread(cpus: Collection[int], nice: int) -> None:
     """Pins the calling thread to `cpus` (none: leaves it free) and lets others go first.
 
     `nice` is the kernel's measure, from 0 to 19: at 10 a thread gets a tenth of the time of one
-    that shares its core at 0, and all the time that nobody else wants.
+    that shares its core at 0, and all the time that is left over.
     """
     if cpus:
         os.sched_setaffinity(0, cpus)
@@ -26,10 +26,10 @@ def settle(cpus: Collection[int], nice: int) -> None:
 
 
 @contextlib.contextmanager
-def confined(cpus: Collection[int]) -> Iterator[None]:
+def pinned_to(cpus: Collection[int]) -> Iterator[None]:
     """Within, the calling thread keeps to `cpus`: memory that it touches first lies near them."""
     allowed = os.sched_getaffinity(0)
-    settle(cpus, 0)
+    pin_thread(cpus, 0)
     try:
         yield
     finally:

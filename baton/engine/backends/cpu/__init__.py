@@ -1,1 +1,0 @@
-"""CPU cores and threads of an engine."""
