@@ -15,7 +15,7 @@ from baton.client import AsyncClient
 from baton.engine.ops.native import library
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.local import ports
-from tests.chaos import kv
+from tests.chaos import kv_faults
 from tests.cluster.conftest import ENGINE, ClusterFactory
 from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
@@ -123,7 +123,7 @@ async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
         transport=transport,
         restart=False,
         programs={"prefill": [sys.executable, "-m", "tests.chaos.process"]},
-        env={kv.VARIABLE: str(control)},
+        env={kv_faults.VARIABLE: str(control)},
     )
     set_fault(control, fault)
     async with AsyncClient(cluster.address) as client:

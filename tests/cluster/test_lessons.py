@@ -19,7 +19,7 @@ from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import is_complete
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from tests.chaos.checks import memory_of_the_dead
+from tests.chaos.checks import stale_mappings
 from tests.cluster.conftest import ClusterFactory
 from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
@@ -145,7 +145,7 @@ async def test_a_prefill_worker_lets_go_of_a_dead_decode_workers_memory(
     case = Case(oracle.prompt(100), "greedy")
 
     async def kept() -> list[str]:
-        return await memory_of_the_dead(cluster)
+        return await stale_mappings(cluster)
 
     async with AsyncClient(cluster.address) as client:
         for _ in range(2):
