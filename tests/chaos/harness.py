@@ -227,7 +227,7 @@ class Harness:
                 self._used_ports |= {port, int(self.proxies[name].address.rpartition(":")[2])}
         self.cluster = LocalCluster(
             self._cluster_config(receiver.address),
-            log=lambda line: self._log(f"         {line}"),
+            say=lambda line: self._log(f"         {line}"),
             programs=dict.fromkeys(
                 ("router", "prefill", "decode"), (sys.executable, "-m", "tests.chaos.process")
             ),
