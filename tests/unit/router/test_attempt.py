@@ -8,7 +8,7 @@ from baton.errors import InternalError, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
 
-from .scripted_workers import LENGTH, PATIENCE_S, STOP, committed, first_token, started
+from .scripted_workers import LENGTH, STOP, TIMEOUT_S, committed, first_token, started
 
 
 def event(*token_ids, reason=0, abort=""):
@@ -18,7 +18,7 @@ def event(*token_ids, reason=0, abort=""):
 
 
 async def tokens_of(attempt):
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         return [output.token_ids async for output in attempt.outputs()]
 
 
@@ -119,7 +119,7 @@ async def test_a_prefill_call_that_ends_without_a_handoff_fails_the_attempt():
     attempt.follow(prefill())
     outputs = attempt.outputs()
     assert (await anext(outputs)).token_ids == [100]
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(InternalError, match="before the handoff"):
             await anext(outputs)
     await attempt.close()
@@ -157,7 +157,7 @@ async def test_close_waits_for_the_acknowledgement_of_a_finished_handoff_but_not
 
     attempt.follow(prefill())
     assert await tokens_of(attempt) == [[100], [101]]
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await attempt.close()
     assert heard == ["committed"]
 

@@ -3,8 +3,7 @@
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.circuit_breaker import FAILURES_IN_A_ROW, HealthBook
-from router.fleet.ejection import without_failing
+from router.fleet.circuit_breaker import FAILURES_IN_A_ROW, CircuitBreakers, without_ejected
 from router.fleet.snapshot import READY, SILENT, Snapshot, WorkerView
 
 
@@ -15,7 +14,7 @@ def now():
 
 @pytest.fixture
 def book(now):
-    return HealthBook(lambda: now[0])
+    return CircuitBreakers(lambda: now[0])
 
 
 def worker(name, state=READY, dtype="float32"):
@@ -23,8 +22,8 @@ def worker(name, state=READY, dtype="float32"):
     return WorkerView(record, worker_pb2.Load(), state, "" if state == READY else "still")
 
 
-def fleet(prefill, decode, shut_pairs=None):
-    return Snapshot(tuple(prefill), tuple(decode), shut_pairs or {})
+def fleet(prefill, decode, excluded_pairs=None):
+    return Snapshot(tuple(prefill), tuple(decode), excluded_pairs or {})
 
 
 def two_by_two():
@@ -49,12 +48,12 @@ def states(snapshot):
 
 def test_without_failures_nothing_is_touched(book):
     snapshot = two_by_two()
-    assert without_failing(snapshot, book) is snapshot
+    assert without_ejected(snapshot, book) is snapshot
 
 
 def test_a_worker_that_fails_is_ejected_and_says_why(book, now):
     fail(book, now, "d1")
-    snapshot = without_failing(two_by_two(), book)
+    snapshot = without_ejected(two_by_two(), book)
     assert states(snapshot) == {"p0": "READY", "p1": "READY", "d0": "READY", "d1": "EJECTED"}
     assert "it broke" in snapshot.decode[1].reason
     assert usable(snapshot) == {("p0", "d0"), ("p1", "d0")}
@@ -64,27 +63,27 @@ def test_a_single_failure_of_the_others_brings_nobody_back(book, now):
     fail(book, now, "d0")
     now[0] += 0.1
     book.failed("d1", "it broke once")
-    assert states(without_failing(two_by_two(), book))["d0"] == "EJECTED"
+    assert states(without_ejected(two_by_two(), book))["d0"] == "EJECTED"
 
 
 def test_a_pair_that_fails_is_shut_and_its_workers_stay(book, now):
     fail(book, now, ("p0", "d1"))
-    snapshot = without_failing(two_by_two(), book)
+    snapshot = without_ejected(two_by_two(), book)
     assert set(states(snapshot).values()) == {"READY"}
-    assert "it broke" in snapshot.shut_pairs["p0", "d1"]
+    assert "it broke" in snapshot.excluded_pairs["p0", "d1"]
     assert len(usable(snapshot)) == 3
 
 
 def test_who_is_not_ready_keeps_its_own_state(book, now):
     fail(book, now, "d1")
     snapshot = fleet([worker("p0")], [worker("d0"), worker("d1", SILENT)])
-    after = without_failing(snapshot, book).decode[1]
+    after = without_ejected(snapshot, book).decode[1]
     assert (after.state, after.reason) == (SILENT, "still")
 
 
 def test_the_only_worker_of_a_role_is_never_ejected(book, now):
     fail(book, now, "p0", "d0", ("p0", "d0"))
-    snapshot = without_failing(fleet([worker("p0")], [worker("d0")]), book)
+    snapshot = without_ejected(fleet([worker("p0")], [worker("d0")]), book)
     assert usable(snapshot) == {("p0", "d0")}
     assert snapshot.decode[0].reason == ""
 
@@ -92,25 +91,25 @@ def test_the_only_worker_of_a_role_is_never_ejected(book, now):
 @pytest.mark.parametrize("first", ["d0", "d1"])
 def test_of_many_that_fail_the_one_that_failed_longest_ago_is_used(book, now, first):
     fail(book, now, *sorted(("d0", "d1"), key=lambda name: name != first))
-    snapshot = without_failing(two_by_two(), book)
+    snapshot = without_ejected(two_by_two(), book)
     assert {decode for _, decode in usable(snapshot)} == {first}
 
 
 def test_a_worker_that_no_other_can_pair_with_is_no_reason_to_eject_the_last_pair(book, now):
     fail(book, now, "d0")
     snapshot = fleet([worker("p0")], [worker("d0"), worker("d1", dtype="bfloat16")])
-    assert usable(without_failing(snapshot, book)) == {("p0", "d0")}
+    assert usable(without_ejected(snapshot, book)) == {("p0", "d0")}
 
 
 def test_when_every_pair_is_shut_the_one_that_failed_longest_ago_is_used(book, now):
     fail(book, now, ("p0", "d1"), ("p0", "d0"))
     snapshot = fleet([worker("p0")], [worker("d0"), worker("d1")])
-    assert usable(without_failing(snapshot, book)) == {("p0", "d1")}
+    assert usable(without_ejected(snapshot, book)) == {("p0", "d1")}
 
 
 def test_a_pair_that_the_worker_itself_shuts_is_no_last_resort(book, now):
     fail(book, now, "p0", "d0")
     snapshot = fleet([worker("p0")], [worker("d0")], {("p0", "d0"): "quarantined"})
-    after = without_failing(snapshot, book)
+    after = without_ejected(snapshot, book)
     assert not after.ready
-    assert after.shut_pairs == {("p0", "d0"): "quarantined"}
+    assert after.excluded_pairs == {("p0", "d0"): "quarantined"}

@@ -7,23 +7,24 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.sampling import SamplingParams
-from router.admission.wait_queue import Line, Ticket
-from router.dispatch.request_state import Ask
+from router.admission.wait_queue import QueueEntry, WaitQueue
+from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.placement.explain import explain
-from router.placement.placement import judge
+from router.placement.placement import rank_all
 
-from .fleets import fleet, wants, worker
+from .snapshots import fleet, needs, worker
 
 PROMPT = tuple(range(20))
 RATE = {"prefill_tokens_per_s": 1000}
 
 
 def asked(**fields):
-    return Ask(
+    return TokenizedRequest(
         **{
             "request_id": "r", "prompt": PROMPT, "params": SamplingParams(max_tokens=7),
             "stop": (), "include_stop": False, "cache_salt": "s",
-            "deadline": time.monotonic() + 60, "tenant": "us", "due": time.monotonic(), **fields,
+            "deadline": time.monotonic() + 60, "tenant": "us",
+            "virtual_finish": time.monotonic(), **fields,
         }
     )  # fmt: skip
 
@@ -35,7 +36,9 @@ async def until_depth(line, depth):
 
 
 def said(snapshot, line=None, local=0, **fields):
-    return explain(snapshot, asked(**fields), line or Line(8), local, time.monotonic())
+    request = asked(**fields)
+    needed = RequestState(request).placement_request(local)
+    return explain(snapshot, request, line or WaitQueue(8), needed, time.monotonic())
 
 
 def test_every_pair_is_told_with_what_placement_computed():
@@ -43,12 +46,13 @@ def test_every_pair_is_told_with_what_placement_computed():
     prefill = [worker("p0", "STALLED"), worker("p1", queue_tokens=60, caches=PROMPT, salt="s")]
     decode = worker("d0", caches=PROMPT[:8], salt="s", running=2, step_ms=20, host_id="there")
     snapshot = fleet(prefill, [decode])
-    response = explain(snapshot, ask, Line(8), 0, time.monotonic())
-    choice, stalled = judge(snapshot, wants(PROMPT, ask.due, cache_salt="s", new_tokens=7))
+    needed = needs(PROMPT, ask.virtual_finish, cache_salt="s", new_tokens=7)
+    response = explain(snapshot, ask, WaitQueue(8), needed, time.monotonic())
+    choice, stalled = rank_all(snapshot, needed)
     best, left_out = response.candidates
     assert (best.prefill, best.decode, best.refused) == ("p1", "d0", "")
     assert best.ttft_ms == pytest.approx(choice.ttft_s * 1e3) and best.ttft_ms > 60
-    assert best.tpot_ms == pytest.approx(choice.tpot_s * 1e3) and best.tpot_ms > 20
+    assert best.tpot_ms == pytest.approx(choice.on_decode.tpot_s * 1e3) and best.tpot_ms > 20
     assert best.score == pytest.approx(choice.score_ms)
     assert (best.queue_tokens, best.prefill_cached_tokens, best.decode_cached_tokens) == (60, 16, 8)
     assert best.same_host is False
@@ -79,10 +83,10 @@ async def test_a_line_is_told_whoever_stands_in_it():
     async def no_room():
         raise Overloaded("full")
 
-    free, news = fleet([worker("p0")], [worker("d0")]), asyncio.Event()
-    line = Line(2)
+    free, changed = fleet([worker("p0")], [worker("d0")]), asyncio.Event()
+    line = WaitQueue(2)
     waiting = [
-        asyncio.create_task(line.place(Ticket(1.0, 5, f"r{i}"), no_room, lambda: news))
+        asyncio.create_task(line.place(QueueEntry(1.0, 5, f"r{i}"), no_room, lambda: changed))
         for i in range(2)
     ]
     await until_depth(line, 2)
@@ -90,7 +94,7 @@ async def test_a_line_is_told_whoever_stands_in_it():
     assert response.queued == 2 and "2 requests are waiting already" in response.refused
     waiting.pop().cancel()
     await until_depth(line, 1)
-    assert "stand in line for room: 1" in said(free, line).refused
+    assert "requests waiting for room: 1" in said(free, line).refused
     waiting.pop().cancel()
     await until_depth(line, 0)
     assert said(free, line).refused == ""

@@ -10,8 +10,8 @@ from baton.v1 import common_pb2, worker_pb2
 
 from .scripted_workers import (
     DRAINING,
-    PATIENCE_S,
     READY,
+    TIMEOUT_S,
     DecodeWorker,
     PrefillWorker,
     seen,
@@ -30,7 +30,7 @@ def member(cluster, worker):
 
 
 async def heard(queue):
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         return await queue.get()
 
 
@@ -181,7 +181,7 @@ async def test_a_broken_event_stream_is_told_once_to_each_and_opened_again(clust
         error = await heard(queue)
         assert isinstance(error, Unavailable)
         assert "event stream of decode worker d0 broke" in str(error)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await worker.stream_opened.wait()
     await cluster.until_state(worker, "READY")
     again = listen(cluster, worker, "h3")
@@ -215,7 +215,7 @@ async def test_draining_is_learned_from_either_source_and_stays(cluster, source)
         await cluster.registrations["d0"].update(changed(worker, state=DRAINING))
     view = await cluster.until_state(worker, "DRAINING")
     assert not view.ready
-    # Neither an older record nor news that was on its way brings it back.
+    # Neither an older record nor changed that was on its way brings it back.
     await cluster.registrations["d0"].update(changed(worker, state=READY, pid=77))
     worker.tell(state=READY, queue_tokens=5)
     await cluster.until(lambda s: s.decode[0].record.pid == 77 and s.decode[0].load.queue_tokens)
@@ -251,7 +251,7 @@ async def test_a_call_to_a_worker_that_left_is_unavailable(cluster):
     left = member(cluster, cluster.decodes[0])
     await cluster.leave(cluster.decodes[0])
     await cluster.until(lambda s: s.prefill and not s.decode)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await left.close("once more: now it is over")
     with pytest.raises(Unavailable, match="d0 has left"), left.calling():
         await left.worker.Describe(worker_pb2.DescribeRequest())
@@ -287,7 +287,7 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
     async def count():
         nonlocal looks
         while True:
-            await cluster.fleet.news.wait()
+            await cluster.fleet.changed.wait()
             looks += 1
 
     counting = asyncio.create_task(count())
@@ -304,5 +304,5 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
     await asyncio.sleep(1)
     counting.cancel()
     assert known < 300, "one for each"
-    assert looks - known < 10, "they go on failing, and that is no news"
+    assert looks - known < 10, "they go on failing, and that is no changed"
     assert cluster.fleet.snapshot().ready

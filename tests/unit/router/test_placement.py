@@ -6,19 +6,19 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.snapshot import Assigned, WorkerView
-from router.placement.placement import judge, pick, predicted_ttft_s, why
+from router.fleet.snapshot import AssignedPrompt, WorkerView
+from router.placement.placement import pick, predicted_ttft_s, rank_all, span_attributes
 
-from .fleets import BLOCK, PROMPT, fleet, wants, worker
+from .snapshots import BLOCK, PROMPT, fleet, needs, worker
 
 
 def picked(prefill, decode, request=None, shut=None, **avoid):
-    return pick(fleet(prefill, decode, shut), request or wants(), **avoid).names
+    return pick(fleet(prefill, decode, shut), request or needs(), **avoid).names
 
 
 def refusal(prefill, decode, request=None, **more):
     """What is said of the only pair there is."""
-    (choice,) = judge(fleet([prefill], [decode], **more), request or wants())
+    (choice,) = rank_all(fleet([prefill], [decode], **more), request or needs())
     return choice.refused
 
 
@@ -101,7 +101,7 @@ def test_only_shut_pairs_are_unavailable_with_what_shut_them():
 )
 def test_room_is_for_the_sequence_and_its_next_token(num_tokens, free, cached, fits):
     full = worker("d0", blocks_free=free, blocks_cached=cached)
-    assert (refusal(worker("p0"), full, wants(num_tokens)) == "") is fits
+    assert (refusal(worker("p0"), full, needs(num_tokens)) == "") is fits
 
 
 def test_missing_blocks_are_counted_out():
@@ -115,7 +115,7 @@ def test_blocks_shared_with_a_running_sequence_are_not_needed_again():
     shared = prompt[:8]
     for unheld, free, fits in ((0, 2, True), (0, 1, False), (1, 2, True), (2, 1, False)):
         decode = worker("d0", caches=shared, blocks_free=free, blocks_cached=unheld, blocks_held=8)
-        assert (refusal(worker("p0"), decode, wants(prompt)) == "") is fits, (unheld, free)
+        assert (refusal(worker("p0"), decode, needs(prompt)) == "") is fits, (unheld, free)
 
 
 def test_a_decode_worker_without_room_is_passed_over():
@@ -161,14 +161,16 @@ def test_a_fast_prefill_worker_with_short_chunks_is_given_a_moment_of_work():
 
 def test_what_is_due_later_does_not_fill_the_window():
     """A long prompt that may wait does not keep a short one in the router's line."""
-    late = replace(worker("p0", queue_tokens=9000), assigned=(Assigned(9000, 7.0),))
-    assert refusal(late, worker("d0"), wants(due=6.0)) == ""
-    assert "9000 tokens to compute first" in refusal(late, worker("d0"), wants(due=8.0))
+    late = replace(worker("p0", queue_tokens=9000), assigned=(AssignedPrompt(9000, 7.0),))
+    assert refusal(late, worker("d0"), needs(virtual_finish=6.0)) == ""
+    assert "9000 tokens to compute first" in refusal(late, worker("d0"), needs(virtual_finish=8.0))
 
 
 def test_prompts_of_other_routers_are_all_ahead():
-    others = replace(worker("p0", queue_tokens=3000), assigned=(Assigned(1000, 7.0),))
-    assert "2000 tokens to compute first" in refusal(others, worker("d0"), wants(due=6.0))
+    others = replace(worker("p0", queue_tokens=3000), assigned=(AssignedPrompt(1000, 7.0),))
+    assert "2000 tokens to compute first" in refusal(
+        others, worker("d0"), needs(virtual_finish=6.0)
+    )
 
 
 def test_a_prefill_worker_whose_pool_is_held_takes_no_more():
@@ -199,9 +201,9 @@ def test_a_large_fleet_is_not_told_in_full():
 def test_where_decode_prefills_nobody_waits_for_a_prefill_worker():
     """A prompt that decode caches does not stand in line behind long ones."""
     full, decode = worker("p0", tokens=5000), worker("d0", caches=PROMPT)
-    assert pick(fleet([full], [decode]), wants(local_prefill_max_tokens=4)).decode_prefills
+    assert pick(fleet([full], [decode]), needs(local_prefill_max_tokens=4)).decode_prefills
     with pytest.raises(Overloaded):
-        pick(fleet([full], [worker("d0")]), wants(local_prefill_max_tokens=4))
+        pick(fleet([full], [worker("d0")]), needs(local_prefill_max_tokens=4))
 
 
 # Workers that failed this request.
@@ -236,7 +238,7 @@ def test_failed_workers_are_the_last_resort_of_their_kind_of_kv():
 
 def test_all_pairs_are_judged_best_first_and_refused_ones_last():
     prefill = [worker("p0", "DRAINING"), worker("p1", queue_tokens=400), worker("p2")]
-    choices = judge(fleet(prefill, [worker("d0", running=3), worker("d1")]), wants())
+    choices = rank_all(fleet(prefill, [worker("d0", running=3), worker("d1")]), needs())
     assert len(choices) == 6
     assert [choice.names for choice in choices[:2]] == [("p2", "d1"), ("p2", "d0")]
     assert [bool(choice.refused) for choice in choices] == [False] * 4 + [True] * 2
@@ -247,15 +249,15 @@ def test_all_pairs_are_judged_best_first_and_refused_ones_last():
 def test_the_best_of_all_is_what_is_picked():
     prefill = [worker("p0", queue_tokens=700), worker("p1", caches=PROMPT)]
     snapshot = fleet(prefill, [worker("d0", running=3), worker("d1", "STALLED")])
-    first = judge(snapshot, wants())[0]
-    chosen = pick(snapshot, wants())
+    first = rank_all(snapshot, needs())[0]
+    chosen = pick(snapshot, needs())
     assert replace(first, candidates=0) == replace(chosen, candidates=0)
     assert chosen.candidates == 2, "pairs that it was chosen from"
 
 
 def test_a_choice_is_told_to_spans_in_plain_values():
-    chosen = pick(fleet([worker("p0", caches=PROMPT)], [worker("d0", host_id="far")]), wants())
-    told = why(chosen)
+    chosen = pick(fleet([worker("p0", caches=PROMPT)], [worker("d0", host_id="far")]), needs())
+    told = span_attributes(chosen)
     assert told["prefill_cached_tokens"] == 4 and told["same_host"] is False
     assert told["candidates"] == 1 and told["decode_prefills"] is False
     assert told["predicted_ttft_ms"] == pytest.approx(chosen.ttft_s * 1e3, abs=0.001)
@@ -268,25 +270,25 @@ def test_a_choice_is_told_to_spans_in_plain_values():
 def test_the_prediction_is_of_the_pair_that_is_fastest_to_a_first_token():
     rate = {"prefill_tokens_per_s": 1000}
     prefill = [worker("p0", queue_tokens=500, **rate), worker("p1", queue_tokens=200, **rate)]
-    told = predicted_ttft_s(fleet(prefill, [worker("d0")]), wants(100))
+    told = predicted_ttft_s(fleet(prefill, [worker("d0")]), needs(100))
     assert told == pytest.approx(0.3, abs=0.01)
 
 
 def test_pairs_that_are_full_now_count_and_unusable_ones_do_not():
     rate = {"prefill_tokens_per_s": 1000}
     full = worker("p0", queue_tokens=5000, **rate)
-    assert predicted_ttft_s(fleet([full], [worker("d0")]), wants(100)) == pytest.approx(
+    assert predicted_ttft_s(fleet([full], [worker("d0")]), needs(100)) == pytest.approx(
         5.1, abs=0.1
     )
     down = [worker("p1", "SILENT", **rate), full]
-    assert predicted_ttft_s(fleet(down, [worker("d0")]), wants(100)) > 5
+    assert predicted_ttft_s(fleet(down, [worker("d0")]), needs(100)) > 5
 
 
 def test_nothing_is_predicted_before_anything_is_measured():
-    assert predicted_ttft_s(fleet([worker("p0", queue_tokens=999)], [worker("d0")]), wants()) == 0
+    assert predicted_ttft_s(fleet([worker("p0", queue_tokens=999)], [worker("d0")]), needs()) == 0
     measured = worker("p1", "DRAINING", prefill_tokens_per_s=100)
-    assert predicted_ttft_s(fleet([worker("p0"), measured], [worker("d0")]), wants()) == 0
-    assert predicted_ttft_s(fleet([measured], [worker("d0")]), wants()) == 0
+    assert predicted_ttft_s(fleet([worker("p0"), measured], [worker("d0")]), needs()) == 0
+    assert predicted_ttft_s(fleet([measured], [worker("d0")]), needs()) == 0
 
 
 # Snapshots.
@@ -313,9 +315,9 @@ def test_the_context_is_what_every_ready_decode_worker_takes():
 def test_a_prompt_is_hashed_once_and_only_where_somebody_caches(monkeypatch):
     hashed = []
     monkeypatch.setattr(
-        "router.placement.placement_request.hash_chain", lambda *asked: hashed.append(asked) or []
+        "router.placement.cost_model.hash_chain", lambda *asked: hashed.append(asked) or []
     )
-    request = wants()
+    request = needs()
     pick(fleet([worker("p0")], [worker("d0")]), request)
     assert not hashed
     caching = fleet([worker("p0", caches=PROMPT)], [worker("d0", caches=PROMPT)])
@@ -327,6 +329,6 @@ def test_a_prompt_is_hashed_once_and_only_where_somebody_caches(monkeypatch):
 def test_thousands_of_workers_that_are_not_ready_make_no_million_pairs():
     ghosts = [worker(f"ghost{i:04}", "UNREACHABLE", "nobody is there") for i in range(1500)]
     snapshot = fleet([*ghosts, worker("p0")], [*ghosts, worker("d0")])
-    assert pick(snapshot, wants()).names == ("p0", "d0")
-    assert len(judge(snapshot, wants())) < 500
+    assert pick(snapshot, needs()).names == ("p0", "d0")
+    assert len(rank_all(snapshot, needs())) < 500
     assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]

@@ -22,12 +22,11 @@ from baton.v1 import (
 from router import frontend
 from router.admission.admission import Admission
 from router.dispatch import attempt
-from router.fleet_service import FleetServicer
-from router.frontend import Door
-from router.service import InferenceServicer
+from router.frontend import GenerationService
+from router.service import FleetServicer, InferenceServicer
 
 from .scripted_workers import (
-    PATIENCE_S,
+    TIMEOUT_S,
     Cluster,
     counting,
     first_token,
@@ -35,7 +34,7 @@ from .scripted_workers import (
     token,
     until_stuck,
 )
-from .texts import byte_tokenizer
+from .tokenizers_made import byte_tokenizer
 
 PROMPT = (1, 2, 3)
 
@@ -46,14 +45,16 @@ class Router:
     def __init__(self, cluster, tokenizer, default_timeout_s=10.0, **limits):
         admission = Admission("tiny", tokenizer, default_timeout_s, **limits)
         self.cluster = cluster
-        self.door = Door(admission, cluster.line, cluster.dispatch, cluster.fleet, cluster.tracer)
+        self.service = GenerationService(
+            admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
+        )
         status = fleet_pb2.RouterStatus(incarnation="router", model="tiny")
-        self.fleet = FleetServicer(cluster.fleet, cluster.line, admission, self.door, status, 4)
+        self.fleet = FleetServicer(self.service, status)
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
 
     async def __aenter__(self):
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(self.door), self._server
+            InferenceServicer(self.service), self._server
         )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self.fleet, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
@@ -64,8 +65,8 @@ class Router:
         return self
 
     async def __aexit__(self, *exc):
-        async with asyncio.timeout(PATIENCE_S):
-            await self.door.idle()
+        async with asyncio.timeout(TIMEOUT_S):
+            await self.service.idle()
         await self._channel.close()
         await self._server.stop(0)
 
@@ -80,7 +81,7 @@ class Router:
 
     async def complete(self, **fields):
         """Started, all deltas, finish."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             first, *deltas, last = [message async for message in self.generate(**fields)]
         return first.started, [message.delta for message in deltas], last.finish
 
@@ -110,7 +111,7 @@ async def router_of(tmp_path):
 
 async def failure_of(call):
     """The status a call ends with, whatever it says before."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(grpc.RpcError) as caught:
             async for _ in call:
                 pass
@@ -119,7 +120,7 @@ async def failure_of(call):
 
 async def finish_of(call):
     """The finish of a call that has been read from before."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not (message := await call.read()).HasField("finish"):
             pass
     return message.finish
@@ -207,9 +208,9 @@ async def test_the_deadline_ends_the_wait_for_room(router_of):
     await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
     error = await failure_of(router.generate(timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    async with asyncio.timeout(PATIENCE_S):
-        await router.door.idle()
-    assert router.cluster.line.depth == 0
+    async with asyncio.timeout(TIMEOUT_S):
+        await router.service.idle()
+    assert router.cluster.wait_queue.depth == 0
 
 
 @pytest.mark.parametrize("where", ["room", "reserve", "prefill", "decode"])
@@ -263,10 +264,10 @@ async def test_a_caller_who_does_not_read_holds_nothing_and_is_told_why(
     call = aiter(router.generate())
     assert (await anext(call)).HasField("started")
     if end == "drain":
-        await until_stuck(router.door.tally)
-        router.door.give_up()
-    async with asyncio.timeout(PATIENCE_S):
-        await router.door.idle()
+        await until_stuck(router.service.stats)
+        router.service.give_up()
+    async with asyncio.timeout(TIMEOUT_S):
+        await router.service.idle()
         assert await decode.cancelled.get() == decode.requests[0].sequence.handoff_id
     error = await failure_of(call)
     code, told = {
@@ -277,7 +278,7 @@ async def test_a_caller_who_does_not_read_holds_nothing_and_is_told_why(
     }[end]
     assert error.code() is code
     assert told in error.details()
-    assert router.door.tally.ended == {code.name: 1}
+    assert router.service.stats.ended == {code.name: 1}
 
 
 async def test_the_deadline_does_not_wait_for_a_stopped_worker_to_hear_of_it(router_of):
@@ -293,9 +294,9 @@ async def test_the_deadline_does_not_wait_for_a_stopped_worker_to_hear_of_it(rou
     decode.on_cancel = unheard
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await heard.wait()
-        await router.door.idle()  # though Cancel is still under way
+        await router.service.idle()  # though Cancel is still under way
     go_on.set()
 
 
@@ -304,14 +305,14 @@ async def test_a_caller_that_hangs_up_frees_everything(router_of):
     prefill, decode = router.cluster.prefills[0], router.cluster.decodes[0]
     decode.runs = [lambda sequence, ahead: None]
     call = router.generate()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not (await call.read()).delta.token_ids:
             pass
         call.cancel()
         assert await decode.cancelled.get() == decode.requests[0].sequence.handoff_id
         await prefill.ended.get()
-        await router.door.idle()
-    assert router.door.running == 0
+        await router.service.idle()
+    assert router.service.running == 0
 
 
 async def test_no_worker_is_unavailable_with_retry_info(router_of):
@@ -351,10 +352,10 @@ async def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new(rout
     decode, paused = router.cluster.decodes[0], []
     decode.runs = [lambda *run: paused.append(run)]
     running = router.generate()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not (await running.read()).delta.token_ids:
             pass
-    router.door.draining = True
+    router.service.draining = True
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert retry_after_s(error) > 0
@@ -362,8 +363,8 @@ async def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new(rout
     assert (status.state, status.running) == ("NOT_SERVING", 1)
     decode.run_to_end(*paused.pop())
     assert (await finish_of(running)).usage.completion_tokens == 5
-    async with asyncio.timeout(PATIENCE_S):
-        await router.door.idle()
+    async with asyncio.timeout(TIMEOUT_S):
+        await router.service.idle()
 
 
 async def test_the_status_shows_workers_with_their_states(router_of):
@@ -398,7 +399,7 @@ async def test_every_span_of_a_failed_over_request_ends_once_under_one_trace(rou
     router.cluster.prefills[0].scripts = [lost]
     begun, _, finish = await router.complete()
     assert finish.route.attempts == 2
-    await router.door.idle()
+    await router.service.idle()
     ended = exporter.get_finished_spans()
     assert sorted(span.name for span in ended) == [
         "router.admit", "router.attempt", "router.attempt", "router.backoff", "router.begin",
@@ -419,11 +420,11 @@ async def test_spans_of_a_cancelled_request_end_once(router_of, spans):
     router = await router_of(cluster={"tracer": tracer})
     router.cluster.decodes[0].runs = [lambda sequence, ahead: None]
     call = router.generate()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not (await call.read()).delta.token_ids:
             pass
         call.cancel()
-        await router.door.idle()
+        await router.service.idle()
     ended = {span.name: span for span in exporter.get_finished_spans()}
     assert len(ended) == len(exporter.get_finished_spans())
     assert ended["router.attempt"].attributes["baton.cancelled"] is True
@@ -465,8 +466,8 @@ async def test_a_router_that_leaves_tells_its_callers_to_go_elsewhere(router_of)
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         async for message in router.generate():
             if message.HasField("delta"):
-                router.door.draining = True
-                router.door.give_up()
+                router.service.draining = True
+                router.service.give_up()
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "after 1 tokens" in failure.value.details()
     await router.cluster.all_freed()

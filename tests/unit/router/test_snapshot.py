@@ -27,9 +27,9 @@ def test_one_usable_pair_is_enough():
         ([worker("p0")], [], {}, "no decode worker is ready (none is registered)"),
         (
             [worker("p0")],
-            [worker("d0", SILENT, "no sign of life"), worker("d1", "DRAINING")],
+            [worker("d0", SILENT, "no heartbeat"), worker("d1", "DRAINING")],
             {},
-            "no decode worker is ready (d0 is SILENT: no sign of life; d1 is DRAINING)",
+            "no decode worker is ready (d0 is SILENT: no heartbeat; d1 is DRAINING)",
         ),
         (
             [worker("p0")],

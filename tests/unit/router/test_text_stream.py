@@ -2,10 +2,10 @@
 
 import pytest
 
-from router.dispatch.text_stream import TextStream
+from router.dispatch.request_state import TextStream
 
-from .scripted_workers import ask
-from .texts import byte_tokenizer, ids_only_tokenizer
+from .scripted_workers import tokenized
+from .tokenizers_made import byte_tokenizer, ids_only_tokenizer
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def tokenizer(tmp_path):
 
 def feed(tokenizer, text, reason, eos=False, **fields):
     """What a stream says of each byte of `text`, the last with a reason; and its stop string."""
-    stream = TextStream(tokenizer, ask(**fields))
+    stream = TextStream(tokenizer, tokenized(**fields))
     tokens = tokenizer.encode(text) + [0] * eos
     said = []
     for index, token in enumerate(tokens):
@@ -34,7 +34,7 @@ def test_half_a_character_waits_for_the_other_half(tokenizer):
 
 
 def test_a_character_that_is_never_finished_is_told_at_the_end(tokenizer):
-    stream = TextStream(tokenizer, ask())
+    stream = TextStream(tokenizer, tokenized())
     first_half = tokenizer.encode("é")[0]
     assert stream.advance([first_half], None) == ""
     assert stream.advance([], "length") == "\ufffd"
@@ -62,7 +62,7 @@ def test_a_stop_string_that_the_last_token_completes_counts(tokenizer):
 
 
 def test_a_stop_string_in_an_unfinished_characters_place_counts(tokenizer):
-    stream = TextStream(tokenizer, ask(stop=("a\ufffd",)))
+    stream = TextStream(tokenizer, tokenized(stop=("a\ufffd",)))
     stream.advance(tokenizer.encode("a"), None)
     assert stream.advance(tokenizer.encode("é")[:1], "length") == ""
     assert stream.stop == "a\ufffd"
@@ -75,18 +75,18 @@ def test_the_token_that_ended_the_sequence_is_no_text(tokenizer):
 
 
 def test_nothing_is_said_after_a_stop_string(tokenizer):
-    stream = TextStream(tokenizer, ask(stop=("b",)))
+    stream = TextStream(tokenizer, tokenized(stop=("b",)))
     assert stream.advance(tokenizer.encode("abc"), None) == "a"
     assert stream.advance(tokenizer.encode("d"), "length") == ""
 
 
 def test_a_character_that_the_prompt_began_is_finished(tokenizer):
     first, second = tokenizer.encode("é")
-    stream = TextStream(tokenizer, ask(prompt=(first,)))
+    stream = TextStream(tokenizer, tokenized(prompt=(first,)))
     assert stream.advance([second], "length") == "é"
 
 
 def test_token_ids_alone_have_no_text(tmp_path):
-    stream = TextStream(ids_only_tokenizer(tmp_path), ask())
+    stream = TextStream(ids_only_tokenizer(tmp_path), tokenized())
     assert stream.advance([1, 2, 3], None) == ""
     assert stream.advance([4], "length") == ""

@@ -5,7 +5,7 @@ import itertools
 from dataclasses import dataclass
 
 from baton.v1 import common_pb2
-from router.admission.fair_queue import Claim, Turns
+from router.admission.fair_queue import FairQueue, Flow
 
 NORMAL = common_pb2.PRIORITY_NORMAL
 CHUNK_S = 0.05
@@ -15,12 +15,12 @@ CHUNK_S = 0.05
 class Job:
     at: float
     seconds: float
-    claim: Claim
+    flow: Flow
     priority: int = NORMAL
     due: float = 0.0
     left: float = 0.0
     done: float = 0.0
-    began: float = 0.0  # where the clock of turns stood when it came, at the latest
+    began: float = 0.0  # where the clock of fair_queue stood when it came, at the latest
     refused: bool = False
 
     @property
@@ -33,14 +33,14 @@ class Server:
 
     def __init__(self, admit=None):
         self.now = 0.0
-        self.turns = Turns(lambda: self.now)
+        self.fair_queue = FairQueue(lambda: self.now)
         self.waiting = []
         self._order = itertools.count()
         self._admit = admit
 
     @property
-    def claims(self):
-        return [job.claim for _, _, job, _ in self.waiting]
+    def flows(self):
+        return [job.flow for _, _, job, _ in self.waiting]
 
     def run(self, jobs):
         coming = sorted(jobs, key=lambda job: job.at)
@@ -56,13 +56,13 @@ class Server:
 
     def _take(self, job):
         job.began = min([self.now, *(due for due, *_ in self.waiting)])
-        turn = self.turns.take(job.claim, job.seconds, job.priority)
-        job.due, job.left = turn.due, job.seconds
+        turn = self.fair_queue.add(job.flow, job.seconds, job.priority)
+        job.virtual_finish, job.left = turn.virtual_finish, job.seconds
         if self._admit and not self._admit(self, job):
             job.refused = True
-            self.turns.end(turn)
+            self.fair_queue.remove(turn)
             return
-        heapq.heappush(self.waiting, (job.due, next(self._order), job, turn))
+        heapq.heappush(self.waiting, (job.virtual_finish, next(self._order), job, turn))
 
     def _step(self):
         _, _, job, turn = self.waiting[0]
@@ -72,4 +72,4 @@ class Server:
         if job.left <= 1e-9:
             heapq.heappop(self.waiting)
             job.done = self.now
-            self.turns.end(turn)
+            self.fair_queue.remove(turn)

@@ -10,12 +10,12 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded, TransferFailed, Unavailable
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
 from router.admission.admission import Admission
-from router.fleet_service import FleetServicer
-from router.frontend import Caller, Door
-from router.telemetry.stats import Tally
+from router.frontend import Caller, GenerationService
+from router.service import FleetServicer
+from router.telemetry.stats import RouterStats
 
-from .scripted_workers import PATIENCE_S, started, story
-from .texts import byte_tokenizer
+from .scripted_workers import TIMEOUT_S, request_state, started
+from .tokenizers_made import byte_tokenizer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 FAILOVER, REFUSAL, FAILURE = (
@@ -27,17 +27,17 @@ FAILOVER, REFUSAL, FAILURE = (
 
 def placed(**fields):
     """A request that something was run for."""
-    told = story(**fields)
+    told = request_state(**fields)
     told.placed_at = told.started
     return told
 
 
-def end(tally, told=None, error=None, finished=False):
+def end(stats, told=None, error=None, finished=False):
     """One request, from its beginning to its end."""
-    with contextlib.suppress(BaseException), tally.request() as seen:
+    with contextlib.suppress(BaseException), stats.request() as seen:
         seen.trace_id = TRACE
         if told is not None:
-            tally.let_in(seen, told)
+            stats.admitted(seen, told)
         seen.finished = finished
         if error is not None:
             raise error
@@ -53,29 +53,29 @@ def finished(ttft_s, tpot_s=0.01, **fields):
     return told
 
 
-def kinds(tally):
-    return [event.kind for event in tally.recent_events()]
+def kinds(stats):
+    return [event.kind for event in stats.events]
 
 
 def test_requests_are_counted_by_how_they_ended():
-    tally = Tally()
-    end(tally, finished(0.1))
-    end(tally, error=InvalidRequest("bad", "input"))  # never let in
-    end(tally, story(), Overloaded("full"))  # let in, and never placed
-    end(tally, placed(), Unavailable("gone"))
-    end(tally, placed(), ValueError("a bug"))
-    end(tally, placed(), asyncio.CancelledError())
-    end(tally, story(), GeneratorExit())
-    end(tally, finished(0.1), GeneratorExit(), finished=True)  # its reader has all of it
-    counts = tally.counts()
+    stats = RouterStats()
+    end(stats, finished(0.1))
+    end(stats, error=InvalidRequest("bad", "input"))  # never let in
+    end(stats, request_state(), Overloaded("full"))  # let in, and never placed
+    end(stats, placed(), Unavailable("gone"))
+    end(stats, placed(), ValueError("a bug"))
+    end(stats, placed(), asyncio.CancelledError())
+    end(stats, request_state(), GeneratorExit())
+    end(stats, finished(0.1), GeneratorExit(), finished=True)  # its reader has all of it
+    counts = stats.counts()
     assert dict(counts.ended) == {
         "OK": 2, "INVALID_ARGUMENT": 1, "RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1, "INTERNAL": 1,
         "CANCELLED": 2,
     }  # fmt: skip
     assert counts.refused == 2
     assert counts.prompt_tokens == 7 * 3
-    assert kinds(tally) == [REFUSAL, REFUSAL, FAILURE, FAILURE]
-    told = tally.recent_events()
+    assert kinds(stats) == [REFUSAL, REFUSAL, FAILURE, FAILURE]
+    told = stats.events
     assert [event.text for event in told] == [
         "INVALID_ARGUMENT: bad", "RESOURCE_EXHAUSTED: full", "UNAVAILABLE: gone",
         "INTERNAL: a bug",
@@ -85,57 +85,57 @@ def test_requests_are_counted_by_how_they_ended():
 
 
 def test_what_comes_again_counts_up_the_last_event():
-    tally = Tally()
+    stats = RouterStats()
     before_ms = time.time_ns() // 1_000_000
     for text in ("full", "full", "full", "other", "full"):
-        end(tally, error=Overloaded(text))
-    told = tally.recent_events()
+        end(stats, error=Overloaded(text))
+    told = stats.events
     assert [event.times for event in told] == [3, 1, 1]
     assert before_ms <= told[0].time_ms <= told[-1].time_ms <= time.time_ns() // 1_000_000
 
 
 def test_events_are_few_and_short():
-    tally = Tally()
+    stats = RouterStats()
     for number in range(100):
-        end(tally, error=Overloaded(f"{number} " + "x" * 5000))
-    told = tally.recent_events()
+        end(stats, error=Overloaded(f"{number} " + "x" * 5000))
+    told = stats.events
     assert len(told) == 32 and told[-1].text.startswith("RESOURCE_EXHAUSTED: 99")
     assert max(len(event.text) for event in told) == 300
-    assert tally.counts().refused == 100
+    assert stats.counts().refused == 100
 
 
 def test_a_failover_names_the_workers_it_left():
-    tally, told = Tally(), placed()
+    stats, told = RouterStats(), placed()
     told.route.prefill, told.route.decode = "p0", "d0"
-    tally.failed_over(told, TRACE, TransferFailed("lost"))
+    stats.failed_over(told, TRACE, TransferFailed("lost"))
     told.route.prefill = ""
-    tally.failed_over(told, TRACE, Unavailable("gone"))
-    assert tally.counts().failovers == 2
-    assert [event.text for event in tally.recent_events()] == ["p0 and d0: lost", "d0: gone"]
-    assert kinds(tally) == [FAILOVER, FAILOVER]
+    stats.failed_over(told, TRACE, Unavailable("gone"))
+    assert stats.counts().failovers == 2
+    assert [event.text for event in stats.events] == ["p0 and d0: lost", "d0: gone"]
+    assert kinds(stats) == [FAILOVER, FAILOVER]
 
 
 def test_late_is_who_missed_a_target():
-    tally = Tally()
-    end(tally, finished(0.5))  # had none
-    end(tally, finished(0.5, ttft_target_s=0.6))
-    end(tally, finished(0.5, ttft_target_s=0.4))
-    assert (tally.late, tally.ended["OK"]) == (1, 3)
+    stats = RouterStats()
+    end(stats, finished(0.5))  # had none
+    end(stats, finished(0.5, ttft_target_s=0.6))
+    end(stats, finished(0.5, ttft_target_s=0.4))
+    assert (stats.late, stats.ended["OK"]) == (1, 3)
 
 
 def test_percentiles_are_of_the_last_minute():
     now = [100.0]
-    tally = Tally(clock=lambda: now[0])
-    end(tally, finished(9.0, 9.0))
+    stats = RouterStats(clock=lambda: now[0])
+    end(stats, finished(9.0, 9.0))
     now[0] += 61
     for milliseconds in range(1, 101):
-        end(tally, finished(milliseconds / 1e3, milliseconds / 1e4))
-    latency = tally.latency()
+        end(stats, finished(milliseconds / 1e3, milliseconds / 1e4))
+    latency = stats.latency()
     assert latency.requests == 100
     assert (latency.ttft_p50_ms, latency.ttft_p95_ms) == pytest.approx((50, 95))
     assert (latency.tpot_p50_ms, latency.tpot_p95_ms) == pytest.approx((5.0, 9.5))
     now[0] += 61
-    assert tally.latency() == fleet_pb2.Latency()
+    assert stats.latency() == fleet_pb2.Latency()
 
 
 def request(tokens=(1, 2, 3), **fields):
@@ -150,19 +150,21 @@ async def test_get_status_tells_what_happened(cluster_of, tmp_path):
     """One request that fails over and goes well, one that is refused."""
     cluster = await cluster_of(prefill=1, decode=1)
     admission = Admission("tiny", byte_tokenizer(tmp_path), 10.0)
-    door = Door(admission, cluster.line, cluster.dispatch, cluster.fleet, cluster.tracer)
+    service = GenerationService(
+        admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
+    )
     own = fleet_pb2.RouterStatus(incarnation="router", otlp="http://o:1")
-    servicer = FleetServicer(cluster.fleet, cluster.line, admission, door, own, 4)
+    servicer = FleetServicer(service, own)
 
     async def breaks(request):
         yield started()
         raise TransferFailed("the link broke")
 
     cluster.prefills[0].scripts = [breaks]
-    async with asyncio.timeout(PATIENCE_S):
-        await door.generate(request(), Caller(), AsyncMock())
+    async with asyncio.timeout(TIMEOUT_S):
+        await service.generate(request(), Caller(), AsyncMock())
         with pytest.raises(InvalidRequest):
-            await door.generate(request(tokens=(10**6,)), Caller(), AsyncMock())
+            await service.generate(request(tokens=(10**6,)), Caller(), AsyncMock())
         router = (await servicer.GetStatus(fleet_pb2.GetStatusRequest(), None)).router
         await cluster.dispatch.close()
     assert dict(router.counts.ended) == {"OK": 1, "INVALID_ARGUMENT": 1}

@@ -5,13 +5,13 @@ import time
 import pytest
 
 from baton.v1 import common_pb2
-from router.dispatch.request_state import Story
+from router.dispatch.request_state import RequestState
 
-from .scripted_workers import ask, story
+from .scripted_workers import request_state, tokenized
 
 
 def test_the_first_attempt_asks_for_the_prompt():
-    spec = story(cache_salt="tenant").spec("r-1")
+    spec = request_state(cache_salt="tenant").spec("r-1")
     assert list(spec.token_ids) == [1, 2, 3]
     assert (spec.handoff_id, spec.prompt_tokens, spec.cache_salt) == ("r-1", 3, "tenant")
     assert spec.sampling.HasField("seed")
@@ -19,7 +19,7 @@ def test_the_first_attempt_asks_for_the_prompt():
 
 
 def test_a_later_attempt_goes_on_where_the_caller_is():
-    told = story()
+    told = request_state()
     told.deliver([7])
     told.deliver([8, 9])
     first, later = told.spec("r-1"), told.spec("r-2")
@@ -34,15 +34,15 @@ def test_a_later_attempt_goes_on_where_the_caller_is():
     [(2.0, 1000, 2000), (-1.0, 1, 1), (1e9, (1 << 32) - 1, (1 << 32) - 1)],
 )
 def test_the_time_left_is_never_none_and_always_fits(timeout_s, least, most):
-    assert least <= story(timeout_s=timeout_s).spec("r").time_left_ms <= most
+    assert least <= request_state(timeout_s=timeout_s).spec("r").time_left_ms <= most
 
 
 def test_the_time_left_is_never_negative():
-    assert ask(timeout_s=-1).time_left_s == 0.0
+    assert tokenized(timeout_s=-1).time_left_s == 0.0
 
 
 def test_usage_counts_tokens_once():
-    told = story()
+    told = request_state()
     assert told.usage() == common_pb2.Usage(prompt_tokens=3)
     told.deliver([7, 8])
     told.cached_tokens = 2
@@ -51,7 +51,7 @@ def test_usage_counts_tokens_once():
 
 def test_times_are_from_arrival_and_between_tokens():
     now = time.monotonic()
-    told = Story(ask(), started=now - 10.0)
+    told = RequestState(tokenized(), started=now - 10.0)
     told.placed_at, told.first_at, told.last_at = now - 9.5, now - 9.0, now - 8.0
     told.delivered, told.prefill_queue_ms = [1, 2, 3, 4, 5], 100.0
     told.transfer_bytes, told.transfer_ms = 4096, 12.5
@@ -64,14 +64,14 @@ def test_times_are_from_arrival_and_between_tokens():
 
 
 def test_one_token_has_no_time_between_tokens():
-    told = story()
+    told = request_state()
     told.deliver([1])
     assert told.timing().tpot_ms == 0.0
     assert told.timing().ttft_ms > 0.0
 
 
 def test_the_first_delivery_alone_sets_the_first_time():
-    told = story()
+    told = request_state()
     told.deliver([1])
     first_at = told.first_at
     told.deliver([2])
@@ -80,7 +80,7 @@ def test_the_first_delivery_alone_sets_the_first_time():
 
 
 def test_the_route_is_the_last_attempts_with_the_count_of_all():
-    told = story()
+    told = request_state()
     told.attempts, told.route.decode = 3, "d1"
     assert told.final_route() == common_pb2.Route(decode="d1", attempts=3)
     assert told.route.attempts == 0

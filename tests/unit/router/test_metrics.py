@@ -1,4 +1,4 @@
-"""What a router's metrics say of requests, told to them as the door tells them."""
+"""What a router's metrics say of requests, told to them as the service tells them."""
 
 import asyncio
 import re
@@ -19,22 +19,22 @@ from baton.errors import (
 from baton.metrics import table
 from baton.metrics.recorder import Recorder
 from baton.slo import Slo
-from router.telemetry.metrics import CAUSES, Figures
-from router.telemetry.stats import Tally
+from router.telemetry.metrics import CAUSES, RouterMetrics
+from router.telemetry.stats import RouterStats
 
-from .scripted_workers import story
+from .scripted_workers import request_state
 
 LABELS = {"gen_ai_request_model": "tiny", "gen_ai_operation_name": "chat"}
 
 
 class World:
-    """A tally with figures, and what Prometheus would read."""
+    """A stats with metrics, and what Prometheus would read."""
 
     def __init__(self, *slos):
         self.recorder = Recorder("router", {})
-        self.tally = Tally()
-        self.figures = Figures(self.recorder, "tiny", slos)
-        self.tally.listeners = (self.figures,)
+        self.stats = RouterStats()
+        self.metrics = RouterMetrics(self.recorder, "tiny", slos)
+        self.stats.listeners = (self.metrics,)
 
     def request(
         self,
@@ -46,22 +46,22 @@ class World:
         predicted_ttft_s=0.0,
         **fields,
     ):
-        """One request from door to end."""
+        """One request from service to end."""
         try:
-            with self.tally.request() as seen:
+            with self.stats.request() as seen:
                 seen.operation, seen.tenant = "chat", "t"
-                told = story(tenant="t", **fields)
+                told = request_state(tenant="t", **fields)
                 told.predicted_ttft_s = predicted_ttft_s
-                self.tally.let_in(seen, told)
+                self.stats.admitted(seen, told)
                 told.attempts = 1
                 if placed:
                     told.placed_at = told.started + 0.02
                     for number in range(tokens):
                         gap_s = told.deliver([number])
-                        self.tally.delivered(1, gap_s)
+                        self.stats.delivered(1, gap_s)
                     told.first_at = told.started + ttft_s
                     told.last_at = told.first_at + tpot_s * (tokens - 1)
-                    self.tally.first_token(seen)
+                    self.stats.first_token(seen)
                 if error is not None:
                     raise error
                 seen.finished = True
@@ -119,9 +119,9 @@ def test_one_output_token_has_no_time_per_token(world):
 def test_cached_tokens_are_counted_of_what_was_placed(world):
     def note_cached(seen, told):
         told.note_cached(2)
-        return Tally.let_in(world.tally, seen, told)
+        return RouterStats.admitted(world.stats, seen, told)
 
-    world.tally.let_in = note_cached
+    world.stats.admitted = note_cached
     world.request()
     world.request(Overloaded("full", 1.0), placed=False)
     assert world.value("baton_tokens_input_total") == 3
@@ -171,12 +171,12 @@ def test_a_call_cut_at_its_deadline_is_late_and_not_left(world):
     ],
 )
 def test_refusals_by_cause(world, error, step, cause):
-    with pytest.raises(type(error)), world.tally.request() as seen:
+    with pytest.raises(type(error)), world.stats.request() as seen:
         if step != "arrived":
             seen.tenant = "t"
         if step in ("let in", "in line"):
-            seen.story = story()
-            seen.story.attempts = int(step == "in line")
+            seen.state = request_state()
+            seen.state.attempts = int(step == "in line")
         raise error
     counts = {one: world.value("baton_requests_refused_total", cause=one) for one in CAUSES}
     assert counts == {one: int(one == cause) for one in CAUSES}
@@ -184,17 +184,16 @@ def test_refusals_by_cause(world, error, step, cause):
 
 
 def test_failovers_by_reason(world):
-    world.tally.failed_over(story(), "", Stale("old"))
-    world.tally.failed_over(story(), "", Unavailable("gone"))
-    world.tally.failed_over(story(), "", Unavailable("gone"))
+    world.stats.failed_over(request_state(), "", Stale("old"))
+    world.stats.failed_over(request_state(), "", Unavailable("gone"))
+    world.stats.failed_over(request_state(), "", Unavailable("gone"))
     assert world.value("baton_failovers_total", reason="Stale") == 1
     assert world.value("baton_failovers_total", reason="Unavailable") == 2
 
 
 async def test_the_fleet_and_the_line_are_read_at_each_look(world, cluster_of):
     cluster = await cluster_of(prefill=2, decode=1)
-    door = SimpleNamespace(running=5)
-    world.figures.look_at(door, cluster.line, cluster.fleet)
+    world.metrics.observe(served(cluster.fleet, cluster.wait_queue, running=5))
     assert world.value("baton_requests_running") == 5
     assert world.value("baton_requests_queued") == 0
     assert world.value("baton_workers", role="prefill", state="READY") == 2
@@ -205,10 +204,10 @@ async def test_the_fleet_and_the_line_are_read_at_each_look(world, cluster_of):
 
 async def test_ejections_are_counted(world, cluster_of):
     cluster = await cluster_of(prefill=2, decode=2)
-    world.figures.look_at(SimpleNamespace(running=0), cluster.line, cluster.fleet)
+    world.metrics.observe(served(cluster.fleet, cluster.wait_queue))
     for _ in range(3):
-        cluster.fleet.health.failed("p0", "broken")
-        cluster.fleet.health.failed(("p1", "d1"), "broken")
+        cluster.fleet.breakers.failed("p0", "broken")
+        cluster.fleet.breakers.failed(("p1", "d1"), "broken")
     cluster.fleet._tick()
     cluster.fleet._tick()
     assert world.value("baton_breaker_ejections_total", kind="worker") == 1
@@ -216,12 +215,16 @@ async def test_ejections_are_counted(world, cluster_of):
 
 
 def test_all_that_a_router_lists_is_measured(world):
-    world.figures.look_at(SimpleNamespace(running=0), SimpleNamespace(depth=0), _Empty())
+    world.metrics.observe(served(_Empty(), SimpleNamespace(depth=0)))
     world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
     page = world.recorder.render("")[1].decode()
     for one in table.of("router").values():
         assert any(line.startswith(one.samples) for line in page.splitlines()), one.name
+
+
+def served(fleet, wait_queue, running=0):
+    return SimpleNamespace(fleet=fleet, wait_queue=wait_queue, running=running)
 
 
 class _Empty:
@@ -231,9 +234,9 @@ class _Empty:
 
 def test_a_token_costs_little(world):
     """Not a benchmark: it must not become a thousand times more."""
-    told = story(max_tokens=10_000)
+    told = request_state(max_tokens=10_000)
     began = time.process_time()
     for number in range(1000):
         gap_s = told.deliver([number])
-        world.tally.delivered(1, gap_s)
+        world.stats.delivered(1, gap_s)
     assert time.process_time() - began < 1.0

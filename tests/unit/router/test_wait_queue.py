@@ -8,37 +8,37 @@ import random
 import pytest
 
 from baton.errors import Overloaded, Unavailable
-from router.admission import wait_queue as line_module
+from router.admission import wait_queue as wait_queue_module
 from router.admission.wait_queue import (
     MOST_REFUSED,
     MOST_TRYING,
-    PATIENCE_S,
+    PASSING_S,
     RETRY_AFTER_S,
     DrainRate,
-    Line,
-    Ticket,
+    QueueEntry,
+    WaitQueue,
 )
 
 
 class Fleet:
-    """Room for so many tokens; news whenever it changes. Knows who asked, and when."""
+    """Room for so many tokens; changed whenever it changes. Knows who asked, and when."""
 
     def __init__(self, room=0):
         self.room = room
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self.asked = []
         self.placed = []
         self.now = 50.0
 
-    def attempt(self, ticket):
+    def attempt(self, entry):
         async def attempt():
-            self.asked.append(ticket.request_id)
+            self.asked.append(entry.request_id)
             await asyncio.sleep(0)
-            if ticket.num_tokens > self.room:
+            if entry.num_tokens > self.room:
                 raise Overloaded("no room")
-            self.room -= ticket.num_tokens
-            self.placed.append(ticket.request_id)
-            return ticket.request_id
+            self.room -= entry.num_tokens
+            self.placed.append(entry.request_id)
+            return entry.request_id
 
         return attempt
 
@@ -47,12 +47,12 @@ class Fleet:
         self.tell()
 
     def tell(self):
-        self.news.set()
-        self.news = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def place(self, line, due, tokens=1, name=None, **fields):
-        ticket = Ticket(due, tokens, name or f"at {due}", **fields)
-        return line.place(ticket, self.attempt(ticket), lambda: self.news)
+        entry = QueueEntry(due, tokens, name or f"at {due}", **fields)
+        return line.place(entry, self.attempt(entry), lambda: self.changed)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def fleet():
 
 @pytest.fixture
 def line(fleet):
-    return Line(100, clock=lambda: fleet.now)
+    return WaitQueue(100, clock=lambda: fleet.now)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ async def standing(line, fleet):
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await settled()
-    assert line.depth == 0 and (line._caller is None or line._caller.done())
+    assert line.depth == 0 and (line._waking is None or line._waking.done())
 
 
 async def settled():
@@ -120,15 +120,15 @@ async def test_a_newcomer_with_an_early_due_need_not_wait_for_news(fleet, standi
 
 
 async def test_one_more_than_fit_is_refused_with_a_time(fleet, standing):
-    line = Line(2, clock=lambda: fleet.now)
+    line = WaitQueue(2, clock=lambda: fleet.now)
     waiting = [asyncio.create_task(fleet.place(line, due)) for due in (1.0, 2.0)]
     await settled()
     shortest, longest = RETRY_AFTER_S
     with pytest.raises(Overloaded, match="2 requests are waiting already") as caught:
         await fleet.place(line, 0.0)
     assert shortest <= caught.value.retry_after_s <= longest
-    accepted = Ticket(0.0, 1, "accepted")
-    again = line.place(accepted, fleet.attempt(accepted), lambda: fleet.news, accepted=True)
+    accepted = QueueEntry(0.0, 1, "accepted")
+    again = line.place(accepted, fleet.attempt(accepted), lambda: fleet.changed, accepted=True)
     waiting.append(asyncio.create_task(again))
     await settled()
     fleet.give(3)
@@ -143,7 +143,7 @@ async def test_other_errors_end_the_wait(line, fleet, standing):
         raise Unavailable("nobody there")
 
     with pytest.raises(Unavailable):
-        await line.place(Ticket(0.0, 1, "broken"), broken, lambda: fleet.news)
+        await line.place(QueueEntry(0.0, 1, "broken"), broken, lambda: fleet.changed)
     fleet.give(1)
     assert await first == "at 1.0"
 
@@ -154,7 +154,7 @@ async def test_small_ones_pass_a_large_one_only_until_its_patience_ends(fleet, s
     fleet.give(1)
     await settled()
     assert fleet.placed == ["small"]
-    fleet.now += PATIENCE_S + 0.1
+    fleet.now += PASSING_S + 0.1
     await standing(3.0, tokens=1, name="late")
     fleet.give(5)
     await settled()
@@ -185,7 +185,7 @@ async def test_nobody_is_asked_twice_for_one_news(line, fleet, standing):
 
 
 async def test_tries_run_one_at_a_time(line, fleet, monkeypatch):
-    monkeypatch.setattr(line_module, "SLOW_TRY_S", 60.0)
+    monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", 60.0)
     running, most = 0, 0
 
     async def attempt():
@@ -197,12 +197,12 @@ async def test_tries_run_one_at_a_time(line, fleet, monkeypatch):
         if fleet.room < 1:
             raise Overloaded("no room")
 
-    async def ask(due):
-        await line.place(Ticket(due, 1, "x"), attempt, lambda: fleet.news)
+    async def tokenized(due):
+        await line.place(QueueEntry(due, 1, "x"), attempt, lambda: fleet.changed)
 
-    first = asyncio.create_task(ask(0.0))
+    first = asyncio.create_task(tokenized(0.0))
     await settled()
-    rest = [asyncio.create_task(ask(float(due))) for due in range(20)]
+    rest = [asyncio.create_task(tokenized(float(due))) for due in range(20)]
     await settled()
     fleet.give(100)
     await asyncio.gather(first, *rest)
@@ -213,7 +213,7 @@ async def test_while_workers_think_the_next_are_asked_up_to_a_bound(line, fleet)
     """A worker answers after a step of its engine; one answer after the other would be too slow."""
     enough, answer, asked, placed = asyncio.Event(), asyncio.Event(), [], []
 
-    async def ask(due):
+    async def tokenized(due):
         async def attempt():
             if fleet.room < 1:
                 raise Overloaded("no room")
@@ -223,9 +223,9 @@ async def test_while_workers_think_the_next_are_asked_up_to_a_bound(line, fleet)
             await answer.wait()
             placed.append(due)
 
-        await line.place(Ticket(float(due), 1, "x"), attempt, lambda: fleet.news)
+        await line.place(QueueEntry(float(due), 1, "x"), attempt, lambda: fleet.changed)
 
-    tasks = [asyncio.create_task(ask(due)) for due in range(2 * MOST_TRYING)]
+    tasks = [asyncio.create_task(tokenized(due)) for due in range(2 * MOST_TRYING)]
     await settled()
     fleet.give(1000)
     async with asyncio.timeout(30):
@@ -238,7 +238,7 @@ async def test_while_workers_think_the_next_are_asked_up_to_a_bound(line, fleet)
 
 
 async def test_a_try_that_hangs_does_not_hold_up_the_others(line, fleet, monkeypatch):
-    monkeypatch.setattr(line_module, "SLOW_TRY_S", 0.02)
+    monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", 0.02)
     blocker = asyncio.create_task(fleet.place(line, 1.0, tokens=10))
     await settled()
     silent = asyncio.Event()
@@ -249,7 +249,7 @@ async def test_a_try_that_hangs_does_not_hold_up_the_others(line, fleet, monkeyp
             raise Overloaded("no room there after all")
         return "placed"
 
-    hanging = asyncio.create_task(line.place(Ticket(0.5, 1, "h"), hang, lambda: fleet.news))
+    hanging = asyncio.create_task(line.place(QueueEntry(0.5, 1, "h"), hang, lambda: fleet.changed))
     await settled()
     other = asyncio.create_task(fleet.place(line, 0.7))
     fleet.give(1)
@@ -258,7 +258,7 @@ async def test_a_try_that_hangs_does_not_hold_up_the_others(line, fleet, monkeyp
     await settled()
     silent.set()
     async with asyncio.timeout(15):
-        assert await hanging == "placed"  # the news that came meanwhile is not lost on it
+        assert await hanging == "placed"  # the changed that came meanwhile is not lost on it
     blocker.cancel()
     await asyncio.gather(blocker, return_exceptions=True)
 
@@ -273,7 +273,7 @@ async def test_who_is_cancelled_leaves_and_the_next_goes_on(line, fleet, during_
             await stuck.wait()
         raise Overloaded("no room")
 
-    first = asyncio.create_task(line.place(Ticket(0.0, 1, "c"), attempt, lambda: fleet.news))
+    first = asyncio.create_task(line.place(QueueEntry(0.0, 1, "c"), attempt, lambda: fleet.changed))
     second = asyncio.create_task(fleet.place(line, 1.0))
     await settled()
     blocked = during_try
@@ -296,23 +296,23 @@ async def test_news_during_a_failing_try_is_not_lost(line, fleet):
         return "placed"
 
     async with asyncio.timeout(30):
-        assert await line.place(Ticket(0.0, 1, "x"), attempt, lambda: fleet.news) == "placed"
+        assert await line.place(QueueEntry(0.0, 1, "x"), attempt, lambda: fleet.changed) == "placed"
 
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_with_random_cancels_everybody_else_is_placed(seed):
     """Room goes round for ever; nobody may be forgotten, whoever gives up at whatever moment."""
     dice, fleet = random.Random(seed), Fleet(room=8)
-    line = Line(1000)
+    line = WaitQueue(1000)
 
     async def one(number):
         await asyncio.sleep(dice.random() * 0.02)
-        ticket = Ticket(dice.random(), dice.choice([1, 1, 1, 4, 8]), str(number))
-        await line.place(ticket, fleet.attempt(ticket), lambda: fleet.news)
+        entry = QueueEntry(dice.random(), dice.choice([1, 1, 1, 4, 8]), str(number))
+        await line.place(entry, fleet.attempt(entry), lambda: fleet.changed)
         try:
             await asyncio.sleep(dice.random() * 0.002)
         finally:
-            fleet.give(ticket.num_tokens)
+            fleet.give(entry.num_tokens)
 
     tasks = [asyncio.create_task(one(number)) for number in range(200)]
     doomed = dice.sample(tasks, 60)
@@ -325,14 +325,14 @@ async def test_with_random_cancels_everybody_else_is_placed(seed):
     assert all(not task.cancelled() for task in set(tasks) - set(doomed))
     assert line.depth == 0
     await settled()
-    assert line._caller is None or line._caller.done()
+    assert line._waking is None or line._waking.done()
     assert fleet.room == 8
 
 
 async def test_a_large_one_gets_its_turn_among_small_ones_that_never_end(fleet, monkeypatch):
     """Small ones with earlier dues come for ever, each holding its room a while."""
-    monkeypatch.setattr(line_module, "PATIENCE_S", 0.05)
-    fleet.room, line = 4, Line(1000)
+    monkeypatch.setattr(wait_queue_module, "PASSING_S", 0.05)
+    fleet.room, line = 4, WaitQueue(1000)
     begun = asyncio.get_running_loop().time()
 
     async def small():
@@ -381,10 +381,10 @@ async def test_the_measured_rate_counts_before_an_assumed_one(line, fleet, stand
 
 
 async def test_slack_is_the_least_of_later_promises_unless_the_tenant_is_new(line, fleet, standing):
-    await standing(1.0, tokens=100, tenant="a", promised=fleet.now + 9.0)
-    await standing(2.0, tokens=100, tenant="b", promised=fleet.now + 4.0)
-    await standing(3.0, tokens=100, tenant="a", promised=fleet.now + 7.0)
-    await standing(4.0, tokens=100, tenant="a", promised=fleet.now + 3.9)  # late already
+    await standing(1.0, tokens=100, tenant="a", first_token_by=fleet.now + 9.0)
+    await standing(2.0, tokens=100, tenant="b", first_token_by=fleet.now + 4.0)
+    await standing(3.0, tokens=100, tenant="a", first_token_by=fleet.now + 7.0)
+    await standing(4.0, tokens=100, tenant="a", first_token_by=fleet.now + 3.9)  # late already
     slack = [line.slack_s(due, tenant, 100.0) for due, tenant in ((0, "a"), (0, "b"), (2.5, "a"))]
     assert slack == pytest.approx([2.0, 2.0, 4.0])
     assert line.slack_s(0, "a", 100.0, safety=1.5) == pytest.approx(1.0)
@@ -457,7 +457,7 @@ def test_a_first_moment_is_no_measurement():
 
 
 async def test_a_line_that_ends_leaves_no_task(fleet):
-    line = Line(10)
+    line = WaitQueue(10)
     before = asyncio.all_tasks()
     waiting = asyncio.create_task(fleet.place(line, 1.0))
     await settled()

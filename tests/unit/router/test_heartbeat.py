@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.errors import Stale, Unavailable
-from router.fleet.heartbeat import Lifeline, Patience
+from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
 
 from .scripted_workers import seen
 
@@ -43,7 +43,7 @@ async def stream():
 
 @pytest.fixture
 async def line(stream):
-    line = Lifeline("line", stream.follow, stream.on_lost)
+    line = HeartbeatStream("line", stream.follow, stream.on_lost)
     assert (line.alive, line.state, line.why) == (False, "UNREACHABLE", "not connected yet")
     await seen(lambda: line.alive)
     yield line
@@ -52,11 +52,11 @@ async def line(stream):
 
 @pytest.mark.parametrize("silence_s", [0.3, 0.6, 1.5, 30.0])
 def test_a_worker_is_suspected_after_three_beats_and_lost_after_twice_that(silence_s):
-    patience = Patience(silence_s=silence_s)
-    assert patience.lost_ticks * patience.tick_s == pytest.approx(silence_s)
-    assert patience.suspect_ticks * patience.tick_s == pytest.approx(silence_s / 2, rel=0.1)
-    assert patience.heartbeat_ms * 3 <= 500 * silence_s
-    assert patience.heartbeat_ms <= 200
+    liveness = LivenessConfig(silence_s=silence_s)
+    assert liveness.lost_ticks * liveness.tick_s == pytest.approx(silence_s)
+    assert liveness.suspect_ticks * liveness.tick_s == pytest.approx(silence_s / 2, rel=0.1)
+    assert liveness.heartbeat_ms * 3 <= 500 * silence_s
+    assert liveness.heartbeat_ms <= 200
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_after_stale_there_is_no_other_stream(line, stream):
 
 async def test_a_stream_that_is_cut_is_silent_until_the_next_is_open(line, stream):
     line.cut("not a word")
-    line.opened()  # what was on its way over the old stream is no sign of life
+    line.opened()  # what was on its way over the old stream is no heartbeat
     assert (line.alive, line.state, line.why) == (False, "SILENT", "not a word")
     await seen(lambda: line.alive)
     assert (stream.opened, stream.lost) == (2, 0)
@@ -109,11 +109,11 @@ async def test_one_that_never_answered_is_not_asked_again_at_once(stream):
         raise Unavailable("nobody is there")
 
     told = []
-    line = Lifeline("line", refuse, told.append, lambda: 30.0)
+    line = HeartbeatStream("line", refuse, told.append, lambda: 30.0)
     await asyncio.sleep(0.5)
     assert (stream.opened, told) == (1, [False])
     await line.close()
-    line = Lifeline("line", refuse, told.append)
+    line = HeartbeatStream("line", refuse, told.append)
     await seen(lambda: stream.opened == 4)
     assert not any(told)  # it was not there before
     await line.close()

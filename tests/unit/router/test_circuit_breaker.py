@@ -14,7 +14,7 @@ from router.fleet.circuit_breaker import (
     PROBE_S,
     RECENT_CALLS,
     RECENT_S,
-    HealthBook,
+    CircuitBreakers,
 )
 
 FIRST_S, LONGEST_S = COOL_DOWN_S
@@ -36,7 +36,7 @@ def clock():
 
 @pytest.fixture
 def book(clock):
-    return HealthBook(clock)
+    return CircuitBreakers(clock)
 
 
 def fail(book, times=FAILURES_IN_A_ROW, key="d0"):
@@ -56,32 +56,32 @@ def probe(book, well, key="d0"):
 def cool_down_of(book, clock, key="d0"):
     """How long the breaker stays open from now on; the clock stands at its end afterwards."""
     began = clock.now
-    while book.verdict(key):
+    while book.why_open(key):
         clock.now += 0.25
     return clock.now - began
 
 
 def test_nobody_is_shut_before_anything_has_failed(book):
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
     book.sent("d0")
     book.succeeded("d0")
-    assert book.verdict("d0") == ""
-    assert book.shut() == {}
+    assert book.why_open("d0") == ""
+    assert book.all_open() == {}
 
 
 @pytest.mark.parametrize("key", ["d0", PAIR])
 def test_failures_in_a_row_open_it_and_the_verdict_says_why(book, key):
     fail(book, FAILURES_IN_A_ROW - 1, key)
-    assert book.verdict(key) == ""
+    assert book.why_open(key) == ""
     fail(book, 1, key)
     why = f"its last {FAILURES_IN_A_ROW} calls failed, the last with: it broke"
-    assert book.shut() == {key: why}
+    assert book.all_open() == {key: why}
 
 
 def test_a_pair_and_its_workers_are_judged_apart(book):
     fail(book, key=PAIR)
-    assert book.shut().keys() == {PAIR}
-    assert book.verdict("p0") == book.verdict("d0") == book.verdict(("p0", "d1")) == ""
+    assert book.all_open().keys() == {PAIR}
+    assert book.why_open("p0") == book.why_open("d0") == book.why_open(("p0", "d1")) == ""
 
 
 def test_a_success_interrupts_the_row(book):
@@ -91,23 +91,23 @@ def test_a_success_interrupts_the_row(book):
         fail(book, FAILURES_IN_A_ROW - 1)
         book.succeeded("d0")
         book.succeeded("d0")
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
 
 
 def test_every_second_call_failing_opens_it_but_not_from_too_few_calls(book):
     calls = 0
-    while not book.verdict("d0"):
+    while not book.why_open("d0"):
         book.succeeded("d0") if calls % 2 else book.failed("d0", "it broke")
         calls += 1
     assert calls == CALLS_FOR_A_SHARE
-    assert "3 of its last 5 calls failed" in book.verdict("d0")
+    assert "3 of its last 5 calls failed" in book.why_open("d0")
 
 
 def test_a_share_is_of_the_latest_calls_only(book):
     for _ in range(10 * RECENT_CALLS):
         book.succeeded("d0")
     calls = 0
-    while not book.verdict("d0"):
+    while not book.why_open("d0"):
         book.succeeded("d0") if calls % 2 else book.failed("d0", "it broke")
         calls += 1
         assert calls <= RECENT_CALLS
@@ -119,28 +119,28 @@ def test_one_failure_in_three_is_lived_with(book):
         book.succeeded("d0")
         book.succeeded("d0")
         book.failed("d0", "it broke")
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
 
 
 def test_failures_of_long_ago_do_not_count(book, clock):
     fail(book, FAILURES_IN_A_ROW - 1)
     clock.now += RECENT_S + 1
     fail(book, FAILURES_IN_A_ROW - 1)
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
     fail(book, 1)
-    assert book.verdict("d0")
+    assert book.why_open("d0")
 
 
 def test_after_the_cool_down_one_probe_at_a_time(book, clock):
     fail(book)
     clock.now += FIRST_S - 0.01
-    assert book.verdict("d0")
+    assert book.why_open("d0")
     clock.now += 0.01
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
     book.sent("d0")
-    assert book.verdict("d0")
+    assert book.why_open("d0")
     book.succeeded("d0")
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
 
 
 def test_a_good_probe_starts_a_new_account(book, clock):
@@ -148,7 +148,7 @@ def test_a_good_probe_starts_a_new_account(book, clock):
     clock.now += FIRST_S
     probe(book, well=True)
     fail(book, FAILURES_IN_A_ROW - 1)
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
 
 
 def test_failed_probes_double_the_cool_down_up_to_the_longest(book, clock):
@@ -158,7 +158,7 @@ def test_failed_probes_double_the_cool_down_up_to_the_longest(book, clock):
         cool_downs.append(cool_down_of(book, clock))
         probe(book, well=False)
     assert cool_downs == [1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_S, LONGEST_S]
-    assert book.verdict("d0") == "its probe failed with: it broke again"
+    assert book.why_open("d0") == "its probe failed with: it broke again"
 
 
 def test_a_probe_whose_end_nobody_tells_is_forgotten(book, clock):
@@ -166,11 +166,11 @@ def test_a_probe_whose_end_nobody_tells_is_forgotten(book, clock):
     clock.now += FIRST_S
     book.sent("d0")
     clock.now += PROBE_S - 0.01
-    assert book.verdict("d0")
+    assert book.why_open("d0")
     clock.now += 0.01
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
     book.sent("d0")
-    assert book.verdict("d0")
+    assert book.why_open("d0")
 
 
 def test_who_fails_again_soon_is_left_alone_for_longer(book, clock):
@@ -198,16 +198,16 @@ def test_calls_that_began_before_it_opened_change_nothing(book, clock):
     book.succeeded("d0")
     assert cool_down_of(book, clock) == FIRST_S
     book.failed("d0", "a late one")
-    assert book.verdict("d0") == ""  # the probe is still to come
+    assert book.why_open("d0") == ""  # the probe is still to come
 
 
 def test_who_is_used_in_the_cool_down_for_want_of_others_is_probed(book, clock):
     fail(book)
     probe(book, well=True)
-    assert book.verdict("d0") == ""
+    assert book.why_open("d0") == ""
     fail(book)
     probe(book, well=False)
-    assert book.verdict("d0") == "its probe failed with: it broke again"
+    assert book.why_open("d0") == "its probe failed with: it broke again"
 
 
 def test_failed_at_tells_who_failed_longest_ago(book, clock):
@@ -223,7 +223,7 @@ def test_those_who_left_are_forgotten_with_their_pairs(book):
     for key in ("p0", "d0", "d1", PAIR, ("p0", "d1")):
         fail(book, key=key)
     book.retain({"p0", "d1"})
-    assert book.shut().keys() == {"p0", "d1", ("p0", "d1")}
+    assert book.all_open().keys() == {"p0", "d1", ("p0", "d1")}
 
 
 class Calls(RuleBasedStateMachine):
@@ -232,7 +232,7 @@ class Calls(RuleBasedStateMachine):
     @initialize()
     def start(self):
         self.clock = Clock()
-        self.book = HealthBook(self.clock)
+        self.book = CircuitBreakers(self.clock)
         self.book.succeeded("d0")
 
     @property
@@ -243,7 +243,7 @@ class Calls(RuleBasedStateMachine):
     def sent(self):
         closed = self.closed
         self.book.sent("d0")
-        assert bool(self.book.verdict("d0")) is not closed  # one probe at a time
+        assert bool(self.book.why_open("d0")) is not closed  # one probe at a time
 
     @rule()
     def succeeded(self):
@@ -258,7 +258,7 @@ class Calls(RuleBasedStateMachine):
         closed = self.closed
         fail(self.book)
         if closed:
-            assert self.book.verdict("d0")
+            assert self.book.why_open("d0")
 
     @rule(seconds=st.sampled_from([0.5, 1.0, PROBE_S, LONGEST_S]))
     def pause(self, seconds):
@@ -267,16 +267,16 @@ class Calls(RuleBasedStateMachine):
     @invariant()
     def who_is_not_shut_off_is_usable(self):
         if self.closed:
-            assert self.book.verdict("d0") == ""
+            assert self.book.why_open("d0") == ""
 
     @invariant()
     def nobody_is_shut_for_ever(self):
-        book = HealthBook(self.clock)
+        book = CircuitBreakers(self.clock)
         book._breakers = copy.deepcopy(self.book._breakers)
         self.clock.now += LONGEST_S + PROBE_S
-        assert book.verdict("d0") == ""
+        assert book.why_open("d0") == ""
         probe(book, well=True)
-        assert book.verdict("d0") == ""
+        assert book.why_open("d0") == ""
         self.clock.now -= LONGEST_S + PROBE_S
 
 
