@@ -1,8 +1,9 @@
-"""OpenAI's HTTP API over the same door as gRPC: `frontend` is given to `router.main.run`.
+"""OpenAI's HTTP API over the same service as gRPC: `frontend` is given to `router.main.run`.
 
-    server (uvicorn, one socket) -> app (routes) -> endpoint -> request -> Door -> shapes -> client
+    server (uvicorn, one socket) -> app (routes) -> endpoint -> request -> GenerationService
+    -> shapes -> client
 
-It knows HTTP and JSON, and nothing of workers; whatever it answers, the door has decided.
+It knows HTTP and JSON, and nothing of workers; whatever it answers, the service has decided.
 """
 
 from __future__ import annotations

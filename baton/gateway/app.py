@@ -21,7 +21,7 @@ from baton.gateway.shapes import ChatShape, CompletionShape
 from baton.gateway.tokens import text_of
 from baton.gateway.wire import Exchange
 from baton.v1 import inference_pb2
-from router.frontend import Caller, Door
+from router.frontend import Caller, GenerationService
 
 _RETRY_AFTER_S = 1.0
 _PROMPT = {"input": ("prompt",), "text": ("prompt",), "token_ids": ("prompt",)}
@@ -33,16 +33,16 @@ _CHAT = {
 }
 
 
-def app_of(door: Door, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The API over one door; `routes` come after our own."""
-    told = Told(door)
+def app_of(service: GenerationService, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The API over one service; `routes` come after our own."""
+    told = Told(service)
     return Starlette(
         routes=[
             _post("/v1/completions", Generation(
-                door, CompletionShape(), fields.COMPLETION, completion_wish, _PROMPT)),
+                service, CompletionShape(), fields.COMPLETION, completion_wish, _PROMPT)),
             _post("/v1/chat/completions", Generation(
-                door, ChatShape(), fields.CHAT, chat_wish, _CHAT)),
-            _post("/tokenize", Tokenizing(door)),
+                service, ChatShape(), fields.CHAT, chat_wish, _CHAT)),
+            _post("/tokenize", Tokenizing(service)),
             _get("/v1/models", told.models),
             _get("/v1/models/{model:path}", told.model),
             _get("/health", told.health),
@@ -58,19 +58,19 @@ def app_of(door: Door, routes: Sequence[BaseRoute] = ()) -> Starlette:
 class Tokenizing(Endpoint):
     """/tokenize, as vLLM has it."""
 
-    def __init__(self, door: Door) -> None:
-        super().__init__(door, fields.TOKENIZE)
+    def __init__(self, service: GenerationService) -> None:
+        super().__init__(service, fields.TOKENIZE)
 
     async def answer(self, body: Body, caller: Caller, exchange: Exchange) -> None:
         """Tells token ids, how many they are and how many the model takes."""
         asked = tokenize_request(body)
         try:
-            found = await self._door.tokenize(asked, caller)
+            found = await self._service.tokenize(asked, caller)
         except InvalidRequest as error:
             field = "prompt" if asked.HasField("text") else "messages"
             raise InvalidRequest(str(error), field) from error
         tokens = list(found.token_ids)
-        names = [text_of(self._door.tokenizer, token) for token in tokens]
+        names = [text_of(self._service.tokenizer, token) for token in tokens]
         answer = {
             "count": len(tokens),
             "max_model_len": found.max_context,
@@ -83,8 +83,8 @@ class Tokenizing(Endpoint):
 class Told:
     """What is told of the router without generating anything."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
         self._openapi = document()
 
     async def models(self, request: Request) -> Response:
@@ -106,7 +106,7 @@ class Told:
 
     async def ready(self, request: Request) -> Response:
         """Whether a request would be let in, and if not, why not."""
-        if why_not := self._door.why_not_ready:
+        if why_not := self._service.why_not_ready:
             raise Unavailable(why_not, _RETRY_AFTER_S)
         return JSONResponse({"status": "ready"})
 
@@ -116,13 +116,13 @@ class Told:
 
     async def metrics(self, request: Request) -> Response:
         """The router's figures, as Prometheus reads them."""
-        kind, page = self._door.metrics_page(request.headers.get("accept", ""))
+        kind, page = self._service.metrics_page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": kind})
 
     def _known(self, request: Request) -> list[inference_pb2.Model]:
         key = request.headers.get("authorization")
         metadata = () if key is None else (("authorization", key.encode("latin-1")),)
-        return self._door.models(Caller(metadata))
+        return self._service.models(Caller(metadata))
 
 
 def _model(model: inference_pb2.Model) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Runs all choices of one HTTP request, each a request of its own to the door.
+"""Runs all choices of one HTTP request, each a request of its own to the service.
 
 They enter one after another: the first is charged as a request to the tenant, and a hundred choices
 of a long prompt must not hold the event loop. Choices of one prompt begin when the first of them
@@ -16,14 +16,14 @@ from functools import partial
 
 from baton.v1 import inference_pb2
 from router.admission.admission import Choices
-from router.frontend import Caller, Door
+from router.frontend import Caller, GenerationService
 
 Response = inference_pb2.GenerateResponse
 Send = Callable[[int, Response], Awaitable[None]]  # the choice's number, and what it says
 
 
 async def run(
-    door: Door,
+    service: GenerationService,
     requests: Sequence[inference_pb2.GenerateRequest],
     n: int,
     caller: Caller,
@@ -31,10 +31,10 @@ async def run(
 ) -> None:
     """Sends what n choices of each request say, as it comes. Cancelling it cancels all of them."""
     if len(requests) * n == 1:
-        await door.generate(requests[0], caller, partial(send, 0))
+        await service.generate(requests[0], caller, partial(send, 0))
         return
     loop = asyncio.get_running_loop()
-    left_s = door.default_timeout_s if caller.time_left_s is None else caller.time_left_s
+    left_s = service.default_timeout_s if caller.time_left_s is None else caller.time_left_s
     deadline = loop.time() + left_s  # one for all, also for those that begin later
     computed = [asyncio.Event() for _ in requests]
     shared = [Choices(len(requests) * n, first=i == 0) for i in range(len(requests))]
@@ -55,7 +55,7 @@ async def run(
                 await send(choice, response)
 
             left = replace(caller, time_left_s=deadline - loop.time())
-            await door.generate(requests[index], left, send_on, shared[index], number)
+            await service.generate(requests[index], left, send_on, shared[index], number)
             prompt.set()
 
     try:

@@ -24,7 +24,7 @@ from baton.gateway.shapes import DONE, REASONS, Choice, Head, Shape
 from baton.gateway.wire import EVENTS_TYPE, NO_CACHE, ClientGone, Exchange, parse
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
-from router.frontend import Caller, Door
+from router.frontend import Caller, GenerationService
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,11 @@ def max_body_bytes(max_context: int) -> int:
     return min(max(most, _MIN_BODY_BYTES), MAX_BODY_BYTES)
 
 
-async def body_of(exchange: Exchange, expected: schema.Schema, door: Door) -> dict[str, Any]:
+async def body_of(
+    exchange: Exchange, expected: schema.Schema, service: GenerationService
+) -> dict[str, Any]:
     """The request's body, checked. Raises InvalidRequest or HttpError."""
-    max_bytes = max_body_bytes(door.max_context)
+    max_bytes = max_body_bytes(service.max_context)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             text = await exchange.body(max_bytes, MAX_BODY_BYTES)
@@ -55,8 +57,8 @@ async def body_of(exchange: Exchange, expected: schema.Schema, door: Door) -> di
         raise HttpError(413, f"the body is over {max_bytes} bytes", close)
     kind = exchange.header(b"content-type").decode("latin-1")
     if len(text) <= _LARGE_BODY_BYTES:
-        return _checked(text, kind, expected, door.max_context)
-    return await door.in_thread(_checked, text, kind, expected, door.max_context)
+        return _checked(text, kind, expected, service.max_context)
+    return await service.in_thread(_checked, text, kind, expected, service.max_context)
 
 
 def _checked(text: bytes, kind: str, expected: schema.Schema, max_context: int) -> dict[str, Any]:
@@ -82,16 +84,16 @@ def _checked(text: bytes, kind: str, expected: schema.Schema, max_context: int) 
 class Endpoint(ABC):
     """An ASGI application that answers POSTs of one schema; `answer` is what it does."""
 
-    def __init__(self, door: Door, expected: schema.Schema) -> None:
-        self._door = door
+    def __init__(self, service: GenerationService, expected: schema.Schema) -> None:
+        self._service = service
         self._schema = expected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
             caller = exchange.caller
-            self._door.check_key(caller)
-            body = await body_of(exchange, self._schema, self._door)
+            self._service.check_key(caller)
+            body = await body_of(exchange, self._schema, self._service)
             async with exchange.while_there():
                 await self.answer(body, caller, exchange)
         except ClientGone as error:
@@ -113,14 +115,14 @@ class Generation(Endpoint):
 
     def __init__(
         self,
-        door: Door,
+        service: GenerationService,
         shape: Shape,
         expected: schema.Schema,
         wish_of: Callable[[Body], Wish],
         names: Mapping[str, Sequence[str]],
     ) -> None:
-        """`names` says how the door's fields may be called in this API's bodies."""
-        super().__init__(door, expected)
+        """`names` says how the service's fields may be called in this API's bodies."""
+        super().__init__(service, expected)
         self._shape = shape
         self._wish_of = wish_of
         self._names = names
@@ -129,13 +131,13 @@ class Generation(Endpoint):
         """Generates; a client that hangs up cancels that."""
         wish = self._wish_of(body)
         try:
-            run = _Run(self._door, self._shape, wish, caller, exchange)
+            run = _Run(self._service, self._shape, wish, caller, exchange)
             await (run.stream() if wish.stream else run.whole())
         except InvalidRequest as error:
             raise InvalidRequest(str(error), self._field(error.field, body)) from error
 
     def _field(self, name: str, body: Body) -> str:
-        """What the caller calls a field that the door complains of."""
+        """What the caller calls a field that the service complains of."""
         name = name.removeprefix("sampling.")
         names = self._names.get(name, (name,))
         return next((known for known in names if known in body), names[0])
@@ -145,14 +147,14 @@ class Generation(Endpoint):
 class _Run:
     """One request under way."""
 
-    door: Door
+    service: GenerationService
     shape: Shape
     wish: Wish
     caller: Caller
     exchange: Exchange
 
     def __post_init__(self) -> None:
-        tokenizer, shape = self.door.tokenizer, self.shape
+        tokenizer, shape = self.service.tokenizer, self.shape
         self._choices = [
             Choice(shape.logprobs(tokenizer) if self.wish.logprobs else None)
             for _ in range(len(self.wish.requests) * self.wish.n)
@@ -219,13 +221,13 @@ class _Run:
                 choice.usage, choice.stop = finish.usage, finish.stop or None
                 choice.reason = REASONS[finish.reason]
 
-        await choices.run(self.door, self.wish.requests, self.wish.n, self.caller, take)
+        await choices.run(self.service, self.wish.requests, self.wish.n, self.caller, take)
 
     def _begin(self, started: inference_pb2.Started) -> None:
         """The first choice to start names the request."""
         if self._head.request_id:
             return
-        model = self.wish.model or self.door.models(self.caller)[0].name
+        model = self.wish.model or self.service.models(self.caller)[0].name
         self._head = replace(self._head, request_id=started.request_id, model=model)
         self._trace_id = started.trace_id
 
@@ -248,7 +250,7 @@ class _Run:
         ).encode()
 
     def _text(self, prompt: str | Sequence[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.door.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
 
     def _names(self) -> list[tuple[bytes, bytes]]:
         return self.exchange.names(self._head.request_id, self._trace_id)

@@ -1,4 +1,4 @@
-"""Turns a checked body into what the door takes, and what the answer shall look like."""
+"""Turns a checked body into what the service takes, and what the answer shall look like."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def tokenize_request(body: Body) -> inference_pb2.TokenizeRequest:
 
 
 def chat_of(messages: Sequence[Mapping[str, Any]]) -> inference_pb2.Chat:
-    """A conversation as the door takes it."""
+    """A conversation as the service takes it."""
     return inference_pb2.Chat(
         messages=[
             inference_pb2.ChatMessage(role=message["role"], content=_content(message))

@@ -15,7 +15,7 @@ from load.outcomes import REFUSED, Outcome, Run, hit_ratio, percentile
 from load.trace import Scale, arrivals, reusable
 
 from router.fleet.snapshot import Snapshot
-from tests.unit.router.fleets import fleet, wants, worker
+from tests.unit.router.snapshots import fleet, needs, worker
 
 
 class TestArrivals:
@@ -101,7 +101,7 @@ class TestBaselines:
     @staticmethod
     def picks(policy: str, snapshot: Snapshot, times: int, **without: set[str]) -> list[str]:
         pick = picker(POLICIES[policy])
-        choices = [pick(snapshot, wants(), **without) for _ in range(times)]
+        choices = [pick(snapshot, needs(), **without) for _ in range(times)]
         return [" ".join(choice.names) for choice in choices]
 
     def test_round_robin_ignores_load_and_takes_turns_in_each_role(self) -> None:
