@@ -65,20 +65,9 @@ async def test_text_becomes_tokens(service):
     assert asked.cache_salt == "salt"
 
 
-async def test_a_long_text_is_tokenized_off_the_event_loop(tmp_path):
-    tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=100_000)
-    service, text = Admission("tiny", tokenizer, 60.0), "a" * 5000
-    assert (await admit(service, request(text))).prompt == tuple(tokenizer.encode(text))
-
-
 async def test_chat_is_rendered_by_the_models_template(service):
     asked = await admit(service, request(chat=chat(("user", "Hi"))))
     assert service.tokenizer.decode(asked.prompt) == "user:Hi\nassistant:"
-
-
-async def test_token_ids_are_taken_as_they_are(service):
-    asked = await admit(service, request(token_ids=ids(5, 0, 5)))
-    assert asked.prompt == (5, 0, 5)
 
 
 async def test_the_name_of_the_model_may_be_given_or_left_out(service):

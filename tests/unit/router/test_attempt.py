@@ -8,7 +8,7 @@ from baton.errors import InternalError, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
 
-from .scripted_workers import LENGTH, STOP, TIMEOUT_S, committed, first_token, started
+from .scripted_workers import LENGTH, TIMEOUT_S, committed, first_token, started
 
 
 def event(*token_ids, reason=0, abort=""):
@@ -33,27 +33,12 @@ async def test_decode_events_wait_for_prefills_first_token():
     assert attempt.finished_on_decode
 
 
-async def test_events_after_the_first_token_go_straight_on():
-    attempt = Attempt("r-1")
-    attempt.on_prefill(first_token(100))
-    attempt.on_decode(event(101, 102))
-    attempt.on_decode(event(103, reason=STOP))
-    assert await tokens_of(attempt) == [[100], [101, 102], [103]]
-
-
 async def test_decode_alone_needs_no_first_token_of_prefill():
     attempt = Attempt("r-1")
     attempt.on_decode(event(100))
     attempt.first_token_seen()
     attempt.on_decode(event(101, reason=LENGTH))
     assert await tokens_of(attempt) == [[100], [101]]
-
-
-async def test_a_first_token_can_be_the_last():
-    attempt = Attempt("r-1")
-    attempt.on_prefill(first_token(100, STOP))
-    assert await tokens_of(attempt) == [[100]]
-    assert not attempt.finished_on_decode
 
 
 async def test_logprobs_come_with_their_tokens():

@@ -1,4 +1,4 @@
-"""Breakers, by a clock that tests turn."""
+"""Circuit breakers by a clock that tests turn, and outlier ejection."""
 
 import copy
 
@@ -15,7 +15,11 @@ from router.fleet.circuit_breaker import (
     RECENT_CALLS,
     RECENT_S,
     CircuitBreakers,
+    without_ejected,
 )
+from router.fleet.snapshot import SILENT
+
+from .snapshots import fleet, worker
 
 FIRST_S, LONGEST_S = COOL_DOWN_S
 PAIR = ("p0", "d0")
@@ -59,14 +63,6 @@ def cool_down_of(book, clock, key="d0"):
     while book.why_open(key):
         clock.now += 0.25
     return clock.now - began
-
-
-def test_nobody_is_shut_before_anything_has_failed(book):
-    assert book.why_open("d0") == ""
-    book.sent("d0")
-    book.succeeded("d0")
-    assert book.why_open("d0") == ""
-    assert book.all_open() == {}
 
 
 @pytest.mark.parametrize("key", ["d0", PAIR])
@@ -114,14 +110,6 @@ def test_a_share_is_of_the_latest_calls_only(book):
     assert calls >= RECENT_CALLS - 1
 
 
-def test_one_failure_in_three_is_lived_with(book):
-    for _ in range(3 * RECENT_CALLS):
-        book.succeeded("d0")
-        book.succeeded("d0")
-        book.failed("d0", "it broke")
-    assert book.why_open("d0") == ""
-
-
 def test_failures_of_long_ago_do_not_count(book, clock):
     fail(book, FAILURES_IN_A_ROW - 1)
     clock.now += RECENT_S + 1
@@ -140,14 +128,6 @@ def test_after_the_cool_down_one_probe_at_a_time(book, clock):
     book.sent("d0")
     assert book.why_open("d0")
     book.succeeded("d0")
-    assert book.why_open("d0") == ""
-
-
-def test_a_good_probe_starts_a_new_account(book, clock):
-    fail(book)
-    clock.now += FIRST_S
-    probe(book, well=True)
-    fail(book, FAILURES_IN_A_ROW - 1)
     assert book.why_open("d0") == ""
 
 
@@ -208,15 +188,6 @@ def test_who_is_used_in_the_cool_down_for_want_of_others_is_probed(book, clock):
     fail(book)
     probe(book, well=False)
     assert book.why_open("d0") == "its probe failed with: it broke again"
-
-
-def test_failed_at_tells_who_failed_longest_ago(book, clock):
-    assert book.failed_at("d0") == -float("inf")
-    book.failed("d0", "it broke")
-    clock.now += 5
-    book.failed("d1", "it broke")
-    book.succeeded("d0")
-    assert (book.failed_at("d0"), book.failed_at("d1")) == (1000.0, 1005.0)
 
 
 def test_those_who_left_are_forgotten_with_their_pairs(book):
@@ -282,3 +253,83 @@ class Calls(RuleBasedStateMachine):
 
 Calls.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestCalls = Calls.TestCase
+
+
+# Outlier ejection.
+
+
+def two_by_two():
+    return fleet([worker("p0"), worker("p1")], [worker("d0"), worker("d1")])
+
+
+def fail_in_turn(book, clock, *keys):
+    """One after the other, the first one longest ago."""
+    for key in keys:
+        clock.now += 0.01
+        for _ in range(FAILURES_IN_A_ROW):
+            book.failed(key, "it broke")
+
+
+def usable(snapshot):
+    return {(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()}
+
+
+def states(snapshot):
+    return {w.incarnation: w.state for w in (*snapshot.prefill, *snapshot.decode)}
+
+
+def test_a_worker_that_fails_is_ejected_and_says_why(book, clock):
+    fail_in_turn(book, clock, "d1")
+    snapshot = without_ejected(two_by_two(), book)
+    assert states(snapshot) == {"p0": "READY", "p1": "READY", "d0": "READY", "d1": "EJECTED"}
+    assert "it broke" in snapshot.decode[1].reason
+    assert usable(snapshot) == {("p0", "d0"), ("p1", "d0")}
+
+
+def test_a_pair_that_fails_is_shut_and_its_workers_stay(book, clock):
+    fail_in_turn(book, clock, ("p0", "d1"))
+    snapshot = without_ejected(two_by_two(), book)
+    assert set(states(snapshot).values()) == {"READY"}
+    assert "it broke" in snapshot.excluded_pairs["p0", "d1"]
+    assert len(usable(snapshot)) == 3
+
+
+def test_who_is_not_ready_keeps_its_own_state(book, clock):
+    fail_in_turn(book, clock, "d1")
+    snapshot = fleet([worker("p0")], [worker("d0"), worker("d1", SILENT, "still")])
+    after = without_ejected(snapshot, book).decode[1]
+    assert (after.state, after.reason) == (SILENT, "still")
+
+
+def test_the_only_worker_of_a_role_is_never_ejected(book, clock):
+    fail_in_turn(book, clock, "p0", "d0", ("p0", "d0"))
+    snapshot = without_ejected(fleet([worker("p0")], [worker("d0")]), book)
+    assert usable(snapshot) == {("p0", "d0")}
+    assert snapshot.decode[0].reason == ""
+
+
+@pytest.mark.parametrize("first", ["d0", "d1"])
+def test_of_many_that_fail_the_one_that_failed_longest_ago_is_used(book, clock, first):
+    fail_in_turn(book, clock, *sorted(("d0", "d1"), key=lambda name: name != first))
+    snapshot = without_ejected(two_by_two(), book)
+    assert {decode for _, decode in usable(snapshot)} == {first}
+
+
+def test_a_worker_that_no_other_can_pair_with_is_no_reason_to_eject_the_last_pair(book, clock):
+    fail_in_turn(book, clock, "d0")
+    snapshot = fleet([worker("p0")], [worker("d0"), worker("d1", dtype="bfloat16")])
+    assert usable(without_ejected(snapshot, book)) == {("p0", "d0")}
+
+
+def test_when_every_pair_is_shut_the_one_that_failed_longest_ago_is_used(book, clock):
+    fail_in_turn(book, clock, ("p0", "d1"), ("p0", "d0"))
+    snapshot = fleet([worker("p0")], [worker("d0"), worker("d1")])
+    assert usable(without_ejected(snapshot, book)) == {("p0", "d1")}
+
+
+def test_a_pair_that_the_worker_itself_shuts_is_no_last_resort(book, clock):
+    fail_in_turn(book, clock, "p0", "d0")
+    snapshot = fleet([worker("p0")], [worker("d0")], {("p0", "d0"): "quarantined"})
+    after = without_ejected(snapshot, book)
+    assert not after.ready
+    assert after.excluded_pairs == {("p0", "d0"): "quarantined"}

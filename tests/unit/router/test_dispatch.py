@@ -131,16 +131,6 @@ async def test_cancelling_closes_the_prefill_call_and_frees_the_decode_blocks(cl
     assert (view.prefill[0].assigned_tokens, view.decode[0].assigned_sequences) == (0, 0)
 
 
-async def test_closing_the_stream_in_the_middle_frees_both_ends(cluster_of):
-    cluster = await cluster_of()
-    cluster.decodes[0].runs = [lambda sequence, ahead: None]
-    async with asyncio.timeout(TIMEOUT_S):
-        async with contextlib.aclosing(cluster.dispatch.run(request_state(), Context())) as outputs:
-            await anext(outputs)
-        assert await cluster.decodes[0].cancelled.get() == "r-1"
-        assert await cluster.prefills[0].ended.get() == "r-1"
-
-
 async def test_a_reserve_cancelled_in_flight_strands_no_blocks(cluster_of):
     cluster = await cluster_of()
     decode, arrived = cluster.decodes[0], asyncio.Event()
@@ -259,22 +249,6 @@ async def test_an_invalid_request_is_never_retried(cluster_of, where):
     assert await cluster.decodes[0].cancelled.get() == "r-1"
 
 
-async def test_concurrent_requests_spread_before_any_load_is_reported(cluster_of):
-    cluster = await cluster_of(decode=2)
-    paused = []
-    for decode in cluster.decodes:
-        decode.runs = [lambda sequence, ahead, d=decode: paused.append((d, sequence, ahead))] * 4
-    running = []
-    for number in range(4):
-        running.append(asyncio.create_task(cluster.run(request_state(request_id=f"r{number}"))))
-        async with asyncio.timeout(TIMEOUT_S):
-            await cluster.prefills[0].ended.get()
-    assert [d.record.incarnation for d, _, _ in paused] == ["d0", "d1", "d0", "d1"]
-    for decode, sequence, ahead in paused:
-        decode.run_to_end(sequence, ahead)
-    assert [tokens for tokens, _ in await asyncio.gather(*running)] == [counting(5)] * 4
-
-
 async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster_of):
     cluster = await cluster_of()
     prefill, asked_for, go_on = cluster.prefills[0], asyncio.Event(), asyncio.Event()
@@ -303,15 +277,3 @@ async def test_a_burst_is_spread_before_any_load_is_reported(cluster_of):
     assert [len(prefill.requests) for prefill in cluster.prefills] == [3, 3]
     view = cluster.fleet.snapshot()
     assert [worker.assigned_tokens for worker in view.prefill] == [0, 0]
-
-
-async def test_a_refused_placement_counts_against_nobody(cluster_of):
-    cluster = await cluster_of(prefill=1, decode=1, max_attempts=1)
-
-    async def draining(request):
-        raise Unavailable("draining")
-
-    cluster.decodes[0].reserves = [draining]
-    with pytest.raises(Unavailable, match="draining"):
-        await cluster.run(request_state())
-    assert cluster.fleet.snapshot().prefill[0].assigned_tokens == 0

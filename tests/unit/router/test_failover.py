@@ -12,10 +12,12 @@ from baton.errors import (
     DeadlineExceeded,
     InternalError,
     KvCorrupted,
+    Overloaded,
     Stale,
     TransferFailed,
     Unavailable,
 )
+from router.dispatch.failover import NoWorkerTimeout
 
 from .scripted_workers import (
     LENGTH,
@@ -286,19 +288,6 @@ async def test_a_process_that_took_a_workers_place_is_not_that_worker(cluster_of
     assert decode.held == set()
 
 
-async def test_a_decode_worker_that_begins_to_drain_is_left_for_another(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode = cluster.decodes[0]
-
-    async def draining(request):
-        raise Unavailable("worker d0 is draining")
-
-    decode.reserves = [draining]
-    asked = request_state()
-    await assert_goes_on(cluster, asked)
-    assert asked.final_route().decode == "d1"
-
-
 async def test_attempts_are_bounded_spaced_and_end_with_the_last_error(cluster_of):
     cluster = await cluster_of(max_attempts=3)
     errors = [InternalError("first"), Unavailable("second"), Unavailable("third", 2.5)]
@@ -429,3 +418,64 @@ async def test_a_prefill_worker_that_leaves_during_reserve_is_the_one_to_avoid(c
     await assert_goes_on(cluster, asked)
     assert asked.failed_workers == {"p0"}
     assert cluster.fleet.breakers.why_open("d0") == ""
+
+
+# Waiting for workers that are gone.
+
+
+def missing(timeout):
+    with pytest.raises(Overloaded, match="nobody"), timeout.placing():
+        raise Unavailable("nobody", 1.0)
+
+
+async def test_the_clock_runs_out_with_what_was_missing():
+    with pytest.raises(Unavailable, match="nobody") as caught:
+        async with NoWorkerTimeout(0.05) as timeout:
+            missing(timeout)
+            await asyncio.sleep(30)
+    assert caught.value.retry_after_s == 1.0
+
+
+async def test_the_last_word_counts_and_the_first_starts_the_clock():
+    with pytest.raises(Unavailable, match="second"):
+        async with NoWorkerTimeout(0.05) as timeout:
+            missing(timeout)
+            with pytest.raises(Overloaded), timeout.placing():
+                raise Unavailable("second")
+            await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_workers_that_came_back_stop_the_clock(full):
+    async with NoWorkerTimeout(0.05) as timeout:
+        missing(timeout)
+        if full:
+            with pytest.raises(Overloaded, match="full"), timeout.placing():
+                raise Overloaded("full")
+        else:
+            with timeout.placing():
+                pass
+        await asyncio.sleep(0.1)
+
+
+async def test_without_a_missing_worker_there_is_no_clock():
+    async with NoWorkerTimeout(0.0):
+        await asyncio.sleep(0.02)
+
+
+async def test_other_errors_and_cancellation_pass():
+    with pytest.raises(ValueError, match="mine"):
+        async with NoWorkerTimeout(0.05) as timeout:
+            missing(timeout)
+            raise ValueError("mine")
+
+    async def waits():
+        async with NoWorkerTimeout(30) as timeout:
+            missing(timeout)
+            await asyncio.sleep(30)
+
+    task = asyncio.create_task(waits())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -176,21 +176,6 @@ async def test_who_goes_on_behind_another_stream_has_its_deadline_only(line):
         check(dataclasses.replace(again, deadline=NOW + 3), fleet(), standing, NOW)
 
 
-async def test_it_is_cheap(line):
-    """Bounded work: with a full line and many workers it takes about a millisecond."""
-    standing = await line(*(QueueEntry(NOW + n, 10, str(n), "t") for n in range(200)))
-    workers = Snapshot(
-        tuple(worker(f"p{n}") for n in range(8)), tuple(worker(f"d{n}") for n in range(8))
-    )
-    wanted = tokenized(4000, target_s=100.0)
-    took = []
-    for _ in range(30):
-        begun = asyncio.get_running_loop().time()
-        check(wanted, workers, standing, NOW)
-        took.append(asyncio.get_running_loop().time() - begun)
-    assert min(took) < 0.02
-
-
 class Router:
     """A fleet of one rate and the line before it, on a clock of their own: what `check` sees."""
 

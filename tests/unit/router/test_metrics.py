@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -230,13 +229,3 @@ def served(fleet, wait_queue, running=0):
 class _Empty:
     def snapshot(self):
         return SimpleNamespace(prefill=(), decode=())
-
-
-def test_a_token_costs_little(world):
-    """Not a benchmark: it must not become a thousand times more."""
-    told = request_state(max_tokens=10_000)
-    began = time.process_time()
-    for number in range(1000):
-        gap_s = told.deliver([number])
-        world.stats.delivered(1, gap_s)
-    assert time.process_time() - began < 1.0

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.snapshot import AssignedPrompt, WorkerView
+from router.fleet.snapshot import SILENT, AssignedPrompt, Snapshot, WorkerView
 from router.placement.placement import pick, predicted_ttft_s, rank_all, span_attributes
 
 from .snapshots import BLOCK, PROMPT, fleet, needs, worker
@@ -34,32 +34,6 @@ def test_only_ready_workers_are_picked(state):
     assert picked(prefill, decode) == ("p1", "d1")
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_role_without_a_ready_worker_says_what_is_there(role):
-    workers = {"prefill": [worker("p0")], "decode": [worker("d0")]}
-    workers[role] = [worker("w0", "UNREACHABLE", "connection refused"), worker("w1", "DRAINING")]
-    told = f"no {role} worker is ready .*w0 is UNREACHABLE: connection refused.*w1 is DRAINING"
-    with pytest.raises(Unavailable, match=told) as caught:
-        picked(**workers)
-    assert caught.value.retry_after_s > 0
-
-
-def test_an_empty_role_says_so():
-    with pytest.raises(Unavailable, match=r"no prefill worker is ready \(none is registered\)"):
-        picked([], [worker("d0")])
-
-
-def test_a_worker_that_is_not_ready_is_left_out_with_its_reason():
-    down = worker("p0", "EJECTED", "3 failures in a row")
-    assert refusal(down, worker("d0")) == "p0 is EJECTED: 3 failures in a row"
-    assert refusal(down, worker("d0", "SILENT")).endswith("; d0 is SILENT")
-
-
-def test_pairs_have_the_same_kv():
-    prefill = [worker("p0", dtype="bf16", queue_tokens=1000), worker("p1")]
-    assert picked(prefill, [worker("d0", dtype="bf16")]) == ("p0", "d0")
-
-
 def test_a_kv_mismatch_names_both_sides_even_when_decode_is_full():
     with pytest.raises(Unavailable, match="no prefill and decode worker have comp") as caught:
         picked([worker("p0", dtype="bf16")], [worker("d0", blocks_free=0)])
@@ -77,13 +51,6 @@ def test_a_shut_pair_is_passed_over_whatever_it_costs():
     prefill, decode = [worker("p0")], [worker("d0"), worker("d1", running=9)]
     assert picked(prefill, decode, shut={("p0", "d0"): "transfers fail"}) == ("p0", "d1")
     assert picked(prefill, decode, shut={("d0", "p0"): "other way round"}) == ("p0", "d0")
-
-
-def test_only_shut_pairs_are_unavailable_with_what_shut_them():
-    shut = {("p0", "d0"): "transfers fail"}
-    with pytest.raises(Unavailable, match=r"no prefill worker .*p0 to d0: transfers fail"):
-        picked([worker("p0")], [worker("d0")], shut=shut)
-    assert "transfers fail" in refusal(worker("p0"), worker("d0"), shut=shut)
 
 
 # Workers without room.
@@ -104,11 +71,6 @@ def test_room_is_for_the_sequence_and_its_next_token(num_tokens, free, cached, f
     assert (refusal(worker("p0"), full, needs(num_tokens)) == "") is fits
 
 
-def test_missing_blocks_are_counted_out():
-    told = refusal(worker("p0"), worker("d0", blocks_free=1, blocks_cached=1))
-    assert told == "d0 has 2 KV blocks available and 3 are needed"
-
-
 def test_blocks_shared_with_a_running_sequence_are_not_needed_again():
     """Two of four blocks match; those that the pool keeps unheld are counted as available."""
     prompt = tuple(range(12))
@@ -116,11 +78,6 @@ def test_blocks_shared_with_a_running_sequence_are_not_needed_again():
     for unheld, free, fits in ((0, 2, True), (0, 1, False), (1, 2, True), (2, 1, False)):
         decode = worker("d0", caches=shared, blocks_free=free, blocks_cached=unheld, blocks_held=8)
         assert (refusal(worker("p0"), decode, needs(prompt)) == "") is fits, (unheld, free)
-
-
-def test_a_decode_worker_without_room_is_passed_over():
-    decode = [worker("d0", blocks_free=1), worker("d1", running=9)]
-    assert picked([worker("p0")], decode) == ("p0", "d1")
 
 
 @pytest.mark.parametrize(
@@ -227,12 +184,6 @@ def test_a_failed_worker_with_room_is_better_than_none():
     assert picked([worker("p0")], decode, failed={"d1"}, full={"d0"}) == ("p0", "d1")
 
 
-def test_failed_workers_are_the_last_resort_of_their_kind_of_kv():
-    prefill = [worker("p0", dtype="bf16"), worker("p1")]
-    decode = [worker("d0", dtype="bf16"), worker("d1")]
-    assert picked(prefill, decode, failed={"p0", "d1"}) in {("p0", "d0"), ("p1", "d1")}
-
-
 # What is told of a choice.
 
 
@@ -294,14 +245,6 @@ def test_nothing_is_predicted_before_anything_is_measured():
 # Snapshots.
 
 
-def test_a_snapshot_is_ready_with_a_worker_of_each_role():
-    ready, down = worker("a"), worker("b", "UNREACHABLE")
-    assert fleet([ready, down], [ready]).ready
-    assert not fleet([ready], [down]).ready
-    assert not fleet([down], [ready]).ready
-    assert not fleet([], []).ready
-
-
 def test_the_context_is_what_every_ready_decode_worker_takes():
     decode = [
         worker("d0", max_context=64),
@@ -332,3 +275,61 @@ def test_thousands_of_workers_that_are_not_ready_make_no_million_pairs():
     assert pick(snapshot, needs()).names == ("p0", "d0")
     assert len(rank_all(snapshot, needs())) < 500
     assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
+
+
+# Why requests cannot be served.
+
+
+def test_one_usable_pair_is_enough():
+    others = worker("p1", SILENT), worker("d1", dtype="bfloat16")
+    snapshot = Snapshot((others[0], worker("p0")), (others[1], worker("d0")))
+    assert snapshot.ready
+    assert snapshot.why_not_ready == ""
+    assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "shut", "why"),
+    [
+        ([], [worker("d0")], {}, "no prefill worker is ready (none is registered)"),
+        ([worker("p0")], [], {}, "no decode worker is ready (none is registered)"),
+        (
+            [worker("p0")],
+            [worker("d0", SILENT, "no heartbeat"), worker("d1", "DRAINING")],
+            {},
+            "no decode worker is ready (d0 is SILENT: no heartbeat; d1 is DRAINING)",
+        ),
+        (
+            [worker("p0")],
+            [worker("d0", dtype="bfloat16")],
+            {},
+            "no prefill and decode worker have compatible KV caches: "
+            "prefill worker p0 has dtype=float32, decode worker d0 has dtype=bfloat16",
+        ),
+        (
+            [worker("p0", quantization="int8")],
+            [worker("d0")],
+            {},
+            "no prefill and decode worker have compatible KV caches: "
+            "prefill worker p0 has quantization=int8, decode worker d0 has quantization=none",
+        ),
+        (
+            [worker("p0")],
+            [worker("d0")],
+            {("p0", "d0"): "quarantined"},
+            "no prefill worker that is ready can hand over to a decode worker"
+            " (p0 to d0: quarantined)",
+        ),
+    ],
+)
+def test_what_is_missing_is_said(prefill, decode, shut, why):
+    snapshot = Snapshot(tuple(prefill), tuple(decode), shut)
+    assert not snapshot.ready
+    assert snapshot.why_not_ready == why
+
+
+def test_of_thousands_that_are_not_ready_a_few_are_told():
+    many = tuple(worker(f"p{i:04}", SILENT, "it is not there") for i in range(2000))
+    why = Snapshot(many, many).why_not_ready
+    assert why.startswith("no prefill worker is ready (p0000 is SILENT: it is not there; p0001")
+    assert why.endswith("; and 1992 more)") and len(why) < 1000

@@ -51,12 +51,6 @@ def test_what_prefill_caches_is_not_computed():
     assert choice.ttft_s == pytest.approx(0.02 + HANDOFF_S)
 
 
-def test_the_last_token_is_always_computed():
-    prompt = tuple(range(100))
-    choice = only(worker("p0", caches=prompt, **RATE), worker("d0", **POOL), needs(prompt))
-    assert choice.on_prefill.cached == 100 - BLOCK
-
-
 def test_another_tenants_cache_is_of_no_use():
     prompt = tuple(range(100))
     prefill = worker("p0", caches=prompt, salt="theirs", **RATE)
@@ -161,14 +155,6 @@ def test_what_an_idle_worker_measured_with_a_batch_long_gone_does_not_keep_it_id
     assert best([worker("p0")], decode)[1] == "idle"
 
 
-def test_noise_in_steps_does_not_outweigh_a_sequence():
-    decode = [
-        worker("d0", step_ms=11.0 * 12 / 9, running=4, **POOL),
-        worker("d1", step_ms=10.0 * 13 / 9, running=5, **POOL),
-    ]
-    assert best([worker("p0")], decode)[1] == "d0"
-
-
 def test_tokens_that_are_expected_weigh_tpot_up_to_a_limit():
     decode = worker("d0", step_ms=10, **POOL)
     scores = {n: only(worker("p0", **RATE), decode, needs(100, new_tokens=n)).score_ms
@@ -202,17 +188,6 @@ def test_the_same_host_goes_first():
     assert choice.names == ("p1", "d0") and choice.same_host
     far = rank_all(fleet(prefill, decode), needs(100))[1]
     assert far.transfer_s == pytest.approx(4 * choice.transfer_s) and not far.same_host
-
-
-def test_a_short_queue_is_worth_less_than_no_network_and_a_long_one_more():
-    def taken(queue):
-        prefill = [
-            worker("near", host_id="a", queue_tokens=queue, **RATE),
-            worker("far", host_id="b", **RATE),
-        ]
-        return best(prefill, [worker("d0", host_id="a", **POOL)])[0]
-
-    assert (taken(1), taken(50)) == ("near", "far")
 
 
 def test_only_what_decode_does_not_cache_is_sent():

@@ -157,16 +157,6 @@ async def test_a_stream_is_started_deltas_and_a_finish(router_of):
     assert 0 < finish.timing.ttft_ms <= finish.timing.e2e_ms
 
 
-async def test_a_stop_string_ends_the_request_and_frees_its_blocks(router_of):
-    router = await router_of()
-    _, deltas, finish = await router.complete(max_tokens=50, stop=["bc"])
-    assert [delta.text for delta in deltas] == ["a", "", ""]
-    assert (finish.reason, finish.stop) == (common_pb2.FINISH_REASON_STOP, "bc")
-    assert finish.usage.completion_tokens == 3
-    assert (await router.cluster.decodes[0].cancelled.get()).endswith("-1")
-    assert router.cluster.decodes[0].held == set()
-
-
 @pytest.mark.parametrize("max_tokens", [5, 50])
 async def test_what_a_step_brings_behind_a_stop_string_is_not_output(router_of, max_tokens):
     """Speculating workers send several tokens at once; here the second of them ends it."""
@@ -200,17 +190,6 @@ async def test_several_tokens_of_a_step_are_one_delta(router_of):
     assert [list(delta.token_ids) for delta in deltas] == [[100], [101, 102, 103], [104]]
     assert [delta.text for delta in deltas] == ["a", "bcd", "e"]
     assert finish.usage.completion_tokens == 5
-
-
-async def test_the_deadline_ends_the_wait_for_room(router_of):
-    router = await router_of()
-    router.cluster.decodes[0].tell(blocks_free=0)
-    await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
-    error = await failure_of(router.generate(timeout=0.3))
-    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    async with asyncio.timeout(TIMEOUT_S):
-        await router.service.idle()
-    assert router.cluster.wait_queue.depth == 0
 
 
 @pytest.mark.parametrize("where", ["room", "reserve", "prefill", "decode"])

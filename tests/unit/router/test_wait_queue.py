@@ -1,7 +1,6 @@
 """The line: order, bounds, passing and its end, no lost wake-up, nothing left behind."""
 
 import asyncio
-import contextlib
 import math
 import random
 
@@ -454,15 +453,3 @@ def test_a_first_moment_is_no_measurement():
     one.place(10_000, 0.001)
     assert one.rate.value(1) == 0.0
     assert one.rate.value(1, assumed=7.0) == 7.0
-
-
-async def test_a_line_that_ends_leaves_no_task(fleet):
-    line = WaitQueue(10)
-    before = asyncio.all_tasks()
-    waiting = asyncio.create_task(fleet.place(line, 1.0))
-    await settled()
-    waiting.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await waiting
-    await settled()
-    assert asyncio.all_tasks() == before
