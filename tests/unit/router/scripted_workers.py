@@ -434,7 +434,7 @@ class Cluster:
         return tokens, outputs[-1].finish_reason
 
     async def until_waiting(self, count):
-        """Waits until so many stand in line."""
+        """Waits until so many wait for room."""
         await seen(lambda: self.wait_queue.depth >= count)
 
     async def all_freed(self):

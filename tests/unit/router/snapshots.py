@@ -41,9 +41,9 @@ def cached(prompt, salt=""):
     return prefixes
 
 
-def fleet(prefill, decode, shut=None):
+def fleet(prefill, decode, excluded=None):
     """A snapshot."""
-    return Snapshot(tuple(prefill), tuple(decode), shut or {})
+    return Snapshot(tuple(prefill), tuple(decode), excluded or {})
 
 
 def needs(prompt=PROMPT, virtual_finish=1.0, **more):

@@ -307,7 +307,7 @@ async def test_who_is_over_a_limit_is_refused_before_any_work(service, tmp_path,
 
 
 @pytest.mark.parametrize(("rate", "work_s"), [(0.0, 0.02), (40.0, 0.5)])
-async def test_the_due_follows_from_size_rate_and_priority(tmp_path, rate, work_s):
+async def test_the_virtual_finish_follows_from_size_rate_and_priority(tmp_path, rate, work_s):
     service = Admission("tiny", byte_tokenizer(tmp_path), 60.0, prefill_rate=lambda: rate)
     tenant = service.tenants.of(None)
     first, _ = service.enter(await admit(service, request("x" * 20)), tenant, 0)

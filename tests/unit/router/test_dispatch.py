@@ -76,7 +76,7 @@ async def test_the_first_token_does_not_wait_for_the_commit(cluster_of):
             assert [o.token_ids for o in [o async for o in outputs]] == [[101], [102], [103], [104]]
 
 
-async def test_figures_of_the_handoff_are_kept_when_decode_finishes_before_its_acknowledgement(
+async def test_numbers_of_the_handoff_are_kept_when_decode_finishes_before_its_acknowledgement(
     cluster_of,
 ):
     cluster = await cluster_of()
@@ -185,7 +185,7 @@ async def test_a_full_fleet_is_waited_for(cluster_of):
     assert (asked.attempts, cluster.wait_queue.depth) == (1, 0)
 
 
-async def test_news_that_arrives_during_a_refusal_is_not_lost(cluster_of):
+async def test_a_change_that_arrives_during_a_refusal_is_not_lost(cluster_of):
     cluster = await cluster_of()
     decode = cluster.decodes[0]
 
@@ -198,21 +198,23 @@ async def test_news_that_arrives_during_a_refusal_is_not_lost(cluster_of):
     assert await cluster.run(request_state()) == (counting(5), LENGTH)
 
 
-async def test_those_who_wait_for_room_get_it_in_order_of_due(cluster_of):
+async def test_those_who_wait_for_room_get_it_in_order_of_virtual_finish(cluster_of):
     cluster = await cluster_of()
     decode = cluster.decodes[0]
     decode.tell(blocks_free=0)
     await cluster.until(lambda s: s.decode[0].load.blocks_free == 0)
-    dues = [3.0, 1.0, 2.0, 5.0, 4.0]
-    asks = [request_state(request_id=f"due {due:g}", virtual_finish=due) for due in dues]
+    finishes = [3.0, 1.0, 2.0, 5.0, 4.0]
+    asks = [
+        request_state(request_id=f"finish {finish:g}", virtual_finish=finish) for finish in finishes
+    ]
     waiting = [asyncio.create_task(cluster.run(asked)) for asked in asks]
     async with asyncio.timeout(TIMEOUT_S):
-        await cluster.until_waiting(len(dues))
+        await cluster.until_waiting(len(finishes))
         assert decode.requests == []
         decode.tell(blocks_free=20)
         assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
     asked = [request.sequence.handoff_id for request in decode.requests]
-    assert asked == [f"due {due:g}-1" for due in sorted(dues)]
+    assert asked == [f"finish {finish:g}-1" for finish in sorted(finishes)]
 
 
 async def test_no_worker_is_unavailable_with_advice(cluster_of):
@@ -272,8 +274,8 @@ async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster_of):
 async def test_a_burst_is_spread_before_any_load_is_reported(cluster_of):
     cluster = await cluster_of(prefill=2, decode=2)
     prompt = tuple(range(1, 9))  # longer than what decode computes by itself
-    stories = [request_state(request_id=f"r{number}", prompt=prompt) for number in range(6)]
-    await asyncio.gather(*(cluster.run(one) for one in stories))
+    states = [request_state(request_id=f"r{number}", prompt=prompt) for number in range(6)]
+    await asyncio.gather(*(cluster.run(one) for one in states))
     assert [len(prefill.requests) for prefill in cluster.prefills] == [3, 3]
     view = cluster.fleet.snapshot()
     assert [worker.assigned_tokens for worker in view.prefill] == [0, 0]

@@ -301,7 +301,7 @@ async def test_attempts_are_bounded_spaced_and_end_with_the_last_error(cluster_o
     await cluster.all_freed()
 
 
-async def test_figures_of_several_attempts_are_told_once(cluster_of):
+async def test_numbers_of_several_attempts_are_told_once(cluster_of):
     cluster = await cluster_of(decode=2)
 
     async def cached(request):

@@ -1,4 +1,4 @@
-"""Who is due when: shares, isolation, short and long, bounded waits; in a simulated server."""
+"""Virtual finish times: shares, isolation, short and long, bounded waits; in a simulated server."""
 
 import heapq
 import itertools
@@ -29,10 +29,10 @@ class Job:
     seconds: float
     flow: Flow
     priority: int = NORMAL
-    due: float = 0.0
+    virtual_finish: float = 0.0
     left: float = 0.0
     done: float = 0.0
-    began: float = 0.0  # where the clock of fair_queue stood when it came, at the latest
+    began: float = 0.0  # where the virtual clock stood when it came, at the latest
     refused: bool = False
 
     @property
@@ -41,7 +41,7 @@ class Job:
 
 
 class Server:
-    """Runs jobs by their dues; `admit(server, job)` may refuse them as they come."""
+    """Runs jobs by their finishes; `admit(server, job)` may refuse them as they come."""
 
     def __init__(self, admit=None):
         self.now = 0.0
@@ -67,24 +67,24 @@ class Server:
         return jobs
 
     def _take(self, job):
-        job.began = min([self.now, *(due for due, *_ in self.waiting)])
-        turn = self.fair_queue.add(job.flow, job.seconds, job.priority)
-        job.virtual_finish, job.left = turn.virtual_finish, job.seconds
+        job.began = min([self.now, *(virtual_finish for virtual_finish, *_ in self.waiting)])
+        prompt = self.fair_queue.add(job.flow, job.seconds, job.priority)
+        job.virtual_finish, job.left = prompt.virtual_finish, job.seconds
         if self._admit and not self._admit(self, job):
             job.refused = True
-            self.fair_queue.remove(turn)
+            self.fair_queue.remove(prompt)
             return
-        heapq.heappush(self.waiting, (job.virtual_finish, next(self._order), job, turn))
+        heapq.heappush(self.waiting, (job.virtual_finish, next(self._order), job, prompt))
 
     def _step(self):
-        _, _, job, turn = self.waiting[0]
+        _, _, job, prompt = self.waiting[0]
         chunk = min(job.left, CHUNK_S)
         self.now += chunk
         job.left -= chunk
         if job.left <= 1e-9:
             heapq.heappop(self.waiting)
             job.done = self.now
-            self.fair_queue.remove(turn)
+            self.fair_queue.remove(prompt)
 
 
 class Hands:
@@ -132,7 +132,7 @@ def p99(jobs):
     return took[int(0.99 * len(took))]
 
 
-def test_who_has_nothing_waiting_is_due_first_by_its_lead(fair_queue, clock):
+def test_who_has_nothing_waiting_is_first_by_its_lead(fair_queue, clock):
     fair_queue.add(B, 100.0)
     assert fair_queue.add(A, 0.5).virtual_finish == pytest.approx(
         clock.now - LEAD_S + 1.0
@@ -148,15 +148,15 @@ def test_the_lead_is_used_up_and_comes_back_with_time(fair_queue, clock):
     fair_queue.add(B, 100.0)
     begun = []
     for _ in range(6):
-        turn = fair_queue.add(A, 0.25)
-        fair_queue.remove(turn)
-        begun.append(turn.virtual_finish - 0.5 - clock.now)
+        prompt = fair_queue.add(A, 0.25)
+        fair_queue.remove(prompt)
+        begun.append(prompt.virtual_finish - 0.5 - clock.now)
     assert begun == pytest.approx([-2.0, -1.5, -1.0, -0.5, 0.0, 0.0])
     clock.now += 1.0
     assert fair_queue.add(A, 0.25).virtual_finish == pytest.approx(clock.now - 0.5 + 0.5)
 
 
-def test_a_short_prompt_that_comes_later_is_due_before_its_tenants_own_long_one(fair_queue, clock):
+def test_a_short_prompt_that_comes_later_goes_before_its_tenants_own_long_one(fair_queue, clock):
     long = fair_queue.add(A, 1.3)
     clock.now += 1.0
     assert fair_queue.add(A, 0.04).virtual_finish < long.virtual_finish
@@ -168,7 +168,7 @@ def test_only_what_waits_counts(fair_queue, clock):
         fair_queue.remove(fair_queue.add(A, 10.0))
     assert fair_queue.add(A, 1.0).virtual_finish == pytest.approx(clock.now + 1.0)
     clock.now += 1000 * ACTIVE_S
-    late = fair_queue.add(B, 1.0)  # A's is late: the clock stands at its due
+    late = fair_queue.add(B, 1.0)  # A's is late: the clock stands at its virtual_finish
     assert late.virtual_finish == pytest.approx(101.0 - LEAD_S + 2.0)
 
 
@@ -199,7 +199,7 @@ def test_looking_changes_nothing(fair_queue):
     ]
 
 
-def test_a_newcomer_is_due_before_a_flood_that_is_late(fair_queue, clock):
+def test_a_newcomer_goes_before_a_flood_that_is_late(fair_queue, clock):
     flood = [fair_queue.add(A, 1.0) for _ in range(100)]
     clock.now += 500.0
     assert fair_queue.add(B, 1.0).virtual_finish < flood[1].virtual_finish
@@ -208,12 +208,12 @@ def test_a_newcomer_is_due_before_a_flood_that_is_late(fair_queue, clock):
 def test_priorities_of_one_tenant(fair_queue):
     for _ in range(10):
         fair_queue.add(A, 1.0)
-    dues = {}
+    finishes = {}
     for priority in (LOW, NORMAL, HIGH):
-        turn = fair_queue.add(A, 1.0, priority)
-        dues[priority] = turn.virtual_finish
-        fair_queue.remove(turn)
-    assert dues[HIGH] < dues[NORMAL] <= dues[LOW]
+        prompt = fair_queue.add(A, 1.0, priority)
+        finishes[priority] = prompt.virtual_finish
+        fair_queue.remove(prompt)
+    assert finishes[HIGH] < finishes[NORMAL] <= finishes[LOW]
 
 
 def test_a_request_cannot_buy_other_tenants_share(fair_queue):
@@ -221,9 +221,9 @@ def test_a_request_cannot_buy_other_tenants_share(fair_queue):
     fair_queue.add(A, 1.0)
     asked = {}
     for priority in (LOW, NORMAL, HIGH):
-        turn = fair_queue.add(A, 1.0, priority)
-        asked[priority] = turn.virtual_finish
-        fair_queue.remove(turn)
+        prompt = fair_queue.add(A, 1.0, priority)
+        asked[priority] = prompt.virtual_finish
+        fair_queue.remove(prompt)
     assert asked[HIGH] < asked[NORMAL]  # of its own tenant's it goes first
     assert asked[HIGH] >= 100.0 + 2.0  # but has no more than its tenant's half
     assert asked[LOW] > asked[NORMAL]
@@ -231,8 +231,8 @@ def test_a_request_cannot_buy_other_tenants_share(fair_queue):
 
 def test_a_tenant_without_a_say_takes_its_own_priority(fair_queue, clock):
     fair_queue.remove(fair_queue.add(B, 1.0))
-    turn = fair_queue.add(Flow("h", priority=HIGH), 1.0)
-    assert turn.virtual_finish == pytest.approx(clock.now + 1.25)  # four fifths of the fleet
+    prompt = fair_queue.add(Flow("h", priority=HIGH), 1.0)
+    assert prompt.virtual_finish == pytest.approx(clock.now + 1.25)  # four fifths of the fleet
 
 
 @pytest.mark.parametrize("waiting", [8, 64])
@@ -266,7 +266,7 @@ def test_long_prompts_do_not_starve_short_ones_of_one_tenant():
 
 
 def test_short_prompts_do_not_starve_long_ones_of_one_tenant():
-    """Twice as much as can be done, half of it in short prompts: the long one gets its turn."""
+    """Twice as much as can be done, half of it in short prompts: the long one gets its prompt."""
     short = poisson(A, 40.0, [0.05], seed=2)
     long = Job(20.0, 2.0, A)
     Server().run([*short, long])
@@ -301,7 +301,7 @@ def test_everybody_is_served_within_what_waits_and_what_may_pass(jobs):
 
 @settings(deadline=None, max_examples=100)
 @given(JOBS)
-def test_a_due_lies_between_the_lead_and_the_backlog_at_the_tenants_share(jobs):
+def test_a_virtual_finish_lies_between_the_lead_and_the_backlog_at_the_tenants_share(jobs):
     Server().run(jobs)
     for job in jobs:
         assert job.virtual_finish >= job.began - LEAD_S

@@ -49,8 +49,8 @@ def tokenized(tokens=100, target_s=0.0, timeout_s=600.0, virtual_finish=NOW, ten
 
 
 @pytest.fixture
-async def line():
-    """line(*entries) is a line in which these stand."""
+async def queue_of():
+    """queue_of(*entries) is a wait queue with these entries."""
     tasks = []
 
     async def start(*entries):
@@ -73,7 +73,7 @@ async def line():
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_the_promise_is_the_earlier_of_deadline_and_target():
+def test_the_target_is_the_earlier_of_deadline_and_target():
     assert first_token_by(tokenized(), NOW) == NOW + 600
     assert first_token_by(tokenized(target_s=2.0), NOW) == NOW + 2
     assert first_token_by(tokenized(target_s=9.0, timeout_s=3.0), NOW) == NOW + 3
@@ -87,69 +87,69 @@ def test_the_rate_is_that_of_all_ready_workers_together():
     assert prefill_rate(fleet(worker("a", 0))) == 0.0
 
 
-async def test_what_makes_it_may_enter(line):
-    check(tokenized(100, target_s=0.2), fleet(worker("p", queue=10)), await line(), NOW)
+async def test_what_makes_it_may_enter(queue_of):
+    check(tokenized(100, target_s=0.2), fleet(worker("p", queue=10)), await queue_of(), NOW)
 
 
-async def test_without_a_target_only_the_deadline_counts(line):
-    standing = await line(QueueEntry(NOW - 1, 10_000, "x"))
+async def test_without_a_target_only_the_deadline_counts(queue_of):
+    standing = await queue_of(QueueEntry(NOW - 1, 10_000, "x"))
     check(tokenized(100), fleet(), standing, NOW)
     with pytest.raises(Overloaded):
         check(tokenized(100, timeout_s=5.0), fleet(), standing, NOW)
 
 
-async def test_the_line_in_front_counts_and_what_is_behind_does_not(line):
-    standing = await line(QueueEntry(NOW - 1, 2000, "x"), QueueEntry(NOW + 1, 50_000, "y"))
+async def test_the_queue_in_front_counts_and_what_is_behind_does_not(queue_of):
+    standing = await queue_of(QueueEntry(NOW - 1, 2000, "x"), QueueEntry(NOW + 1, 50_000, "y"))
     check(tokenized(100, target_s=3.0), fleet(), standing, NOW)
     with pytest.raises(Overloaded, match="2000 tokens go first at 1000 tokens/s") as caught:
         check(tokenized(100, target_s=2.0), fleet(), standing, NOW)
     assert caught.value.retry_after_s == pytest.approx(2.1 * SAFETY - 2.0, rel=0.1)
 
 
-async def test_the_advice_is_bounded(line):
+async def test_the_advice_is_bounded(queue_of):
     shortest, longest = RETRY_AFTER_S
-    standing = await line(QueueEntry(NOW - 1, 10**9, "x"))
+    standing = await queue_of(QueueEntry(NOW - 1, 10**9, "x"))
     with pytest.raises(Overloaded) as caught:
         check(tokenized(100, target_s=1.0), fleet(), standing, NOW)
     assert caught.value.retry_after_s == longest
     busy = fleet(worker("p", queue=900))
     with pytest.raises(Overloaded) as caught:
-        check(tokenized(100, target_s=1.0 * SAFETY - 0.001), busy, await line(), NOW)
+        check(tokenized(100, target_s=1.0 * SAFETY - 0.001), busy, await queue_of(), NOW)
     assert caught.value.retry_after_s == shortest
 
 
-async def test_an_idle_fleet_refuses_only_what_is_beyond_doubt(line):
+async def test_an_idle_fleet_refuses_only_what_is_beyond_doubt(queue_of):
     """Its rate may be wrong, and it would never measure again."""
-    check(tokenized(1000, target_s=SAFETY / DOUBT + 0.05), fleet(), await line(), NOW)
+    check(tokenized(1000, target_s=SAFETY / DOUBT + 0.05), fleet(), await queue_of(), NOW)
     with pytest.raises(Overloaded):
-        check(tokenized(1000, target_s=SAFETY / DOUBT - 0.05), fleet(), await line(), NOW)
+        check(tokenized(1000, target_s=SAFETY / DOUBT - 0.05), fleet(), await queue_of(), NOW)
     with pytest.raises(Overloaded):
-        check(tokenized(1000, target_s=0.9), fleet(worker("p", queue=1)), await line(), NOW)
+        check(tokenized(1000, target_s=0.9), fleet(worker("p", queue=1)), await queue_of(), NOW)
 
 
-async def test_nothing_is_refused_while_nothing_is_known(line):
-    standing = await line(QueueEntry(NOW - 1, 10**9, "x"))
+async def test_nothing_is_refused_while_nothing_is_known(queue_of):
+    standing = await queue_of(QueueEntry(NOW - 1, 10**9, "x"))
     check(tokenized(1000, target_s=0.1), fleet(worker("p", 0)), standing, NOW)
 
 
-async def test_a_turn_is_no_time_while_nothing_is_known(line):
+async def test_a_virtual_finish_is_no_time_while_nothing_is_known(queue_of):
     check(
         tokenized(100, timeout_s=10.0, virtual_finish=NOW + 30),
         fleet(worker("p", 0)),
-        await line(),
+        await queue_of(),
         NOW,
     )
     with pytest.raises(Overloaded, match=r"expected in 37.50 s .* fair share gives it 30.00 s"):
         check(
             tokenized(100, timeout_s=10.0, virtual_finish=NOW + 30),
             fleet(worker("p", queue=1)),
-            await line(),
+            await queue_of(),
             NOW,
         )
 
 
-async def test_a_refusal_tells_what_decided(line):
-    standing = await line(QueueEntry(NOW - 1, 2000, "x"))
+async def test_a_refusal_tells_what_decided(queue_of):
+    standing = await queue_of(QueueEntry(NOW - 1, 2000, "x"))
     with pytest.raises(Overloaded) as caught:
         check(tokenized(100, target_s=2.0), fleet(worker("p", queue=500)), standing, NOW)
     told = str(caught.value)
@@ -157,9 +157,9 @@ async def test_a_refusal_tells_what_decided(line):
     assert "2000 tokens go first at 1000 tokens/s, the best pair takes 0.60 s" in told
 
 
-async def test_a_newcomer_must_not_break_its_own_tenants_promise(line):
+async def test_a_newcomer_must_not_break_its_own_tenants_target(queue_of):
     later = QueueEntry(NOW + 1, 1000, "x", tenant="t", first_token_by=NOW + 1.05)
-    standing = await line(later)
+    standing = await queue_of(later)
     busy = fleet(worker("p", queue=1))
     with pytest.raises(Overloaded, match=r"earlier request of its tenant .* takes 0.13 s"):
         check(tokenized(100, target_s=5.0), busy, standing, NOW)
@@ -167,9 +167,9 @@ async def test_a_newcomer_must_not_break_its_own_tenants_promise(line):
     check(tokenized(100, target_s=5.0, virtual_finish=NOW + 2), busy, standing, NOW)
 
 
-async def test_who_goes_on_behind_another_stream_has_its_deadline_only(line):
+async def test_who_goes_on_behind_another_stream_has_its_deadline_only(queue_of):
     later = QueueEntry(NOW + 1, 1000, "x", tenant="t", first_token_by=NOW + 1.05)
-    standing = await line(QueueEntry(NOW - 1, 5000, "y"), later)
+    standing = await queue_of(QueueEntry(NOW - 1, 5000, "y"), later)
     again = dataclasses.replace(tokenized(100, target_s=1.0), resumed=(1, 2))
     check(again, fleet(), standing, NOW)
     with pytest.raises(Overloaded):
@@ -177,28 +177,28 @@ async def test_who_goes_on_behind_another_stream_has_its_deadline_only(line):
 
 
 class Router:
-    """A fleet of one rate and the line before it, on a clock of their own: what `check` sees."""
+    """A fleet of one rate and the queue before it, on a clock of their own: what `check` sees."""
 
     def __init__(self):
         self.now = 0.0
         self.fair_queue = FairQueue(lambda: self.now)
-        self.waiting = []  # (due, number, job), served in this order, some tokens at a time
+        self.waiting = []  # (finish, number, job), served in this order, some tokens at a time
         self.depth = 0
 
-    def tokens_before(self, due):
-        return sum(job.left for d, _, job in self.waiting if d <= due)
+    def tokens_before(self, finish):
+        return sum(job.left for d, _, job in self.waiting if d <= finish)
 
     def drain_rate(self, assumed=0.0):
         return RATE
 
-    def slack_s(self, due, tenant, assumed_rate=0.0, safety=1.0):
+    def slack_s(self, finish, tenant, assumed_rate=0.0, safety=1.0):
         if all(job.tenant != tenant for _, _, job in self.waiting):
             return math.inf
         needed, slack = 0.0, math.inf
         for d, _, job in sorted(self.waiting, key=lambda entry: entry[:2]):
             needed += job.left / RATE
             left = job.first_token_by - self.now
-            if d > due and needed <= left:
+            if d > finish and needed <= left:
                 slack = min(slack, left - needed * safety)
         return slack
 
@@ -224,18 +224,18 @@ def run(jobs, target_s, noise):
 
 
 def enter(router, job, target_s, numbers):
-    turn = router.fair_queue.add(Flow(job.tenant), job.tokens / RATE)
-    asked = tokenized(job.tokens, target_s, tenant=job.tenant, virtual_finish=turn.virtual_finish)
+    prompt = router.fair_queue.add(Flow(job.tenant), job.tokens / RATE)
+    asked = tokenized(job.tokens, target_s, tenant=job.tenant, virtual_finish=prompt.virtual_finish)
     asked = TokenizedRequest(**{**asked.__dict__, "deadline": router.now + 600})
     router.depth = len(router.waiting)
     try:
         check(asked, fleet(worker("p", queue=1)), router, router.now)
     except Overloaded as error:
         job.refused = error.retry_after_s
-        router.fair_queue.remove(turn)
+        router.fair_queue.remove(prompt)
         return
-    job.first_token_by, job.turn = router.now + target_s, turn
-    router.waiting.append((turn.virtual_finish, next(numbers), job))
+    job.first_token_by, job.prompt = router.now + target_s, prompt
+    router.waiting.append((prompt.virtual_finish, next(numbers), job))
 
 
 def serve(router, pace):
@@ -246,7 +246,7 @@ def serve(router, pace):
     job.left -= chunk
     if not job.left:
         router.waiting.remove(first)
-        router.fair_queue.remove(job.turn)
+        router.fair_queue.remove(job.prompt)
         job.done = router.now
 
 
@@ -260,7 +260,7 @@ def test_at_five_times_the_capacity_who_may_enter_makes_it(sizes, tenants):
     router = run(jobs, target_s, noise=0.15)
     accepted = [job for job in jobs if job.refused is None]
     ttft = sorted(job.done - job.at for job in accepted)
-    # Between two floods a tenant's first request goes before the other's first_token_by ones.
+    # Between two floods a tenant's first request goes before the other's admitted ones.
     assert ttft[int(0.99 * len(ttft))] <= target_s * (1.3 if len(tenants) > 1 else 1.0)
     assert sum(job.tokens for job in accepted) > 0.8 * RATE * until  # capacity is not wasted
     for size in sizes:
@@ -272,7 +272,7 @@ def test_at_five_times_the_capacity_who_may_enter_makes_it(sizes, tenants):
 
 
 class Served:
-    """Requests that `check` predicts and the real line and placement place, on a fleet that is
+    """Requests that `check` predicts and the real queue and placement place, on a fleet that is
     simulated: prefill in chunks, then so many decode slots or KV blocks held for a while."""
 
     def __init__(self, workers=1, slots=0, blocks=1 << 20, hold_s=0.0):

@@ -19,9 +19,9 @@ class Stream:
         self._end = asyncio.Event()
         self._error = None
 
-    async def follow(self, line):
+    async def follow(self, stream):
         self.opened += 1
-        line.opened()
+        stream.opened()
         self._end.clear()
         await self._end.wait()
         if self._error is not None:
@@ -37,17 +37,17 @@ class Stream:
 
 
 @pytest.fixture
-async def stream():
+async def remote():
     return Stream()
 
 
 @pytest.fixture
-async def line(stream):
-    line = HeartbeatStream("line", stream.follow, stream.on_lost)
-    assert (line.alive, line.state, line.why) == (False, "UNREACHABLE", "not connected yet")
-    await seen(lambda: line.alive)
-    yield line
-    await line.close()
+async def stream(remote):
+    stream = HeartbeatStream("stream", remote.follow, remote.on_lost)
+    assert (stream.alive, stream.state, stream.why) == (False, "UNREACHABLE", "not connected yet")
+    await seen(lambda: stream.alive)
+    yield stream
+    await stream.close()
 
 
 @pytest.mark.parametrize("silence_s", [0.3, 0.6, 1.5, 30.0])
@@ -67,53 +67,53 @@ def test_a_worker_is_suspected_after_three_beats_and_lost_after_twice_that(silen
         (ValueError("a bug of ours"), "ValueError: a bug of ours"),
     ],
 )
-async def test_a_stream_that_ends_is_told_and_opened_again(line, stream, error, why):
-    stream.end(error)
-    await seen(lambda: stream.lost)
-    assert (line.alive, line.state, line.why) == (False, "UNREACHABLE", why)
-    await seen(lambda: line.alive)
-    assert (stream.opened, stream.lost) == (2, 1)
+async def test_a_stream_that_ends_is_told_and_opened_again(stream, remote, error, why):
+    remote.end(error)
+    await seen(lambda: remote.lost)
+    assert (stream.alive, stream.state, stream.why) == (False, "UNREACHABLE", why)
+    await seen(lambda: stream.alive)
+    assert (remote.opened, remote.lost) == (2, 1)
 
 
-async def test_after_stale_there_is_no_other_stream(line, stream):
-    stream.end(Stale("it is another process"))
-    await seen(lambda: stream.lost)
-    await seen(line._task.done)
-    assert (line.alive, line.why, stream.opened) == (False, "it is another process", 1)
+async def test_after_stale_there_is_no_other_stream(stream, remote):
+    remote.end(Stale("it is another process"))
+    await seen(lambda: remote.lost)
+    await seen(stream._task.done)
+    assert (stream.alive, stream.why, remote.opened) == (False, "it is another process", 1)
 
 
-async def test_a_stream_that_is_cut_is_silent_until_the_next_is_open(line, stream):
-    line.cut("not a word")
-    line.opened()  # what was on its way over the old stream is no heartbeat
-    assert (line.alive, line.state, line.why) == (False, "SILENT", "not a word")
-    await seen(lambda: line.alive)
-    assert (stream.opened, stream.lost) == (2, 0)
+async def test_a_stream_that_is_cut_is_silent_until_the_next_is_open(stream, remote):
+    stream.cut("not a word")
+    stream.opened()  # what was on its way over the old stream is no heartbeat
+    assert (stream.alive, stream.state, stream.why) == (False, "SILENT", "not a word")
+    await seen(lambda: stream.alive)
+    assert (remote.opened, remote.lost) == (2, 0)
 
 
-async def test_between_two_streams_nobody_is_silent(line, stream):
-    line.tick()
-    assert line.silent_ticks == 1
-    line.heard()
-    assert line.silent_ticks == 0
-    stream.end()
-    await seen(lambda: stream.lost)
-    line.tick()
-    assert line.silent_ticks == 0
-    line.cut("nothing is open")
-    await seen(lambda: line.alive)
+async def test_between_two_streams_nobody_is_silent(stream, remote):
+    stream.tick()
+    assert stream.silent_ticks == 1
+    stream.heard()
+    assert stream.silent_ticks == 0
+    remote.end()
+    await seen(lambda: remote.lost)
+    stream.tick()
+    assert stream.silent_ticks == 0
+    stream.cut("nothing is open")
+    await seen(lambda: stream.alive)
 
 
-async def test_one_that_never_answered_is_not_asked_again_at_once(stream):
-    async def refuse(line):
-        stream.opened += 1
+async def test_one_that_never_answered_is_not_asked_again_at_once(remote):
+    async def refuse(stream):
+        remote.opened += 1
         raise Unavailable("nobody is there")
 
     told = []
-    line = HeartbeatStream("line", refuse, told.append, lambda: 30.0)
+    stream = HeartbeatStream("stream", refuse, told.append, lambda: 30.0)
     await asyncio.sleep(0.5)
-    assert (stream.opened, told) == (1, [False])
-    await line.close()
-    line = HeartbeatStream("line", refuse, told.append)
-    await seen(lambda: stream.opened == 4)
+    assert (remote.opened, told) == (1, [False])
+    await stream.close()
+    stream = HeartbeatStream("stream", refuse, told.append)
+    await seen(lambda: remote.opened == 4)
     assert not any(told)  # it was not there before
-    await line.close()
+    await stream.close()

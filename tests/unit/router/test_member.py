@@ -88,12 +88,12 @@ async def test_a_worker_suspected_of_silence_gets_nothing_new_and_keeps_what_it_
     assert worker.broken.empty()
 
 
-async def test_signs_of_life_put_the_clock_back(cluster):
+async def test_heartbeats_put_the_clock_back(cluster):
     worker = cluster.decodes[0]
-    lines, suspect_ticks = member(cluster, worker)._streams, cluster.liveness.suspect_ticks
+    streams, suspect_ticks = member(cluster, worker)._streams, cluster.liveness.suspect_ticks
     for _ in range(3):
         tick(cluster, worker, suspect_ticks - 1)
-        await seen(lambda: max(line.silent_ticks for line in lines) < suspect_ticks - 1)
+        await seen(lambda: max(stream.silent_ticks for stream in streams) < suspect_ticks - 1)
     assert view(cluster, worker).state == "READY"
 
 
@@ -105,8 +105,8 @@ async def test_a_lost_worker_fails_who_waits_and_finds_its_streams_broken(cluste
         error = await heard(queue)
         assert isinstance(error, Unavailable)
         assert f"{worker.record.incarnation} is lost: no heartbeat" in str(error)
-    lines = member(cluster, worker)._streams
-    broken = {await heard(worker.broken) for _ in lines}
+    streams = member(cluster, worker)._streams
+    broken = {await heard(worker.broken) for _ in streams}
     assert broken == ({"Watch", "StreamEvents"} if worker in cluster.decodes else {"Watch"})
     assert view(cluster, worker).state == "SILENT"
     assert not cluster.fleet.snapshot().ready
@@ -154,7 +154,7 @@ async def test_a_decode_worker_needs_both_streams(cluster, mute):
     tick(cluster, worker, cluster.liveness.lost_ticks)
     assert isinstance(await heard(waiting), Unavailable)
     await reconnecting(cluster, worker)
-    await seen(lambda: any(line.alive for line in member(cluster, worker)._streams))
+    await seen(lambda: any(stream.alive for stream in member(cluster, worker)._streams))
     assert view(cluster, worker).state == "SILENT"  # one of two is not enough
     worker.wake()
     await cluster.until_state(worker, "READY")
@@ -239,12 +239,12 @@ async def test_a_worker_whose_steps_are_long_is_not_stalled_by_one(cluster, work
     await heard(waiting)
 
 
-async def test_signs_of_life_without_news_wake_nobody(cluster):
-    watch, events = (line for line in member(cluster, cluster.decodes[0])._streams)
+async def test_heartbeats_without_changes_wake_nobody(cluster):
+    watch, events = (stream for stream in member(cluster, cluster.decodes[0])._streams)
     changed = cluster.fleet.changed
-    for line in (watch, events):
-        line.silent_ticks = 7
-        await seen(lambda line=line: line.silent_ticks < 7)
+    for stream in (watch, events):
+        stream.silent_ticks = 7
+        await seen(lambda stream=stream: stream.silent_ticks < 7)
     assert not changed.is_set()
 
 
@@ -261,7 +261,7 @@ async def test_a_sequence_that_nobody_waits_for_is_cancelled_if_it_goes_on(clust
     assert list((await heard(mine)).token_ids) == [2]
 
 
-async def test_the_end_of_a_sequence_that_nobody_waits_for_is_no_news(cluster):
+async def test_the_end_of_a_sequence_that_nobody_waits_for_is_no_orphan(cluster):
     worker, followed = cluster.decodes[0], member(cluster, cluster.decodes[0])
     last = listen(cluster, worker, "last")
     worker.send("done", 1, reason=1)
@@ -271,7 +271,7 @@ async def test_the_end_of_a_sequence_that_nobody_waits_for_is_no_news(cluster):
     assert not followed._orphans._now
 
 
-async def test_one_cancel_of_strays_at_a_time(cluster):
+async def test_one_cancel_of_orphans_at_a_time(cluster):
     worker, followed = cluster.decodes[0], member(cluster, cluster.decodes[0])
     stuck, calls = asyncio.Event(), []
 
@@ -356,7 +356,7 @@ def see(orphans, *handoff_ids):
     return orphans.end_round()
 
 
-def test_an_event_that_a_cancel_crossed_is_no_stray():
+def test_an_event_that_a_cancel_crossed_is_no_orphan():
     orphans = Orphans()
     assert see(orphans, "h1") == []
     assert see(orphans) == []

@@ -47,23 +47,23 @@ class World:
     ):
         """One request from service to end."""
         try:
-            with self.stats.request() as seen:
-                seen.operation, seen.tenant = "chat", "t"
-                told = request_state(tenant="t", **fields)
-                told.predicted_ttft_s = predicted_ttft_s
-                self.stats.admitted(seen, told)
-                told.attempts = 1
+            with self.stats.request() as record:
+                record.operation, record.tenant = "chat", "t"
+                state = request_state(tenant="t", **fields)
+                state.predicted_ttft_s = predicted_ttft_s
+                self.stats.admitted(record, state)
+                state.attempts = 1
                 if placed:
-                    told.placed_at = told.started + 0.02
+                    state.placed_at = state.started + 0.02
                     for number in range(tokens):
-                        gap_s = told.deliver([number])
+                        gap_s = state.deliver([number])
                         self.stats.delivered(1, gap_s)
-                    told.first_at = told.started + ttft_s
-                    told.last_at = told.first_at + tpot_s * (tokens - 1)
-                    self.stats.first_token(seen)
+                    state.first_at = state.started + ttft_s
+                    state.last_at = state.first_at + tpot_s * (tokens - 1)
+                    self.stats.first_token(record)
                 if error is not None:
                     raise error
-                seen.finished = True
+                record.finished = True
         except (Exception, asyncio.CancelledError) as raised:
             assert raised is error
 
@@ -116,9 +116,9 @@ def test_one_output_token_has_no_time_per_token(world):
 
 
 def test_cached_tokens_are_counted_of_what_was_placed(world):
-    def note_cached(seen, told):
-        told.note_cached(2)
-        return RouterStats.admitted(world.stats, seen, told)
+    def note_cached(record, state):
+        state.note_cached(2)
+        return RouterStats.admitted(world.stats, record, state)
 
     world.stats.admitted = note_cached
     world.request()
@@ -163,19 +163,19 @@ def test_a_call_cut_at_its_deadline_is_late_and_not_left(world):
         (Overloaded("too often", 1), "known", "tenant_limit"),
         (InvalidRequest("wrong", "x"), "known", "invalid"),
         (Unavailable("nobody"), "known", "no_worker"),
-        (Overloaded("late", 1), "let in", "too_late"),
-        (Overloaded("full", 1), "in line", "queue_full"),
-        (DeadlineExceeded("late"), "in line", "deadline"),
+        (Overloaded("late", 1), "admitted", "too_late"),
+        (Overloaded("full", 1), "queued", "queue_full"),
+        (DeadlineExceeded("late"), "queued", "deadline"),
         (RuntimeError("a bug"), "known", "internal"),
     ],
 )
 def test_refusals_by_cause(world, error, step, cause):
-    with pytest.raises(type(error)), world.stats.request() as seen:
+    with pytest.raises(type(error)), world.stats.request() as record:
         if step != "arrived":
-            seen.tenant = "t"
-        if step in ("let in", "in line"):
-            seen.state = request_state()
-            seen.state.attempts = int(step == "in line")
+            record.tenant = "t"
+        if step in ("admitted", "queued"):
+            record.state = request_state()
+            record.state.attempts = int(step == "queued")
         raise error
     counts = {one: world.value("baton_requests_refused_total", cause=one) for one in CAUSES}
     assert counts == {one: int(one == cause) for one in CAUSES}
@@ -190,7 +190,7 @@ def test_failovers_by_reason(world):
     assert world.value("baton_failovers_total", reason="Unavailable") == 2
 
 
-async def test_the_fleet_and_the_line_are_read_at_each_look(world, cluster_of):
+async def test_the_fleet_and_the_queue_are_read_at_each_look(world, cluster_of):
     cluster = await cluster_of(prefill=2, decode=1)
     world.metrics.observe(served(cluster.fleet, cluster.wait_queue, running=5))
     assert world.value("baton_requests_running") == 5

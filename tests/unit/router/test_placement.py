@@ -12,8 +12,8 @@ from router.placement.placement import pick, predicted_ttft_s, rank_all, span_at
 from .snapshots import BLOCK, PROMPT, fleet, needs, worker
 
 
-def picked(prefill, decode, request=None, shut=None, **avoid):
-    return pick(fleet(prefill, decode, shut), request or needs(), **avoid).names
+def picked(prefill, decode, request=None, excluded=None, **avoid):
+    return pick(fleet(prefill, decode, excluded), request or needs(), **avoid).names
 
 
 def refusal(prefill, decode, request=None, **more):
@@ -47,10 +47,10 @@ def test_a_record_without_kv_harms_nobody_else():
     assert picked([worker("p0")], [bare, worker("d1")]) == ("p0", "d1")
 
 
-def test_a_shut_pair_is_passed_over_whatever_it_costs():
+def test_an_excluded_pair_is_passed_over_whatever_it_costs():
     prefill, decode = [worker("p0")], [worker("d0"), worker("d1", running=9)]
-    assert picked(prefill, decode, shut={("p0", "d0"): "transfers fail"}) == ("p0", "d1")
-    assert picked(prefill, decode, shut={("d0", "p0"): "other way round"}) == ("p0", "d0")
+    assert picked(prefill, decode, excluded={("p0", "d0"): "transfers fail"}) == ("p0", "d1")
+    assert picked(prefill, decode, excluded={("d0", "p0"): "other way round"}) == ("p0", "d0")
 
 
 # Workers without room.
@@ -116,8 +116,8 @@ def test_a_fast_prefill_worker_with_short_chunks_is_given_a_moment_of_work():
     assert refusal(worker("p0", tokens=5000, **fast), worker("d0")) != ""
 
 
-def test_what_is_due_later_does_not_fill_the_window():
-    """A long prompt that may wait does not keep a short one in the router's line."""
+def test_what_goes_later_does_not_fill_the_window():
+    """A long prompt that may wait does not keep a short one waiting in the router."""
     late = replace(worker("p0", queue_tokens=9000), assigned=(AssignedPrompt(9000, 7.0),))
     assert refusal(late, worker("d0"), needs(virtual_finish=6.0)) == ""
     assert "9000 tokens to compute first" in refusal(late, worker("d0"), needs(virtual_finish=8.0))
@@ -156,7 +156,7 @@ def test_a_large_fleet_is_not_told_in_full():
 
 
 def test_where_decode_prefills_nobody_waits_for_a_prefill_worker():
-    """A prompt that decode caches does not stand in line behind long ones."""
+    """A prompt that decode caches does not wait behind long ones."""
     full, decode = worker("p0", tokens=5000), worker("d0", caches=PROMPT)
     assert pick(fleet([full], [decode]), needs(local_prefill_max_tokens=4)).decode_prefills
     with pytest.raises(Overloaded):
@@ -289,7 +289,7 @@ def test_one_usable_pair_is_enough():
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "shut", "why"),
+    ("prefill", "decode", "excluded", "why"),
     [
         ([], [worker("d0")], {}, "no prefill worker is ready (none is registered)"),
         ([worker("p0")], [], {}, "no decode worker is ready (none is registered)"),
@@ -322,8 +322,8 @@ def test_one_usable_pair_is_enough():
         ),
     ],
 )
-def test_what_is_missing_is_said(prefill, decode, shut, why):
-    snapshot = Snapshot(tuple(prefill), tuple(decode), shut)
+def test_what_is_missing_is_said(prefill, decode, excluded, why):
+    snapshot = Snapshot(tuple(prefill), tuple(decode), excluded)
     assert not snapshot.ready
     assert snapshot.why_not_ready == why
 

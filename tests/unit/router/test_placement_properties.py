@@ -20,7 +20,7 @@ DTYPES = st.sampled_from(["float32"] * 4 + ["bfloat16"])
 CACHED = st.sampled_from([0, 0, 4, 32, 64, 96])
 RATES = st.sampled_from([0, 0, 500, 900, 1000, 1100, 5000])
 STEPS = st.sampled_from([0, 0, 9, 10, 11, 30])
-DUE = 10.0
+FINISH = 10.0
 
 
 def lone_step_to_reported(lone_ms, running):
@@ -68,14 +68,16 @@ def fleets(draw):
     prefill += [draw(prefill_workers(f"p{i}")) for i in range(draw(st.integers(0, 2)))]
     decode += [draw(decode_workers(f"d{i}")) for i in range(draw(st.integers(0, 2)))]
     names = [(p.incarnation, d.incarnation) for p in prefill for d in decode][1:]
-    shut = dict.fromkeys(draw(st.lists(st.sampled_from(names), max_size=2)) if names else (), "so")
-    return fleet(prefill, decode, shut)
+    excluded = dict.fromkeys(
+        draw(st.lists(st.sampled_from(names), max_size=2)) if names else (), "so"
+    )
+    return fleet(prefill, decode, excluded)
 
 
 requests = st.builds(
     needs,
     st.sampled_from([PROMPT, PROMPT[:10], tuple(range(500, 620))]),
-    virtual_finish=st.just(DUE),
+    virtual_finish=st.just(FINISH),
     new_tokens=st.sampled_from([0, 1, 100]),
     local_prefill_max_tokens=st.sampled_from([0, 16]),
 )
@@ -100,7 +102,7 @@ def test_who_is_picked_may_be_picked(snapshot, request_, full):
             and (not batch or busy < batch * 9 / 8)
         )
         window = max(2 * (p.record.chunk_tokens or 512), 500)
-        idle = p.tokens_ahead(DUE) < window
+        idle = p.tokens_ahead(FINISH) < window
         return usable and room and (idle or choice.decode_prefills)
 
     choice = pick(snapshot, request_, full=full)

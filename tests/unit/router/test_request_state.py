@@ -20,10 +20,10 @@ def test_the_first_attempt_asks_for_the_prompt():
 
 
 def test_a_later_attempt_goes_on_where_the_caller_is():
-    told = request_state()
-    told.deliver([7])
-    told.deliver([8, 9])
-    first, later = told.spec("r-1"), told.spec("r-2")
+    state = request_state()
+    state.deliver([7])
+    state.deliver([8, 9])
+    first, later = state.spec("r-1"), state.spec("r-2")
     assert list(later.token_ids) == [1, 2, 3, 7, 8, 9]
     assert later.prompt_tokens == 3
     assert later.sampling == first.sampling
@@ -39,20 +39,20 @@ def test_the_time_left_is_never_none_and_always_fits(timeout_s, least, most):
 
 
 def test_usage_counts_tokens_once():
-    told = request_state()
-    assert told.usage() == common_pb2.Usage(prompt_tokens=3)
-    told.deliver([7, 8])
-    told.cached_tokens = 2
-    assert told.usage() == common_pb2.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=2)
+    state = request_state()
+    assert state.usage() == common_pb2.Usage(prompt_tokens=3)
+    state.deliver([7, 8])
+    state.cached_tokens = 2
+    assert state.usage() == common_pb2.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=2)
 
 
 def test_times_are_from_arrival_and_between_tokens():
     now = time.monotonic()
-    told = RequestState(tokenized(), started=now - 10.0)
-    told.placed_at, told.first_at, told.last_at = now - 9.5, now - 9.0, now - 8.0
-    told.delivered, told.prefill_queue_ms = [1, 2, 3, 4, 5], 100.0
-    told.transfer_bytes, told.transfer_ms = 4096, 12.5
-    timing = told.timing()
+    state = RequestState(tokenized(), started=now - 10.0)
+    state.placed_at, state.first_at, state.last_at = now - 9.5, now - 9.0, now - 8.0
+    state.delivered, state.prefill_queue_ms = [1, 2, 3, 4, 5], 100.0
+    state.transfer_bytes, state.transfer_ms = 4096, 12.5
+    timing = state.timing()
     assert timing.queue_ms == pytest.approx(600.0)
     assert timing.ttft_ms == pytest.approx(1000.0)
     assert timing.tpot_ms == pytest.approx(250.0)
@@ -61,17 +61,17 @@ def test_times_are_from_arrival_and_between_tokens():
 
 
 def test_one_token_has_no_time_between_tokens():
-    told = request_state()
-    told.deliver([1])
-    assert told.timing().tpot_ms == 0.0
-    assert told.timing().ttft_ms > 0.0
+    state = request_state()
+    state.deliver([1])
+    assert state.timing().tpot_ms == 0.0
+    assert state.timing().ttft_ms > 0.0
 
 
 def test_the_route_is_the_last_attempts_with_the_count_of_all():
-    told = request_state()
-    told.attempts, told.route.decode = 3, "d1"
-    assert told.final_route() == common_pb2.Route(decode="d1", attempts=3)
-    assert told.route.attempts == 0
+    state = request_state()
+    state.attempts, state.route.decode = 3, "d1"
+    assert state.final_route() == common_pb2.Route(decode="d1", attempts=3)
+    assert state.route.attempts == 0
 
 
 # Tokens to text: stop strings, what is held back, what is no text.

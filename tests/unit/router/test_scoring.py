@@ -35,7 +35,7 @@ def test_ttft_is_the_tokens_ahead_and_the_own_ones_at_the_measured_rate():
     assert fast.ttft_s == pytest.approx(0.1 + HANDOFF_S)
 
 
-def test_half_a_chunk_of_what_is_due_later_may_be_running():
+def test_half_a_chunk_of_what_goes_later_may_be_running():
     for queue, chunk, running in ((900, 200, 100), (60, 200, 60), (900, 0, 256)):
         later = worker("p0", queue_tokens=queue, chunk_tokens=chunk, **RATE)
         later = replace(later, assigned=(AssignedPrompt(queue, 7.0),))

@@ -27,30 +27,30 @@ FAILOVER, REFUSAL, FAILURE = (
 
 def placed(**fields):
     """A request that something was run for."""
-    told = request_state(**fields)
-    told.placed_at = told.started
-    return told
+    state = request_state(**fields)
+    state.placed_at = state.started
+    return state
 
 
-def end(stats, told=None, error=None, finished=False):
+def end(stats, state=None, error=None, finished=False):
     """One request, from its beginning to its end."""
-    with contextlib.suppress(BaseException), stats.request() as seen:
-        seen.trace_id = TRACE
-        if told is not None:
-            stats.admitted(seen, told)
-        seen.finished = finished
+    with contextlib.suppress(BaseException), stats.request() as record:
+        record.trace_id = TRACE
+        if state is not None:
+            stats.admitted(record, state)
+        record.finished = finished
         if error is not None:
             raise error
 
 
 def finished(ttft_s, tpot_s=0.01, **fields):
     """A request that got its first token after so long, and four more."""
-    told = placed(**fields)
-    told.deliver([1])
-    told.deliver([2, 3, 4, 5])
-    told.first_at = told.started + ttft_s
-    told.last_at = told.first_at + 4 * tpot_s
-    return told
+    state = placed(**fields)
+    state.deliver([1])
+    state.deliver([2, 3, 4, 5])
+    state.first_at = state.started + ttft_s
+    state.last_at = state.first_at + 4 * tpot_s
+    return state
 
 
 def kinds(stats):
@@ -75,13 +75,13 @@ def test_requests_are_counted_by_how_they_ended():
     assert counts.refused == 2
     assert counts.prompt_tokens == 7 * 3
     assert kinds(stats) == [REFUSAL, REFUSAL, FAILURE, FAILURE]
-    told = stats.events
-    assert [event.text for event in told] == [
+    events = stats.events
+    assert [event.text for event in events] == [
         "INVALID_ARGUMENT: bad", "RESOURCE_EXHAUSTED: full", "UNAVAILABLE: gone",
         "INTERNAL: a bug",
     ]  # fmt: skip
-    assert [event.request_id for event in told] == ["", "r", "r", "r"]
-    assert {event.trace_id for event in told} == {TRACE}
+    assert [event.request_id for event in events] == ["", "r", "r", "r"]
+    assert {event.trace_id for event in events} == {TRACE}
 
 
 def test_what_comes_again_counts_up_the_last_event():
@@ -89,27 +89,27 @@ def test_what_comes_again_counts_up_the_last_event():
     before_ms = time.time_ns() // 1_000_000
     for text in ("full", "full", "full", "other", "full"):
         end(stats, error=Overloaded(text))
-    told = stats.events
-    assert [event.times for event in told] == [3, 1, 1]
-    assert before_ms <= told[0].time_ms <= told[-1].time_ms <= time.time_ns() // 1_000_000
+    events = stats.events
+    assert [event.times for event in events] == [3, 1, 1]
+    assert before_ms <= events[0].time_ms <= events[-1].time_ms <= time.time_ns() // 1_000_000
 
 
 def test_events_are_few_and_short():
     stats = RouterStats()
     for number in range(100):
         end(stats, error=Overloaded(f"{number} " + "x" * 5000))
-    told = stats.events
-    assert len(told) == 32 and told[-1].text.startswith("RESOURCE_EXHAUSTED: 99")
-    assert max(len(event.text) for event in told) == 300
+    events = stats.events
+    assert len(events) == 32 and events[-1].text.startswith("RESOURCE_EXHAUSTED: 99")
+    assert max(len(event.text) for event in events) == 300
     assert stats.counts().refused == 100
 
 
 def test_a_failover_names_the_workers_it_left():
-    stats, told = RouterStats(), placed()
-    told.route.prefill, told.route.decode = "p0", "d0"
-    stats.failed_over(told, TRACE, TransferFailed("lost"))
-    told.route.prefill = ""
-    stats.failed_over(told, TRACE, Unavailable("gone"))
+    stats, state = RouterStats(), placed()
+    state.route.prefill, state.route.decode = "p0", "d0"
+    stats.failed_over(state, TRACE, TransferFailed("lost"))
+    state.route.prefill = ""
+    stats.failed_over(state, TRACE, Unavailable("gone"))
     assert stats.counts().failovers == 2
     assert [event.text for event in stats.events] == ["p0 and d0: lost", "d0: gone"]
     assert kinds(stats) == [FAILOVER, FAILOVER]
