@@ -16,7 +16,7 @@ from baton.v1 import decode_pb2
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 4096  # messages a router may be behind before its stream is cut
-LEAST_SILENCE_S = 0.05  # signs of life do not come faster than that
+LEAST_SILENCE_S = 0.05  # heartbeats do not come faster than that
 
 Messages = asyncio.Queue[decode_pb2.StreamEventsResponse | None]  # None: the end
 

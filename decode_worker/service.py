@@ -52,7 +52,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def StreamEvents(
         self, request: decode_pb2.StreamEventsRequest, context: Any
     ) -> AsyncGenerator[decode_pb2.StreamEventsResponse, None]:
-        """A router's events and signs of life, until it hangs up."""
+        """A router's events and heartbeats, until it hangs up."""
         stream_id, silence_s = request.stream_id, request.heartbeat_ms / 1000
         if not stream_id:
             raise InvalidRequest("an event stream needs an id", "stream_id")

@@ -115,7 +115,7 @@ TABLE: tuple[Instrument, ...] = (
     ),
     Instrument(
         "baton.requests.queued", GAUGE, "{request}", (ROUTER,),
-        "Requests that stand in the line for room now.",
+        "Requests that wait in the queue for room now.",
     ),
     Instrument(
         "baton.request.queue_time", HISTOGRAM, "s", (ROUTER,),

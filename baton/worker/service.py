@@ -29,7 +29,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     @rpc.streaming
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
-        """Load and cache changes, and signs of life."""
+        """Load and cache changes, and heartbeats."""
         node, heartbeat_s = self._node, request.heartbeat_ms / 1000
         watch = node.meter.watch(WATCH_INTERVAL_S, heartbeat_s)
         async with contextlib.aclosing(watch) as events:

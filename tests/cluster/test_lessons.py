@@ -182,7 +182,7 @@ async def test_blocks_come_back_though_nobody_asks_for_anything(
 async def test_a_storm_of_cancels_leaves_the_cluster_serving(
     own_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
-    """Hundreds are given up at once, in the line, in prompts and in streams."""
+    """Hundreds are given up at once, in the wait queue, in prompts and in streams."""
     cluster = await own_cluster(restart=False)
     after = Case(oracle.prompt(64, start=7), "greedy")
     oracle.tokens(after)

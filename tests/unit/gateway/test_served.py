@@ -87,7 +87,7 @@ async def test_the_trace_is_taken_up_and_told(gateway_of):
     provider.shutdown()
 
 
-async def test_urgency_target_and_salt_reach_the_door(gateway_of):
+async def test_urgency_target_and_salt_reach_the_service(gateway_of):
     gateway = await gateway_of()
     seen, generate = [], gateway.service.generate
 
