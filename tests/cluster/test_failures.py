@@ -151,7 +151,7 @@ async def test_a_reservation_that_expires_is_made_elsewhere(
 async def test_a_deadline_is_kept_wherever_it_passes(
     own_cluster: ClusterFactory, oracle: Oracle, timeout_s: float
 ) -> None:
-    """In the wait queue, in the middle of prompts, of transfers and of streams: freed on both ends."""
+    """In the wait queue, in prompts, in transfers and in streams: freed on both ends."""
     cluster = await own_cluster(restart=False)
     clock = asyncio.get_running_loop().time
 

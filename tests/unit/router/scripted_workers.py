@@ -315,12 +315,23 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
                 self.release(sequence.handoff_id)
                 return
 
-    def flood(self, sequence, ahead):
-        """Sends tokens without an end, until the sequence is released: more than is ever read."""
+    def flood(self, sequence, ahead, tokens=500, top=0):
+        """Sends tokens without an end, until the sequence is released: more than is ever read.
+
+        Log-probabilities of `top` tokens each fill a connection sooner than text does.
+        """
+        likely = common_pb2.TokenLogprob(token_id=1, logprob=-1.0)
+        position = common_pb2.PositionLogprobs(chosen=likely, top=[likely] * top)
+        event = decode_pb2.SequenceEvent(
+            handoff_id=sequence.handoff_id,
+            token_ids=[token(sequence, ahead)[0]] * tokens,
+            logprobs=[position] * tokens if top else [],
+        )
 
         async def steps():
             while sequence.handoff_id in self.held:
-                self.send(sequence.handoff_id, *[token(sequence, ahead)[0]] * 500)
+                for stream in self.streams.values():
+                    stream.put_nowait(decode_pb2.StreamEventsResponse(events=[event]))
                 await asyncio.sleep(0.001)
 
         self.flooding = asyncio.create_task(steps())

@@ -218,7 +218,7 @@ async def test_those_who_wait_for_room_get_it_in_order_of_virtual_finish(cluster
 
 
 async def test_no_worker_is_unavailable_with_advice(cluster_of):
-    cluster = await cluster_of(max_attempts=2)
+    cluster = await cluster_of(max_attempts=2, recovery_s=0.1)
     cluster.decodes[0].tell(state=DRAINING)
     await cluster.until_state(cluster.decodes[0], "DRAINING")
     asked = request_state()

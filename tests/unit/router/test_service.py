@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import partial
 
 import grpc
 import pytest
@@ -235,11 +236,10 @@ async def test_a_caller_who_does_not_read_holds_nothing_and_is_told_why(
 ):
     if end == "seconds":
         monkeypatch.setattr(frontend, "UNREAD_S", 0.5)
-    if end == "bytes":
-        monkeypatch.setattr(attempt, "MAX_UNREAD_BYTES", 1 << 16)
+    monkeypatch.setattr(attempt, "MAX_UNREAD_BYTES", 1 << (16 if end == "bytes" else 30))
     router = await router_of(default_timeout_s=0.5 if end == "deadline" else 600.0)
     decode = router.cluster.decodes[0]
-    decode.runs = [decode.flood]
+    decode.runs = [partial(decode.flood, tokens=4, top=200)]
     call = aiter(router.generate())
     assert (await anext(call)).HasField("started")
     if end == "drain":
