@@ -468,6 +468,22 @@ class Cluster:
         return (*snapshot.prefill, *snapshot.decode)
 
 
+def member(cluster, worker):
+    return cluster.fleet.member(worker.record.incarnation)
+
+
+def listen(cluster, worker, handoff_id="h"):
+    """Events and errors of one sequence, as a queue."""
+    queue = asyncio.Queue()
+    member(cluster, worker).subscribe(handoff_id, queue.put_nowait)
+    return queue
+
+
+async def heard(queue):
+    async with asyncio.timeout(TIMEOUT_S):
+        return await queue.get()
+
+
 async def seen(good):
     """Waits for something that sends no event."""
     async with asyncio.timeout(TIMEOUT_S):

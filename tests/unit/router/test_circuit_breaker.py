@@ -303,30 +303,23 @@ def test_who_is_not_ready_keeps_its_own_state(breakers, clock):
     assert (after.state, after.reason) == (SILENT, "still")
 
 
-def test_the_only_worker_of_a_role_is_never_ejected(breakers, clock):
-    fail_in_turn(breakers, clock, "p0", "d0", ("p0", "d0"))
-    snapshot = without_ejected(fleet([worker("p0")], [worker("d0")]), breakers)
-    assert usable(snapshot) == {("p0", "d0")}
-    assert snapshot.decode[0].reason == ""
-
-
-@pytest.mark.parametrize("first", ["d0", "d1"])
-def test_of_many_that_fail_the_one_that_failed_longest_ago_is_used(breakers, clock, first):
-    fail_in_turn(breakers, clock, *sorted(("d0", "d1"), key=lambda name: name != first))
-    snapshot = without_ejected(two_by_two(), breakers)
-    assert {decode for _, decode in usable(snapshot)} == {first}
-
-
-def test_a_worker_that_no_other_can_pair_with_is_no_reason_to_eject_the_last_pair(breakers, clock):
-    fail_in_turn(breakers, clock, "d0")
-    snapshot = fleet([worker("p0")], [worker("d0"), worker("d1", dtype="bfloat16")])
-    assert usable(without_ejected(snapshot, breakers)) == {("p0", "d0")}
-
-
-def test_when_every_pair_is_shut_the_one_that_failed_longest_ago_is_used(breakers, clock):
-    fail_in_turn(breakers, clock, ("p0", "d1"), ("p0", "d0"))
-    snapshot = fleet([worker("p0")], [worker("d0"), worker("d1")])
-    assert usable(without_ejected(snapshot, breakers)) == {("p0", "d1")}
+@pytest.mark.parametrize(
+    ("failed", "decode", "used"),
+    [
+        (["p0", "d0", ("p0", "d0")], [worker("d0")], ("p0", "d0")),
+        (["d0", "d1"], [worker("d0"), worker("d1")], ("p0", "d0")),
+        (["d1", "d0"], [worker("d0"), worker("d1")], ("p0", "d1")),
+        ([("p0", "d1"), ("p0", "d0")], [worker("d0"), worker("d1")], ("p0", "d1")),
+        (["d0"], [worker("d0"), worker("d1", dtype="bfloat16")], ("p0", "d0")),  # no pair with d1
+    ],
+)
+def test_of_the_last_pairs_the_one_that_failed_longest_ago_is_used(
+    breakers, clock, failed, decode, used
+):
+    fail_in_turn(breakers, clock, *failed)
+    snapshot = without_ejected(fleet([worker("p0")], decode), breakers)
+    assert usable(snapshot) == {used}
+    assert all(view.reason == "" for view in snapshot.decode if view.incarnation == used[1])
 
 
 def test_a_pair_that_the_worker_itself_shuts_is_no_last_resort(breakers, clock):

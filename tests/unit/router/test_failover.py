@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 from opentelemetry.context import Context
@@ -226,35 +227,39 @@ async def test_a_silent_prefill_worker_that_leaves_the_registry_is_not_waited_fo
     assert (asked.final_route().prefill, asked.failed_workers) == ("p1", {"p0"})
 
 
-async def test_a_decode_worker_that_leaves_during_reserve_is_an_ordinary_failure(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode, asked_for = cluster.decodes[0], asyncio.Event()
+async def silent(cluster, decode, request):
+    await asyncio.Event().wait()
 
-    async def silent(request):
-        asked_for.set()
-        await asyncio.Event().wait()
 
-    decode.reserves = [silent]
-    asked = request_state()
-    running = asyncio.create_task(assert_goes_on(cluster, asked))
-    await asked_for.wait()
+async def leaves(cluster, decode, request):
     await cluster.leave(decode)
-    await running
-    assert asked.failed_workers == {"d0"}
+    await asyncio.Event().wait()
 
 
-async def test_a_silent_reserve_is_cut_short_and_tried_elsewhere(cluster_of, monkeypatch):
-    monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", 0.05)
+async def loses_its_stream(cluster, decode, request):
+    decode.break_streams()
+    await asyncio.Event().wait()
+
+
+async def another_process(cluster, decode, request):
+    answer = await decode.accept(request)
+    answer.incarnation = "d7"
+    return answer
+
+
+@pytest.mark.parametrize("fault", [silent, leaves, loses_its_stream, another_process])
+async def test_a_failed_reserve_is_tried_elsewhere(cluster_of, monkeypatch, fault):
+    timeout_s = 0.05 if fault is silent else 60.0  # only a silent worker is waited for
+    monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", timeout_s)
     cluster = await cluster_of(decode=2)
-
-    async def silent(request):
-        await asyncio.Event().wait()
-
-    cluster.decodes[0].reserves = [silent]
+    decode = cluster.decodes[0]
+    decode.reserves = [partial(fault, cluster, decode)]
     asked = request_state()
     await assert_goes_on(cluster, asked)
-    assert asked.failed_workers == {"d0"}
-    assert await cluster.decodes[0].cancelled.get() == "r-1"
+    assert (asked.failed_workers, asked.final_route().decode) == ({"d0"}, "d1")
+    if fault is not leaves:
+        assert await decode.cancelled.get() == "r-1"
+        assert decode.held == set()
 
 
 async def test_a_worker_that_never_answers_reserve_is_unavailable_while_time_is_left(
@@ -269,23 +274,6 @@ async def test_a_worker_that_never_answers_reserve_is_unavailable_while_time_is_
     cluster.decodes[0].reserves = [silent]
     with pytest.raises(Unavailable, match="d0 did not answer"):
         await cluster.run(request_state())
-
-
-async def test_a_process_that_took_a_workers_place_is_not_that_worker(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode = cluster.decodes[0]
-
-    async def other(request):
-        answer = await decode.accept(request)
-        answer.incarnation = "d7"
-        return answer
-
-    decode.reserves = [other]
-    asked = request_state()
-    await assert_goes_on(cluster, asked)
-    assert asked.failed_workers == {"d0"}
-    assert await decode.cancelled.get() == "r-1"
-    assert decode.held == set()
 
 
 async def test_attempts_are_bounded_spaced_and_end_with_the_last_error(cluster_of):
@@ -386,22 +374,6 @@ async def test_attempts_that_bring_tokens_do_not_use_up_the_bound(cluster_of):
     await assert_goes_on(cluster, request_state(max_tokens=8), attempts=4, after={
         **after, 105: gives_up(decode, "r-3"),
     })  # fmt: skip
-
-
-async def test_a_reserve_on_a_lost_worker_is_not_waited_for(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode = cluster.decodes[0]
-
-    async def loses_its_stream(request):
-        decode.break_streams()
-        await asyncio.Event().wait()
-
-    decode.reserves = [loses_its_stream]
-    asked = request_state()
-    began = time.monotonic()
-    await assert_goes_on(cluster, asked)
-    assert time.monotonic() - began < router.dispatch.dispatch.RESERVE_TIMEOUT_S
-    assert asked.final_route().decode == "d1"
 
 
 async def test_a_prefill_worker_that_leaves_during_reserve_is_the_one_to_avoid(cluster_of):

@@ -18,6 +18,9 @@ from .scripted_workers import (
     TIMEOUT_S,
     DecodeWorker,
     PrefillWorker,
+    heard,
+    listen,
+    member,
     seen,
 )
 
@@ -27,22 +30,6 @@ def changed(worker, **fields):
     record.CopyFrom(worker.record)
     record.MergeFrom(common_pb2.WorkerRecord(**fields))
     return record
-
-
-def member(cluster, worker):
-    return cluster.fleet.member(worker.record.incarnation)
-
-
-async def heard(queue):
-    async with asyncio.timeout(TIMEOUT_S):
-        return await queue.get()
-
-
-def listen(cluster, worker, handoff_id="h"):
-    """Events and errors of one sequence, as a queue."""
-    queue = asyncio.Queue()
-    member(cluster, worker).subscribe(handoff_id, queue.put_nowait)
-    return queue
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from .scripted_workers import (
     PrefillWorker,
     counting,
     first_token,
+    heard,
+    listen,
+    member,
     request_state,
     seen,
     token,
@@ -38,24 +41,8 @@ def worker(request, cluster):
     return {"prefill": cluster.prefills, "decode": cluster.decodes}[request.param][0]
 
 
-def member(cluster, worker):
-    return cluster.fleet.member(worker.record.incarnation)
-
-
 def view(cluster, worker):
     return member(cluster, worker).view
-
-
-def listen(cluster, worker, handoff_id="h"):
-    """Events and errors of one sequence, as a queue."""
-    queue = asyncio.Queue()
-    member(cluster, worker).subscribe(handoff_id, queue.put_nowait)
-    return queue
-
-
-async def heard(queue):
-    async with asyncio.timeout(TIMEOUT_S):
-        return await queue.get()
 
 
 def tick(cluster, worker, times):

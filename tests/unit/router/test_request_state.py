@@ -94,12 +94,25 @@ def feed(tokenizer, text, reason, eos=False, **fields):
     return said, stream.stop
 
 
-def test_text_comes_as_soon_as_it_is_certain(tokenizer):
-    assert feed(tokenizer, "abc", "length") == (["a", "b", "c"], None)
+KEPT = {"stop": ("END",), "include_stop": True}
 
 
-def test_half_a_character_waits_for_the_other_half(tokenizer):
-    assert feed(tokenizer, "né", "length") == (["n", "", "é"], None)
+@pytest.mark.parametrize(
+    ("text", "reason", "fields", "parts", "stop"),
+    [
+        ("abc", "length", {}, ["a", "b", "c"], None),
+        ("né", "length", {}, ["n", "", "é"], None),  # half a character waits for the other half
+        ("1 END 2", None, {"stop": ("END",)}, ["1", " ", "", "", ""], "END"),
+        ("1 END 2", None, KEPT, ["1", " ", "", "", "END"], "END"),
+        ("oneEN", "length", {"stop": ("END",)}, ["o", "n", "e", "", "EN"], None),
+        ("oneEND", "length", {"stop": ("END",)}, ["o", "n", "e", "", "", ""], "END"),
+        ("ab!", "stop", {}, ["a", "b", ""], None),  # the token that ended it is no text
+        ("ab!", "length", {}, ["a", "b", "!"], None),
+        ("ab", "stop", {"eos": True}, ["a", "b", ""], None),
+    ],
+)
+def test_text_comes_as_soon_as_it_is_certain(tokenizer, text, reason, fields, parts, stop):
+    assert feed(tokenizer, text, reason, **fields) == (parts, stop)
 
 
 def test_a_character_that_is_never_finished_is_told_at_the_end(tokenizer):
@@ -109,38 +122,11 @@ def test_a_character_that_is_never_finished_is_told_at_the_end(tokenizer):
     assert stream.advance([], "length") == "\ufffd"
 
 
-def test_a_stop_string_ends_the_text_before_it(tokenizer):
-    assert feed(tokenizer, "one END two", None, stop=("END",)) == (
-        ["o", "n", "e", " ", "", "", ""],
-        "END",
-    )
-
-
-def test_a_stop_string_can_be_kept(tokenizer):
-    said, stop = feed(tokenizer, "one END two", None, stop=("END",), include_stop=True)
-    assert ("".join(said), stop) == ("one END", "END")
-
-
-def test_what_could_have_become_a_stop_string_is_told_at_the_end(tokenizer):
-    assert feed(tokenizer, "oneEN", "length", stop=("END",)) == (["o", "n", "e", "", "EN"], None)
-
-
-def test_a_stop_string_that_the_last_token_completes_counts(tokenizer):
-    said, stop = feed(tokenizer, "oneEND", "length", stop=("END",))
-    assert ("".join(said), stop) == ("one", "END")
-
-
 def test_a_stop_string_in_an_unfinished_characters_place_counts(tokenizer):
     stream = TextStream(tokenizer, tokenized(stop=("a\ufffd",)))
     stream.advance(tokenizer.encode("a"), None)
     assert stream.advance(tokenizer.encode("é")[:1], "length") == ""
     assert stream.stop == "a\ufffd"
-
-
-def test_the_token_that_ended_the_sequence_is_no_text(tokenizer):
-    assert feed(tokenizer, "ab!", "stop") == (["a", "b", ""], None)
-    assert feed(tokenizer, "ab!", "length") == (["a", "b", "!"], None)
-    assert feed(tokenizer, "ab", "stop", eos=True) == (["a", "b", ""], None)
 
 
 def test_nothing_is_said_after_a_stop_string(tokenizer):
