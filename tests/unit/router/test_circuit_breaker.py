@@ -101,17 +101,6 @@ def test_every_second_call_failing_opens_it_but_not_from_too_few_calls(breakers)
     assert "3 of its last 5 calls failed" in breakers.why_open("d0")
 
 
-def test_a_share_is_of_the_latest_calls_only(breakers):
-    for _ in range(10 * RECENT_CALLS):
-        breakers.succeeded("d0")
-    calls = 0
-    while not breakers.why_open("d0"):
-        breakers.succeeded("d0") if calls % 2 else breakers.failed("d0", "it broke")
-        calls += 1
-        assert calls <= RECENT_CALLS
-    assert calls >= RECENT_CALLS - 1
-
-
 def test_failures_of_long_ago_do_not_count(breakers, clock):
     fail(breakers, FAILURES_IN_A_ROW - 1)
     clock.now += RECENT_S + 1

@@ -155,14 +155,6 @@ async def test_a_broken_event_stream_fails_its_sequences_over(cluster_of):
     assert await decode.cancelled.get() == "r-1"
 
 
-async def test_a_killed_decode_worker_fails_its_sequences_over(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode = cluster.decodes[0]
-    decode.runs = [pauses(decode, 2)]
-    await assert_goes_on(cluster, request_state(), after={102: decode.stop})
-    assert_continued(cluster.decodes[1].requests[0], 3)
-
-
 async def test_a_prefill_worker_is_not_missed_once_decode_runs(cluster_of):
     cluster = await cluster_of()
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
@@ -182,18 +174,6 @@ async def test_a_prefill_worker_is_not_missed_once_decode_runs(cluster_of):
     await assert_goes_on(
         cluster, request_state(), attempts=1, after={102: dies_while_decode_goes_on}
     )
-
-
-async def test_two_failures_in_a_row_keep_the_stream_whole(cluster_of):
-    cluster = await cluster_of(prefill=2, decode=2)
-    first, second = cluster.decodes
-    first.runs, second.runs = [pauses(first, 1)], [pauses(second, 1)]
-    asked = request_state()
-    after = {101: gives_up(first, "r-1"), 103: gives_up(second, "r-2")}
-    await assert_goes_on(cluster, asked, attempts=3, after=after)
-    assert asked.failed_workers == {"d0", "d1"}
-    assert asked.usage().prompt_tokens == 3
-    assert asked.usage().completion_tokens == 5
 
 
 async def test_a_worker_that_leaves_the_registry_fails_over_what_it_has(cluster_of):

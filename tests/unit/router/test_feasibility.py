@@ -148,15 +148,6 @@ async def test_a_virtual_finish_is_no_time_while_nothing_is_known(queue_of):
         )
 
 
-async def test_a_refusal_tells_what_decided(queue_of):
-    standing = await queue_of(QueueEntry(NOW - 1, 2000, "x"))
-    with pytest.raises(Overloaded) as caught:
-        check(tokenized(100, target_s=2.0), fleet(worker("p", queue=500)), standing, NOW)
-    told = str(caught.value)
-    assert "expected in 3.25 s and wanted in 2.00 s" in told  # (2 + 0.6) * 1.25
-    assert "2000 tokens go first at 1000 tokens/s, the best pair takes 0.60 s" in told
-
-
 async def test_a_newcomer_must_not_break_its_own_tenants_target(queue_of):
     later = QueueEntry(NOW + 1, 1000, "x", tenant="t", first_token_by=NOW + 1.05)
     standing = await queue_of(later)

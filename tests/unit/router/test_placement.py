@@ -25,15 +25,6 @@ def refusal(prefill, decode, request=None, **more):
 # Workers that cannot be used.
 
 
-@pytest.mark.parametrize(
-    "state", ["STARTING", "DRAINING", "UNREACHABLE", "MISMATCH", "SILENT", "STALLED", "EJECTED"]
-)
-def test_only_ready_workers_are_picked(state):
-    prefill = [worker("p0", state), worker("p1", queue_tokens=1000)]
-    decode = [worker("d0", state), worker("d1", running=50)]
-    assert picked(prefill, decode) == ("p1", "d1")
-
-
 def test_a_kv_mismatch_names_both_sides_even_when_decode_is_full():
     with pytest.raises(Unavailable, match="no prefill and decode worker have comp") as caught:
         picked([worker("p0", dtype="bf16")], [worker("d0", blocks_free=0)])

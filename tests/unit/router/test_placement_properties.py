@@ -129,7 +129,7 @@ def loaded(view, draw):
     return replace(view, load=load, assigned=assigned, assigned_sequences=sequences)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(fleets(), requests, st.data())
 def test_more_load_never_makes_a_worker_more_attractive(snapshot, request_, data):
     before = pick(snapshot, request_)

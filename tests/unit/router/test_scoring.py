@@ -133,13 +133,6 @@ def test_tpot_is_the_step_with_one_more_sequence():
     assert coming.on_decode.tpot_s == pytest.approx(0.024)
 
 
-def test_the_least_loaded_decode_worker_is_taken():
-    decode = [worker("d0", running=1, waiting=2, **POOL), worker("d1", running=2, **POOL)]
-    assert best([worker("p0")], decode)[1] == "d1"
-    decode = [worker("d0", sequences=3, **POOL), worker("d1", running=2, **POOL)]
-    assert best([worker("p0")], decode)[1] == "d1", "what was just sent there counts"
-
-
 def test_a_slow_decode_worker_gets_fewer_sequences():
     def two(slow_runs, fast_runs):
         slow = worker("slow", step_ms=30 * (8 + slow_runs) / 9, running=slow_runs, **POOL)

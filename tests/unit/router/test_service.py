@@ -439,19 +439,6 @@ async def test_what_cannot_be_gone_on_with_is_refused(router_of, resumed, sampli
     assert rpc.error_of(error).field == field
 
 
-async def test_a_router_that_leaves_tells_its_callers_to_go_elsewhere(router_of):
-    router = await router_of()
-    router.cluster.decodes[0].runs = [lambda sequence, ahead: None]  # nothing ever comes
-    with pytest.raises(grpc.aio.AioRpcError) as failure:
-        async for message in router.generate():
-            if message.HasField("delta"):
-                router.service.draining = True
-                router.service.give_up()
-    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "after 1 tokens" in failure.value.details()
-    await router.cluster.all_freed()
-
-
 async def test_a_request_says_where_it_would_run(router_of):
     router = await router_of(decode=2)
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT))

@@ -175,14 +175,6 @@ async def test_one_change_costs_a_bounded_number_of_tries(fleet, standing):
     assert fleet.tried == [f"at {finish}.0" for finish in range(MOST_REFUSED)]
 
 
-async def test_nobody_is_asked_twice_for_one_change(queue, fleet, standing):
-    await standing(1.0, tokens=10)
-    assert fleet.tried == ["at 1.0"]
-    for finish in (2.0, 3.0):
-        await standing(finish, tokens=10)
-    assert fleet.tried == ["at 1.0", "at 2.0", "at 3.0"]
-
-
 async def test_tries_run_one_at_a_time(queue, fleet, monkeypatch):
     monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", 60.0)
     running, most = 0, 0
