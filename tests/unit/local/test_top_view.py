@@ -61,15 +61,15 @@ def test_nothing_sent_has_no_speed() -> None:
 
 
 def test_the_worst_word_about_a_worker_counts() -> None:
-    silent = worker("p0", state="SILENT", reason="no sign of life", steps=4)
+    silent = worker("p0", state="SILENT", reason="no heartbeat", steps=4)
     here = watched(status([worker("p0", steps=9, running=3)]), address="a:1")
     there = watched(status([silent], incarnation="r1"), address="b:1")
     for routers in ((here, there), (there, here)):
         (line,) = seen(*routers).workers
-        assert (line.state, line.reason) == ("SILENT", "no sign of life (says b:1)")
+        assert (line.state, line.reason) == ("SILENT", "no heartbeat (says b:1)")
         assert line.load.running == 3  # of the one that heard of it last
     both = seen(watched(status([silent])), there).workers[0]
-    assert both.reason == "no sign of life"
+    assert both.reason == "no heartbeat"
 
 
 def test_workers_are_in_order_of_role_and_name() -> None:
