@@ -52,16 +52,16 @@ class RouterMetrics(RequestListener):
         self._slos = slos
         self._gaps = recorder.gaps("baton.request.inter_token_latency")
         self._input = self._cached = self._output = 0
-        self._ejections = Counter({"worker": 0, "pair": 0})
+        self._ejections: Counter[tuple[str, ...]] = Counter({("worker",): 0, ("pair",): 0})
         # Counted here and read at each collection: a counter of OpenTelemetry takes ten times as
         # long.
-        self._ended: Counter[tuple[str, str]] = Counter()
-        self._met_slos: Counter[tuple[str, str]] = Counter()
+        self._ended: Counter[tuple[str, ...]] = Counter()
+        self._met_slos: Counter[tuple[str, ...]] = Counter()
         self._attributes: dict[tuple[str, str], Attributes] = {}
         self._show_zeros()
         process.observe(recorder)
-        recorder.observe("baton.requests.ended", lambda: _by_two(self._ended, "status", "tenant"))
-        recorder.observe("baton.slo.requests", lambda: _by_two(self._met_slos, "slo", "met"))
+        recorder.observe("baton.requests.ended", lambda: _by(self._ended, "status", "tenant"))
+        recorder.observe("baton.slo.requests", lambda: _by(self._met_slos, "slo", "met"))
         recorder.observe("baton.tokens.input", lambda: _one(self._input))
         recorder.observe("baton.tokens.cached", lambda: _one(self._cached))
         recorder.observe("baton.tokens.output", lambda: _one(self._output))
@@ -141,7 +141,7 @@ class RouterMetrics(RequestListener):
         self._recorder.record(name, value, attributes, exemplar)
 
     def _ejected(self, key: Key) -> None:
-        self._ejections["worker" if isinstance(key, str) else "pair"] += 1
+        self._ejections["worker" if isinstance(key, str) else "pair",] += 1
 
     def _show_zeros(self) -> None:
         """A series whose first value is not its first event has no rate."""
@@ -183,23 +183,17 @@ def _one(value: float) -> Iterator[tuple[float, Attributes]]:
     yield value, {}
 
 
-def _by(counts: Counter[str], attribute: str) -> Iterator[tuple[float, Attributes]]:
-    for name, number in counts.items():
-        yield number, {attribute: name}
-
-
-def _by_two(
-    counts: Counter[tuple[str, str]], first: str, second: str
-) -> Iterator[tuple[float, Attributes]]:
-    for (one, other), number in counts.items():
-        yield number, {first: one, second: other}
+def _by(counts: Counter[tuple[str, ...]], *labels: str) -> Iterator[tuple[float, Attributes]]:
+    for values, number in counts.items():
+        yield number, dict(zip(labels, values, strict=True))
 
 
 def _workers(fleet: Fleet) -> Iterator[tuple[float, Attributes]]:
     snapshot = fleet.snapshot()
     views = (*snapshot.prefill, *snapshot.decode)
-    counts = Counter((_ROLES[view.record.role], view.state) for view in views)
+    counts: Counter[tuple[str, ...]] = Counter(
+        (_ROLES[view.record.role], view.state) for view in views
+    )
     for role in _ROLES.values():  # 0 is worth an alert: it must be there
         counts[role, "READY"] += 0
-    for (role, state), number in counts.items():
-        yield number, {"role": role, "state": state}
+    return _by(counts, "role", "state")

@@ -11,7 +11,7 @@ from baton.gateway.server import listen, serving
 from router.admission.admission import Admission
 from router.frontend import GenerationService
 from tests.unit.router.scripted_workers import TIMEOUT_S, Cluster
-from tests.unit.router.tokenizers_made import byte_tokenizer
+from tests.unit.router.small_tokenizers import byte_tokenizer
 
 PROMPT = [1, 2, 3]
 

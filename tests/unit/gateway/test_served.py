@@ -18,7 +18,7 @@ from baton.gateway.server import listen
 from baton.gateway.tokens import ChatLogprobs, CompletionLogprobs
 from baton.v1 import common_pb2
 from tests.unit.router.scripted_workers import TIMEOUT_S
-from tests.unit.router.tokenizers_made import byte_tokenizer, ids_only_tokenizer
+from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

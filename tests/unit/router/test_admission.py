@@ -19,7 +19,7 @@ from baton.v1 import common_pb2, inference_pb2
 from router.admission.admission import MAX_MESSAGES, Admission, Choices
 from router.admission.tenants import Tenants
 
-from .tokenizers_made import byte_tokenizer, ids_only_tokenizer
+from .small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
 
 @pytest.fixture

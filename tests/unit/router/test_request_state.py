@@ -8,7 +8,7 @@ from baton.v1 import common_pb2
 from router.dispatch.request_state import RequestState, TextStream
 
 from .scripted_workers import request_state, tokenized
-from .tokenizers_made import byte_tokenizer, ids_only_tokenizer
+from .small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
 
 def test_the_first_attempt_asks_for_the_prompt():

@@ -35,7 +35,7 @@ from .scripted_workers import (
     token,
     until_stuck,
 )
-from .tokenizers_made import byte_tokenizer
+from .small_tokenizers import byte_tokenizer
 
 PROMPT = (1, 2, 3)
 

@@ -15,7 +15,7 @@ from router.service import FleetServicer
 from router.telemetry.stats import RouterStats
 
 from .scripted_workers import TIMEOUT_S, request_state, started
-from .tokenizers_made import byte_tokenizer
+from .small_tokenizers import byte_tokenizer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 FAILOVER, REFUSAL, FAILURE = (
