@@ -310,8 +310,8 @@ def read_tenants(path: Path) -> list[TenantEntry]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"tenants file {path} is not TOML: {error}") from error
     top = _Table(path, "the file", content)
-    tables = top.take("tenants", "tables of their own, as [tenants.NAME]", _table, {})
-    default = top.take("default", "a table", _table, None)
+    tables = top.take("tenants", "tables of their own, as [tenants.NAME]", _is_table, {})
+    default = top.take("default", "a table", _is_table, None)
     top.finish()
     entries = [_tenant(path, name, table) for name, table in tables.items()]
     if default is not None:
@@ -334,14 +334,14 @@ def read_tenants(path: Path) -> list[TenantEntry]:
 
 
 def _tenant(path: Path, name: str, content: Any) -> TenantEntry:
-    if not isinstance(content, dict):
+    if not _is_table(content):
         raise ConfigError(f"tenants file {path}: [tenants.{name}] must be a table")
     table = _Table(path, f"[tenants.{name}]", content)
     if not _NAME.fullmatch(name):
         raise table.error("NAME", "letters, digits and . _ - only, beginning with one of the first")
     digests = [
-        *map(table.digest, table.take("keys", "a list of texts", _texts, [])),
-        *map(table.file_digest, table.take("key_files", "a list of texts", _texts, [])),
+        *map(table.digest, table.take("keys", "a list of texts", _are_texts, [])),
+        *map(table.file_digest, table.take("key_files", "a list of texts", _are_texts, [])),
     ]
     if not digests:
         raise table.error("keys", "given, or key_files")
@@ -351,22 +351,13 @@ def _tenant(path: Path, name: str, content: Any) -> TenantEntry:
 
 
 def _limits(table: _Table) -> TenantLimits:
-    above, whole = "a number above 0", "a whole number above 0"
-    fields: dict[str, tuple[str, str, Callable[[Any], Any]]] = {  # by name in the file
-        "weight": ("weight", above, _positive),
-        "priority": ("priority", f"one of {', '.join(PRIORITIES)}", PRIORITIES.__getitem__),
-        "requests_per_minute": ("requests_per_minute", above, _positive),
-        "tokens_per_minute": ("tokens_per_minute", above, _positive),
-        "burst_seconds": ("burst_s", above, _positive),
-        "max_prompt_tokens": ("max_prompt_tokens", whole, _count),
-        "max_running": ("max_running", whole, _count),
+    found = {
+        attribute: table.take(name, wanted, is_valid, None)
+        for name, attribute, wanted, is_valid in _FIELDS
     }
-    limits = TenantLimits(
-        **{
-            attribute: table.take(name, wanted, convert, getattr(TenantLimits, attribute))
-            for name, (attribute, wanted, convert) in fields.items()
-        }
-    )
+    if found["priority"]:
+        found["priority"] = PRIORITIES[found["priority"]]
+    limits = TenantLimits(**{name: value for name, value in found.items() if value is not None})
     for name in ("requests_per_minute", "tokens_per_minute"):
         if getattr(limits, name) * limits.burst_s < 60:  # not even one fits, ever
             raise table.error(name, "so much that burst_seconds bring at least one")
@@ -381,14 +372,12 @@ class _Table:
         self._name = name
         self._left = dict(content)
 
-    def take(self, field: str, wanted: str, convert: Callable[[Any], Any], default: Any) -> Any:
+    def take(self, field: str, wanted: str, is_valid: Callable[[Any], bool], default: Any) -> Any:
         """A field's value; the default where it is missing."""
-        if field not in self._left:
-            return default
-        try:
-            return convert(self._left.pop(field))
-        except (TypeError, ValueError, KeyError):
-            raise self.error(field, wanted) from None  # the value might be a key: it is not shown
+        value = self._left.pop(field, None)  # TOML has no null
+        if value is not None and not is_valid(value):
+            raise self.error(field, wanted)  # the value might be a key: it is not shown
+        return default if value is None else value
 
     def digest(self, key: str) -> bytes:
         """SHA-256 of a key, as `keys` has it."""
@@ -419,27 +408,33 @@ class _Table:
         return ConfigError(f"tenants file {self._path}: {field} of {self._name} must be {wanted}")
 
 
-def _table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return value
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
-def _texts(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError
-    return value
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError
-    if not 0 < value < math.inf:
-        raise ValueError
-    return value
+def _is_priority(value: Any) -> bool:
+    return isinstance(value, str) and value in PRIORITIES
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError
-    return int(_positive(value))
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+_ABOVE_0, _WHOLE = "a number above 0", "a whole number above 0"
+_FIELDS = (  # name in the file, attribute of TenantLimits, what it must be
+    ("weight", "weight", _ABOVE_0, _is_positive),
+    ("priority", "priority", f"one of {', '.join(PRIORITIES)}", _is_priority),
+    ("requests_per_minute", "requests_per_minute", _ABOVE_0, _is_positive),
+    ("tokens_per_minute", "tokens_per_minute", _ABOVE_0, _is_positive),
+    ("burst_seconds", "burst_s", _ABOVE_0, _is_positive),
+    ("max_prompt_tokens", "max_prompt_tokens", _WHOLE, _is_count),
+    ("max_running", "max_running", _WHOLE, _is_count),
+)
