@@ -1,8 +1,7 @@
-"""What a router's metrics say of requests, told to them as the door tells them."""
+"""What a router's metrics say of requests, told to them as the service tells them."""
 
 import asyncio
 import re
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -19,22 +18,22 @@ from baton.errors import (
 from baton.metrics import table
 from baton.metrics.recorder import Recorder
 from baton.slo import Slo
-from router.telemetry.metrics import CAUSES, Figures
-from router.telemetry.stats import Tally
+from router.telemetry.metrics import CAUSES, RouterMetrics
+from router.telemetry.stats import RouterStats
 
-from .scripted_workers import story
+from .scripted_workers import request_state
 
 LABELS = {"gen_ai_request_model": "tiny", "gen_ai_operation_name": "chat"}
 
 
 class World:
-    """A tally with figures, and what Prometheus would read."""
+    """A stats with metrics, and what Prometheus would read."""
 
     def __init__(self, *slos):
         self.recorder = Recorder("router", {})
-        self.tally = Tally()
-        self.figures = Figures(self.recorder, "tiny", slos)
-        self.tally.listeners = (self.figures,)
+        self.stats = RouterStats()
+        self.metrics = RouterMetrics(self.recorder, "tiny", slos)
+        self.stats.listeners = (self.metrics,)
 
     def request(
         self,
@@ -46,25 +45,25 @@ class World:
         predicted_ttft_s=0.0,
         **fields,
     ):
-        """One request from door to end."""
+        """One request from service to end."""
         try:
-            with self.tally.request() as seen:
-                seen.operation, seen.tenant = "chat", "t"
-                told = story(tenant="t", **fields)
-                told.predicted_ttft_s = predicted_ttft_s
-                self.tally.let_in(seen, told)
-                told.attempts = 1
+            with self.stats.request() as record:
+                record.operation, record.tenant = "chat", "t"
+                state = request_state(tenant="t", **fields)
+                state.predicted_ttft_s = predicted_ttft_s
+                self.stats.admitted(record, state)
+                state.attempts = 1
                 if placed:
-                    told.placed_at = told.started + 0.02
+                    state.placed_at = state.started + 0.02
                     for number in range(tokens):
-                        gap_s = told.deliver([number])
-                        self.tally.delivered(1, gap_s)
-                    told.first_at = told.started + ttft_s
-                    told.last_at = told.first_at + tpot_s * (tokens - 1)
-                    self.tally.first_token(seen)
+                        gap_s = state.deliver([number])
+                        self.stats.delivered(1, gap_s)
+                    state.first_at = state.started + ttft_s
+                    state.last_at = state.first_at + tpot_s * (tokens - 1)
+                    self.stats.first_token(record)
                 if error is not None:
                     raise error
-                seen.finished = True
+                record.finished = True
         except (Exception, asyncio.CancelledError) as raised:
             assert raised is error
 
@@ -117,11 +116,11 @@ def test_one_output_token_has_no_time_per_token(world):
 
 
 def test_cached_tokens_are_counted_of_what_was_placed(world):
-    def note_cached(seen, told):
-        told.note_cached(2)
-        return Tally.let_in(world.tally, seen, told)
+    def note_cached(record, state):
+        state.note_cached(2)
+        return RouterStats.admitted(world.stats, record, state)
 
-    world.tally.let_in = note_cached
+    world.stats.admitted = note_cached
     world.request()
     world.request(Overloaded("full", 1.0), placed=False)
     assert world.value("baton_tokens_input_total") == 3
@@ -164,19 +163,19 @@ def test_a_call_cut_at_its_deadline_is_late_and_not_left(world):
         (Overloaded("too often", 1), "known", "tenant_limit"),
         (InvalidRequest("wrong", "x"), "known", "invalid"),
         (Unavailable("nobody"), "known", "no_worker"),
-        (Overloaded("late", 1), "let in", "too_late"),
-        (Overloaded("full", 1), "in line", "queue_full"),
-        (DeadlineExceeded("late"), "in line", "deadline"),
+        (Overloaded("late", 1), "admitted", "too_late"),
+        (Overloaded("full", 1), "queued", "queue_full"),
+        (DeadlineExceeded("late"), "queued", "deadline"),
         (RuntimeError("a bug"), "known", "internal"),
     ],
 )
 def test_refusals_by_cause(world, error, step, cause):
-    with pytest.raises(type(error)), world.tally.request() as seen:
+    with pytest.raises(type(error)), world.stats.request() as record:
         if step != "arrived":
-            seen.tenant = "t"
-        if step in ("let in", "in line"):
-            seen.story = story()
-            seen.story.attempts = int(step == "in line")
+            record.tenant = "t"
+        if step in ("admitted", "queued"):
+            record.state = request_state()
+            record.state.attempts = int(step == "queued")
         raise error
     counts = {one: world.value("baton_requests_refused_total", cause=one) for one in CAUSES}
     assert counts == {one: int(one == cause) for one in CAUSES}
@@ -184,17 +183,16 @@ def test_refusals_by_cause(world, error, step, cause):
 
 
 def test_failovers_by_reason(world):
-    world.tally.failed_over(story(), "", Stale("old"))
-    world.tally.failed_over(story(), "", Unavailable("gone"))
-    world.tally.failed_over(story(), "", Unavailable("gone"))
+    world.stats.failed_over(request_state(), "", Stale("old"))
+    world.stats.failed_over(request_state(), "", Unavailable("gone"))
+    world.stats.failed_over(request_state(), "", Unavailable("gone"))
     assert world.value("baton_failovers_total", reason="Stale") == 1
     assert world.value("baton_failovers_total", reason="Unavailable") == 2
 
 
-async def test_the_fleet_and_the_line_are_read_at_each_look(world, cluster_of):
+async def test_the_fleet_and_the_queue_are_read_at_each_look(world, cluster_of):
     cluster = await cluster_of(prefill=2, decode=1)
-    door = SimpleNamespace(running=5)
-    world.figures.look_at(door, cluster.line, cluster.fleet)
+    world.metrics.observe(served(cluster.fleet, cluster.wait_queue, running=5))
     assert world.value("baton_requests_running") == 5
     assert world.value("baton_requests_queued") == 0
     assert world.value("baton_workers", role="prefill", state="READY") == 2
@@ -205,10 +203,10 @@ async def test_the_fleet_and_the_line_are_read_at_each_look(world, cluster_of):
 
 async def test_ejections_are_counted(world, cluster_of):
     cluster = await cluster_of(prefill=2, decode=2)
-    world.figures.look_at(SimpleNamespace(running=0), cluster.line, cluster.fleet)
+    world.metrics.observe(served(cluster.fleet, cluster.wait_queue))
     for _ in range(3):
-        cluster.fleet.health.failed("p0", "broken")
-        cluster.fleet.health.failed(("p1", "d1"), "broken")
+        cluster.fleet.breakers.failed("p0", "broken")
+        cluster.fleet.breakers.failed(("p1", "d1"), "broken")
     cluster.fleet._tick()
     cluster.fleet._tick()
     assert world.value("baton_breaker_ejections_total", kind="worker") == 1
@@ -216,7 +214,7 @@ async def test_ejections_are_counted(world, cluster_of):
 
 
 def test_all_that_a_router_lists_is_measured(world):
-    world.figures.look_at(SimpleNamespace(running=0), SimpleNamespace(depth=0), _Empty())
+    world.metrics.observe(served(_Empty(), SimpleNamespace(depth=0)))
     world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
     page = world.recorder.render("")[1].decode()
@@ -224,16 +222,10 @@ def test_all_that_a_router_lists_is_measured(world):
         assert any(line.startswith(one.samples) for line in page.splitlines()), one.name
 
 
+def served(fleet, wait_queue, running=0):
+    return SimpleNamespace(fleet=fleet, wait_queue=wait_queue, running=running)
+
+
 class _Empty:
     def snapshot(self):
         return SimpleNamespace(prefill=(), decode=())
-
-
-def test_a_token_costs_little(world):
-    """Not a benchmark: it must not become a thousand times more."""
-    told = story(max_tokens=10_000)
-    began = time.process_time()
-    for number in range(1000):
-        gap_s = told.deliver([number])
-        world.tally.delivered(1, gap_s)
-    assert time.process_time() - began < 1.0

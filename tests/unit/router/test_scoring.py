@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from router.fleet.snapshot import Assigned
-from router.placement.placement import judge, pick
+from router.fleet.snapshot import AssignedPrompt
+from router.placement.placement import pick, rank_all
 
-from .fleets import BLOCK, fleet, wants, worker
+from .snapshots import BLOCK, fleet, needs, worker
 
 RATE = {"prefill_tokens_per_s": 1000}
 POOL = {"blocks_total": 10_000, "blocks_free": 10_000}
@@ -16,12 +16,12 @@ HANDOFF_S = 0.003
 
 
 def only(prefill, decode, request=None):
-    (choice,) = judge(fleet([prefill], [decode]), request or wants(100))
+    (choice,) = rank_all(fleet([prefill], [decode]), request or needs(100))
     return choice
 
 
 def best(prefill, decode, request=None):
-    return pick(fleet(prefill, decode), request or wants(100)).names
+    return pick(fleet(prefill, decode), request or needs(100)).names
 
 
 # Time to first token.
@@ -30,46 +30,40 @@ def best(prefill, decode, request=None):
 def test_ttft_is_the_tokens_ahead_and_the_own_ones_at_the_measured_rate():
     choice = only(worker("p0", queue_tokens=300, **RATE), worker("d0", **POOL))
     assert choice.ttft_s == pytest.approx(0.4 + HANDOFF_S)
-    assert choice.queue_tokens == 300
+    assert choice.on_prefill.queue_tokens == 300
     fast = only(worker("p0", queue_tokens=300, prefill_tokens_per_s=4000), worker("d0", **POOL))
     assert fast.ttft_s == pytest.approx(0.1 + HANDOFF_S)
 
 
-def test_half_a_chunk_of_what_is_due_later_may_be_running():
+def test_half_a_chunk_of_what_goes_later_may_be_running():
     for queue, chunk, running in ((900, 200, 100), (60, 200, 60), (900, 0, 256)):
         later = worker("p0", queue_tokens=queue, chunk_tokens=chunk, **RATE)
-        later = replace(later, assigned=(Assigned(queue, 7.0),))
-        choice = only(later, worker("d0", **POOL), wants(100, due=6.0))
-        assert choice.queue_tokens == 0
+        later = replace(later, assigned=(AssignedPrompt(queue, 7.0),))
+        choice = only(later, worker("d0", **POOL), needs(100, virtual_finish=6.0))
+        assert choice.on_prefill.queue_tokens == 0
         assert choice.ttft_s == pytest.approx((100 + running) / 1000 + HANDOFF_S)
 
 
 def test_what_prefill_caches_is_not_computed():
     prompt = tuple(range(100))
-    choice = only(worker("p0", caches=prompt[:81], **RATE), worker("d0", **POOL), wants(prompt))
-    assert choice.prefill_cached == 80, "whole blocks"
+    choice = only(worker("p0", caches=prompt[:81], **RATE), worker("d0", **POOL), needs(prompt))
+    assert choice.on_prefill.cached == 80, "whole blocks"
     assert choice.ttft_s == pytest.approx(0.02 + HANDOFF_S)
-
-
-def test_the_last_token_is_always_computed():
-    prompt = tuple(range(100))
-    choice = only(worker("p0", caches=prompt, **RATE), worker("d0", **POOL), wants(prompt))
-    assert choice.prefill_cached == 100 - BLOCK
 
 
 def test_another_tenants_cache_is_of_no_use():
     prompt = tuple(range(100))
     prefill = worker("p0", caches=prompt, salt="theirs", **RATE)
     decode = worker("d0", **POOL)
-    assert only(prefill, decode, wants(prompt, cache_salt="ours")).prefill_cached == 0
-    assert only(prefill, decode, wants(prompt, cache_salt="theirs")).prefill_cached == 96
+    assert only(prefill, decode, needs(prompt, cache_salt="ours")).on_prefill.cached == 0
+    assert only(prefill, decode, needs(prompt, cache_salt="theirs")).on_prefill.cached == 96
 
 
 def test_what_decode_caches_saves_prefill_nothing():
     """The prefill worker has to compute over those tokens all the same."""
     prompt = tuple(range(100))
-    choice = only(worker("p0", **RATE), worker("d0", caches=prompt[:80], **POOL), wants(prompt))
-    assert choice.decode_cached == 80 and choice.ttft_s == pytest.approx(0.1 + HANDOFF_S)
+    choice = only(worker("p0", **RATE), worker("d0", caches=prompt[:80], **POOL), needs(prompt))
+    assert choice.on_decode.cached == 80 and choice.ttft_s == pytest.approx(0.1 + HANDOFF_S)
 
 
 def test_a_worker_that_has_measured_nothing_is_like_the_others():
@@ -77,7 +71,7 @@ def test_a_worker_that_has_measured_nothing_is_like_the_others():
         worker("p0", queue_tokens=100),
         worker("p1", queue_tokens=100, prefill_tokens_per_s=500),
     ]
-    first, second = judge(fleet(prefill, [worker("d0", **POOL)]), wants(100))
+    first, second = rank_all(fleet(prefill, [worker("d0", **POOL)]), needs(100))
     assert first.ttft_s == second.ttft_s == pytest.approx(0.4 + HANDOFF_S)
 
 
@@ -103,7 +97,7 @@ def test_affinity_is_bounded_by_load(ahead, taken):
         worker("cached", caches=prompt[:80], queue_tokens=ahead, **RATE),
         worker("idle", **RATE),
     ]
-    assert best(prefill, [worker("d0", **POOL)], wants(prompt))[0] == taken
+    assert best(prefill, [worker("d0", **POOL)], needs(prompt))[0] == taken
 
 
 def test_a_burst_of_one_prefix_does_not_pile_up_where_it_is_cached():
@@ -118,8 +112,8 @@ def test_a_burst_of_one_prefix_does_not_pile_up_where_it_is_cached():
             )
             for name, assigned in queues.items()
         ]
-        choice = pick(fleet(prefill, [worker("d0", **POOL)]), wants(prompt))
-        left = Assigned(100 - choice.prefill_cached, 0.0)
+        choice = pick(fleet(prefill, [worker("d0", **POOL)]), needs(prompt))
+        left = AssignedPrompt(100 - choice.on_prefill.cached, 0.0)
         queues[choice.prefill.incarnation] += (left,)
     waits = {name: sum(item.num_tokens for item in queue) for name, queue in queues.items()}
     assert len(queues["cached"]) > len(queues["p1"]), "it does get more"
@@ -132,18 +126,11 @@ def test_a_burst_of_one_prefix_does_not_pile_up_where_it_is_cached():
 def test_tpot_is_the_step_with_one_more_sequence():
     """Steps are as if eight sequences were there before the first."""
     alone = only(worker("p0"), worker("d0", step_ms=9, **POOL))
-    assert alone.tpot_s == pytest.approx(0.009)
+    assert alone.on_decode.tpot_s == pytest.approx(0.009)
     busy = only(worker("p0"), worker("d0", step_ms=18, running=10, **POOL))
-    assert busy.tpot_s == pytest.approx(0.019)
+    assert busy.on_decode.tpot_s == pytest.approx(0.019)
     coming = only(worker("p0"), worker("d0", step_ms=18, running=10, sequences=15, **POOL))
-    assert coming.tpot_s == pytest.approx(0.024)
-
-
-def test_the_least_loaded_decode_worker_is_taken():
-    decode = [worker("d0", running=1, waiting=2, **POOL), worker("d1", running=2, **POOL)]
-    assert best([worker("p0")], decode)[1] == "d1"
-    decode = [worker("d0", sequences=3, **POOL), worker("d1", running=2, **POOL)]
-    assert best([worker("p0")], decode)[1] == "d1", "what was just sent there counts"
+    assert coming.on_decode.tpot_s == pytest.approx(0.024)
 
 
 def test_a_slow_decode_worker_gets_fewer_sequences():
@@ -161,17 +148,9 @@ def test_what_an_idle_worker_measured_with_a_batch_long_gone_does_not_keep_it_id
     assert best([worker("p0")], decode)[1] == "idle"
 
 
-def test_noise_in_steps_does_not_outweigh_a_sequence():
-    decode = [
-        worker("d0", step_ms=11.0 * 12 / 9, running=4, **POOL),
-        worker("d1", step_ms=10.0 * 13 / 9, running=5, **POOL),
-    ]
-    assert best([worker("p0")], decode)[1] == "d0"
-
-
 def test_tokens_that_are_expected_weigh_tpot_up_to_a_limit():
     decode = worker("d0", step_ms=10, **POOL)
-    scores = {n: only(worker("p0", **RATE), decode, wants(100, new_tokens=n)).score_ms
+    scores = {n: only(worker("p0", **RATE), decode, needs(100, new_tokens=n)).score_ms
               for n in (1, 10, 64, 256, 4000, 0)}  # fmt: skip
     assert scores[10] - scores[1] == pytest.approx(90)
     assert scores[4000] == scores[256] and scores[0] == scores[64]
@@ -180,7 +159,7 @@ def test_tokens_that_are_expected_weigh_tpot_up_to_a_limit():
 def test_a_pool_that_runs_full_costs_more_the_fuller_it_is():
     def scored(free):
         pool = {"blocks_total": 100, "blocks_free": free, "blocks_held": 100 - free}
-        return only(worker("p0"), worker("d0", **pool), wants(8)).score_ms
+        return only(worker("p0"), worker("d0", **pool), needs(8)).score_ms
 
     scores = [scored(free) for free in (100, 70, 40, 10)]
     steps = [after - before for before, after in itertools.pairwise(scores)]
@@ -189,7 +168,7 @@ def test_a_pool_that_runs_full_costs_more_the_fuller_it_is():
         worker("d0", blocks_total=100, blocks_free=10, blocks_held=90),
         worker("d1", blocks_total=100, blocks_free=60, blocks_held=40),
     ]
-    assert best([worker("p0")], decode, wants(8))[1] == "d1"
+    assert best([worker("p0")], decode, needs(8))[1] == "d1"
 
 
 # Distance.
@@ -198,27 +177,16 @@ def test_a_pool_that_runs_full_costs_more_the_fuller_it_is():
 def test_the_same_host_goes_first():
     prefill = [worker("p0", host_id="a", **RATE), worker("p1", host_id="b", **RATE)]
     decode = [worker("d0", host_id="b", **POOL)]
-    choice = pick(fleet(prefill, decode), wants(100))
+    choice = pick(fleet(prefill, decode), needs(100))
     assert choice.names == ("p1", "d0") and choice.same_host
-    far = judge(fleet(prefill, decode), wants(100))[1]
+    far = rank_all(fleet(prefill, decode), needs(100))[1]
     assert far.transfer_s == pytest.approx(4 * choice.transfer_s) and not far.same_host
-
-
-def test_a_short_queue_is_worth_less_than_no_network_and_a_long_one_more():
-    def taken(queue):
-        prefill = [
-            worker("near", host_id="a", queue_tokens=queue, **RATE),
-            worker("far", host_id="b", **RATE),
-        ]
-        return best(prefill, [worker("d0", host_id="a", **POOL)])[0]
-
-    assert (taken(1), taken(50)) == ("near", "far")
 
 
 def test_only_what_decode_does_not_cache_is_sent():
     prompt = tuple(range(100))
     none, most = (
-        only(worker("p0"), worker("d0", caches=prompt[:n], **POOL), wants(prompt)) for n in (0, 80)
+        only(worker("p0"), worker("d0", caches=prompt[:n], **POOL), needs(prompt)) for n in (0, 80)
     )
     assert none.transfer_s == pytest.approx(100 * 40_000 / 4e9)
     assert most.transfer_s == pytest.approx(20 * 40_000 / 4e9)
@@ -228,7 +196,7 @@ def test_only_what_decode_does_not_cache_is_sent():
     # Heads of 125 elements of a byte, and their scale of four.
     assert int8.transfer_s == pytest.approx(none.transfer_s / 4 * 129 / 125)
     decode = [worker("d0", **POOL), worker("d1", caches=prompt[:80], **POOL)]
-    assert best([worker("p0")], decode, wants(prompt))[1] == "d1"
+    assert best([worker("p0")], decode, needs(prompt))[1] == "d1"
 
 
 # Equals.
@@ -239,7 +207,7 @@ def test_equals_are_told_apart_by_what_they_were_given_then_by_name():
     assert best([worker("p1"), worker("p0")], decode) == ("p0", "d0")
     used = [worker("p0", steps=9), worker("p1", steps=8)]
     assert best(used, decode) == ("p1", "d0"), "its cache has room"
-    given = replace(worker("p1"), assigned=(Assigned(0, 9.0),))
+    given = replace(worker("p1"), assigned=(AssignedPrompt(0, 9.0),))
     assert best([given, worker("p0", steps=9)], decode) == ("p0", "d0")
 
 
@@ -252,11 +220,11 @@ def test_equals_are_told_apart_by_what_they_were_given_then_by_name():
 def test_decode_computes_the_little_that_is_left(left, most, alone):
     prompt = tuple(range(100 - left)) + tuple(range(500, 500 + left))
     decode = worker("d0", running=50, sequences=50, **POOL)
-    request = wants(left, local_prefill_max_tokens=most)
+    request = needs(left, local_prefill_max_tokens=most)
     assert only(worker("p0"), decode, request).decode_prefills is alone
     if left % BLOCK == 0:
         decode = worker("d0", running=50, caches=prompt[:-left], **POOL)
-        request = wants(prompt, local_prefill_max_tokens=most)
+        request = needs(prompt, local_prefill_max_tokens=most)
         assert only(worker("p0"), decode, request).decode_prefills is alone
 
 
@@ -269,7 +237,7 @@ def choice_of(*, left=40, ahead=0, running=0, most=16, prefill_caches=0, chunk=5
         "d0", running=running, caches=prompt[: 1000 - left], chunk_tokens=chunk, step_ms=1,
         **rates, **POOL,
     )  # fmt: skip
-    return only(prefill, decode, wants(prompt, local_prefill_max_tokens=most))
+    return only(prefill, decode, needs(prompt, local_prefill_max_tokens=most))
 
 
 def test_decode_computes_what_costs_less_there_than_a_whole_prompt_elsewhere():
@@ -288,7 +256,9 @@ def test_each_running_sequence_waits_as_long_as_decode_computes():
 
 def test_what_the_others_wait_is_part_of_the_cost():
     quiet, busy = choice_of(running=0), choice_of(running=10)
-    own_ms = (2 * (busy.ttft_s - quiet.ttft_s) + 64 * (busy.tpot_s - quiet.tpot_s)) * 1e3
+    own_ms = (
+        2 * (busy.ttft_s - quiet.ttft_s) + 64 * (busy.on_decode.tpot_s - quiet.on_decode.tpot_s)
+    ) * 1e3
     assert busy.score_ms - quiet.score_ms - own_ms == pytest.approx(2 * 10 * 40, rel=0.01)
 
 
@@ -300,7 +270,7 @@ def test_a_busy_prefill_worker_is_no_reason_to_compute_on_decode_while_another_i
         worker("p1", caches=prompt[:936], **RATE, **POOL),
     ]
     decode = worker("d0", caches=prompt[:960], step_ms=1, **RATE, **POOL)
-    choice = pick(fleet(prefill, [decode]), wants(prompt, local_prefill_max_tokens=16))
+    choice = pick(fleet(prefill, [decode]), needs(prompt, local_prefill_max_tokens=16))
     assert choice.names == ("p1", "d0") and not choice.decode_prefills
 
 
@@ -313,7 +283,7 @@ def test_decode_never_computes_more_than_a_chunk_or_when_told_not_to():
 def test_a_prompt_that_nobody_caches_is_handed_over_by_an_idle_decode_worker_too():
     """Or an idle cluster would compute prompts on decode, where the next stream meets them."""
     prefill, decode = worker("p0", **RATE), worker("d0", **RATE, **POOL)
-    assert not only(prefill, decode, wants(100, local_prefill_max_tokens=16)).decode_prefills
+    assert not only(prefill, decode, needs(100, local_prefill_max_tokens=16)).decode_prefills
 
 
 def test_reserve_is_told_what_was_reckoned_with():
@@ -327,6 +297,6 @@ def test_the_prefill_worker_that_is_not_needed_is_the_emptiest():
     """It may be needed after all."""
     prompt = tuple(range(8))
     prefill = [worker("p0", queue_tokens=50), worker("p1", queue_tokens=5)]
-    request = wants(prompt, local_prefill_max_tokens=16)
+    request = needs(prompt, local_prefill_max_tokens=16)
     choice = pick(fleet(prefill, [worker("d0")]), request)
     assert choice.decode_prefills and choice.names == ("p1", "d0")

@@ -13,10 +13,10 @@ from baton.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from baton.slo import Slo
 from baton.tail_sampling import HeadSampler, TailSampler
 from baton.telemetry import Telemetry
-from router.telemetry.stats import Tally
-from router.telemetry.tail_sampling import TraceKeeping
+from router.telemetry.stats import RouterStats
+from router.telemetry.tail_sampling import SamplingPolicy
 
-from .scripted_workers import PATIENCE_S, seen, story
+from .scripted_workers import TIMEOUT_S, request_state, seen
 
 
 class World:
@@ -28,26 +28,26 @@ class World:
         provider = TracerProvider(sampler=HeadSampler(ratio), shutdown_on_exit=False)
         provider.add_span_processor(held)
         self.trace = Telemetry(provider.get_tracer("test"), provider, held)
-        self.tally = Tally()
-        self.keeping = TraceKeeping(self.trace, fleet, slow_s=1.0, slos=slos)
-        self.tally.listeners = (self.keeping,)
+        self.stats = RouterStats()
+        self.policy = SamplingPolicy(self.trace, fleet, slow_s=1.0, slos=slos)
+        self.stats.listeners = (self.policy,)
 
     def request(self, error=None, attempts=1, ttft_s=0.1, placed=True, workers=()):
         """A request's life; whether its span was exported, and its trace id."""
         try:
             with (
-                self.tally.request() as one,
+                self.stats.request() as one,
                 telemetry.span(self.trace.tracer, "router.generate", Context()) as span,
             ):
                 one.span, one.trace_id = span, telemetry.trace_id_of(span)
                 one.held = telemetry.is_held(span)
-                one.story = told = story()
+                one.state = told = request_state()
                 told.attempts, told.workers = attempts, set(workers)
                 if placed:
                     told.placed_at = told.started
                     told.deliver([1])
                     told.first_at = told.started + ttft_s
-                    self.tally.first_token(one)
+                    self.stats.first_token(one)
                 if error:
                     raise error
                 one.finished = True
@@ -92,7 +92,7 @@ async def test_the_workers_it_was_on_are_told(cluster_of):
     world.request(workers=("p0", "d0"))
     first = world.request(InternalError("x"), workers=("p0", "d0", "gone"))[1]
     second = world.request(InternalError("x"), workers=("d0",))[1]
-    await asyncio.wait_for(world.keeping.close(), PATIENCE_S)
+    await asyncio.wait_for(world.policy.close(), TIMEOUT_S)
     told = {worker.record.incarnation: worker.kept for worker in cluster.workers}
     assert told == {"p0": [[first]], "p1": [], "d0": [[first, second]]}
 
@@ -106,7 +106,7 @@ async def test_what_comes_while_they_are_told_is_told_next(cluster_of):
     await seen(lambda: decode.kept)
     second = world.request(InternalError("x"), workers=("d0",))[1]
     decode.keeps.set()
-    await asyncio.wait_for(world.keeping.close(), PATIENCE_S)
+    await asyncio.wait_for(world.policy.close(), TIMEOUT_S)
     assert decode.kept == [[first], [second]]
 
 
@@ -114,7 +114,7 @@ async def test_nobody_is_told_of_what_is_exported_anyway(cluster_of):
     cluster = await cluster_of()
     world = World(cluster.fleet, ratio=1.0)
     assert world.request(InternalError("x"), workers=("d0",))[0]
-    await world.keeping.close()
+    await world.policy.close()
     assert cluster.decodes[0].kept == []
 
 
@@ -123,4 +123,4 @@ async def test_a_worker_that_has_gone_changes_nothing(cluster_of):
     await cluster.decodes[0].stop()
     world = World(cluster.fleet)
     assert world.request(InternalError("x"), workers=("d0",))[0]
-    await asyncio.wait_for(world.keeping.close(), PATIENCE_S)
+    await asyncio.wait_for(world.policy.close(), TIMEOUT_S)

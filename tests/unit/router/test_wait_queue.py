@@ -1,44 +1,43 @@
-"""The line: order, bounds, passing and its end, no lost wake-up, nothing left behind."""
+"""The wait queue: order, bounds, passing and its end, no lost wake-up, nothing left behind."""
 
 import asyncio
-import contextlib
 import math
 import random
 
 import pytest
 
 from baton.errors import Overloaded, Unavailable
-from router.admission import wait_queue as line_module
+from router.admission import wait_queue as wait_queue_module
 from router.admission.wait_queue import (
     MOST_REFUSED,
     MOST_TRYING,
-    PATIENCE_S,
+    PASSING_S,
     RETRY_AFTER_S,
     DrainRate,
-    Line,
-    Ticket,
+    QueueEntry,
+    WaitQueue,
 )
 
 
 class Fleet:
-    """Room for so many tokens; news whenever it changes. Knows who asked, and when."""
+    """Room for so many tokens; changed whenever it changes. Knows who asked, and when."""
 
     def __init__(self, room=0):
         self.room = room
-        self.news = asyncio.Event()
-        self.asked = []
+        self.changed = asyncio.Event()
+        self.tried = []
         self.placed = []
         self.now = 50.0
 
-    def attempt(self, ticket):
+    def attempt(self, entry):
         async def attempt():
-            self.asked.append(ticket.request_id)
+            self.tried.append(entry.request_id)
             await asyncio.sleep(0)
-            if ticket.num_tokens > self.room:
+            if entry.num_tokens > self.room:
                 raise Overloaded("no room")
-            self.room -= ticket.num_tokens
-            self.placed.append(ticket.request_id)
-            return ticket.request_id
+            self.room -= entry.num_tokens
+            self.placed.append(entry.request_id)
+            return entry.request_id
 
         return attempt
 
@@ -47,12 +46,12 @@ class Fleet:
         self.tell()
 
     def tell(self):
-        self.news.set()
-        self.news = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
-    def place(self, line, due, tokens=1, name=None, **fields):
-        ticket = Ticket(due, tokens, name or f"at {due}", **fields)
-        return line.place(ticket, self.attempt(ticket), lambda: self.news)
+    def place(self, queue, finish, tokens=1, name=None, **fields):
+        entry = QueueEntry(finish, tokens, name or f"at {finish}", **fields)
+        return queue.place(entry, self.attempt(entry), lambda: self.changed)
 
 
 @pytest.fixture
@@ -61,17 +60,17 @@ def fleet():
 
 
 @pytest.fixture
-def line(fleet):
-    return Line(100, clock=lambda: fleet.now)
+def queue(fleet):
+    return WaitQueue(100, clock=lambda: fleet.now)
 
 
 @pytest.fixture
-async def standing(line, fleet):
-    """standing(due, tokens) puts a task into the line; at the end none of them is left there."""
+async def standing(queue, fleet):
+    """standing(finish, tokens) starts a task that waits; none is left at the end."""
     tasks = []
 
-    async def stand(due, tokens=1, name=None, **fields):
-        tasks.append(asyncio.create_task(fleet.place(line, due, tokens, name, **fields)))
+    async def stand(finish, tokens=1, name=None, **fields):
+        tasks.append(asyncio.create_task(fleet.place(queue, finish, tokens, name, **fields)))
         await settled()
         return tasks[-1]
 
@@ -80,7 +79,7 @@ async def standing(line, fleet):
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await settled()
-    assert line.depth == 0 and (line._caller is None or line._caller.done())
+    assert queue.depth == 0 and (queue._waking is None or queue._waking.done())
 
 
 async def settled():
@@ -88,20 +87,20 @@ async def settled():
         await asyncio.sleep(0)
 
 
-async def test_with_nobody_waiting_it_is_asked_at_once(line, fleet):
+async def test_with_nobody_waiting_it_is_asked_at_once(queue, fleet):
     fleet.room = 1
-    assert await fleet.place(line, 1.0) == "at 1.0"
-    assert line.depth == 0
+    assert await fleet.place(queue, 1.0) == "at 1.0"
+    assert queue.depth == 0
 
 
-async def test_the_earliest_due_goes_first(line, fleet, standing):
-    for due in (5.0, 1.0, 3.0, 2.0, 4.0):
-        await standing(due)
-    assert line.depth == 5
+async def test_the_earliest_virtual_finish_goes_first(queue, fleet, standing):
+    for finish in (5.0, 1.0, 3.0, 2.0, 4.0):
+        await standing(finish)
+    assert queue.depth == 5
     for _ in range(5):
         fleet.give(1)
         await settled()
-    assert fleet.placed == [f"at {due}.0" for due in (1, 2, 3, 4, 5)]
+    assert fleet.placed == [f"at {finish}.0" for finish in (1, 2, 3, 4, 5)]
 
 
 async def test_equals_go_in_the_order_they_came(fleet, standing):
@@ -112,7 +111,7 @@ async def test_equals_go_in_the_order_they_came(fleet, standing):
     assert fleet.placed == ["a", "b", "c"]
 
 
-async def test_a_newcomer_with_an_early_due_need_not_wait_for_news(fleet, standing):
+async def test_a_newcomer_with_an_early_virtual_finish_need_not_wait_for_changes(fleet, standing):
     await standing(5.0, tokens=10)
     fleet.room = 5  # of which nobody tells
     await standing(1.0, tokens=5)
@@ -120,15 +119,15 @@ async def test_a_newcomer_with_an_early_due_need_not_wait_for_news(fleet, standi
 
 
 async def test_one_more_than_fit_is_refused_with_a_time(fleet, standing):
-    line = Line(2, clock=lambda: fleet.now)
-    waiting = [asyncio.create_task(fleet.place(line, due)) for due in (1.0, 2.0)]
+    queue = WaitQueue(2, clock=lambda: fleet.now)
+    waiting = [asyncio.create_task(fleet.place(queue, finish)) for finish in (1.0, 2.0)]
     await settled()
     shortest, longest = RETRY_AFTER_S
     with pytest.raises(Overloaded, match="2 requests are waiting already") as caught:
-        await fleet.place(line, 0.0)
+        await fleet.place(queue, 0.0)
     assert shortest <= caught.value.retry_after_s <= longest
-    accepted = Ticket(0.0, 1, "accepted")
-    again = line.place(accepted, fleet.attempt(accepted), lambda: fleet.news, accepted=True)
+    accepted = QueueEntry(0.0, 1, "accepted")
+    again = queue.place(accepted, fleet.attempt(accepted), lambda: fleet.changed, accepted=True)
     waiting.append(asyncio.create_task(again))
     await settled()
     fleet.give(3)
@@ -136,14 +135,14 @@ async def test_one_more_than_fit_is_refused_with_a_time(fleet, standing):
     assert fleet.placed == ["accepted", "at 1.0", "at 2.0"]
 
 
-async def test_other_errors_end_the_wait(line, fleet, standing):
+async def test_other_errors_end_the_wait(queue, fleet, standing):
     first = await standing(1.0)
 
     async def broken():
         raise Unavailable("nobody there")
 
     with pytest.raises(Unavailable):
-        await line.place(Ticket(0.0, 1, "broken"), broken, lambda: fleet.news)
+        await queue.place(QueueEntry(0.0, 1, "broken"), broken, lambda: fleet.changed)
     fleet.give(1)
     assert await first == "at 1.0"
 
@@ -154,7 +153,7 @@ async def test_small_ones_pass_a_large_one_only_until_its_patience_ends(fleet, s
     fleet.give(1)
     await settled()
     assert fleet.placed == ["small"]
-    fleet.now += PATIENCE_S + 0.1
+    fleet.now += PASSING_S + 0.1
     await standing(3.0, tokens=1, name="late")
     fleet.give(5)
     await settled()
@@ -167,25 +166,17 @@ async def test_small_ones_pass_a_large_one_only_until_its_patience_ends(fleet, s
     assert fleet.placed == ["small", "large", "late"]
 
 
-async def test_one_news_costs_a_bounded_number_of_tries(fleet, standing):
-    for due in range(50):
-        await standing(float(due), tokens=10)
-    fleet.asked.clear()
+async def test_one_change_costs_a_bounded_number_of_tries(fleet, standing):
+    for finish in range(50):
+        await standing(float(finish), tokens=10)
+    fleet.tried.clear()
     fleet.tell()
     await settled()
-    assert fleet.asked == [f"at {due}.0" for due in range(MOST_REFUSED)]
+    assert fleet.tried == [f"at {finish}.0" for finish in range(MOST_REFUSED)]
 
 
-async def test_nobody_is_asked_twice_for_one_news(line, fleet, standing):
-    await standing(1.0, tokens=10)
-    assert fleet.asked == ["at 1.0"]
-    for due in (2.0, 3.0):
-        await standing(due, tokens=10)
-    assert fleet.asked == ["at 1.0", "at 2.0", "at 3.0"]
-
-
-async def test_tries_run_one_at_a_time(line, fleet, monkeypatch):
-    monkeypatch.setattr(line_module, "SLOW_TRY_S", 60.0)
+async def test_tries_run_one_at_a_time(queue, fleet, monkeypatch):
+    monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", 60.0)
     running, most = 0, 0
 
     async def attempt():
@@ -197,35 +188,35 @@ async def test_tries_run_one_at_a_time(line, fleet, monkeypatch):
         if fleet.room < 1:
             raise Overloaded("no room")
 
-    async def ask(due):
-        await line.place(Ticket(due, 1, "x"), attempt, lambda: fleet.news)
+    async def tokenized(finish):
+        await queue.place(QueueEntry(finish, 1, "x"), attempt, lambda: fleet.changed)
 
-    first = asyncio.create_task(ask(0.0))
+    first = asyncio.create_task(tokenized(0.0))
     await settled()
-    rest = [asyncio.create_task(ask(float(due))) for due in range(20)]
+    rest = [asyncio.create_task(tokenized(float(finish))) for finish in range(20)]
     await settled()
     fleet.give(100)
     await asyncio.gather(first, *rest)
     assert most == 1
 
 
-async def test_while_workers_think_the_next_are_asked_up_to_a_bound(line, fleet):
+async def test_while_workers_think_the_next_are_asked_up_to_a_bound(queue, fleet):
     """A worker answers after a step of its engine; one answer after the other would be too slow."""
     enough, answer, asked, placed = asyncio.Event(), asyncio.Event(), [], []
 
-    async def ask(due):
+    async def tokenized(finish):
         async def attempt():
             if fleet.room < 1:
                 raise Overloaded("no room")
-            asked.append(due)
+            asked.append(finish)
             if len(asked) == MOST_TRYING:
                 enough.set()
             await answer.wait()
-            placed.append(due)
+            placed.append(finish)
 
-        await line.place(Ticket(float(due), 1, "x"), attempt, lambda: fleet.news)
+        await queue.place(QueueEntry(float(finish), 1, "x"), attempt, lambda: fleet.changed)
 
-    tasks = [asyncio.create_task(ask(due)) for due in range(2 * MOST_TRYING)]
+    tasks = [asyncio.create_task(tokenized(finish)) for finish in range(2 * MOST_TRYING)]
     await settled()
     fleet.give(1000)
     async with asyncio.timeout(30):
@@ -237,9 +228,9 @@ async def test_while_workers_think_the_next_are_asked_up_to_a_bound(line, fleet)
     assert placed == sorted(placed) and len(placed) == 2 * MOST_TRYING
 
 
-async def test_a_try_that_hangs_does_not_hold_up_the_others(line, fleet, monkeypatch):
-    monkeypatch.setattr(line_module, "SLOW_TRY_S", 0.02)
-    blocker = asyncio.create_task(fleet.place(line, 1.0, tokens=10))
+async def test_a_try_that_hangs_does_not_hold_up_the_others(queue, fleet, monkeypatch):
+    monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", 0.02)
+    blocker = asyncio.create_task(fleet.place(queue, 1.0, tokens=10))
     await settled()
     silent = asyncio.Event()
 
@@ -249,22 +240,22 @@ async def test_a_try_that_hangs_does_not_hold_up_the_others(line, fleet, monkeyp
             raise Overloaded("no room there after all")
         return "placed"
 
-    hanging = asyncio.create_task(line.place(Ticket(0.5, 1, "h"), hang, lambda: fleet.news))
+    hanging = asyncio.create_task(queue.place(QueueEntry(0.5, 1, "h"), hang, lambda: fleet.changed))
     await settled()
-    other = asyncio.create_task(fleet.place(line, 0.7))
+    other = asyncio.create_task(fleet.place(queue, 0.7))
     fleet.give(1)
     assert await other == "at 0.7"
     fleet.tell()
     await settled()
     silent.set()
     async with asyncio.timeout(15):
-        assert await hanging == "placed"  # the news that came meanwhile is not lost on it
+        assert await hanging == "placed"  # the changed that came meanwhile is not lost on it
     blocker.cancel()
     await asyncio.gather(blocker, return_exceptions=True)
 
 
 @pytest.mark.parametrize("during_try", [False, True])
-async def test_who_is_cancelled_leaves_and_the_next_goes_on(line, fleet, during_try):
+async def test_a_cancelled_request_leaves_and_the_next_goes_on(queue, fleet, during_try):
     stuck = asyncio.Event()
     blocked = False
 
@@ -273,8 +264,10 @@ async def test_who_is_cancelled_leaves_and_the_next_goes_on(line, fleet, during_
             await stuck.wait()
         raise Overloaded("no room")
 
-    first = asyncio.create_task(line.place(Ticket(0.0, 1, "c"), attempt, lambda: fleet.news))
-    second = asyncio.create_task(fleet.place(line, 1.0))
+    first = asyncio.create_task(
+        queue.place(QueueEntry(0.0, 1, "c"), attempt, lambda: fleet.changed)
+    )
+    second = asyncio.create_task(fleet.place(queue, 1.0))
     await settled()
     blocked = during_try
     fleet.give(1)
@@ -283,10 +276,10 @@ async def test_who_is_cancelled_leaves_and_the_next_goes_on(line, fleet, during_
     assert await second == "at 1.0"
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert line.depth == 0
+    assert queue.depth == 0
 
 
-async def test_news_during_a_failing_try_is_not_lost(line, fleet):
+async def test_a_change_during_a_failing_try_is_not_lost(queue, fleet):
     async def attempt():
         found = fleet.room > 0
         fleet.give(1)  # room comes after the look, before the refusal
@@ -296,23 +289,25 @@ async def test_news_during_a_failing_try_is_not_lost(line, fleet):
         return "placed"
 
     async with asyncio.timeout(30):
-        assert await line.place(Ticket(0.0, 1, "x"), attempt, lambda: fleet.news) == "placed"
+        assert (
+            await queue.place(QueueEntry(0.0, 1, "x"), attempt, lambda: fleet.changed) == "placed"
+        )
 
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_with_random_cancels_everybody_else_is_placed(seed):
     """Room goes round for ever; nobody may be forgotten, whoever gives up at whatever moment."""
     dice, fleet = random.Random(seed), Fleet(room=8)
-    line = Line(1000)
+    queue = WaitQueue(1000)
 
     async def one(number):
         await asyncio.sleep(dice.random() * 0.02)
-        ticket = Ticket(dice.random(), dice.choice([1, 1, 1, 4, 8]), str(number))
-        await line.place(ticket, fleet.attempt(ticket), lambda: fleet.news)
+        entry = QueueEntry(dice.random(), dice.choice([1, 1, 1, 4, 8]), str(number))
+        await queue.place(entry, fleet.attempt(entry), lambda: fleet.changed)
         try:
             await asyncio.sleep(dice.random() * 0.002)
         finally:
-            fleet.give(ticket.num_tokens)
+            fleet.give(entry.num_tokens)
 
     tasks = [asyncio.create_task(one(number)) for number in range(200)]
     doomed = dice.sample(tasks, 60)
@@ -323,22 +318,22 @@ async def test_with_random_cancels_everybody_else_is_placed(seed):
         await asyncio.gather(*tasks, return_exceptions=True)
     assert all(task.cancelled() or task.exception() is None for task in tasks)
     assert all(not task.cancelled() for task in set(tasks) - set(doomed))
-    assert line.depth == 0
+    assert queue.depth == 0
     await settled()
-    assert line._caller is None or line._caller.done()
+    assert queue._waking is None or queue._waking.done()
     assert fleet.room == 8
 
 
 async def test_a_large_one_gets_its_turn_among_small_ones_that_never_end(fleet, monkeypatch):
-    """Small ones with earlier dues come for ever, each holding its room a while."""
-    monkeypatch.setattr(line_module, "PATIENCE_S", 0.05)
-    fleet.room, line = 4, Line(1000)
+    """Small ones with earlier finishes come for ever, each holding its room a while."""
+    monkeypatch.setattr(wait_queue_module, "PASSING_S", 0.05)
+    fleet.room, queue = 4, WaitQueue(1000)
     begun = asyncio.get_running_loop().time()
 
     async def small():
         while True:
             now = asyncio.get_running_loop().time() - begun
-            await fleet.place(line, now + 0.1)
+            await fleet.place(queue, now + 0.1)
             await asyncio.sleep(0.002)
             fleet.give(1)
 
@@ -346,50 +341,52 @@ async def test_a_large_one_gets_its_turn_among_small_ones_that_never_end(fleet, 
     await asyncio.sleep(0.05)
     try:
         async with asyncio.timeout(30):
-            assert await fleet.place(line, 0.3, tokens=4, name="large") == "large"
+            assert await fleet.place(queue, 0.3, tokens=4, name="large") == "large"
     finally:
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
 
-async def test_tokens_before_a_due(line, fleet, standing):
-    for due, tokens in ((1.0, 100), (2.0, 10), (3.0, 1)):
-        await standing(due, tokens=tokens)
-    assert [line.tokens_before(due) for due in (0.5, 1.0, 2.5, 9.0)] == [0, 100, 110, 111]
-    assert line.drain_rate() == 0.0  # nothing measured, nothing known
-    assert line.drain_rate(assumed=111.0) == 111.0
+async def test_tokens_before_a_virtual_finish(queue, fleet, standing):
+    for finish, tokens in ((1.0, 100), (2.0, 10), (3.0, 1)):
+        await standing(finish, tokens=tokens)
+    assert [queue.tokens_before(finish) for finish in (0.5, 1.0, 2.5, 9.0)] == [0, 100, 110, 111]
+    assert queue.drain_rate() == 0.0  # nothing measured, nothing known
+    assert queue.drain_rate(assumed=111.0) == 111.0
 
 
-async def test_the_measured_rate_counts_before_an_assumed_one(line, fleet, standing):
-    for due in range(12):
-        await standing(float(due), tokens=10)
+async def test_the_measured_rate_counts_before_an_assumed_one(queue, fleet, standing):
+    for finish in range(12):
+        await standing(float(finish), tokens=10)
     for _ in range(10):
         fleet.now += 0.5
         fleet.give(10)
         await settled()
-    assert line.drain_rate(assumed=1e9) == pytest.approx(20, rel=0.4)
+    assert queue.drain_rate(assumed=1e9) == pytest.approx(20, rel=0.4)
     fleet.give(20)
     await settled()
-    assert line.depth == 0
-    before = line.drain_rate(1e9)
+    assert queue.depth == 0
+    before = queue.drain_rate(1e9)
     fleet.now += 1000.0  # nobody waits: this tells nothing
-    assert line.drain_rate(1e9) == before == pytest.approx(20, rel=0.5)
+    assert queue.drain_rate(1e9) == before == pytest.approx(20, rel=0.5)
     await standing(1.0, tokens=20)
     fleet.now += 100.0
-    assert line.drain_rate(1e9) < 2.0  # nothing has moved since
+    assert queue.drain_rate(1e9) < 2.0  # nothing has moved since
 
 
-async def test_slack_is_the_least_of_later_promises_unless_the_tenant_is_new(line, fleet, standing):
-    await standing(1.0, tokens=100, tenant="a", promised=fleet.now + 9.0)
-    await standing(2.0, tokens=100, tenant="b", promised=fleet.now + 4.0)
-    await standing(3.0, tokens=100, tenant="a", promised=fleet.now + 7.0)
-    await standing(4.0, tokens=100, tenant="a", promised=fleet.now + 3.9)  # late already
-    slack = [line.slack_s(due, tenant, 100.0) for due, tenant in ((0, "a"), (0, "b"), (2.5, "a"))]
+async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(queue, fleet, standing):
+    await standing(1.0, tokens=100, tenant="a", first_token_by=fleet.now + 9.0)
+    await standing(2.0, tokens=100, tenant="b", first_token_by=fleet.now + 4.0)
+    await standing(3.0, tokens=100, tenant="a", first_token_by=fleet.now + 7.0)
+    await standing(4.0, tokens=100, tenant="a", first_token_by=fleet.now + 3.9)  # late already
+    slack = [
+        queue.slack_s(finish, tenant, 100.0) for finish, tenant in ((0, "a"), (0, "b"), (2.5, "a"))
+    ]
     assert slack == pytest.approx([2.0, 2.0, 4.0])
-    assert line.slack_s(0, "a", 100.0, safety=1.5) == pytest.approx(1.0)
-    assert line.slack_s(0, "a") == math.inf  # no rate is known
-    assert line.slack_s(3.5, "a", 100.0) == line.slack_s(0, "c", 100.0) == math.inf
+    assert queue.slack_s(0, "a", 100.0, safety=1.5) == pytest.approx(1.0)
+    assert queue.slack_s(0, "a") == math.inf  # no rate is known
+    assert queue.slack_s(3.5, "a", 100.0) == queue.slack_s(0, "c", 100.0) == math.inf
 
 
 class Drained:
@@ -420,7 +417,7 @@ def test_the_drain_rate_counts_waiting_time_only():
 
 
 @pytest.mark.parametrize("every_s", [0.01, 1.0, 30.0, 600.0])
-def test_however_rarely_the_line_moves_its_rate_is_work_by_time(every_s):
+def test_however_rarely_the_queue_moves_its_rate_is_work_by_time(every_s):
     one = Drained()
     one.place(300, every_s, times=2000 if every_s < 1 else 40)
     for share in (0.0, 0.5, 0.99):
@@ -454,15 +451,3 @@ def test_a_first_moment_is_no_measurement():
     one.place(10_000, 0.001)
     assert one.rate.value(1) == 0.0
     assert one.rate.value(1, assumed=7.0) == 7.0
-
-
-async def test_a_line_that_ends_leaves_no_task(fleet):
-    line = Line(10)
-    before = asyncio.all_tasks()
-    waiting = asyncio.create_task(fleet.place(line, 1.0))
-    await settled()
-    waiting.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await waiting
-    await settled()
-    assert asyncio.all_tasks() == before

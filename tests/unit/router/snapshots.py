@@ -2,9 +2,8 @@
 
 from baton.prefix import hash_chain
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.snapshot import Assigned, Snapshot, WorkerView
-from router.placement.cached import CachedPrefixes
-from router.placement.placement import Wants
+from router.fleet.snapshot import AssignedPrompt, CachedPrefixes, Snapshot, WorkerView
+from router.placement.cost_model import PlacementRequest
 
 BLOCK = 4
 _TOKEN_OF_40_000_BYTES = {"num_layers": 10, "num_kv_heads": 4, "head_size": 125}
@@ -29,7 +28,7 @@ def worker(name, state="READY", reason="", tokens=0, sequences=0, caches=(), sal
         worker_pb2.Load(**load),
         state,
         reason,
-        (Assigned(tokens, 0.0),) if tokens else (),
+        (AssignedPrompt(tokens, 0.0),) if tokens else (),
         sequences,
         cached(caches, salt),
     )
@@ -38,16 +37,16 @@ def worker(name, state="READY", reason="", tokens=0, sequences=0, caches=(), sal
 def cached(prompt, salt=""):
     """A prefix cache that holds the whole blocks of a prompt."""
     prefixes = CachedPrefixes()
-    prefixes.take(worker_pb2.CacheEvent(stored=hash_chain(tuple(prompt), BLOCK, salt)))
+    prefixes.apply(worker_pb2.CacheEvent(stored=hash_chain(tuple(prompt), BLOCK, salt)))
     return prefixes
 
 
-def fleet(prefill, decode, shut=None):
+def fleet(prefill, decode, excluded=None):
     """A snapshot."""
-    return Snapshot(tuple(prefill), tuple(decode), shut or {})
+    return Snapshot(tuple(prefill), tuple(decode), excluded or {})
 
 
-def wants(prompt=PROMPT, due=1.0, **more):
+def needs(prompt=PROMPT, virtual_finish=1.0, **more):
     """A request whose prompt is `prompt`, or so many tokens; decode never computes it by itself."""
     tokens = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
-    return Wants(tokens, due, **{"local_prefill_max_tokens": 0, **more})
+    return PlacementRequest(tokens, virtual_finish, **{"local_prefill_max_tokens": 0, **more})
