@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
 from baton.engine.ops.triton.tuning import choose
 
 NAME = "silu_mul"
@@ -49,41 +49,34 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _case(element: str, block: int, num_warps: int) -> CompileCase:
-    return CompileCase(
-        f"{element} {block}",
-        _silu_mul_kernel,
-        {"gate_up": f"*{element}", "out": f"*{element}", "size": "i32", "row_stride": "i32"},
-        {"BLOCK": block},
-        num_warps=num_warps,
-        num_stages=1,
-        aligned=("size", "row_stride"),
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, size = int(shape["rows"]), int(shape["size"])
+    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
+    gate_up = torch.randn(rows, 2 * size, device=device).to(dtype)
+    return Trial(
+        {"rows": rows, "size": size},
+        lambda config: (silu_mul(gate_up, config),),
+        lambda: (silu_mul_reference(gate_up),),
+        moved_bytes=3 * rows * size * gate_up.itemsize,
     )
-
-
-def _candidates(key: Key) -> list[Config]:
-    # 8 elements of two bytes are one load of a thread.
-    return [
-        Config(warps, 1, {"BLOCK": block})
-        for block in (256, 512, 1024, 2048, 4096)
-        for warps in (1, 2, 4, 8)
-        if 4 <= block // (32 * warps) <= 32
-    ]
-
-
-def _inputs(key: Key, device: torch.device) -> Trial:
-    rows, size = int(key["rows"]), int(key["size"])
-    gate_up = torch.randn(rows, 2 * size, dtype=torch.bfloat16, device=device)
-    moved = 3 * rows * size * gate_up.itemsize
-    return Trial(key, lambda config: silu_mul(gate_up, config), moved)
 
 
 SPEC = KernelSpec(
     NAME,
-    cases=(_case("bf16", 1024, 4), _case("fp16", 512, 2), _case("fp32", 1024, 4)),
-    candidates=_candidates,
+    trial=_trial,
+    cases=(
+        ({"rows": 5, "size": 4096}, Config(4, 1, {"BLOCK": 1024})),
+        ({"rows": 7, "size": 1000, "dtype": "fp16"}, Config(2, 1, {"BLOCK": 512})),
+        ({"rows": 3, "size": 2048, "dtype": "fp32"}, Config(4, 1, {"BLOCK": 1024})),
+    ),
+    # 8 elements of two bytes are one load of a thread.
+    configs=lambda key: [
+        Config(warps, 1, {"BLOCK": block})
+        for block in (256, 512, 1024, 2048, 4096)
+        for warps in (1, 2, 4, 8)
+        if 4 <= block // (32 * warps) <= 32
+    ],
     shapes=tuple(
         {"rows": rows, "size": size} for size in (4096, 14336) for rows in (1, 32, 256, 8192)
     ),
-    inputs=_inputs,
 )

@@ -4,7 +4,7 @@ What it costs is reading KV once, so the kernel is built around that: a program 
 KV head, whose query heads are the rows of one product, and reads its keys tile by tile with the
 next tiles' loads under way. Long contexts are split over programs, whose parts a second kernel
 joins by their log-sum-exp (Flash-Decoding, Dao et al. 2023). The grid depends on shapes alone, so
-that a CUDA graph can hold it; how many splits of it work depends on each row's length. Rows come
+that a CUDA graph can hold it; how many splits have work depends on each row's length. Rows come
 first in the grid and KV is kept in caches as usual, as rows with a common prefix share its blocks.
 """
 
@@ -44,8 +44,8 @@ def decode_attention(
     q: Tensor,
     pool: Tensor,
     layer: int,
-    tables: Tensor,
-    lengths: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int | None,
     splits: int = 0,
@@ -54,20 +54,20 @@ def decode_attention(
 ) -> Tensor:
     """Attention of each row of q over its own sequence, whose KV is in the pool already.
 
-    q: `[rows, heads, head_size]`, contiguous · tables: int32 `[rows, width]`, the blocks of each
-    sequence; what lies behind those of its tokens is not read · lengths: int32 `[rows]`, tokens of
-    the sequence, the row's own included; 0 is a padding row, which gives zeros · scale: of scores ·
-    window: tokens that a row sees at most; None is all · splits: programs that share a row at most;
-    0 chooses by shapes and GPU · config: None is the one in effect · out: where the result is
+    q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
+    each sequence; what lies behind those of its tokens is not read · seq_lens: int32 `[rows]`,
+    tokens of the sequence, the row's own included; 0 is a padding row, which gives zeros · scale:
+    of scores · window: tokens that a row sees; None is all · splits: programs that share a row at
+    most; 0 chooses by shapes and GPU · config: None is the one in effect · out: where the result is
     put, contiguous; None makes it. Result like q. Waits for nothing on the device.
     ValueError for heads, types or sizes that the kernel does not take.
     """
     rows, heads, head_size = q.shape
-    assert q.is_contiguous() and pool.is_contiguous() and tables.stride(1) == 1
+    assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     shape = pool_shape(q, pool)
     config = config or choose(NAME, kernel_key(q, pool), q.device)
     if not splits:
-        keys = tables.shape[1] * shape.block_size
+        keys = block_tables.shape[1] * shape.block_size
         longest = min(keys, window or keys)
         programs = rows * shape.num_kv_heads
         splits = splits_for(programs, longest // config["LEAST_SPLIT"], processors(q.device))
@@ -80,12 +80,12 @@ def decode_attention(
     decode_kernel[rows, shape.num_kv_heads, splits](
         q,
         pool,
-        tables,
-        lengths,
+        block_tables,
+        seq_lens,
         out,
         parts,
         layer,
-        tables.stride(0),
+        block_tables.stride(0),
         pool.stride(0),
         scale * LOG2_E,
         window or NO_WINDOW,
@@ -99,7 +99,7 @@ def decode_attention(
     if parts is not None:
         join_kernel[rows, heads](
             parts,
-            lengths,
+            seq_lens,
             out,
             window or NO_WINDOW,
             splits,
@@ -135,27 +135,27 @@ def group_pad(group: int) -> int:
 
 
 @triton.jit
-def splits_of_row(first, length, splits, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr):
-    """How the keys first .. length of a row are shared: where its splits begin, the keys of each,
+def splits_of_row(first, seq_len, splits, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr):
+    """How the keys first .. seq_len of a row are shared: where its splits begin, the keys of each,
     and how many have any.
     """
-    #  base ........ first | ..................................... | length
+    #  base ........ first | ..................................... | seq_len
     #  up to a tile's edge | split 0, 1, .. used - 1: whole tiles  | nothing
     base = first // TILE * TILE
-    tiles = tl.cdiv(tl.cdiv(length - base, splits), TILE)
+    tiles = tl.cdiv(tl.cdiv(seq_len - base, splits), TILE)
     size = tl.maximum(tiles * TILE, LEAST_SPLIT)
-    return base, size, tl.cdiv(length - base, size)
+    return base, size, tl.cdiv(seq_len - base, size)
 
 
 @triton.jit(
     do_not_specialize=["layer", "table_stride", "window", "splits"],
-    do_not_specialize_on_alignment=["tables", "lengths"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def decode_kernel(
     q_rows,
     pool,
-    tables,
-    lengths,
+    block_tables,
+    seq_lens,
     out,
     parts,
     layer,
@@ -186,13 +186,13 @@ def decode_kernel(
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row)
-    first = tl.maximum(length - window, 0)
-    base, size, used = splits_of_row(first, length, splits, TILE, LEAST_SPLIT)
+    seq_len = tl.load(seq_lens + row)
+    first = tl.maximum(seq_len - window, 0)
+    base, size, used = splits_of_row(first, seq_len, splits, TILE, LEAST_SPLIT)
     if split >= tl.maximum(used, 1):  # a padding row has one, which writes zeros
         return
     begin = base + split * size
-    end = tl.minimum(begin + size, length)
+    end = tl.minimum(begin + size, seq_len)
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
@@ -208,7 +208,7 @@ def decode_kernel(
     )
     q = q.to(K_TYPE)
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
-    table = tables + row.to(tl.int64) * table_stride
+    block_table = block_tables + row.to(tl.int64) * table_stride
 
     weighted = tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32)
     total = tl.zeros([GROUP_PAD], dtype=tl.float32)
@@ -222,7 +222,7 @@ def decode_kernel(
         largest,
         k_base,
         k_base + PART,
-        table,
+        block_table,
         begin,
         end,
         least,
@@ -257,10 +257,10 @@ def decode_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["lengths"])
+@triton.jit(do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["seq_lens"])
 def join_kernel(
     parts,
-    lengths,
+    seq_lens,
     out,
     window,
     splits,
@@ -273,9 +273,9 @@ def join_kernel(
     """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
     row = tl.program_id(0)
     head = row * tl.num_programs(1) + tl.program_id(1)
-    length = tl.load(lengths + row)
-    first = tl.maximum(length - window, 0)
-    _, _, used = splits_of_row(first, length, splits, TILE, LEAST_SPLIT)
+    seq_len = tl.load(seq_lens + row)
+    first = tl.maximum(seq_len - window, 0)
+    _, _, used = splits_of_row(first, seq_len, splits, TILE, LEAST_SPLIT)
     if used <= 1:
         return
     split = tl.arange(0, SPLITS_PAD)
@@ -296,16 +296,16 @@ def decode_attention_reference(
     q: Tensor,
     pool: Tensor,
     layer: int,
-    tables: Tensor,
-    lengths: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int | None,
 ) -> Tensor:
     """The same as `decode_attention` in plain torch, in float32, row by row."""
     out = torch.zeros_like(q)
-    for row, length in enumerate(lengths.tolist()):
-        if length:
-            first = max(0, length - window) if window else 0
-            k, v = sequence_kv(pool, layer, tables[row], length)
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len:
+            first = max(0, seq_len - window) if window else 0
+            k, v = sequence_kv(pool, layer, block_tables[row], seq_len)
             out[row] = weigh(q[row, None], k[first:], v[first:], scale)[0]
     return out

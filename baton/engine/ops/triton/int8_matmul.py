@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.ops.triton.scale_sums import scale_sums_reference
-from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
 from baton.engine.ops.triton.tuning import choose
 
 NAME = "int8_matmul"
@@ -20,8 +20,6 @@ NAME = "int8_matmul"
 # From more rows on a product is work for large tiles.
 MOST_ROWS = 64
 _LEAST_ROWS = 16  # of a tensor core's product
-
-_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -85,9 +83,8 @@ def int8_matmul(
     (num_rows, depth), num_outputs = x.shape, len(weight)
     assert num_rows <= MOST_ROWS, "more rows are another kernel's"
     assert x.is_contiguous() and weight.is_contiguous()
-    tile_rows = max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
     if config is None:
-        key = {"rows": tile_rows, "outputs": num_outputs, "depth": depth}
+        key = {"rows": tile_rows(num_rows), "outputs": num_outputs, "depth": depth}
         config = choose(NAME, key, x.device)
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     _int8_matmul[(triton.cdiv(num_outputs, config["OUTPUTS"]),)](
@@ -102,10 +99,15 @@ def int8_matmul(
         depth,
         HAS_BIAS=bias is not None,
         WHOLE=depth % config["DEPTH"] == 0,
-        ROWS=tile_rows,
+        ROWS=tile_rows(num_rows),
         **config.launch,
     )
     return out
+
+
+def tile_rows(num_rows: int) -> int:
+    """Rows of a tile that holds all of x."""
+    return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
 def int8_matmul_reference(
@@ -121,7 +123,7 @@ def int8_matmul_reference(
     return scale_sums_reference(sums, row_scales, output_scales, bias, dtype)
 
 
-def _candidates(key: Key) -> list[Config]:
+def _configs(key: Key) -> list[Config]:
     return [
         Config(warps, stages, {"OUTPUTS": outputs, "DEPTH": depth})
         for outputs in (16, 32, 64, 128)
@@ -132,48 +134,44 @@ def _candidates(key: Key) -> list[Config]:
     ]
 
 
-def _case(dtype: torch.dtype, rows: int, has_bias: bool, whole: bool) -> CompileCase:
-    kind = _TYPES[dtype]
-    config = Config(4, 4, {"OUTPUTS": 32, "DEPTH": 256 if rows <= 32 else 128})
-    types = {"x": "*i8", "weight": "*i8", "row_scales": "*fp32", "output_scales": "*fp32"}
-    types |= {"out": f"*{kind}", "num_rows": "i32", "num_outputs": "i32", "depth": "i32"}
-    constexprs = {"HAS_BIAS": has_bias, "WHOLE": whole, "ROWS": rows, **config.sizes}
-    bias: dict[str, object] = {} if has_bias else {"bias": None}
-    if has_bias:
-        types["bias"] = f"*{kind}"
-    name = f"{kind} {rows} rows{' bias' if has_bias else ''}{'' if whole else ' ragged'}"
-    return CompileCase(
-        name, _int8_matmul, types, constexprs | bias, config.num_warps, config.num_stages,
-        aligned=("num_outputs", "depth"),
-    )  # fmt: skip
-
-
-def _inputs(key: Key, device: torch.device) -> Trial:
-    rows, outputs, depth = (int(key[name]) for name in ("rows", "outputs", "depth"))
-    x, weight = (torch.ones((n, depth), dtype=torch.int8, device=device) for n in (rows, outputs))
-    scales = torch.ones(rows, device=device), torch.ones(outputs, device=device)
-
-    def run(config: Config) -> Tensor:
-        return int8_matmul(x, weight, *scales, None, torch.bfloat16, config)
-
-    return Trial(key, run, outputs * depth + rows * (depth + 2 * outputs))
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
+    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
+    x, weight = (
+        torch.randint(-127, 128, (n, depth), dtype=torch.int8, device=device)
+        for n in (rows, outputs)
+    )
+    scales = (torch.rand(rows, device=device) / 100, torch.rand(outputs, device=device) / 100)
+    bias = torch.randn(outputs, device=device).to(dtype) if shape.get("bias") else None
+    return Trial(
+        {"rows": tile_rows(rows), "outputs": outputs, "depth": depth},
+        lambda config: (int8_matmul(x, weight, *scales, bias, dtype, config),),
+        lambda: (int8_matmul_reference(x, weight, *scales, bias, dtype),),
+        moved_bytes=outputs * depth + rows * (depth + 2 * outputs),
+    )
 
 
 SPEC = KernelSpec(
-    name=NAME,
-    cases=(
-        _case(torch.bfloat16, 16, False, True),
-        _case(torch.bfloat16, 32, True, True),
-        _case(torch.bfloat16, 64, False, True),
-        _case(torch.bfloat16, 16, False, False),
-        _case(torch.float16, 64, True, True),
-        _case(torch.float32, 16, True, True),
+    NAME,
+    trial=_trial,
+    cases=tuple(
+        (
+            {"rows": rows, "outputs": 96, "depth": depth, "dtype": dtype, "bias": bias},
+            Config(4, 4, {"OUTPUTS": 32, "DEPTH": 256 if rows <= 32 else 128}),
+        )
+        for rows, depth, dtype, bias in (
+            (16, 512, "bf16", 0),
+            (32, 512, "bf16", 1),
+            (64, 512, "bf16", 0),
+            (9, 528, "bf16", 0),
+            (64, 512, "fp16", 1),
+            (16, 512, "fp32", 1),
+        )
     ),
-    candidates=_candidates,
+    configs=_configs,
     shapes=tuple(
         {"rows": rows, "outputs": outputs, "depth": depth}
         for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
         for rows in (16, 64)
     ),
-    inputs=_inputs,
 )

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.models.decoder import rms_norm
-from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
 from baton.engine.ops.triton.tuning import choose
 
 NAME = "add_rms_norm"
@@ -73,52 +73,32 @@ def add_rms_norm_reference(
     return rms_norm(stream, weight, eps), stream
 
 
-def _case(name: str, element: str, size: int, add: bool, num_warps: int) -> CompileCase:
-    return CompileCase(
-        name,
-        _add_rms_norm_kernel,
-        {
-            "x": f"*{element}",
-            "weight": f"*{element}",
-            "normed": f"*{element}",
-            "size": "i32",
-            "row_stride": "i32",
-            "eps": "fp32",
-            **({"residual": f"*{element}"} if add else {}),
-        },
-        {"ADD": add, "BLOCK": size, **({} if add else {"residual": None})},
-        num_warps=num_warps,
-        num_stages=1,
-        aligned=("size", "row_stride"),
-    )
-
-
-def _candidates(key: Key) -> list[Config]:
-    return [Config(warps, 1) for warps in (1, 2, 4, 8, 16, 32)]
-
-
-def _inputs(key: Key, device: torch.device) -> Trial:
-    rows, size = int(key["rows"]), int(key["size"])
-    x, residual = torch.randn(2, rows, size, dtype=torch.bfloat16, device=device).unbind()
-    weight = torch.rand(size, dtype=torch.bfloat16, device=device)
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, size = int(shape["rows"]), int(shape["size"])
+    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
+    x, stream = torch.randn(2, rows, size, device=device).to(dtype).unbind()
+    weight = torch.rand(size, device=device).to(dtype)
+    residual = stream if shape.get("add", 1) else None
+    kept = stream.clone() if shape.get("add", 1) else None
     return Trial(
-        key,
+        {"rows": rows, "size": size},
         lambda config: add_rms_norm(x, residual, weight, 1e-5, config),
-        4 * x.numel() * x.itemsize,
+        lambda: add_rms_norm_reference(x, kept, weight, 1e-5),
+        moved_bytes=4 * x.numel() * x.itemsize,
     )
 
 
 SPEC = KernelSpec(
     NAME,
+    trial=_trial,
     cases=(
-        _case("bf16 4096", "bf16", 4096, True, 4),
-        _case("fp16 8192", "fp16", 8192, True, 8),
-        _case("fp32 2048, no residual", "fp32", 2048, False, 4),
-        _case("bf16 16384", "bf16", 16384, True, 32),
+        ({"rows": 5, "size": 4096}, Config(4, 1)),
+        ({"rows": 5, "size": 8192, "dtype": "fp16"}, Config(8, 1)),
+        ({"rows": 5, "size": 2048, "dtype": "fp32", "add": 0}, Config(4, 1)),
+        ({"rows": 3, "size": 16384}, Config(32, 1)),
     ),
-    candidates=_candidates,
+    configs=lambda key: [Config(warps, 1) for warps in (1, 2, 4, 8, 16, 32)],
     shapes=tuple(
         {"rows": rows, "size": size} for size in (2048, 4096, 8192) for rows in (1, 32, 256, 8192)
     ),
-    inputs=_inputs,
 )

@@ -7,11 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
 
 CONFIG = Config(num_warps=4, num_stages=1, sizes={"ROWS": 1, "COLUMNS": 1024})
-
-_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -83,47 +81,26 @@ def scale_sums_reference(
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
-def _case(dtype: torch.dtype, has_bias: bool) -> CompileCase:
-    kind = _TYPES[dtype]
-    types = {
-        "sums": "*i32",
-        "row_scales": "*fp32",
-        "column_scales": "*fp32",
-        "out": f"*{kind}",
-        "num_rows": "i32",
-        "num_columns": "i32",
-    }
-    constexprs: dict[str, object] = {"HAS_BIAS": has_bias, **CONFIG.sizes}
-    if has_bias:
-        types["bias"] = f"*{kind}"
-    else:
-        constexprs["bias"] = None
-    return CompileCase(
-        f"{kind}{' with bias' if has_bias else ''}",
-        _scale_sums,
-        types,
-        constexprs,
-        CONFIG.num_warps,
-        CONFIG.num_stages,
-        aligned=("num_columns",),
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, columns = int(shape["rows"]), int(shape["columns"])
+    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
+    sums = torch.randint(-(2**20), 2**20, (rows, columns), dtype=torch.int32, device=device)
+    scales = (torch.rand(rows, device=device) / 100, torch.rand(columns, device=device) / 100)
+    bias = torch.randn(columns, device=device).to(dtype) if shape.get("bias") else None
+    return Trial(
+        {},
+        lambda config: (scale_sums(sums, *scales, bias, dtype),),
+        lambda: (scale_sums_reference(sums, *scales, bias, dtype),),
+        moved_bytes=(4 + dtype.itemsize) * rows * columns,
     )
 
 
-def _inputs(key: Key, device: torch.device) -> Trial:
-    rows, columns = int(key["rows"]), int(key["columns"])
-    sums = torch.ones((rows, columns), dtype=torch.int32, device=device)
-    row_scales, column_scales = (torch.ones(size, device=device) for size in (rows, columns))
-
-    def run(_: Config) -> Tensor:
-        return scale_sums(sums, row_scales, column_scales, None, torch.bfloat16)
-
-    return Trial(key, run, 6 * rows * columns)
-
-
 SPEC = KernelSpec(
-    name="scale_sums",
-    cases=tuple(_case(dtype, has_bias) for dtype in _TYPES for has_bias in (False, True)),
-    candidates=lambda key: [CONFIG],
-    shapes=({"rows": 64, "columns": 4096}, {"rows": 2048, "columns": 14336}),
-    inputs=_inputs,
+    "scale_sums",
+    trial=_trial,
+    cases=tuple(
+        ({"rows": 5, "columns": 1040, "dtype": dtype, "bias": bias}, CONFIG)
+        for dtype in ("fp32", "bf16", "fp16")
+        for bias in (0, 1)
+    ),
 )
