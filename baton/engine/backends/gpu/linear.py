@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.ops.native.packing import Matrix, PackedWeight
-from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul
+from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul, scale_sums
 from baton.engine.ops.triton.row_quantize import quantize_rows
-from baton.engine.ops.triton.scale_sums import scale_sums
 from baton.engine.weights.quantize import (
     FP8,
     Fp8Weight,

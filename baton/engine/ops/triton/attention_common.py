@@ -210,32 +210,11 @@ def load_blocks(
 
 @triton.jit
 def attend_range(
-    q,
-    weighted,
-    total,
-    largest,
-    k_base,
-    v_base,
-    block_table,
-    begin,
-    end,
-    least,
-    most,
-    positions,
-    window,
-    scale,
-    block_stride,
-    BLOCK_SIZE: tl.constexpr,
-    ROW_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    V_TYPE: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTLY: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
+    q, weighted, total, largest, k_base, v_base, block_table, begin, end, least, most, positions,
+    window, scale, block_stride, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, V_TYPE: tl.constexpr,
+    TILE: tl.constexpr, PARTLY: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
     """Adds a range of a sequence's keys to the softmax of the rows of q `[rows, HEAD_PAD]`.
 
     weighted float32 `[rows, HEAD_PAD]`, total and largest float32 `[rows]`: the state, returned as

@@ -26,7 +26,7 @@ from baton.engine.ops.triton.attention_common import (
     pool_shape,
     sequence_kv,
     weigh,
-)
+)  # fmt: skip
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
@@ -41,17 +41,9 @@ PROGRAMS_PER_PROCESSOR = 8
 
 
 def decode_attention(
-    q: Tensor,
-    pool: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int | None,
-    splits: int = 0,
-    config: Config | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, seq_lens: Tensor, scale: float,
+    window: int | None, splits: int = 0, config: Config | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of each row of q over its own sequence, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
@@ -78,37 +70,16 @@ def decode_attention(
         size = rows * heads * splits * (head_size + 1)
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
     decode_kernel[rows, shape.num_kv_heads, splits](
-        q,
-        pool,
-        block_tables,
-        seq_lens,
-        out,
-        parts,
-        layer,
-        block_tables.stride(0),
-        pool.stride(0),
-        scale * LOG2_E,
-        window or NO_WINDOW,
-        splits,
-        HEADS=heads,
-        WINDOWED=window is not None,
-        GROUP_PAD=group_pad(heads // shape.num_kv_heads),
-        **shape.constexprs,
-        **config.launch,
-    )
+        q, pool, block_tables, seq_lens, out, parts, layer, block_tables.stride(0), pool.stride(0),
+        scale * LOG2_E, window or NO_WINDOW, splits, HEADS=heads, WINDOWED=window is not None,
+        GROUP_PAD=group_pad(heads // shape.num_kv_heads), **shape.constexprs, **config.launch,
+    )  # fmt: skip
     if parts is not None:
         join_kernel[rows, heads](
-            parts,
-            seq_lens,
-            out,
-            window or NO_WINDOW,
-            splits,
-            SPLITS_PAD=triton.next_power_of_2(splits),
-            HEAD_SIZE=head_size,
-            HEAD_PAD=shape.head_pad,
-            TILE=config["TILE"],
-            LEAST_SPLIT=config["LEAST_SPLIT"],
-        )
+            parts, seq_lens, out, window or NO_WINDOW, splits,
+            SPLITS_PAD=triton.next_power_of_2(splits), HEAD_SIZE=head_size, HEAD_PAD=shape.head_pad,
+            TILE=config["TILE"], LEAST_SPLIT=config["LEAST_SPLIT"],
+        )  # fmt: skip
     return out
 
 
@@ -152,32 +123,12 @@ def splits_of_row(first, seq_len, splits, TILE: tl.constexpr, LEAST_SPLIT: tl.co
     do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def decode_kernel(
-    q_rows,
-    pool,
-    block_tables,
-    seq_lens,
-    out,
-    parts,
-    layer,
-    table_stride,
-    block_stride,
-    scale,
-    window,
-    splits,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROW_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    K_TYPE: tl.constexpr,
-    V_TYPE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST_SPLIT: tl.constexpr,
-):
+    q_rows, pool, block_tables, seq_lens, out, parts, layer, table_stride, block_stride, scale,
+    window, splits, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
+    QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP_PAD: tl.constexpr, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+):  # fmt: skip
     """One split of one row's one KV head: writes its part, or the result if it is the only one.
 
     Grid `[rows, kv_heads, splits]`. parts: float32 `[rows, heads, splits, head_size]` and
@@ -216,32 +167,10 @@ def decode_kernel(
     # Only the first and the last tile can have keys to leave out, but looking costs no time next to
     # the memory, and one loop keeps loads under way from the first tile to the last.
     weighted, total, largest = attend_range(
-        q,
-        weighted,
-        total,
-        largest,
-        k_base,
-        k_base + PART,
-        block_table,
-        begin,
-        end,
-        least,
-        end,
-        None,
-        None,
-        scale,
-        block_stride,
-        BLOCK_SIZE,
-        ROW_SIZE,
-        HEAD_SIZE,
-        HEAD_PAD,
-        QUANTIZED,
-        V_TYPE,
-        TILE,
-        PARTLY=True,
-        CAUSAL=False,
-        WINDOWED=False,
-    )
+        q, weighted, total, largest, k_base, k_base + PART, block_table, begin, end, least, end,
+        None, None, scale, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED,
+        V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
+    )  # fmt: skip
 
     result = weighted / tl.where(total == 0, 1.0, total)[:, None]
     if parts is not None and used > 1:
@@ -259,17 +188,9 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["seq_lens"])
 def join_kernel(
-    parts,
-    seq_lens,
-    out,
-    window,
-    splits,
-    SPLITS_PAD: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST_SPLIT: tl.constexpr,
-):
+    parts, seq_lens, out, window, splits, SPLITS_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+):  # fmt: skip
     """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
     row = tl.program_id(0)
     head = row * tl.num_programs(1) + tl.program_id(1)

@@ -38,20 +38,9 @@ class Placement:
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "width"])
 def _place_rows(
-    context_lens,
-    ends,
-    block_tables,
-    positions,
-    slots,
-    lengths,
-    num_rows,
-    num_sequences,
-    width,
-    block_size,
-    ONE_EACH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-):
+    context_lens, ends, block_tables, positions, slots, lengths, num_rows, num_sequences, width,
+    block_size, ONE_EACH: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     owner = rows
@@ -97,19 +86,9 @@ def place_rows(
     positions, slots, lengths = held[:, :num_rows].unbind()
     ends = context_lens if query_lens is None else query_lens.cumsum(0, dtype=torch.int32)
     _place_rows[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
-        context_lens,
-        ends,
-        block_tables,
-        positions,
-        slots,
-        lengths,
-        num_rows,
-        len(context_lens),
-        block_tables.shape[1],
-        block_size,
-        ONE_EACH=query_lens is None,
-        **CONFIG.launch,
-    )
+        context_lens, ends, block_tables, positions, slots, lengths, num_rows, len(context_lens),
+        block_tables.shape[1], block_size, ONE_EACH=query_lens is None, **CONFIG.launch,
+    )  # fmt: skip
     return Placement(positions, slots, lengths)
 
 

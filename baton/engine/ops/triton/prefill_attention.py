@@ -24,7 +24,7 @@ from baton.engine.ops.triton.attention_common import (
     pool_shape,
     sequence_kv,
     weigh,
-)
+)  # fmt: skip
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
@@ -76,18 +76,10 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
 
 
 def prefill_attention(
-    q: Tensor,
-    pool: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    query_lens: Tensor,
-    tiles: Tiles,
-    scale: float,
-    window: int | None,
-    config: Config | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    query_lens: Tensor, tiles: Tiles, scale: float, window: int | None,
+    config: Config | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of every row over its sequence up to itself, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous, one sequence's rows after the other's · block_tables:
@@ -104,25 +96,11 @@ def prefill_attention(
     config = config or choose(NAME, {**kernel_key(q, pool), "rows": tiles.rows}, q.device)
     out = torch.empty_like(q) if out is None else out
     prefill_kernel[shape.num_kv_heads, len(tiles.places)](
-        q,
-        pool,
-        block_tables,
-        context_lens,
-        query_lens,
-        tiles.places,
-        out,
-        layer,
-        block_tables.stride(0),
-        pool.stride(0),
-        scale * LOG2_E,
-        window or NO_WINDOW,
-        HEADS=heads,
-        **shape.constexprs,
-        TOKENS=tiles.tokens,
-        ROWS=tiles.rows,
-        WINDOWED=window is not None,
+        q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
+        block_tables.stride(0), pool.stride(0), scale * LOG2_E, window or NO_WINDOW, HEADS=heads,
+        **shape.constexprs, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=window is not None,
         **config.launch,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -131,32 +109,12 @@ def prefill_attention(
     do_not_specialize_on_alignment=["block_tables", "context_lens", "query_lens", "places"],
 )
 def prefill_kernel(
-    q_rows,
-    pool,
-    block_tables,
-    context_lens,
-    query_lens,
-    places,
-    out,
-    layer,
-    table_stride,
-    block_stride,
-    scale,
-    window,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROW_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    K_TYPE: tl.constexpr,
-    V_TYPE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q_rows, pool, block_tables, context_lens, query_lens, places, out, layer, table_stride,
+    block_stride, scale, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One tile of query rows of one KV head, over all keys that any of them sees.
 
     Grid `[kv_heads, tiles]`. ROWS: of the tile, TOKENS times HEADS // KV_HEADS and padding.
@@ -199,101 +157,29 @@ def prefill_kernel(
         begin = tl.maximum(first_position + 1 - window, 0)
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, diagonal)
         weighted, total, largest = attend_range(
-            q,
-            weighted,
-            total,
-            largest,
-            k_base,
-            k_base + PART,
-            block_table,
-            begin // TILE * TILE,
-            whole,
-            begin,
-            end,
-            positions,
-            window,
-            scale,
-            block_stride,
-            BLOCK_SIZE,
-            ROW_SIZE,
-            HEAD_SIZE,
-            HEAD_PAD,
-            QUANTIZED,
-            V_TYPE,
-            TILE,
-            PARTLY=True,
-            CAUSAL=False,
-            WINDOWED=True,
-        )
+            q, weighted, total, largest, k_base, k_base + PART, block_table, begin // TILE * TILE,
+            whole, begin, end, positions, window, scale, block_stride, BLOCK_SIZE, ROW_SIZE,
+            HEAD_SIZE, HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=True,
+        )  # fmt: skip
     weighted, total, largest = attend_range(
-        q,
-        weighted,
-        total,
-        largest,
-        k_base,
-        k_base + PART,
-        block_table,
-        whole,
-        diagonal,
-        begin,
-        end,
-        positions,
-        window,
-        scale,
-        block_stride,
-        BLOCK_SIZE,
-        ROW_SIZE,
-        HEAD_SIZE,
-        HEAD_PAD,
-        QUANTIZED,
-        V_TYPE,
-        TILE,
-        PARTLY=False,
-        CAUSAL=False,
-        WINDOWED=False,
-    )
+        q, weighted, total, largest, k_base, k_base + PART, block_table, whole, diagonal, begin,
+        end, positions, window, scale, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD,
+        QUANTIZED, V_TYPE, TILE, PARTLY=False, CAUSAL=False, WINDOWED=False,
+    )  # fmt: skip
     weighted, total, largest = attend_range(
-        q,
-        weighted,
-        total,
-        largest,
-        k_base,
-        k_base + PART,
-        block_table,
-        diagonal,
-        end,
-        begin,
-        end,
-        positions,
-        window,
-        scale,
-        block_stride,
-        BLOCK_SIZE,
-        ROW_SIZE,
-        HEAD_SIZE,
-        HEAD_PAD,
-        QUANTIZED,
-        V_TYPE,
-        TILE,
-        PARTLY=True,
-        CAUSAL=True,
-        WINDOWED=WINDOWED,
-    )
+        q, weighted, total, largest, k_base, k_base + PART, block_table, diagonal, end, begin, end,
+        positions, window, scale, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD,
+        QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=True, WINDOWED=WINDOWED,
+    )  # fmt: skip
 
     result = weighted / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)
 
 
 def prefill_attention_reference(
-    q: Tensor,
-    pool: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    query_lens: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    query_lens: Tensor, scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
     """The same as `prefill_attention` in plain torch, in float32, sequence by sequence."""
     out = torch.zeros_like(q)
     row = 0

@@ -124,20 +124,10 @@ def _rope_and_write_kernel(
 
 
 def rope_and_write(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    pool: Tensor,
-    layer: int,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    config: Config | None = None,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
+    layer: int, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 0.0, config: Config | None = None,
+) -> Tensor:  # fmt: skip
     """Queries, normed and turned, `[rows, num_heads, head_size]`; K and V go to the pool.
 
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
@@ -175,19 +165,10 @@ def rope_and_write(
 
 
 def rope_and_write_reference(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    pool: Tensor,
-    layer: int,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
+    layer: int, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """`rope_and_write` in plain torch; what is turned is float32 inside."""
     head_size = cos.shape[1]
     parts = (num_heads, num_kv_heads, num_kv_heads)

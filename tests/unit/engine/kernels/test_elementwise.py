@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.ops.triton.activation import silu_mul, silu_mul_reference
-from baton.engine.ops.triton.norm import LARGEST_ROW, add_rms_norm, add_rms_norm_reference
+from baton.engine.ops.triton.elementwise import (
+    LARGEST_ROW,
+    add_rms_norm,
+    add_rms_norm_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.ops.triton import __main__ as command
-from baton.engine.ops.triton import activation, norm, tuning
+from baton.engine.ops.triton import elementwise, tuning
 from baton.engine.ops.triton.__main__ import best_of, tune
 from baton.engine.ops.triton.check import specs_in
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial
@@ -176,7 +176,7 @@ def small(spec: KernelSpec, key: Key, ran: list[Config]) -> KernelSpec:
     return KernelSpec(spec.name, trial, (), lambda key: few, (key,))
 
 
-@pytest.mark.parametrize("spec", [norm.SPEC, activation.SPEC], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [elementwise.NORM, elementwise.SILU], ids=lambda spec: spec.name)
 def test_tuning_keeps_the_fastest_of_each_shape(spec: KernelSpec, tmp_path: Path) -> None:
     key = {"rows": 2, "size": 32}
     ran: list[Config] = []
@@ -197,7 +197,7 @@ def test_tuning_keeps_the_fastest_of_each_shape(spec: KernelSpec, tmp_path: Path
 def test_a_configuration_that_fails_is_passed_over() -> None:
     key = {"rows": 1, "size": 16}
     ran: list[Config] = []
-    few = small(norm.SPEC, key, ran)
+    few = small(elementwise.NORM, key, ran)
 
     def measure(run: Callable[[], object]) -> float:
         run()
@@ -212,9 +212,9 @@ def test_a_configuration_that_fails_is_passed_over() -> None:
 
 def test_tuning_stops_when_its_time_is_over(tmp_path: Path) -> None:
     key = {"rows": 1, "size": 16}
-    work = [(norm.SPEC, key)] * 2
+    work = [(elementwise.NORM, key)] * 2
     assert list(tune(work, CPU, tmp_path / "none.json", 0.0)) == []
-    assert best_of(norm.SPEC, key, CPU, lambda run: 1.0, end=0.0) is None
+    assert best_of(elementwise.NORM, key, CPU, lambda run: 1.0, end=0.0) is None
     assert not (tmp_path / "none.json").exists()
 
 
