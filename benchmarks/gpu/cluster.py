@@ -181,8 +181,8 @@ def transfer(part: Part, sending: Plan, receiving: Plan) -> Cells:
 
 def _hear(peer: Connection) -> Any:
     """The receiver's next message. Raises RuntimeError."""
-    if not peer.poll(_TIMEOUT_S):
-        raise RuntimeError(f"the receiver: nothing within {_TIMEOUT_S:g} s")
+    if not peer.poll(2 * _TIMEOUT_S):  # its process starts, too
+        raise RuntimeError(f"the receiver: nothing within {2 * _TIMEOUT_S:g} s")
     message = peer.recv()
     if isinstance(message, Exception):
         raise message

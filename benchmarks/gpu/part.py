@@ -89,6 +89,10 @@ class Job:
         return smoke if self.smoke else quick if self.quick else full
 
 
+class NoGpu(Exception):
+    """There is nothing to measure on."""
+
+
 class Part:
     """What a part measures with, and writes its events to."""
 
@@ -97,6 +101,9 @@ class Part:
         self.device = torch.device(job.device)
         _ = job.end  # begins now
         if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                version = torch.__version__
+                raise NoGpu(f"torch {version} sees no GPU here; --smoke is a dry run without one")
             torch.cuda.set_device(self.device)
 
     @property

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu import kernels, part, run
 from benchmarks.gpu.part import Cells, Event, Job, Part
@@ -145,10 +144,7 @@ def test_a_wrong_kernel_is_a_failure_and_the_others_have_rows(
     assert [row.name.startswith(name) for row, name in zip(rows, names, strict=True)] == [True] * 5
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_blocks_that_no_table_names_are_poisoned(kv: str) -> None:
-    trial = kernels.decode_trial(
-        {"kv": kv, "batch": 3, "context": 40, "ragged": 1}, torch.device("cpu")
-    )
-    (found,) = trial.reference()
-    assert found.isfinite().all()
+def test_where_no_gpu_is_the_part_says_so() -> None:
+    out = io.StringIO()
+    assert part.run(Job("machine", "cuda:0", 1.0), out) == 1
+    assert "--smoke is a dry run without one" in events_of(out)[0].text
