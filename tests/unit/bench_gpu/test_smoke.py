@@ -42,7 +42,7 @@ class DryRun:
 
     def found(self) -> tuple[str, dict[str, object]]:
         """What it prints and writes; it must succeed."""
-        out, err = self._process.communicate(timeout=170)
+        out, err = self._process.communicate(timeout=280)
         assert self._process.returncode == 0, out + err
         return out, json.loads(self._file.read_text())
 
