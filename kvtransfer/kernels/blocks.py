@@ -7,8 +7,8 @@ computes on the rest. The sizes are starting values that no measurement has conf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -147,33 +147,22 @@ def _on_device(slots: Slots | None, device: torch.device) -> torch.Tensor | None
     return ids.to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class Spec:
-    """How a kernel is compiled ahead of time, with the fields that the engine's checker reads:
-    nothing of `kvtransfer` imports an engine.
-    """
-
-    name: str
-    launches: Mapping[str, tuple[int, Callable[[torch.device], object]]]
-
-
-def _launch_of(use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., object]:
+def _launch_case(
+    use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
     """One use of the kernel on three blocks of a pool, the last one partly filled."""
-
-    def launch(device: torch.device) -> object:
-        pool = KvPool(torch.empty((9, *shape), dtype=dtype, device=device))
-        local, remote = Slots((3, 1, 7), 37), Slots((8, 2, 4), 37)
-        sums = torch.zeros(1, dtype=torch.int64, device=device)
-        staging = torch.empty(pool.nbytes(local), dtype=torch.uint8, device=device)
-        calls: dict[str, Callable[[], object]] = {
-            "gather": lambda: gather(pool, local, staging, sums, 1 << 33),
-            "scatter": lambda: scatter(staging, pool, local, sums, 1 << 33),
-            "copy": lambda: copy(pool, local, pool, remote, sums, 1 << 33),
-            "checksum": lambda: checksum(pool, local, sums, 1 << 33),
-        }
-        return calls[use]()
-
-    return launch
+    pool = KvPool(torch.empty((9, *shape), dtype=dtype, device=device))
+    local, remote = Slots((3, 1, 7), 37), Slots((8, 2, 4), 37)
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    staging = torch.empty(pool.nbytes(local), dtype=torch.uint8, device=device)
+    if use == "gather":
+        gather(pool, local, staging, sums, 1 << 33)
+    elif use == "scatter":
+        scatter(staging, pool, local, sums, 1 << 33)
+    elif use == "copy":
+        copy(pool, local, pool, remote, sums, 1 << 33)
+    else:
+        checksum(pool, local, sums, 1 << 33)
 
 
 _POOLS = {  # layers, K and V, heads, tokens of a block, elements of a row
@@ -181,10 +170,12 @@ _POOLS = {  # layers, K and V, heads, tokens of a block, elements of a row
     "int8 64": ((24, 2, 2, 16, 68), torch.int8),
 }
 
-SPEC = Spec(
-    "move_blocks",
-    {
-        f"{use} {name}": (80, _launch_of(use, *pool))
+# How the kernel is compiled ahead of time, with the fields that the engine's checker reads: nothing
+# of `kvtransfer` imports an engine.
+SPEC = SimpleNamespace(
+    name="move_blocks",
+    launches={
+        f"{use} {name}": (80, partial(_launch_case, use, *pool))
         for use in ("gather", "scatter", "copy", "checksum")
         for name, pool in _POOLS.items()
     },
