@@ -278,7 +278,7 @@ class RouterLimits:
     ttft_target_ms: int = 0  # 0: none; a request's own goes first
     max_prompt_tokens: int = 0  # 0: what the context holds
     tenants_file: Path | None = None  # None: one tenant, no keys, no limits
-    silence_s: float = 1.5  # until a worker without a sign of life counts as lost
+    silence_s: float = 1.5  # until a worker without a heartbeat counts as lost
     stall_s: float = 10.0  # for one engine step, unless the worker's steps are long
     recovery_s: float = 30.0  # that accepted requests wait for a worker to come back
     slos: tuple[str, ...] = ()  # what classes of callers were promised: "NAME:ttft=0.5,tpot=0.05"

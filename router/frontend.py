@@ -1,4 +1,4 @@
-"""The door that every caller comes through, whatever it speaks: refuse or admit, run, report.
+"""The generation service behind every protocol: refuse or admit, run, report.
 
 gRPC (`service`) and HTTP are thin over this.
 """
@@ -19,24 +19,24 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 from baton import telemetry
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
 from baton.text import AnyTokenizer
-from baton.v1 import common_pb2, inference_pb2
+from baton.v1 import common_pb2, fleet_pb2, inference_pb2
 from router.admission import feasibility
 from router.admission.admission import Admission, Choices
-from router.admission.tenants import Visit
-from router.admission.wait_queue import Line
-from router.dispatch.attempt import MAX_UNREAD_BYTES, Output
+from router.admission.tenants import AdmissionLease
+from router.admission.wait_queue import WaitQueue
+from router.dispatch.attempt import MAX_UNREAD_BYTES
 from router.dispatch.dispatch import Dispatch
-from router.dispatch.request_state import Ask, Story
-from router.dispatch.text_stream import TextStream
+from router.dispatch.request_state import RequestState, TextStream
 from router.fleet.fleet import Fleet
+from router.placement.explain import explain
 from router.placement.placement import RETRY_AFTER_S
-from router.telemetry.stats import Seen, Tally
+from router.telemetry.stats import RequestRecord, RouterStats
 
 T = TypeVar("T")
 
-UNREAD_S = 10.0  # that one response may wait for a caller who does not read
+UNREAD_S = 10.0  # that one response may wait for a caller that does not read
 _STOP = common_pb2.FINISH_REASON_STOP
-_ENDS = {
+_REASONS = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -45,7 +45,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Caller:
-    """What a request's transport says of it: headers (lower-case names) and its deadline."""
+    """What a request's transport knows of it: headers (lower-case names) and its deadline."""
 
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
@@ -62,16 +62,16 @@ class _Sending:
     the generator's consumer waits for, and end nothing (PEP 789).
     """
 
-    def __init__(self, story: Story, send: Send, listed: set[_Sending]) -> None:
+    def __init__(self, state: RequestState, send: Send, listed: set[_Sending]) -> None:
         """It is in `listed` while it may be ended."""
-        self._story = story
+        self._state = state
         self._send = send
         self._listed = listed
-        self._scope = asyncio.timeout(story.ask.time_left_s)
+        self._scope = asyncio.timeout(state.request.time_left_s)
         self._error: BatonError | None = None
         self._since: float | None = None  # when the response was sent that waits to be read
         self._check: asyncio.TimerHandle | None = None
-        story.on_unread = lambda: self.end(
+        state.on_unread = lambda: self.end(
             Cancelled(f"the caller left {MAX_UNREAD_BYTES >> 10} KiB of output unread")
         )
 
@@ -84,7 +84,7 @@ class _Sending:
     @property
     def after(self) -> str:
         """How far the request has come, in words."""
-        return f"after {len(self._story.delivered)} tokens"
+        return f"after {len(self._state.delivered)} tokens"
 
     def end(self, error: BatonError) -> None:
         """Ends the request with an error from outside its task, unless it has ended."""
@@ -95,7 +95,7 @@ class _Sending:
     async def __aenter__(self) -> Self:
         await self._scope.__aenter__()
         self._listed.add(self)
-        self._look()
+        self._check_read()
         return self
 
     async def __aexit__(
@@ -113,37 +113,37 @@ class _Sending:
             late = DeadlineExceeded(f"the deadline passed {self.after}")
             raise self._error or late from None
 
-    def _look(self) -> None:
-        """Ends the request if its caller has not read for too long; else looks again."""
+    def _check_read(self) -> None:
+        """Ends the request if its caller has not read for too long; else checks again later."""
         loop = asyncio.get_running_loop()
-        due = (loop.time() if self._since is None else self._since) + UNREAD_S
-        if due <= loop.time():
+        limit = (loop.time() if self._since is None else self._since) + UNREAD_S
+        if limit <= loop.time():
             self.end(Cancelled(f"the caller did not read its output for {UNREAD_S:.0f} s"))
-        self._check = loop.call_at(max(due, loop.time() + 1.0), self._look)
+        self._check = loop.call_at(max(limit, loop.time() + 1.0), self._check_read)
 
 
-class Door:
+class GenerationService:
     """Generation for callers. All methods raise BatonError. Event-loop thread only."""
 
     def __init__(
         self,
         admission: Admission,
-        line: Line,
+        wait_queue: WaitQueue,
         dispatch: Dispatch,
         fleet: Fleet,
         tracer: Tracer,
     ) -> None:
         self._admission = admission
-        self._line = line
+        self.wait_queue = wait_queue
         self._dispatch = dispatch
-        self._fleet = fleet
+        self.fleet = fleet
         self._tracer = tracer
         self._idle = asyncio.Event()
         self._idle.set()
         self._sending: set[_Sending] = set()  # of requests that run
         self.running = 0
         self.draining = False
-        # Of an HTTP Accept header: (content type, body). For whoever serves /metrics beside us.
+        # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
         self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 
     @property
@@ -157,21 +157,27 @@ class Door:
         return self._admission.default_timeout_s
 
     @property
-    def tally(self) -> Tally:
+    def stats(self) -> RouterStats:
         """What has happened here so far."""
-        return self._dispatch.tally
+        return self._dispatch.stats
 
     @property
     def why_not_ready(self) -> str:
         """Why new requests are not taken; empty when they are."""
-        return "the router is draining" if self.draining else self._fleet.snapshot().why_not_ready
+        return "the router is draining" if self.draining else self.fleet.snapshot().why_not_ready
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence, tokens; 0 while no limit is known."""
+        own, workers = self._admission.tokenizer.max_context, self.fleet.snapshot().max_context
+        return min(own, workers) if own and workers else own or workers
 
     def check_key(self, caller: Caller) -> None:
-        """Raises Unauthenticated unless the caller may ask for anything."""
+        """Raises Unauthenticated unless the caller has a tenant."""
         self._admission.tenants.of(caller.metadata)
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Runs what takes long on one of the few threads that texts are tokenized on."""
+        """Runs long work on one of the few threads that texts are tokenized on."""
         return await self._admission.in_thread(work, *args)
 
     async def generate(
@@ -191,12 +197,13 @@ class Door:
         parent = telemetry.extract(caller.metadata)
         with (
             self._counted(),
-            self._dispatch.tally.request() as seen,
+            self.stats.request() as record,
             telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
         ):
-            seen.span, seen.trace_id = span, telemetry.trace_id_of(span)
-            seen.held, seen.operation = telemetry.is_held(span), _operation(request)
-            await self._generate(request, caller, span, seen, send, choices, number)
+            record.span, record.trace_id = span, telemetry.trace_id_of(span)
+            record.held = telemetry.is_held(span)
+            record.operation = "chat" if request.HasField("chat") else "text_completion"
+            await self._generate(request, caller, span, record, send, choices, number)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
@@ -204,8 +211,8 @@ class Door:
         """Token ids of a text or a conversation."""
         tenant = self._admission.tenants.of(caller.metadata)
         self._admission.check_model(request.model)
-        tenant.tokenized()
-        token_ids = await self._admission.tokenize(request, self._fleet.snapshot().max_context)
+        tenant.charge_tokenize()
+        token_ids = await self._admission.tokenize(request, self.fleet.snapshot().max_context)
         tenant.use(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
@@ -219,6 +226,19 @@ class Door:
             chat=self.tokenizer.has_chat_template,
         )
         return [model]
+
+    async def explain(
+        self, request: inference_pb2.GenerateRequest, caller: Caller
+    ) -> fleet_pb2.ExplainResponse:
+        """Where a request would run now; nothing is charged and nothing is run."""
+        snapshot = self.fleet.snapshot()
+        tenant = self._admission.tenants.of(caller.metadata)
+        admitted = await self._admission.admit(
+            request, caller.time_left_s, snapshot.max_context, "explained", tenant
+        )
+        admitted = self._admission.preview(admitted, tenant, request.priority)
+        needs = self._dispatch.placement_request(RequestState(admitted))
+        return explain(snapshot, admitted, self.wait_queue, needs, time.monotonic())
 
     async def idle(self) -> None:
         """Returns when no request runs."""
@@ -235,108 +255,102 @@ class Door:
         request: inference_pb2.GenerateRequest,
         caller: Caller,
         span: Span,
-        seen: Seen,
+        record: RequestRecord,
         send: Send,
         choices: Choices | None,
         number: int,
     ) -> None:
-        self._check_open(bool(request.resumed_token_ids))
+        if self.draining:
+            raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
+        if not request.resumed_token_ids:  # that one was admitted before
+            self.wait_queue.check_room()
         tenant = self._admission.tenants.of(caller.metadata)
-        seen.tenant = tenant.name
+        record.tenant = tenant.name
         request_id = uuid.uuid4().hex[:16]
-        with telemetry.span(self._tracer, "router.admit", telemetry.context_of(span)):
-            ask = await self._admission.admit(
+        trace = telemetry.context_of(span)
+        with telemetry.span(self._tracer, "router.admit", trace):
+            admitted = await self._admission.admit(
                 request,
                 caller.time_left_s,
-                self._fleet.snapshot().max_context,
+                self.fleet.snapshot().max_context,
                 request_id,
                 tenant,
                 choices,
                 number,
             )
-            self._check_ready()
-            ask, visit = self._admission.enter(ask, tenant, request.priority, choices, number)
-        _describe(span, ask, self._admission.model)
-        with visit:
-            story = Story(ask, seen.arrived, seen.arrived_ns)
-            self._dispatch.tally.let_in(seen, story)
-            with telemetry.span(self._tracer, "router.check", telemetry.context_of(span)):
-                story.predicted_ttft_s = feasibility.check(
-                    ask,
-                    self._fleet.snapshot(),
-                    self._line,
+            # No request enters while none could be served; those admitted wait for workers.
+            if why_not := self.fleet.snapshot().why_not_ready:
+                raise Unavailable(why_not, RETRY_AFTER_S)
+            admitted, lease = self._admission.enter(
+                admitted, tenant, request.priority, choices, number
+            )
+        span.set_attribute("gen_ai.request.model", self._admission.model)
+        span.set_attribute("baton.request_id", request_id)
+        span.set_attribute("baton.tenant", tenant.name)
+        span.set_attribute("gen_ai.usage.input_tokens", len(admitted.prompt))
+        with lease:
+            state = RequestState(admitted, record.arrived, record.arrived_ns)
+            self.stats.admitted(record, state)
+            with telemetry.span(self._tracer, "router.check", trace):
+                state.predicted_ttft_s = feasibility.check(
+                    admitted,
+                    self.fleet.snapshot(),
+                    self.wait_queue,
                     time.monotonic(),
-                    self._dispatch.wants(story),
+                    self._dispatch.placement_request(state),
                 )
-            async with _Sending(story, send, self._sending) as sending:
-                with telemetry.span(self._tracer, "router.begin", telemetry.context_of(span)):
-                    await sending(
-                        inference_pb2.GenerateResponse(
-                            started=inference_pb2.Started(
-                                request_id=request_id,
-                                trace_id=telemetry.trace_id_of(span),
-                                prompt_tokens=len(ask.prompt),
-                                resumed_tokens=len(ask.resumed),
-                            )
-                        )
+            async with _Sending(state, send, self._sending) as sending:
+                with telemetry.span(self._tracer, "router.begin", trace):
+                    started = inference_pb2.Started(
+                        request_id=request_id,
+                        trace_id=telemetry.trace_id_of(span),
+                        prompt_tokens=len(admitted.prompt),
+                        resumed_tokens=len(admitted.resumed),
                     )
-                await self._deliver(story, visit, seen, sending)
+                    await sending(inference_pb2.GenerateResponse(started=started))
+                await self._deliver(state, lease, span, record, sending)
 
-    async def _deliver(self, story: Story, visit: Visit, seen: Seen, sending: _Sending) -> None:
+    async def _deliver(
+        self,
+        state: RequestState,
+        lease: AdmissionLease,
+        span: Span,
+        record: RequestRecord,
+        sending: _Sending,
+    ) -> None:
         """Deltas, then the finish."""
-        assert seen.span is not None
-        span = seen.span
-        text = TextStream(self._admission.tokenizer, story.ask)
-        run = self._dispatch.run(story, telemetry.context_of(span))
+        trace = telemetry.context_of(span)
+        text = TextStream(self._admission.tokenizer, state.request)
         reason = common_pb2.FINISH_REASON_UNSPECIFIED
-        async with contextlib.aclosing(run) as outputs:
+        async with contextlib.aclosing(self._dispatch.run(state, trace)) as outputs:
             async for output in outputs:
-                visit.delivered(len(output.token_ids))
-                said = text.advance(output.token_ids, _ENDS[output.finish_reason])
+                lease.delivered(len(output.token_ids))
+                new_text = text.advance(output.token_ids, _REASONS[output.finish_reason])
                 reason = _STOP if text.stop is not None else output.finish_reason
-                first = len(story.delivered) == len(output.token_ids)
-                await sending(inference_pb2.GenerateResponse(delta=_delta(said, output, reason)))
-                if first:
-                    self._record_first_token(story, span)
-                    self.tally.first_token(seen)
+                first = len(state.delivered) == len(output.token_ids)
+                delta = inference_pb2.Delta(
+                    text=new_text,
+                    token_ids=output.token_ids,
+                    logprobs=output.logprobs,
+                    finish_reason=reason,
+                )
+                await sending(inference_pb2.GenerateResponse(delta=delta))
+                if first:  # a span as long as the time to first token
+                    telemetry.record(self._tracer, "router.first_token", trace, state.started_ns)
+                    self.stats.first_token(record)
                 if text.stop is not None:
                     break  # the workers do not know of stop strings
-        span.set_attribute("gen_ai.usage.output_tokens", len(story.delivered))
-        with telemetry.span(self._tracer, "router.finish", telemetry.context_of(span)):
-            seen.finished = True
-            await sending(
-                inference_pb2.GenerateResponse(
-                    finish=inference_pb2.Finish(
-                        reason=reason,
-                        stop=text.stop or "",
-                        usage=story.usage(),
-                        timing=story.timing(),
-                        route=story.final_route(),
-                    )
-                )
+        span.set_attribute("gen_ai.usage.output_tokens", len(state.delivered))
+        with telemetry.span(self._tracer, "router.finish", trace):
+            record.finished = True
+            finish = inference_pb2.Finish(
+                reason=reason,
+                stop=text.stop or "",
+                usage=state.usage(),
+                timing=state.timing(),
+                route=state.final_route(),
             )
-
-    def _record_first_token(self, story: Story, span: Span) -> None:
-        """A span as long as the time to first token, ending when that token was on its way."""
-        parent = telemetry.context_of(span)
-        telemetry.record(self._tracer, "router.first_token", parent, story.started_ns)
-
-    def _check_open(self, resumed: bool) -> None:
-        if self.draining:
-            raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
-        if not resumed:  # that one was let in before
-            self._line.check_room()
-
-    def _check_ready(self) -> None:
-        """Lets nobody in while nobody could serve; who is in waits for workers to come back."""
-        if why_not := self._fleet.snapshot().why_not_ready:
-            raise Unavailable(why_not, RETRY_AFTER_S)
-
-    @property
-    def max_context(self) -> int:
-        """Longest sequence, tokens; 0 while no limit is known."""
-        own, workers = self._admission.tokenizer.max_context, self._fleet.snapshot().max_context
-        return min(own, workers) if own and workers else own or workers
+            await sending(inference_pb2.GenerateResponse(finish=finish))
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -348,21 +362,3 @@ class Door:
             self.running -= 1
             if not self.running:
                 self._idle.set()
-
-
-def _operation(request: inference_pb2.GenerateRequest) -> str:
-    """What GenAI conventions call it."""
-    return "chat" if request.HasField("chat") else "text_completion"
-
-
-def _describe(span: Span, ask: Ask, model: str) -> None:
-    span.set_attribute("gen_ai.request.model", model)
-    span.set_attribute("baton.request_id", ask.request_id)
-    span.set_attribute("baton.tenant", ask.tenant)
-    span.set_attribute("gen_ai.usage.input_tokens", len(ask.prompt))
-
-
-def _delta(text: str, output: Output, reason: common_pb2.FinishReason) -> inference_pb2.Delta:
-    return inference_pb2.Delta(
-        text=text, token_ids=output.token_ids, logprobs=output.logprobs, finish_reason=reason
-    )

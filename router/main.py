@@ -20,22 +20,20 @@ from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
-from baton.text import AnyTokenizer, Tokenizer, load_tokenizer
+from baton.text import Tokenizer, load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission import feasibility
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
-from router.admission.wait_queue import Line
-from router.dispatch.dispatch import Dispatch, Settings
+from router.admission.wait_queue import WaitQueue
+from router.dispatch.dispatch import Dispatch, DispatchConfig
 from router.fleet.fleet import Fleet
-from router.fleet.heartbeat import Patience
-from router.fleet.readiness import follow_readiness
-from router.fleet_service import FleetServicer
-from router.frontend import Door
-from router.service import InferenceServicer
-from router.telemetry.metrics import Figures
-from router.telemetry.request_log import RequestLog
-from router.telemetry.tail_sampling import TraceKeeping
+from router.fleet.heartbeat import LivenessConfig
+from router.frontend import GenerationService
+from router.service import FleetServicer, InferenceServicer
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.stats import RequestLog
+from router.telemetry.tail_sampling import SamplingPolicy
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +41,8 @@ STOP_GRACE_S = 2.0
 _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 
 
-# Serves the door over another protocol, from its start to the end of the drain.
-Frontend = Callable[[Door], AbstractAsyncContextManager[None]]
+# Serves generation over another protocol, from its start to the end of the drain.
+Frontend = Callable[[GenerationService], AbstractAsyncContextManager[None]]
 
 
 def run(config: RouterConfig, frontends: Sequence[Frontend] = ()) -> int:
@@ -56,7 +54,9 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    tokenizer = _tokenizer(config)
+    path = model_path(config.model)
+    # Only a model with made-up weights may have no tokenizer.
+    tokenizer = load_tokenizer(path) if config.random_weights else Tokenizer.load(path)
     tenants = Tenants.load(config.tenants_file)
     server, address = bind(config.host, config.port)
     trace = telemetry.setup(
@@ -68,8 +68,8 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
     registry = EtcdRegistry(config.registry)
     try:
         async with registry.watch() as membership:
-            patience = Patience(config.silence_s, config.stall_s)
-            fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, patience)
+            liveness = LivenessConfig(config.silence_s, config.stall_s)
+            fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, liveness)
             admission = Admission(
                 config.served_name,
                 tokenizer,
@@ -93,12 +93,6 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
     return 0
 
 
-def _tokenizer(config: RouterConfig) -> AnyTokenizer:
-    """The model's tokenizer; only a model with made-up weights may have none."""
-    path = model_path(config.model)
-    return load_tokenizer(path) if config.random_weights else Tokenizer.load(path)
-
-
 async def _serve(
     config: RouterConfig,
     server: grpc.aio.Server,
@@ -109,22 +103,22 @@ async def _serve(
     stop: asyncio.Event,
     frontends: Sequence[Frontend],
 ) -> None:
-    settings = Settings(
+    dispatch_config = DispatchConfig(
         max_attempts=config.max_attempts,
         recovery_s=config.recovery_s,
         local_prefill_max_tokens=config.local_prefill_max_tokens,
     )
-    line = Line(config.max_queue, in_flight=fleet.tokens_in_flight)
-    dispatch = Dispatch(fleet, line, settings, trace.tracer)
-    door = Door(admission, line, dispatch, fleet, trace.tracer)
+    queue = WaitQueue(config.max_queue, in_flight=fleet.tokens_in_flight)
+    dispatch = Dispatch(fleet, queue, dispatch_config, trace.tracer)
+    service = GenerationService(admission, queue, dispatch, fleet, trace.tracer)
     slos = slo.parse_all(config.slos)
     recorder = Recorder("router", {"service.instance.id": config.incarnation})
-    figures = Figures(recorder, admission.model, slos)
-    figures.look_at(door, line, fleet)
-    keeping = TraceKeeping(trace, fleet, config.trace_slow_s, slos)
-    # In this order: a trace that is kept may be an example of a figure.
-    dispatch.tally.listeners = (keeping, figures, RequestLog())
-    door.metrics_page = recorder.render
+    metrics = RouterMetrics(recorder, admission.model, slos)
+    metrics.observe(service)
+    sampler = SamplingPolicy(trace, fleet, config.trace_slow_s, slos)
+    # In this order: a trace that is kept may be an exemplar of a metric.
+    dispatch.stats.listeners = (sampler, metrics, RequestLog())
+    service.metrics_page = recorder.render
     status = fleet_pb2.RouterStatus(
         incarnation=config.incarnation,
         address=address,
@@ -134,11 +128,10 @@ async def _serve(
         otlp=config.otlp or "",
     )
     health = Health()
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(door), server)
-    operators = FleetServicer(fleet, line, admission, door, status, config.local_prefill_max_tokens)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(service, status), server)
     health.add_to(server, _SERVICES)
-    readiness = asyncio.create_task(follow_readiness(fleet, health), name="readiness")
+    readiness = asyncio.create_task(_follow_readiness(fleet, health), name="readiness")
     try:
         async with contextlib.AsyncExitStack() as stack:
             await server.start()
@@ -147,31 +140,42 @@ async def _serve(
                 page = serving(recorder.render, config.host, config.metrics_port)
                 await stack.enter_async_context(page)
             for frontend in frontends:
-                await stack.enter_async_context(frontend(door))
+                await stack.enter_async_context(frontend(service))
             log.info("router %s at %s serves %s", config.incarnation, address, admission.model)
             await stop.wait()
             readiness.cancel()
             await health.set(False)
-            await _drain(config.drain_s, door)
+            await _drain(config.drain_s, service)
     finally:
         readiness.cancel()
         await asyncio.gather(readiness, return_exceptions=True)
         await server.stop(STOP_GRACE_S)
         await dispatch.close()
-        await keeping.close()
+        await sampler.close()
         recorder.close()
 
 
-async def _drain(drain_s: float, door: Door) -> None:
+async def _follow_readiness(fleet: Fleet, health: Health) -> None:
+    """SERVING exactly while a request could be placed somewhere; runs until cancelled."""
+    while True:
+        changed = fleet.changed
+        why_not = fleet.snapshot().why_not_ready
+        if (not why_not) is not health.serving:
+            log.info("readiness: %s", f"NOT_SERVING, {why_not}" if why_not else "SERVING")
+        await health.set(not why_not)
+        await changed.wait()
+
+
+async def _drain(drain_s: float, service: GenerationService) -> None:
     """Takes nothing new; what runs may finish."""
-    log.info("draining %d requests for at most %.0f s", door.running, drain_s)
-    door.draining = True
+    log.info("draining %d requests for at most %.0f s", service.running, drain_s)
+    service.draining = True
     try:
         async with asyncio.timeout(drain_s):
-            await door.idle()
+            await service.idle()
     except TimeoutError:
-        log.warning("%d requests did not finish in time: their callers are told", door.running)
-        door.give_up()
+        log.warning("%d requests did not finish in time and end UNAVAILABLE", service.running)
+        service.give_up()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):
-                await door.idle()
+                await service.idle()

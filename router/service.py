@@ -1,40 +1,78 @@
-"""The router's RPCs for callers, thin: what they mean is told in `door`."""
+"""The router's RPCs, thin: generation for callers (`frontend`), and its view for operators."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from baton import rpc
-from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.frontend import Caller, Door
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.frontend import Caller, GenerationService
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Generation over gRPC."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
 
     @rpc.unary
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Streams one completion."""
-        await self._door.generate(request, caller_of(context), context.write)
+        await self._service.generate(request, caller_of(context), context.write)
 
     @rpc.unary
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a text or a conversation."""
-        return await self._door.tokenize(request, caller_of(context))
+        return await self._service.tokenize(request, caller_of(context))
 
     @rpc.unary
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         """The one model this router serves."""
-        return inference_pb2.ListModelsResponse(models=self._door.models(caller_of(context)))
+        return inference_pb2.ListModelsResponse(models=self._service.models(caller_of(context)))
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """The cluster as this router sees it."""
+
+    def __init__(self, service: GenerationService, router: fleet_pb2.RouterStatus) -> None:
+        """`router` has what does not change."""
+        self._service = service
+        self._router = router
+
+    @rpc.unary
+    async def GetStatus(
+        self, request: fleet_pb2.GetStatusRequest, context: Any
+    ) -> fleet_pb2.GetStatusResponse:
+        """Workers, load and pairs as seen now."""
+        service, fleet = self._service, self._service.fleet
+        snapshot, stats = fleet.snapshot(), service.stats
+        router = fleet_pb2.RouterStatus()
+        router.CopyFrom(self._router)
+        router.state = "NOT_SERVING" if service.why_not_ready else "SERVING"
+        router.queued = service.wait_queue.depth
+        router.running = service.running
+        router.registry_connected = fleet.registry_connected
+        router.counts.CopyFrom(stats.counts())
+        router.latency.CopyFrom(stats.latency())
+        router.events.extend(stats.events)
+        workers = [
+            fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
+            for w in (*snapshot.prefill, *snapshot.decode)
+        ]
+        return fleet_pb2.GetStatusResponse(router=router, workers=workers, pairs=fleet.pairs)
+
+    @rpc.unary
+    async def Explain(
+        self, request: fleet_pb2.ExplainRequest, context: Any
+    ) -> fleet_pb2.ExplainResponse:
+        """Where a request would run now; nothing is charged and nothing is run."""
+        return await self._service.explain(request.request, caller_of(context))
 
 
 def caller_of(context: Any) -> Caller:
-    """Who calls, and how long the call may take."""
+    """A call's metadata and the time that is left of it."""
     return Caller(tuple(context.invocation_metadata() or ()), context.time_remaining())

@@ -151,7 +151,7 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
         ("--default-timeout", "default_timeout_s", "SECONDS", "for requests without a deadline"),
         ("--ttft-target", "ttft_target_ms", "MS", "refuse what cannot start in time (default: no)"),
         ("--max-prompt-tokens", "max_prompt_tokens", "N", "of a prompt (default: the context)"),
-        ("--silence", "silence_s", "SECONDS", "without a sign of life until a worker is lost"),
+        ("--silence", "silence_s", "SECONDS", "without a heartbeat until a worker is lost"),
         ("--stall", "stall_s", "SECONDS", "that a worker's engine may take for a step"),
         ("--recovery-timeout", "recovery_s", "SECONDS", "that requests wait for a lost worker"),
         ("--trace-slow", "trace_slow_s", "SECONDS", "to a first token: such traces are kept"),

@@ -1,8 +1,9 @@
-"""OpenAI's HTTP API over the router's door, as gRPC is: `frontend` is given to `router.main.run`.
+"""OpenAI's HTTP API over the same service as gRPC: `frontend` is given to `router.main.run`.
 
-    server (uvicorn, one socket) -> routes -> generation -> Door -> response_format -> client
+    server (uvicorn, one socket) -> routes -> generation -> GenerationService
+    -> response_format -> client
 
-It knows HTTP and JSON, and nothing of workers; admission is the door's.
+It knows HTTP and JSON, and nothing of workers; admission is the service's.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from baton.gateway.response_format import DONE, REASONS, Choice, ResponseFormat,
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
 from router.admission.admission import Choices
-from router.frontend import Caller, Door
+from router.frontend import Caller, GenerationService
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,11 @@ def max_body_bytes(max_context: int) -> int:
     return min(max(most, _MIN_BODY_BYTES), MAX_BODY_BYTES)
 
 
-async def _body_of(exchange: HttpExchange, expected: json_schema.Schema, door: Door) -> Body:
+async def _body_of(
+    exchange: HttpExchange, expected: json_schema.Schema, service: GenerationService
+) -> Body:
     """The request's body, checked. Raises InvalidRequest or HttpError."""
-    max_bytes = max_body_bytes(door.max_context)
+    max_bytes = max_body_bytes(service.max_context)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             text = await exchange.body(max_bytes, MAX_BODY_BYTES)
@@ -69,8 +71,8 @@ async def _body_of(exchange: HttpExchange, expected: json_schema.Schema, door: D
         raise HttpError(413, f"the body is over {max_bytes} bytes", close)
     kind = exchange.header(b"content-type").decode("latin-1")
     if len(text) <= _LARGE_BODY_BYTES:
-        return _checked(text, kind, expected, door.max_context)
-    return await door.in_thread(_checked, text, kind, expected, door.max_context)
+        return _checked(text, kind, expected, service.max_context)
+    return await service.in_thread(_checked, text, kind, expected, service.max_context)
 
 
 def _checked(text: bytes, kind: str, expected: json_schema.Schema, max_context: int) -> Body:
@@ -96,16 +98,16 @@ def _checked(text: bytes, kind: str, expected: json_schema.Schema, max_context: 
 class Endpoint(ABC):
     """An ASGI application that answers POSTs of one schema; `answer` is what it does."""
 
-    def __init__(self, door: Door, expected: json_schema.Schema) -> None:
-        self._door = door
+    def __init__(self, service: GenerationService, expected: json_schema.Schema) -> None:
+        self._service = service
         self._schema = expected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = HttpExchange(scope, receive, send)
         try:
             caller = exchange.caller
-            self._door.check_key(caller)
-            body = await _body_of(exchange, self._schema, self._door)
+            self._service.check_key(caller)
+            body = await _body_of(exchange, self._schema, self._service)
             async with exchange.while_connected():
                 await self.answer(body, caller, exchange)
         except ClientGone as error:
@@ -127,14 +129,14 @@ class GenerationEndpoint(Endpoint):
 
     def __init__(
         self,
-        door: Door,
+        service: GenerationService,
         response_format: ResponseFormat,
         expected: json_schema.Schema,
         parse_body: Callable[[Body], ParsedRequest],
         names: Mapping[str, Sequence[str]],
     ) -> None:
         """`names` says how the router's fields may be called in this API's bodies."""
-        super().__init__(door, expected)
+        super().__init__(service, expected)
         self._format = response_format
         self._parse_body = parse_body
         self._names = names
@@ -143,7 +145,7 @@ class GenerationEndpoint(Endpoint):
         """Generates; a client that hangs up cancels that."""
         parsed = self._parse_body(body)
         try:
-            run = _Generation(self._door, self._format, parsed, caller, exchange)
+            run = _Generation(self._service, self._format, parsed, caller, exchange)
             await (run.stream() if parsed.stream else run.whole())
         except InvalidRequest as error:
             name = error.field.removeprefix("sampling.")
@@ -156,14 +158,14 @@ class GenerationEndpoint(Endpoint):
 class _Generation:
     """One request under way."""
 
-    door: Door
+    service: GenerationService
     format: ResponseFormat
     parsed: ParsedRequest
     caller: Caller
     exchange: HttpExchange
 
     def __post_init__(self) -> None:
-        parsed, tokenizer = self.parsed, self.door.tokenizer
+        parsed, tokenizer = self.parsed, self.service.tokenizer
         self._choices = [
             Choice(self.format.logprobs(tokenizer) if parsed.logprobs else None)
             for _ in range(len(parsed.requests) * parsed.n)
@@ -230,13 +232,13 @@ class _Generation:
                 choice.usage, choice.stop = finish.usage, finish.stop or None
                 choice.reason = REASONS[finish.reason]
 
-        await run_choices(self.door, self.parsed, self.caller, take)
+        await run_choices(self.service, self.parsed, self.caller, take)
 
     def _start(self, started: inference_pb2.Started) -> None:
         """The first choice to start names the request."""
         if self._head.request_id:
             return
-        model = self.parsed.model or self.door.models(self.caller)[0].name
+        model = self.parsed.model or self.service.models(self.caller)[0].name
         self._head = replace(self._head, request_id=started.request_id, model=model)
         self._trace_id = started.trace_id
 
@@ -259,14 +261,14 @@ class _Generation:
         ).encode()
 
     def _text(self, prompt: str | Sequence[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.door.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
 
     def _id_headers(self) -> list[tuple[bytes, bytes]]:
         return self.exchange.id_headers(self._head.request_id, self._trace_id)
 
 
 async def run_choices(
-    door: Door, parsed: ParsedRequest, caller: Caller, send: SendResponse
+    service: GenerationService, parsed: ParsedRequest, caller: Caller, send: SendResponse
 ) -> None:
     """Sends the output of n choices of each prompt as it comes; cancelling it cancels all of them.
 
@@ -279,10 +281,10 @@ async def run_choices(
     total = len(requests) * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await door.generate(requests[0], caller, partial(send, 0), Choices(cut_output=cut))
+        await service.generate(requests[0], caller, partial(send, 0), Choices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
-    left_s = door.default_timeout_s if caller.time_left_s is None else caller.time_left_s
+    left_s = service.default_timeout_s if caller.time_left_s is None else caller.time_left_s
     deadline = loop.time() + left_s  # one for all, also for those that begin later
     computed = [asyncio.Event() for _ in requests]
     shared = [Choices(total, first=i == 0, cut_output=cut) for i in range(len(requests))]
@@ -303,7 +305,7 @@ async def run_choices(
                 await send(choice, response)
 
             left = replace(caller, time_left_s=deadline - loop.time())
-            await door.generate(requests[index], left, send_on, shared[index], number)
+            await service.generate(requests[index], left, send_on, shared[index], number)
             prompt.set()
 
     try:

@@ -96,7 +96,7 @@ def parse_tokenize(body: Body) -> inference_pb2.TokenizeRequest:
 
 
 def chat_of(messages: Sequence[Mapping[str, Any]]) -> inference_pb2.Chat:
-    """A conversation as the door takes it."""
+    """A conversation as the service takes it."""
     return inference_pb2.Chat(
         messages=[
             inference_pb2.ChatMessage(role=message["role"], content=_content(message))

@@ -19,7 +19,7 @@ from baton.gateway.http_exchange import HttpError, HttpExchange, failure_of
 from baton.gateway.request import Body, parse_chat, parse_completion, parse_tokenize
 from baton.gateway.response_format import CHAT_FORMAT, COMPLETION_FORMAT, text_of
 from baton.v1 import inference_pb2
-from router.frontend import Caller, Door
+from router.frontend import Caller, GenerationService
 
 _RETRY_AFTER_S = 1.0
 _PROMPT = {"input": ("prompt",), "text": ("prompt",), "token_ids": ("prompt",)}
@@ -31,18 +31,18 @@ _CHAT = {
 }
 
 
-def app_of(door: Door, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The API over one door; `routes` come after our own."""
-    info = InfoRoutes(door)
+def app_of(service: GenerationService, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The API over one service; `routes` come after our own."""
+    info = InfoRoutes(service)
     completions = GenerationEndpoint(
-        door, COMPLETION_FORMAT, api_schema.COMPLETION, parse_completion, _PROMPT
+        service, COMPLETION_FORMAT, api_schema.COMPLETION, parse_completion, _PROMPT
     )
-    chats = GenerationEndpoint(door, CHAT_FORMAT, api_schema.CHAT, parse_chat, _CHAT)
+    chats = GenerationEndpoint(service, CHAT_FORMAT, api_schema.CHAT, parse_chat, _CHAT)
     return Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chats, methods=["POST"]),
-            Route("/tokenize", TokenizeEndpoint(door), methods=["POST"]),
+            Route("/tokenize", TokenizeEndpoint(service), methods=["POST"]),
             Route("/v1/models", info.models),
             Route("/v1/models/{model:path}", info.model),
             Route("/health", info.health),
@@ -59,19 +59,19 @@ def app_of(door: Door, routes: Sequence[BaseRoute] = ()) -> Starlette:
 class TokenizeEndpoint(Endpoint):
     """/tokenize, as vLLM has it."""
 
-    def __init__(self, door: Door) -> None:
-        super().__init__(door, api_schema.TOKENIZE)
+    def __init__(self, service: GenerationService) -> None:
+        super().__init__(service, api_schema.TOKENIZE)
 
     async def answer(self, body: Body, caller: Caller, exchange: HttpExchange) -> None:
         """Token ids, their number and the model's context."""
         parsed = parse_tokenize(body)
         try:
-            found = await self._door.tokenize(parsed, caller)
+            found = await self._service.tokenize(parsed, caller)
         except InvalidRequest as error:
             field = "prompt" if parsed.HasField("text") else "messages"
             raise InvalidRequest(str(error), field) from error
         tokens = list(found.token_ids)
-        names = [text_of(self._door.tokenizer, token) for token in tokens]
+        names = [text_of(self._service.tokenizer, token) for token in tokens]
         answer = {
             "count": len(tokens),
             "max_model_len": found.max_context,
@@ -84,8 +84,8 @@ class TokenizeEndpoint(Endpoint):
 class InfoRoutes:
     """What can be read of the router without generating anything."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
         self._openapi = api_schema.document()
 
     async def models(self, request: Request) -> Response:
@@ -107,7 +107,7 @@ class InfoRoutes:
 
     async def ready(self, request: Request) -> Response:
         """Whether a request would be let in, and if not, why not."""
-        if why_not := self._door.why_not_ready:
+        if why_not := self._service.why_not_ready:
             raise Unavailable(why_not, _RETRY_AFTER_S)
         return JSONResponse({"status": "ready"})
 
@@ -121,13 +121,13 @@ class InfoRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """The router's metrics, as Prometheus reads them."""
-        kind, page = self._door.metrics_page(request.headers.get("accept", ""))
+        kind, page = self._service.metrics_page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": kind})
 
     def _known(self, request: Request) -> list[inference_pb2.Model]:
         key = request.headers.get("authorization")
         metadata = () if key is None else (("authorization", key.encode("latin-1")),)
-        return self._door.models(Caller(metadata))
+        return self._service.models(Caller(metadata))
 
 
 def _model(model: inference_pb2.Model) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Serves the door over HTTP in the router's process, on the router's event loop."""
+"""Serves the service over HTTP in the router's process, on the router's event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from baton.errors import ConfigError, Unavailable
 from baton.gateway.http_exchange import WRITE_ON, HttpError, HttpExchange, failure_of
 from baton.gateway.routes import app_of
-from router.frontend import Door
+from router.frontend import GenerationService
 from router.main import Frontend
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ def frontend(host: str, port: int, routes: Sequence[BaseRoute] = ()) -> Frontend
     """
     listener = listen(host, port)
 
-    def enter(door: Door) -> AbstractAsyncContextManager[None]:
-        return serving(door, listener, routes)
+    def enter(service: GenerationService) -> AbstractAsyncContextManager[None]:
+        return serving(service, listener, routes)
 
     return enter
 
@@ -79,10 +79,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serving(
-    door: Door, listener: socket.socket, routes: Sequence[BaseRoute] = ()
+    service: GenerationService, listener: socket.socket, routes: Sequence[BaseRoute] = ()
 ) -> AsyncIterator[None]:
     """Takes connections while inside; at the end what is being answered may finish."""
-    server = _server(door, routes)
+    server = _server(service, routes)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     # Not `server.serve()`: that takes the process's signals, which are the router's.
@@ -98,10 +98,10 @@ async def serving(
         await server.shutdown(sockets=[listener])
 
 
-def _server(door: Door, routes: Sequence[BaseRoute]) -> uvicorn.Server:
+def _server(service: GenerationService, routes: Sequence[BaseRoute]) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
-            app_of(door, routes),
+            app_of(service, routes),
             http=Connection,
             ws="none",
             loop="none",

@@ -20,8 +20,7 @@ from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
 from baton.sampling import SamplingParams
 from baton.text import AnyTokenizer, check_stop_strings, load_tokenizer
-from router.dispatch.request_state import Ask
-from router.dispatch.text_stream import TextStream
+from router.dispatch.request_state import TextStream, TokenizedRequest
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -62,23 +61,25 @@ class SingleProcess:
         check_stop_strings(stop)
         self._requests += 1
         name = f"local-{self._requests}"
-        ask = Ask(name, tuple(tokens), params, tuple(stop), False, "", float("inf"))
+        request = TokenizedRequest(
+            name, tuple(tokens), params, tuple(stop), False, "", float("inf")
+        )
         started = time.monotonic()
         sequence = EngineSequence(name, list(tokens), len(tokens), params)
         self._engine.add(sequence).result()
         try:
-            return self._collect(ask, sequence, started, on_text)
+            return self._collect(request, sequence, started, on_text)
         finally:
             self._engine.release(name).result()
 
     def _collect(
         self,
-        ask: Ask,
+        request: TokenizedRequest,
         sequence: EngineSequence,
         started: float,
         on_text: Callable[[str], None],
     ) -> Completion:
-        text = TextStream(self.tokenizer, ask)
+        text = TextStream(self.tokenizer, request)
         pieces: list[str] = []
         logprobs: list[TokenLogprobs] = []
         times: list[float] = []
@@ -109,14 +110,14 @@ class SingleProcess:
             finish_reason="stop" if reason == "stop" else "length",
             stop=text.stop or "",
             logprobs=tuple(logprobs),
-            usage=Usage(len(ask.prompt), len(tokens), sequence.num_cached),
+            usage=Usage(len(request.prompt), len(tokens), sequence.num_cached),
             timing=Timing(
                 ttft_ms=(times[0] - started) * 1e3,
                 tpot_ms=(times[-1] - times[0]) * 1e3 / steps,
                 e2e_ms=(time.monotonic() - started) * 1e3,
             ),
             route=Route(attempts=1),
-            request_id=ask.request_id,
+            request_id=request.request_id,
         )
 
     def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:

@@ -106,7 +106,7 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.requests.running", GAUGE, "{request}", (ROUTER,),
         "Requests inside now, those that wait included."),
     Instrument("baton.requests.queued", GAUGE, "{request}", (ROUTER,),
-        "Requests that stand in the line for room now."),
+        "Requests that wait in the queue for room now."),
     Instrument("baton.request.queue_time", HISTOGRAM, "s", (ROUTER,),
         "From arrival until a decode worker held blocks for the request the first time.",
         (), WAIT_S),

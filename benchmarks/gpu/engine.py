@@ -1,95 +1,105 @@
 """Part "engine": decode steps and prompts of whole models with made-up weights, sampling included.
 
-Beside each figure stands its floor, from what the device was measured to do, and transformers in
-turn with it. First of all the engine is held against its reference in float32: the same tokens.
+Beside each figure stands its floor, the bytes and the arithmetic that no engine gets around at the
+rates that the device was measured to have, and transformers in turn with it. First of all the
+engine is compared with its reference in float32: the same tokens.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu import floors
-from benchmarks.gpu.clock import clock_of
-from benchmarks.gpu.device import device_of, free
-from benchmarks.gpu.driving import Driver, Limits
-from benchmarks.gpu.job import (
-    Case,
-    Cell,
-    Doing,
-    Event,
-    Failed,
-    Job,
-    Note,
-    Row,
-    attempt,
-    guarded,
-    in_time,
-    is_fatal,
-    told,
-)
-from benchmarks.gpu.our_engine import BF16, FLOAT32, FP8, Formats, OurEngine
-from benchmarks.gpu.rival import Rival
-from benchmarks.gpu.sizes import (
-    CHUNK,
-    CONTEXT,
-    PROMPTS,
-    RIVAL_MOST,
-    STEPS,
-    batches_of,
-    blocks,
-    unsupported,
-)
-from benchmarks.gpu.step_parts import Untold, parts_of
-from benchmarks.gpu.targets import DECODE, OF_FLOOR, OF_MATMUL, OF_RIVAL, PREFILL
+from benchmarks.gpu.harness import BLOCK_SIZE, Driver, Limits, OurEngine, Transformers
+from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape
 
-EQUAL = "engine against its reference"
-_RIVAL_STEPS = 8
-_PROFILED, _PROFILED_STEPS = (1, 64), 16
-_DECODE_CONTEXT = 2048  # of tables, as wide as short sequences have them
+BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
+PROMPTS, CHUNK = (512, 2048, 8192), 2048
+RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
+_SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
+_NAMED = 8  # kernels of a step with rows of their own
 
 
-def run(job: Job) -> Iterator[Event]:
+@dataclass(frozen=True)
+class Formats:
+    """Of what weights, KV and everything else are made; bytes of an element of them."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    kv: torch.dtype = torch.bfloat16
+    quantization: str = "none"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of an element of a matrix."""
+        return self.dtype.itemsize if self.quantization == "none" else 1
+
+
+BF16, FP8 = Formats("bf16"), Formats("fp8", kv=torch.float8_e4m3fn, quantization="fp8")
+FLOAT32 = Formats("f32", torch.float32, torch.float32)
+SMALL = Shape(
+    "small", "nothing real: quick in float32", "LlamaForCausalLM", 1024, 6, 16, 4, 2816, 8192
+)
+
+
+def weight_bytes(shape: Shape, formats: Formats = BF16) -> int:
+    """What a decode step reads of the weights: every matrix once, of the embedding a few rows."""
+    matrices = shape.layers * shape.layer_matrices + shape.vocab * shape.hidden
+    return matrices * formats.weight_bytes
+
+
+def kv_bytes(shape: Shape, formats: Formats = BF16) -> int:
+    """KV of one token over all layers; rows of eight bits have a scale of 4 bytes."""
+    row = shape.head_size * formats.kv.itemsize + (4 if formats.kv.itemsize == 1 else 0)
+    return 2 * shape.layers * shape.kv_heads * row
+
+
+def prefill_flops(shape: Shape, tokens: int) -> float:
+    """A whole prompt: matrices, causal attention, and the scores of the last token alone."""
+    matrices = 2.0 * tokens * shape.layers * shape.layer_matrices
+    attention = 4.0 * shape.layers * shape.heads * shape.head_size * tokens * (tokens + 1) / 2
+    return matrices + attention + 2.0 * shape.vocab * shape.hidden
+
+
+def run(part: Part) -> None:
     """Equality, then each shape in bf16 beside transformers, then in fp8."""
-    yield Doing(EQUAL, "float32, greedy")
-    yield attempt(EQUAL, "float32, greedy", lambda: equality(job))
+    part.attempt("engine against its reference", "float32, greedy", partial(equality, part))
     for formats in (BF16, FP8):
-        for shape in job.models:
-            title = f"{shape.name} {formats.name}"
-            yield from guarded(DECODE, title, partial(_shape, job, shape, formats))
-            free(job)
+        for shape in part.job.models:
+            part.attempt("decode", title_of(shape, formats), partial(_shape, part, shape, formats))
+            part.free()
 
 
-def decode_name(shape: Shape, formats: Formats, batch: int) -> str:
+def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
     """A row's name."""
-    return f"{shape.name} {formats.name}, batch {batch}"
+    return f"{shape.name} {formats.name}" + (f", {size}" if size else "")
 
 
-def prefill_name(shape: Shape, formats: Formats, tokens: int) -> str:
-    """A row's name."""
-    return f"{shape.name} {formats.name}, {tokens} tokens"
-
-
-def equality(job: Job) -> dict[str, Cell]:
+def equality(part: Part) -> Cells:
     """Tokens of some prompts, by kernels and by plain torch. Raises AssertionError."""
-    device = device_of(job)
-    shape = job.models[-1] if job.smoke else SMALL
-    lengths, new_tokens = job.sized(((1, 15, 16, 17, 300, 700), 32), ((1, 17, 300), 16), ((17,), 2))
+    sized, smoke = part.job.sized, part.job.smoke
+    shape = part.job.models[-1] if smoke else SMALL
+    lengths, new_tokens = sized(((1, 15, 16, 17, 300, 700), 32), ((1, 17, 300), 16), ((17,), 2))
     limits = Limits(8, 1024, 256)
-    ours = OurEngine(shape, FLOAT32, device, 512 if not job.smoke else 40, graphs=not job.smoke)
+    ours = _engine(part, shape, FLOAT32, 40 if smoke else 512)
     prompts = [
         torch.randint(
             shape.vocab, (length,), generator=torch.Generator().manual_seed(length)
         ).tolist()
         for length in lengths
     ]
-    with ours.driver(limits) as driver:
+    with ours.driver(limits, graphs=not smoke) as driver:
         found = driver.generate(prompts, new_tokens)
     with ours.reference(limits) as driver:
         wanted = driver.generate(prompts, new_tokens)
@@ -97,200 +107,234 @@ def equality(job: Job) -> dict[str, Cell]:
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
 
 
-SMALL = Shape(
-    "small", "nothing real: quick in float32", "LlamaForCausalLM", 1024, 6, 16, 4, 2816, 8192
-)
+def _engine(part: Part, shape: Shape, formats: Formats, blocks: int) -> OurEngine:
+    form = (formats.dtype, formats.kv, formats.quantization)
+    return OurEngine(shape, *form, part.device, blocks)
+
+
+def _blocks(part: Part, batch: int) -> int:
+    """For decoding, or for the longest prompt if that takes more."""
+    sized = part.job.sized
+    context = sized(CONTEXT, CONTEXT, 20) + 12 + sized(STEPS, STEPS // 2, 2)
+    prompt = sized(max(PROMPTS), max(PROMPTS), 33) + 32
+    return max((batch + 2) * -(-context // BLOCK_SIZE), -(-prompt // BLOCK_SIZE)) + 8
+
+
+def _fitting(part: Part, shape: Shape, formats: Formats, beside: bool) -> list[int]:
+    """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
+    wanted = list(part.job.sized(BATCHES, (1, 64), (2,)))
+    if part.device.type != "cuda":
+        return wanted
+    room = torch.cuda.mem_get_info(part.device)[0] - _SPARE
+    room -= shape.num_parameters * formats.weight_bytes
+    if beside:
+        theirs = RIVAL_MOST * (CONTEXT + 2 * STEPS)
+        room -= 2 * shape.num_parameters + 2 * theirs * kv_bytes(shape)
+    block = BLOCK_SIZE * kv_bytes(shape, formats)
+    return [batch for batch in wanted if _blocks(part, batch) * block <= room]
+
+
+def _shape(part: Part, shape: Shape, formats: Formats) -> None:
+    """All of one shape in one format."""
+    title, capability = title_of(shape, formats), None
+    if part.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(part.device)
+    note = partial(part.tell, "note", "decode")
+    if part.late:
+        return note(text=f"left out, because its time was over: {title}")
+    if capability and formats == FP8 and (why := unsupported_format("fp8", capability)):
+        return note(text=f"{title} is left out: {why}")
+    beside = formats == BF16
+    batches = _fitting(part, shape, formats, beside)
+    if beside and not batches:
+        batches, beside = _fitting(part, shape, formats, False), False
+        note(text=f"{shape.name} without transformers: no memory is left for it")
+    try:
+        ours = _engine(part, shape, formats, _blocks(part, max(batches))) if batches else None
+    except torch.OutOfMemoryError:
+        ours = None
+    if ours is None:
+        return note(text=f"{title} is left out: it does not fit the GPU's memory")
+    rival: Transformers | None = None
+    if beside:
+        try:
+            rival = Transformers(shape, part.device)
+        except Exception as error:  # whatever version of it is there
+            note(text=f"{shape.name} without transformers: {summary(error)}")
+    measuring = Measuring(part, shape, formats, rival)
+    sized = part.job.sized
+    limits = Limits(max(batches), sized(2048, 2048, 64), CHUNK, sized(8, 8, 1))
+    with ours.driver(limits, graphs=True) as driver:
+        part.measure("decode", measuring.decode_cases(driver, batches))
+        if beside or formats == BF16:
+            _profiles(
+                part, driver, title, [b for b in sized((1, 64), (1, 64), (2,)) if b in batches]
+            )
+    longest = sized(max(PROMPTS) + 64, max(PROMPTS) + 64, 128)
+    with ours.driver(Limits(8, longest, sized(CHUNK, CHUNK, 16)), graphs=False) as driver:
+        part.measure("prefill", measuring.prefill_cases(driver))
+    return None
 
 
 @dataclass
-class _Measuring:
-    """One shape in one format, and transformers beside it, if it is.
+class Measuring:
+    """One shape in one format, and transformers beside it if it is there."""
 
-    troubles: what transformers failed with, in words; it takes nothing from our own figures.
-    """
-
-    job: Job
+    part: Part
     shape: Shape
     formats: Formats
-    ours: OurEngine
-    rival: Rival | None
-    troubles: list[str] = field(default_factory=list)
+    rival: Transformers | None
 
     def decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
-        """One for each batch."""
+        """One for each batch, then with sampling instead of the likeliest token."""
         for batch in batches:
-            name = decode_name(self.shape, self.formats, batch)
+            name = title_of(self.shape, self.formats, f"batch {batch}")
             yield name, partial(self.decode, driver, batch)
+        if self.formats == BF16:
+            batch = min(64, max(batches))
+            name = title_of(self.shape, self.formats, f"batch {batch}, top-p")
+            yield name, partial(self.sampled, driver, batch)
 
-    def prefill_cases(self, driver: Driver, prompts: list[int]) -> Iterator[Case]:
+    def prefill_cases(self, driver: Driver) -> Iterator[Case]:
         """One for each prompt."""
-        for tokens in prompts:
-            name = prefill_name(self.shape, self.formats, tokens)
+        for tokens in self.part.job.sized(PROMPTS, PROMPTS[1:2], (20,)):
+            name = title_of(self.shape, self.formats, f"{tokens} tokens")
             yield name, partial(self.prefill, driver, tokens)
 
-    def decode(self, driver: Driver, batch: int) -> dict[str, Cell]:
-        """Steps of one batch size; ours and theirs in turn."""
-        job, steps = self.job, self.job.sized(STEPS, STEPS // 2, 2)
-        context = job.sized(CONTEXT, CONTEXT, 20)
-        rival = self.rival if batch <= RIVAL_MOST else None
-        ours, theirs, cache = self._in_turn(
-            partial(driver.decode, batch, context, steps),
-            partial(rival.decode, batch, context, job.sized(_RIVAL_STEPS, 4, 2)) if rival else None,
-            f"batch {batch}",
-        )
-        step_s = statistics.median(ours)
-        cells: dict[str, Cell] = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
-        if job.ceilings:
-            middle = context + steps // 2  # of what was counted
-            floor = floors.decode_step_s(
-                self.shape, batch, middle, job.ceilings, self.formats.storage
-            )
-            cells |= {"floor ms": floor * 1e3, OF_FLOOR: floor / step_s}
-        return cells | _beside(step_s, theirs, batch, cache)
+    def _sizes(self) -> tuple[int, int]:
+        """Context and steps."""
+        sized = self.part.job.sized
+        return sized(CONTEXT, CONTEXT, 20), sized(STEPS, STEPS // 2, 2)
 
-    def prefill(self, driver: Driver, tokens: int) -> dict[str, Cell]:
+    def decode(self, driver: Driver, batch: int) -> Cells:
+        """Steps of one batch size; ours and theirs in turn."""
+        context, steps = self._sizes()
+        rival = self.rival if batch <= RIVAL_MOST else None
+        rival_steps = self.part.job.sized(_RIVAL_STEPS, 4, 2)
+        step_s, theirs = self._in_turn(
+            "decode", batch,
+            partial(driver.decode, batch, context, steps),
+            partial(rival.decode, batch, context, rival_steps) if rival else None,
+        )  # fmt: skip
+        cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
+        if rate := self.part.job.copy_bytes_per_s:
+            seen = batch * (context + steps // 2)  # in the middle of what was counted
+            moved = weight_bytes(self.shape, self.formats)
+            floor = (moved + seen * kv_bytes(self.shape, self.formats)) / rate
+            cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
+        return cells | theirs
+
+    def prefill(self, driver: Driver, tokens: int) -> Cells:
         """One prompt in chunks, to its first token."""
-        job = self.job
-        if not job.smoke:
+        if not self.part.job.smoke:
             driver.prefill(tokens)  # kernels are compiled for what is new in it
-        ours, theirs, cache = self._in_turn(
+        ours_s, theirs = self._in_turn(
+            "prefill", tokens,
             partial(driver.prefill, tokens),
             partial(self.rival.prefill, tokens) if self.rival else None,
-            f"{tokens} tokens",
-        )
-        ours_s = statistics.median(ours)
-        cells: dict[str, Cell] = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
-        if job.ceilings:
-            floor = floors.prefill_s(self.shape, tokens, job.ceilings)
-            cells |= {"floor ms": floor * 1e3, OF_MATMUL: floor / ours_s}
-        return cells | _beside(ours_s, theirs, tokens, cache)
+        )  # fmt: skip
+        cells: Cells = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
+        if rate := self.part.job.matmul_flops:
+            floor = prefill_flops(self.shape, tokens) / rate
+            cells |= {"floor ms": floor * 1e3, "of matmul rate": floor / ours_s}
+        return cells | theirs
+
+    def sampled(self, driver: Driver, batch: int) -> Cells:
+        """The same steps with sampling by top-p."""
+        step_s = driver.decode(batch, *self._sizes(), temperature=0.8, top_p=0.95)
+        return {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
 
     def _in_turn(
-        self, ours: Callable[[], float], theirs: Callable[[], tuple[float, str]] | None, size: str
-    ) -> tuple[list[float], list[float], str]:
-        """Our seconds of some rounds, theirs between them until they fail, and their cache."""
-        found: tuple[list[float], list[float]] = ([], [])
-        cache = ""
-        for _ in range(self.job.sized(3, 2, 1)):
-            found[0].append(ours())
+        self, table: str, tokens: int, ours: Callable[[], float],
+        theirs: Callable[[], tuple[float, str]] | None,
+    ) -> tuple[float, Cells]:  # fmt: skip
+        """Our median seconds of some rounds; transformers', between ours until it fails."""
+        our_s, their_s, cache = [], [], ""
+        for _ in range(self.part.job.sized(3, 2, 1)):
+            our_s.append(ours())
             if theirs is None:
                 continue
             try:
                 seconds, cache = theirs()
+                their_s.append(seconds)
             except Exception as error:  # whatever version of it is there
                 if is_fatal(error):
                     raise
                 traceback.print_exc()  # to the part's log
-                self.troubles.append(f"{self.shape.name}, {size}: transformers: {told(error)}")
+                text = f"{self.shape.name}, {tokens}: transformers: {summary(error)}"
+                self.part.tell("note", table, text=text)
                 theirs = None
-            else:
-                found[1].append(seconds)
-        free(self.job)  # their caches of one size are of no use for the next
-        return *found, cache
-
-    def told(self, table: str) -> Iterator[Event]:
-        """Notes of their troubles, each once."""
-        yield from (Note(table, text) for text in self.troubles)
-        self.troubles.clear()
-
-    def sampled(self, driver: Driver, batch: int) -> dict[str, Cell]:
-        """The same steps with a draw instead of the likeliest token."""
-        job = self.job
-        context, steps = job.sized(CONTEXT, CONTEXT, 20), job.sized(STEPS, STEPS // 2, 2)
-        step_s = driver.decode(batch, context, steps, temperature=0.8, top_p=0.95)
-        return {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
+        self.part.free()  # its caches of one size are of no use for the next
+        ours_s = statistics.median(our_s)
+        if not their_s:
+            return ours_s, {}
+        rival_s = statistics.median(their_s)
+        return ours_s, {
+            "transformers tokens/s": tokens / rival_s, "x transformers": rival_s / ours_s,
+            "its cache": cache,
+        }  # fmt: skip
 
 
-def _beside(ours_s: float, theirs: list[float], tokens: int, cache: str) -> dict[str, Cell]:
-    """Transformers' rate, of so many tokens each time, and how many times as fast we are."""
-    if not theirs:
-        return {}
-    rival_s = statistics.median(theirs)
-    return {
-        "transformers tokens/s": tokens / rival_s, OF_RIVAL: rival_s / ours_s, "its cache": cache,
-    }  # fmt: skip
-
-
-def _shape(job: Job, shape: Shape, formats: Formats) -> Iterator[Event]:
-    """All of one shape in one format."""
-    if job.left_s <= 0:
-        yield Note(DECODE, f"left out, because its time was over: {shape.name} {formats.name}")
-        return
-    device, title = device_of(job), f"{shape.name} {formats.name}"
-    if why := unsupported(formats, device):
-        yield Note(DECODE, f"{title} is left out: {why}")
-        return
-    beside = formats == BF16
-    batches = batches_of(job, shape, formats, device, beside=beside)
-    if beside and not batches:
-        batches, beside = batches_of(job, shape, formats, device, beside=False), False
-        yield Note(DECODE, f"{shape.name} without transformers: no memory is left for it")
-    if not batches:
-        yield Note(DECODE, f"{title} is left out: it does not fit the GPU's memory")
-        return
-    yield Doing(DECODE, f"{title}: weights" + (", and transformers" if beside else ""))
-    try:
-        ours = OurEngine(shape, formats, device, blocks(job, max(batches)), graphs=True)
-    except torch.OutOfMemoryError:
-        yield Note(DECODE, f"{title} is left out: it does not fit the GPU's memory")
-        return
-    rival: Rival | None = None
-    if beside:
-        try:
-            rival = Rival(shape, device, clock_of(device))
-        except Exception as error:  # whatever version of it is there
-            yield Note(DECODE, f"{shape.name} without transformers: {told(error)}")
-    yield from _measured(_Measuring(job, shape, formats, ours, rival), batches)
-
-
-def _measured(measuring: _Measuring, batches: list[int]) -> Iterator[Event]:
-    job, ours = measuring.job, measuring.ours
-    context = job.sized(_DECODE_CONTEXT, _DECODE_CONTEXT, 64)
-    limits = Limits(max(batches), context, CHUNK, job.sized(8, 8, 1))
-    yield Doing(DECODE, f"{ours.shape.name} {ours.formats.name}: graphs, and kernels that are new")
-    with ours.driver(limits) as driver:
-        yield from in_time(job, DECODE, list(measuring.decode_cases(driver, batches)))
-        yield from measuring.told(DECODE)
-        if ours.formats == BF16:
-            drawn = min(64, max(batches))
-            name = f"{decode_name(ours.shape, ours.formats, drawn)}, top-p"
-            yield from in_time(job, DECODE, [(name, partial(measuring.sampled, driver, drawn))])
-            yield from _profiles(
-                job,
-                driver,
-                ours,
-                [b for b in job.sized(_PROFILED, _PROFILED, (2,)) if b in batches],
-            )
-    prompts = list(job.sized(PROMPTS, PROMPTS[1:2], (20,)))
-    chunk = job.sized(CHUNK, CHUNK, 16)
-    limits = Limits(8, job.sized(max(PROMPTS) + 64, max(PROMPTS) + 64, 128), chunk)
-    with ours.driver(limits, graphs=False) as driver:
-        yield from in_time(job, PREFILL, list(measuring.prefill_cases(driver, prompts)))
-        yield from measuring.told(PREFILL)
-
-
-def _profiles(job: Job, driver: Driver, ours: OurEngine, batches: list[int]) -> Iterator[Event]:
-    """Kernels of a step."""
-    steps, context = job.sized(_PROFILED_STEPS, _PROFILED_STEPS, 2), job.sized(CONTEXT, CONTEXT, 20)
+def _profiles(part: Part, driver: Driver, title: str, batches: list[int]) -> None:
+    """Where a decode step goes on the device: kernels by time, as torch's profiler reports them."""
+    steps, context = part.job.sized(16, 16, 2), part.job.sized(CONTEXT, CONTEXT, 20)
     for batch in batches:
-        title = f"where a step goes, {decode_name(ours.shape, ours.formats, batch)}"
-        if job.left_s <= 0:
-            yield Note(title, "left out, because its time was over")
-            continue
-        yield Doing(title, "profile")
-        try:
-            parts = parts_of(
-                partial(driver.decode, batch, context, steps),
-                driver.all_steps(steps), device_of(job),
-            )  # fmt: skip
-        except Untold as error:
-            yield Note(title, f"left out: {error}")
-            continue
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            traceback.print_exc()  # to the part's log
-            yield Failed(title, "profile", told(error))
-            continue
-        for name, cells in parts:
-            yield Row(title, name, cells)
+        table = f"where a step goes, {title}, batch {batch}"
+        if part.late:
+            part.tell("note", table, text="left out, because its time was over")
+        else:
+            step = partial(driver.decode, batch, context, steps)
+            part.attempt(
+                table, "profile", partial(_profile, part, table, step, driver.all_steps(steps))
+            )
+
+
+def _profile(part: Part, table: str, step: Callable[[], float], steps: int) -> None:
+    """step: decodes `steps` steps and gives a step's seconds; the profiler slows steps down."""
+    step_s = step()
+    on_gpu = part.device.type == "cuda"
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    # On a CPU the work is the engine's thread's, which is not this one.
+    everywhere = None if on_gpu else _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[activity], experimental_config=everywhere) as profiler:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize(part.device)
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in profiler.events():
+        if event.device_type == kind:
+            times[short(event.name)] += (
+                event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            )
+            calls[short(event.name)] += 1
+    if not times:  # as in a container without its rights
+        part.tell("note", table, text="left out: torch's profiler reports no kernel on this device")
+    for name, cells in step_table(times, calls, steps, step_s * 1e6).items():
+        part.tell("row", table, name, cells)
+
+
+def step_table(
+    times: Counter[str], calls: Counter[str], steps: int, step_us: float
+) -> dict[str, Cells]:
+    """Rows of microseconds in `steps` steps, of which each takes `step_us`."""
+
+    def row(us: float, count: float | None) -> Cells:
+        return {"us a step": us / steps, "of step": us / steps / step_us, "calls": count}
+
+    if not times:
+        return {}
+    named, total = times.most_common(_NAMED), sum(times.values())
+    return {
+        **{name: row(us, calls[name] / steps) for name, us in named},
+        "other kernels": row(total - sum(us for _, us in named), None),
+        "idle, or waiting": row(max(0.0, step_us * steps - total), None),
+    }
+
+
+def short(name: str) -> str:
+    """A kernel's name without what templates and arguments add."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    plain = re.split(r"[<(]", name)[0].split("::")[-1].strip()
+    return (plain or name)[:44]

@@ -1,17 +1,73 @@
-"""What was measured as text and as JSON. No torch."""
+"""What was measured as text and as JSON, beside the targets. No torch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.job import Cell, Event, Failed, Note, Row
-from benchmarks.gpu.targets import VERDICTS, verdicts
+from benchmarks.gpu.part import Cell, Event
 
 SCHEMA = "baton.bench.gpu/1"
-_OF, _SHARES = "of ", ("of ", "x ")  # how columns begin that hold shares of something
 DRY = "dry run on the CPU, kernels interpreted: the figures mean nothing"
+VERDICTS = ("met", "missed", "not measured")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound for one cell of a table: at least, or at most."""
+
+    text: str
+    table: str
+    row: str
+    cell: str
+    bound: float
+    at_most: bool = False
+
+    def verdict(self, value: float | None) -> str:
+        """Whether a value keeps it."""
+        met, missed, unknown = VERDICTS
+        if value is None:
+            return unknown
+        return met if (value <= self.bound if self.at_most else value >= self.bound) else missed
+
+
+TARGETS = (
+    Target("decode attention: 80 % of the copy rate at batch 64, context 4096",
+           "decode attention", "bf16, batch 64, context 4096", "of copy rate", 0.80),
+    Target("prefill attention: 0.8 of SDPA's rate, 2048 tokens",
+           "prefill attention", "2048 tokens", "of SDPA", 0.8),
+    Target("prefill attention: 0.8 of SDPA's rate, 8192 tokens",
+           "prefill attention", "8192 tokens", "of SDPA", 0.8),
+    Target("decode step, 8B, batch 1: 80 % of its floor",
+           "decode", "8B bf16, batch 1", "of floor", 0.80),
+    Target("decode step, 8B, batch 64: 65 % of its floor",
+           "decode", "8B bf16, batch 64", "of floor", 0.65),
+    Target("decode, 8B, batch 64: 3 times transformers",
+           "decode", "8B bf16, batch 64", "x transformers", 3.0),
+    Target("prefill, 8B, 2048 tokens: 60 % of the matmul rate",
+           "prefill", "8B bf16, 2048 tokens", "of matmul rate", 0.60),
+    Target("cuda_ipc: 80 % of the copy rate for 512 MB of blocks",
+           "transfer", "cuda_ipc", "of copy rate", 0.80),
+    Target("handoff: bookkeeping p50 of 3 ms at most",
+           "handoff", "cuda_ipc", "bookkeeping p50 ms", 3.0, at_most=True),
+)  # fmt: skip
+
+
+def verdicts(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Each target with its value and verdict."""
+    rows = {(event.table, event.name): event.cells for event in events if event.kind == "row"}
+    found = []
+    for one in TARGETS:
+        value: Any = rows.get((one.table, one.row), {}).get(one.cell)
+        found.append(
+            {
+                "target": one.text, "cell": one.cell, "value": value, "bound": one.bound,
+                "at_most": one.at_most, "verdict": one.verdict(value),
+            }
+        )  # fmt: skip
+    return found
 
 
 def text_of(events: Sequence[Event], head: Mapping[str, Any]) -> Iterator[str]:
@@ -20,74 +76,78 @@ def text_of(events: Sequence[Event], head: Mapping[str, Any]) -> Iterator[str]:
     if head["smoke"]:
         yield DRY
     for table in dict.fromkeys(event.table for event in events):
-        here = [event for event in events if event.table == table]
         yield ""
-        yield from _table(table, here)
-    failures = [event for event in events if isinstance(event, Failed)]
+        yield from _table(table, [event for event in events if event.table == table])
+    failures = [event for event in events if event.kind == "failed"]
     if failures:
-        yield ""
-        yield f"failed: {len(failures)}"
-        yield from (f"  {one.table}, {one.name}: {one.error}" for one in failures)
+        yield f"\nfailed: {len(failures)}"
+        yield from (f"  {one.table}, {one.name}: {one.text}" for one in failures)
         for part, lines in head.get("logs", {}).items():
             if lines:
                 yield f"\nthe end of what {part} printed:"
                 yield from (f"  {line}" for line in lines)
     if not head["smoke"] and any(event.table == "ceilings" for event in events):
         yield ""
-        yield from _targets(verdicts(events))
+        found = verdicts(events)
+        lines = [["target", "wanted", "measured", "verdict"]]
+        for one in found:
+            wanted = f"{'<=' if one['at_most'] else '>='} {_cell(one['cell'], one['bound'])}"
+            measured = _cell(one["cell"], one["value"])
+            lines.append([one["target"], wanted, measured, one["verdict"]])
+        yield from _aligned(lines)
+        counts = Counter(one["verdict"] for one in found)
+        yield f"targets: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"
 
 
-def brief(row: Row) -> str:
-    """A row's first figure and its shares, behind a dash; nothing where it has no figure."""
-    cells = {name: value for name, value in row.cells.items() if isinstance(value, int | float)}
-    told = [
-        f"{_cell(name, value)} {name}"
-        for at, (name, value) in enumerate(cells.items())
-        if at == 0 or name.startswith(_SHARES)
-    ]
-    return f" - {', '.join(told)}" if told else ""
-
-
-def json_of(events: Iterable[Event], head: Mapping[str, Any]) -> dict[str, Any]:
+def json_of(events: Sequence[Event], head: Mapping[str, Any]) -> dict[str, Any]:
     """The same; of a dry run no target is judged."""
-    events = list(events)
     tables: dict[str, list[dict[str, Any]]] = {}
     for event in events:
-        if isinstance(event, Row):
+        if event.kind == "row":
             tables.setdefault(event.table, []).append({"name": event.name, **event.cells})
     return {
         "schema": SCHEMA,
         **head,
         "tables": tables,
         "targets": [] if head["smoke"] else verdicts(events),
-        "notes": [{"table": e.table, "text": e.text} for e in events if isinstance(e, Note)],
+        "notes": [{"table": e.table, "text": e.text} for e in events if e.kind == "note"],
         "failed": [
-            {"table": e.table, "name": e.name, "error": e.error}
+            {"table": e.table, "name": e.name, "error": e.text}
             for e in events
-            if isinstance(e, Failed)
+            if e.kind == "failed"
         ],
     }
 
 
+def line_of(event: Event) -> str:
+    """An event in one line, for progress: of a row its first figure and its shares."""
+    place = f"  {event.table}: {event.name}"
+    if event.kind == "failed":
+        return f"{place}: FAILED: {event.text}"
+    if event.kind == "note":
+        return f"  {event.table}: {event.text}"
+    figures = [(name, cell) for name, cell in event.cells.items() if isinstance(cell, int | float)]
+    shown = [
+        f"{_cell(name, value)} {name}"
+        for at, (name, value) in enumerate(figures)
+        if at == 0 or name.startswith(("of ", "x "))
+    ]
+    return place + (f" - {', '.join(shown)}" if shown else "")
+
+
 def _table(title: str, events: Sequence[Event]) -> Iterator[str]:
-    rows = [event for event in events if isinstance(event, Row)]
+    rows = [event for event in events if event.kind == "row"]
     columns = list(dict.fromkeys(name for row in rows for name in row.cells))
-    if len(rows) == 1 and any(isinstance(cell, str) for cell in rows[0].cells.values()):
+    lines = [[title, *columns]]
+    lines += [[row.name, *(_cell(name, row.cells.get(name)) for name in columns)] for row in rows]
+    if title == "machine" and rows:  # a list of words, not of figures
         yield title
         yield from (f"  {name}: {_cell(name, rows[0].cells[name])}" for name in columns)
-    elif rows:
-        lines = [[title, *columns]]
-        lines += [
-            [row.name, *(_cell(name, row.cells.get(name)) for name in columns)] for row in rows
-        ]
-        yield from _aligned(lines)
     else:
-        yield title
+        yield from _aligned(lines)
     for event in events:
-        if isinstance(event, Note):
-            yield f"  {event.text}"
-        if isinstance(event, Failed):
-            yield f"  {event.name}: FAILED: {event.error}"
+        if event.kind in ("note", "failed"):
+            yield f"  {event.name + ': FAILED: ' if event.kind == 'failed' else ''}{event.text}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -104,21 +164,8 @@ def _cell(column: str, value: Cell) -> str:
         return "-"
     if isinstance(value, str):
         return value
-    if column.startswith(_OF):
+    if column.startswith("of "):
         return f"{value:.1%}"
-    if column in ("error", "bound"):
-        return f"{value:.1e}"
     if abs(value) >= 100 or float(value).is_integer():
         return f"{value:,.0f}"
     return f"{value:.3g}"
-
-
-def _targets(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    lines = [["target", "wanted", "measured", "verdict"]]
-    for one in found:
-        cell, sign = one["cell"], "<=" if one["at_most"] else ">="
-        wanted = f"{sign} {_cell(cell, one['bound'])}"
-        lines.append([one["target"], wanted, _cell(cell, one["value"]), one["verdict"]])
-    yield from _aligned(lines)
-    counts = Counter(one["verdict"] for one in found)
-    yield f"targets: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"

@@ -8,79 +8,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import os
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import process, report
-from benchmarks.gpu.job import Ceilings, Doing, Event, Failed, Job, Row
-from benchmarks.gpu.part import PARTS
-from benchmarks.gpu.progress import Progress
+from benchmarks.gpu import report
+from benchmarks.gpu.part import PARTS, Event, Job
 from benchmarks.shapes import GPU_SHAPES
 
+ROOT = Path(__file__).parents[2]
 # Of the minutes; what a part leaves over goes to those after it.
 SHARES = {"machine": 0.06, "kernels": 0.20, "speed": 0.22, "engine": 0.36, "cluster": 0.16}
-DEFAULT_FILE = Path("gpu.json")
-_TOLD_LINES = 60  # of a log
-_LAST_OVER = 0.2  # of the last part's time, for what it began before its end
+GRACE_S = 30.0  # for what a part began just before its time was over
 _STARTING_S = 3.0  # of a part's process, before its own time begins
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the command line asks for."""
-
-    parts: Sequence[str]
-    minutes: float
-    shapes: tuple[str, ...]
-    device: str
-    smoke: bool
-    quick: bool
-
-
-def run(settings: Settings, logs: Path, progress: Progress) -> Iterator[Event]:
-    """All that parts find, as it comes; what they are doing is only shown."""
-    until = time.monotonic() + 60 * settings.minutes
-    ceilings: Ceilings | None = None
-    for at, part in enumerate(settings.parts):
-        seconds = _seconds(part, settings.parts[at:], until - time.monotonic())
-        if seconds <= 0:
-            yield Failed(part, "the whole part", "no time is left: give more --minutes")
-            continue
-        progress.say(f"{part}: up to {seconds:.0f} s")
-        job = Job(
-            part, settings.device, seconds, settings.shapes, settings.smoke, settings.quick,
-            ceilings,
-        )  # fmt: skip
-        # The parent's own end is the limit, so that all is over when the minutes are.
-        grace_s = min(process.GRACE_S, max(_STARTING_S, until - time.monotonic() - seconds))
-        for event in process.run(job, logs / f"{part}.log", grace_s):
-            ceilings = ceilings_of(event) or ceilings
-            progress.show(event)
-            if not isinstance(event, Doing):
-                yield event
-        if part == "machine" and ceilings is None:
-            return  # what failed has been told, and would fail everywhere
-
-
-def _seconds(part: str, left: Sequence[str], seconds: float) -> float:
-    """A part's share of what is left, without what it may run over; the last one has no other."""
-    share = SHARES[part] / sum(SHARES[one] for one in left)
-    over = min(_LAST_OVER * seconds, process.GRACE_S) if len(left) == 1 else 0.0
-    return share * seconds - over - _STARTING_S
-
-
-def ceilings_of(event: Event) -> Ceilings | None:
-    """Those that the machine part told, if this is where it told them."""
-    if not isinstance(event, Row) or event.table != "ceilings":
-        return None
-    copy, matmul = (float(event.cells[name] or 0) for name in ("copy GB/s", "matmul TFLOP/s"))
-    return Ceilings(copy * 1e9, matmul * 1e12)
+_LAST_OVER = 0.2  # of the last part's time, for what it began before its end
+_LOG_LINES, _LOG_LINES_TOLD = 60, 6
+DEFAULT_FILE = Path("gpu.json")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -107,40 +59,122 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs it; 1 if anything failed."""
-    settings = Settings(
-        args.only, args.minutes, args.shape, "cpu" if args.smoke else args.device, args.smoke,
-        args.quick,
-    )  # fmt: skip
     began = time.monotonic()
+    job = Job("", "cpu" if args.smoke else args.device, 60 * args.minutes, args.shape, args.smoke,
+              args.quick)  # fmt: skip
     head: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "smoke": settings.smoke,
-        "quick": settings.quick,
-        "parts": list(settings.parts),
-        "shapes": list(settings.shapes),
-    }
-    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as logs:
-        progress = Progress(columns=shutil.get_terminal_size().columns)
-        events = list(run(settings, Path(logs), progress))
-        progress.end()
-        failed = any(isinstance(event, Failed) for event in events)
-        measured = any(isinstance(event, Row) for event in events)
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "smoke": args.smoke,
+        "quick": args.quick, "parts": list(args.only), "shapes": list(args.shape),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as folder:
+        logs = {part: Path(folder) / f"{part}.log" for part in args.only}
+        events = list(run(job, logs))
+        failed = any(event.kind == "failed" for event in events)
+        measured = any(event.kind == "row" for event in events)
         if failed and measured:
-            head["logs"] = {part: tail(Path(logs) / f"{part}.log") for part in settings.parts}
+            head["logs"] = {part: tail(log, _LOG_LINES) for part, log in logs.items()}
     head["seconds"] = round(time.monotonic() - began, 1)
     print("\n".join(report.text_of(events, head)))
-    if measured and (not settings.smoke or args.json != DEFAULT_FILE):
+    if measured and (not args.smoke or args.json != DEFAULT_FILE):
         text = json.dumps(report.json_of(events, head), indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
         print(f"all figures: {args.json}")
     return int(failed)
 
 
-def tail(log: Path) -> list[str]:
+def run(whole: Job, logs: dict[str, Path]) -> Iterator[Event]:
+    """All that parts find, as it comes; each takes its share of what is left of the time."""
+    began = time.monotonic()
+    until, left = began + whole.seconds, list(logs)
+    for part, log in logs.items():
+        remaining = until - time.monotonic()
+        over = min(_LAST_OVER * remaining, GRACE_S) if len(left) == 1 else 0.0
+        share = SHARES[part] / sum(SHARES[one] for one in left)
+        seconds = share * remaining - over - _STARTING_S
+        left.remove(part)
+        if seconds <= 0:
+            text = "no time is left: give more --minutes"
+            yield Event("failed", part, "the whole part", text=text)
+            continue
+        _say(began, f"{part}: up to {seconds:.0f} s")
+        # The whole's own end is the limit, so that all is over when the minutes are.
+        grace_s = min(GRACE_S, max(_STARTING_S, until - time.monotonic() - seconds))
+        for event in run_part(replace(whole, part=part, seconds=seconds), log, grace_s):
+            if event.kind == "doing":
+                continue
+            _say(began, report.line_of(event))
+            if event.table == "ceilings" and event.kind == "row":
+                copy, matmul = (float(event.cells[n] or 0) for n in ("copy GB/s", "matmul TFLOP/s"))
+                whole = replace(whole, copy_bytes_per_s=copy * 1e9, matmul_flops=matmul * 1e12)
+            yield event
+        if part == "machine" and not whole.copy_bytes_per_s:
+            return  # what failed has been reported, and would fail everywhere
+
+
+def _say(began: float, line: str) -> None:
+    print(f"{time.monotonic() - began:5.0f} s  {line}", file=sys.stderr, flush=True)
+
+
+def run_part(
+    job: Job, log: Path, grace_s: float = GRACE_S, argv: Sequence[str] = ()
+) -> Iterator[Event]:
+    """A part's events; how it ended badly, if it did, is the last. What it prints goes to `log`.
+
+    argv: instead of the part's own program.
+    """
+    program = argv or [sys.executable, "-m", "benchmarks.gpu.part", json.dumps(asdict(job))]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            program, cwd=ROOT, env=environment(job), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=errors, process_group=0,
+        )  # fmt: skip
+    late = threading.Event()
+
+    def end(because_late: bool = True) -> None:
+        """What the part started ends with it."""
+        if process.poll() is None:
+            if because_late:
+                late.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(job.seconds + grace_s, end)
+    timer.start()
+    failed, place = False, ""
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            event = Event(**json.loads(line))
+            failed |= event.kind == "failed"
+            if event.kind == "doing":
+                place = f", at {event.table}, {event.name}"
+            yield event
+        status = process.wait()  # bounded by the timer
+    finally:
+        timer.cancel()
+        end(because_late=False)
+        process.wait()
+        process.stdout.close()
+    if late.is_set():
+        text = f"not done {grace_s:.0f} s after its time was over{place}"
+    elif status and not failed:
+        text = " | ".join([f"it ended with status {status}{place}", *tail(log, _LOG_LINES_TOLD)])
+    else:
+        return
+    yield Event("failed", job.part, "the whole part", text=text)
+
+
+def environment(job: Job) -> dict[str, str]:
+    """A dry run's kernels are interpreted; a real one's never are, whatever this process has."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on: both ends of a pair on one GPU
+    if job.smoke:
+        env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return env
+
+
+def tail(log: Path, lines: int) -> list[str]:
     """The last of what a part printed: its errors in full."""
-    if not log.exists():
-        return []
-    return log.read_text(errors="replace").splitlines()[-_TOLD_LINES:]
+    return log.read_text(errors="replace").splitlines()[-lines:] if log.exists() else []
 
 
 def _device(text: str) -> str:
@@ -152,15 +186,16 @@ def _device(text: str) -> str:
 
 
 def _parts(text: str) -> tuple[str, ...]:
-    wanted = text.split(",")
-    if unknown := [name for name in wanted if name not in PARTS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(PARTS)}")
+    wanted = _known(text, PARTS)
     return tuple(name for name in PARTS if name in ("machine", *wanted))
 
 
 def _shapes(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    known = [name for name in GPU_SHAPES if name != "smoke"]
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(known)}")
-    return names
+    return _known(text, [name for name in GPU_SHAPES if name != "smoke"])
+
+
+def _known(text: str, names: Sequence[str] | dict[str, Any]) -> tuple[str, ...]:
+    wanted = tuple(text.split(","))
+    if unknown := [name for name in wanted if name not in names]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(names)}")
+    return wanted

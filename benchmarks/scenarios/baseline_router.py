@@ -11,19 +11,20 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 
 from baton.cli import main
 from router.fleet.snapshot import Snapshot, WorkerView
 from router.placement import placement
-from router.placement.placement import Wants
-from router.placement.scoring import Choice, Pair, pairs_of
+from router.placement.cost_model import PlacementRequest
+from router.placement.scoring import Pair, pairs_of
 
-Pick = Callable[[Snapshot, Wants, Set[str], Set[str]], Choice]
+Pick = Callable[[Snapshot, PlacementRequest, Set[str], Set[str]], Pair]
 Rank = Callable[[WorkerView], int]
 
 
 def round_robin(worker: WorkerView) -> int:
-    """Nothing but the turn counts, which `picker` adds."""
+    """Nothing but the order of use counts, which `picker` adds."""
     return 0
 
 
@@ -42,25 +43,25 @@ def picker(rank: Rank) -> Pick:
     clock = itertools.count(1)
 
     def cost(pair: Pair, failed: Set[str]) -> tuple[int, ...]:
-        p, d = pair.prefill.worker, pair.decode.worker
+        p, d = pair.prefill, pair.decode
         avoided = sum(worker.incarnation in failed for worker in (p, d))
         last = (turns.get(worker.incarnation, 0) for worker in (p, d))
         return (avoided, rank(p) + rank(d), *last)
 
     def pick(
         snapshot: Snapshot,
-        wants: Wants,
+        request: PlacementRequest,
         failed: Set[str] = frozenset(),
         full: Set[str] = frozenset(),
-    ) -> Choice:
-        pairs = [pair for pair in pairs_of(snapshot, wants, full) if not pair.unusable]
-        roomy = [pair for pair in pairs if not pair.decode.no_room]
+    ) -> Pair:
+        pairs = [pair for pair in pairs_of(snapshot, request, full) if not pair.unusable]
+        roomy = [pair for pair in pairs if not pair.on_decode.no_room]
         if not roomy:
-            return real(snapshot, wants, failed, full)  # it says what is missing
+            return real(snapshot, request, failed, full)  # it says what is missing
         best = min(roomy, key=lambda pair: cost(pair, failed))
-        turns[best.prefill.worker.incarnation] = next(clock)
-        turns[best.decode.worker.incarnation] = next(clock)
-        return best.choice(len(roomy))
+        turns[best.prefill.incarnation] = next(clock)
+        turns[best.decode.incarnation] = next(clock)
+        return replace(best, candidates=len(roomy))
 
     return pick
 

@@ -7,6 +7,9 @@ computes on the rest. The sizes are starting values that no measurement has conf
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 import triton
 import triton.language as tl
@@ -42,22 +45,10 @@ def _move_tile(source, target, inside, places, total, WRITES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_word", "num_blocks", "tail_tokens"])
 def move_blocks(
-    source,
-    target,
-    source_ids,
-    target_ids,
-    sums,
-    first_word,
-    num_blocks,
-    tail_tokens,
-    ROWS: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    SLOT_WORDS: tl.constexpr,
-    FROM_POOL: tl.constexpr,
-    TO_POOL: tl.constexpr,
-    WRITES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    source, target, source_ids, target_ids, sums, first_word, num_blocks, tail_tokens,
+    ROWS: tl.constexpr, ROW_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr,
+    FROM_POOL: tl.constexpr, TO_POOL: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Moves `num_blocks` blocks, of the last one only `tail_tokens` slots unless that is 0.
 
     source, target: int32 words, of a pool `[blocks, ROWS, ROW_WORDS]` or, without FROM_POOL or
@@ -109,17 +100,11 @@ def scatter(
 
 
 def copy(
-    source: KvPool,
-    local: Slots,
-    target: KvPool,
-    remote: Slots,
-    sums: torch.Tensor,
-    first_word: int,
+    source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: torch.Tensor, first_word: int
 ) -> None:
     """As `reference.copy`; `target` may lie on another GPU that this one can write to."""
-    programs = LINK_PROGRAMS
     ids = (local, remote)
-    _launch(source, local, source.blocks, target.blocks, sums, first_word, ids, programs)
+    _launch(source, local, source.blocks, target.blocks, sums, first_word, ids, LINK_PROGRAMS)
 
 
 def checksum(pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) -> None:
@@ -144,23 +129,13 @@ def _launch(
     tile = min(TILE, triton.next_power_of_2(pool.block_bytes // 4))
     words = source.view(-1).view(torch.int32)
     move_blocks[(min(programs, num_blocks * -(-pool.block_bytes // (4 * tile))),)](
-        words,
-        words if target is None else target.view(-1).view(torch.int32),
-        sums if read is None else read,
-        sums if written is None else written,
-        sums,
-        first_word,
-        num_blocks,
-        slots.num_tokens % pool.block_size,
-        ROWS=rows,
-        ROW_WORDS=row_bytes // 4,
-        SLOT_WORDS=pool.row_slot_bytes // 4,
-        FROM_POOL=read is not None,
-        TO_POOL=written is not None,
-        WRITES=target is not None,
-        TILE=tile,
-        num_warps=WARPS,
-    )
+        words, words if target is None else target.view(-1).view(torch.int32),
+        sums if read is None else read, sums if written is None else written,
+        sums, first_word, num_blocks, slots.num_tokens % pool.block_size,
+        ROWS=rows, ROW_WORDS=row_bytes // 4, SLOT_WORDS=pool.row_slot_bytes // 4,
+        FROM_POOL=read is not None, TO_POOL=written is not None, WRITES=target is not None,
+        TILE=tile, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def _on_device(slots: Slots | None, device: torch.device) -> torch.Tensor | None:
@@ -170,3 +145,38 @@ def _on_device(slots: Slots | None, device: torch.device) -> torch.Tensor | None
     pinned = device.type == "cuda"
     ids = torch.tensor(slots.block_ids, dtype=torch.int32, pin_memory=pinned)
     return ids.to(device, non_blocking=True)
+
+
+def _launch_case(
+    use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """One use of the kernel on three blocks of a pool, the last one partly filled."""
+    pool = KvPool(torch.empty((9, *shape), dtype=dtype, device=device))
+    local, remote = Slots((3, 1, 7), 37), Slots((8, 2, 4), 37)
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    staging = torch.empty(pool.nbytes(local), dtype=torch.uint8, device=device)
+    if use == "gather":
+        gather(pool, local, staging, sums, 1 << 33)
+    elif use == "scatter":
+        scatter(staging, pool, local, sums, 1 << 33)
+    elif use == "copy":
+        copy(pool, local, pool, remote, sums, 1 << 33)
+    else:
+        checksum(pool, local, sums, 1 << 33)
+
+
+_POOLS = {  # layers, K and V, heads, tokens of a block, elements of a row
+    "bf16 128": ((32, 2, 8, 16, 128), torch.bfloat16),
+    "int8 64": ((24, 2, 2, 16, 68), torch.int8),
+}
+
+# How the kernel is compiled ahead of time, with the fields that the engine's checker reads: nothing
+# of `kvtransfer` imports an engine.
+SPEC = SimpleNamespace(
+    name="move_blocks",
+    launches={
+        f"{use} {name}": (80, partial(_launch_case, use, *pool))
+        for use in ("gather", "scatter", "copy", "checksum")
+        for name, pool in _POOLS.items()
+    },
+)

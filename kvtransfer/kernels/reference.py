@@ -30,12 +30,7 @@ def scatter(
 
 
 def copy(
-    source: KvPool,
-    local: Slots,
-    target: KvPool,
-    remote: Slots,
-    sums: torch.Tensor,
-    first_word: int,
+    source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: torch.Tensor, first_word: int
 ) -> None:
     """Copies slots of one pool to as many of another."""
     checksum(source, local, sums, first_word)

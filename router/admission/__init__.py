@@ -1,1 +1,1 @@
-"""Whether, when and at whose cost a request is let in."""
+"""Admission: validation, tenants, rate limits, fair queueing, and the wait queue."""

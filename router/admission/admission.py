@@ -1,4 +1,4 @@
-"""The door: turns a request into a validated `Ask` in tokens, or refuses it before any work."""
+"""Admission: turns a request into validated tokens, or refuses it before any work."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
 from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams
 from baton.text import AnyTokenizer, check_stop_strings
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.tenants import Tenant, Tenants, Visit
-from router.dispatch.request_state import Ask
+from router.admission.tenants import AdmissionLease, Tenant, Tenants
+from router.dispatch.request_state import TokenizedRequest
 
 MAX_MESSAGES = 4096
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 _LONG_TEXT_CHARS = 4096  # longer texts are tokenized on a thread, off the event loop
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
-# Tokens a second before any worker has measured: what counts is that the order of dues is right,
-# and that follows from the prompts' sizes whatever the rate.
+# Tokens a second before any worker has measured: only the order of virtual finish times matters
+# then, and that follows from the prompts' sizes whatever the rate.
 _ASSUMED_RATE = 1000.0
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Admission:
-    """What a router knows of its model, and what it takes of a prompt."""
+    """What a router knows of its model, and which prompts it takes."""
 
     model: str
     tokenizer: AnyTokenizer
@@ -63,14 +63,13 @@ class Admission:
         tenant: Tenant | None = None,
         choices: Choices | None = None,
         number: int = 0,
-    ) -> Ask:
+    ) -> TokenizedRequest:
         """The request in tokens. Raises InvalidRequest, ModelNotFound or DeadlineExceeded.
 
         Of several choices this is the one with that number, which is added to the seed.
-
-        `max_context` is what workers take, 0 where none is known yet. The tenant is the one of
-        callers without a key where none is given; nothing is charged to it before `enter`,
-        but Overloaded is raised while none of its requests may enter.
+        `max_context` is what workers take, 0 where none is known yet. Without a tenant it is the
+        one of callers without a key; nothing is charged to it before `enter`, but Overloaded is
+        raised while none of its requests may enter.
         """
         tenant = tenant or self.tenants.of(None)
         choices = choices or Choices()
@@ -83,13 +82,16 @@ class Admission:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
         self.check_model(request.model)
-        _check_priority(request.priority)
+        if request.priority not in _PRIORITIES:
+            raise InvalidRequest(f"there is no priority {request.priority}", "priority")
         params = SamplingParams.from_proto(request.sampling)
         seeded = request.sampling.HasField("seed")
         seed = params.seed + number if seeded else secrets.randbits(64)
         params = replace(params, seed=seed & MAX_SEED)
         params.validate(self.tokenizer.vocab_size)
-        self._check_stop(request.stop)
+        check_stop_strings(request.stop)
+        if request.stop and self.tokenizer.pieces is None:
+            raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
         self._check_length(len(request.token_ids.ids) + len(request.resumed_token_ids), max_context)
         if choices.prompt is None:
             try:
@@ -98,13 +100,13 @@ class Admission:
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed during tokenizing") from None
         prompt, resumed = choices.prompt, tuple(request.resumed_token_ids)
-        self._check_resumed(resumed, request, params)
+        _check_resumed(resumed, request, params)
         self._check_prompt((*prompt, *resumed), max_context)
         self._check_size(prompt, tenant)
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
         cut = choices.cut_output or not request.sampling.HasField("max_tokens")
         params = self._fitting(params, len(prompt), max_context, most, cut)
-        return Ask(
+        return TokenizedRequest(
             request_id=request_id,
             prompt=prompt,
             params=params,
@@ -119,33 +121,36 @@ class Admission:
 
     def enter(
         self,
-        ask: Ask,
+        request: TokenizedRequest,
         tenant: Tenant,
         priority: common_pb2.Priority,
         choices: Choices | None = None,
         number: int = 0,
-    ) -> tuple[Ask, Visit]:
-        """Charges the request to its tenant and says when it is due; `with visit:` ends that.
+    ) -> tuple[TokenizedRequest, AdmissionLease]:
+        """Charges the request to its tenant and sets its virtual finish; `with lease:` ends that.
 
         Its further choices are charged their output alone. Raises Overloaded at one of the tenant's
         limits, InvalidRequest where it could never fit.
         """
         choices = choices or Choices()
-        visit = tenant.enter(
-            0 if number else len(ask.prompt),
-            ask.params.max_tokens - len(ask.resumed),
-            self._work_s(ask),
+        lease = tenant.enter(
+            0 if number else len(request.prompt),
+            request.params.max_tokens - len(request.resumed),
+            self._work_s(request),
             priority,
             choices=choices.total if choices.first and not number else 0,
         )
-        return replace(ask, due=visit.due), visit
+        return replace(request, virtual_finish=lease.virtual_finish), lease
 
-    def as_if_entered(self, ask: Ask, tenant: Tenant, priority: common_pb2.Priority) -> Ask:
-        """The request as `enter` would give it, without charging anybody."""
-        return replace(ask, due=tenant.due_now(self._work_s(ask), priority))
+    def preview(
+        self, request: TokenizedRequest, tenant: Tenant, priority: common_pb2.Priority
+    ) -> TokenizedRequest:
+        """The request as `enter` would return it; nothing is charged."""
+        finish = tenant.virtual_finish_now(self._work_s(request), priority)
+        return replace(request, virtual_finish=finish)
 
-    def _work_s(self, ask: Ask) -> float:
-        tokens = len(ask.prompt) + len(ask.resumed)
+    def _work_s(self, request: TokenizedRequest) -> float:
+        tokens = len(request.prompt) + len(request.resumed)
         return tokens / (self.prefill_rate() or _ASSUMED_RATE)
 
     def check_model(self, model: str) -> None:
@@ -154,7 +159,7 @@ class Admission:
             raise ModelNotFound(f"model {quoted(model)} is not served here; {self.model!r} is")
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Runs what takes long on one of a few threads, which serve nothing but texts."""
+        """Runs long work on one of a few threads, which serve nothing but texts."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def tokenize(
@@ -170,56 +175,19 @@ class Admission:
         if kind == "token_ids":
             return list(request.token_ids.ids)  # type: ignore[union-attr]
         if kind == "chat":
-            if not request.chat.messages:
-                raise InvalidRequest("chat has no messages", "chat")
-            self._check_chat(request.chat.messages, max_context)
             messages = request.chat.messages
+            if not messages:
+                raise InvalidRequest("chat has no messages", "chat")
+            if len(messages) > MAX_MESSAGES:
+                raise InvalidRequest(
+                    f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
+                )
+            _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
             return await self.in_thread(self.tokenizer.encode_chat, messages, limit)
-        self._check_chars(len(text := request.text), max_context)
+        _check_chars(len(text := request.text), limit)
         if len(text) > _LONG_TEXT_CHARS:
             return await self.in_thread(self.tokenizer.encode, text, limit)
         return self.tokenizer.encode(text)
-
-    def _check_chat(self, messages: Sequence[inference_pb2.ChatMessage], max_context: int) -> None:
-        if len(messages) > MAX_MESSAGES:
-            raise InvalidRequest(
-                f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
-            )
-        self._check_chars(sum(len(m.role) + len(m.content) for m in messages), max_context)
-
-    def _check_chars(self, num_chars: int, max_context: int) -> None:
-        limit = self._limit(max_context)
-        if limit and num_chars > limit * MAX_CHARS_PER_TOKEN:
-            raise InvalidRequest(
-                f"the prompt has {num_chars} characters and the context holds {limit} tokens, "
-                f"{MAX_CHARS_PER_TOKEN} characters each at most",
-                "input",
-            )
-
-    def _check_stop(self, stop: Sequence[str]) -> None:
-        check_stop_strings(stop)
-        if stop and self.tokenizer.pieces is None:
-            raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
-
-    def _check_resumed(
-        self,
-        resumed: tuple[int, ...],
-        request: inference_pb2.GenerateRequest,
-        params: SamplingParams,
-    ) -> None:
-        if not resumed:
-            return
-        if len(resumed) >= params.max_tokens:
-            raise InvalidRequest(
-                f"{len(resumed)} tokens have come and {params.max_tokens} were asked for: "
-                "nothing is left to generate",
-                "resumed_token_ids",
-            )
-        if params.temperature > 0 and not request.sampling.HasField("seed"):
-            raise InvalidRequest(
-                "to go on with a stream that was drawn at random, its seed is needed",
-                "sampling.seed",
-            )
 
     def _fitting(
         self,
@@ -245,7 +213,7 @@ class Admission:
         return replace(params, max_tokens=min(limit - prompt_tokens, most))
 
     def _limit(self, max_context: int) -> int:
-        """Longest sequence, tokens; 0 where nobody has told yet."""
+        """Longest sequence, tokens; 0 where none is known yet."""
         return min((n for n in (self.tokenizer.max_context, max_context) if n), default=0)
 
     def _check_length(self, num_tokens: int, max_context: int) -> None:
@@ -276,6 +244,27 @@ class Admission:
             )
 
 
-def _check_priority(priority: int) -> None:
-    if priority not in _PRIORITIES:
-        raise InvalidRequest(f"there is no priority {priority}", "priority")
+def _check_chars(num_chars: int, limit: int) -> None:
+    if limit and num_chars > limit * MAX_CHARS_PER_TOKEN:
+        raise InvalidRequest(
+            f"the prompt has {num_chars} characters and the context holds {limit} tokens, "
+            f"{MAX_CHARS_PER_TOKEN} characters each at most",
+            "input",
+        )
+
+
+def _check_resumed(
+    resumed: tuple[int, ...], request: inference_pb2.GenerateRequest, params: SamplingParams
+) -> None:
+    if not resumed:
+        return
+    if len(resumed) >= params.max_tokens:
+        raise InvalidRequest(
+            f"{len(resumed)} tokens have come and {params.max_tokens} were asked for: "
+            "nothing is left to generate",
+            "resumed_token_ids",
+        )
+    if params.temperature > 0 and not request.sampling.HasField("seed"):
+        raise InvalidRequest(
+            "to resume a stream that was sampled at random, its seed is needed", "sampling.seed"
+        )

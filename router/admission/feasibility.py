@@ -1,4 +1,4 @@
-"""Whether a request can have its first token in time; what cannot is refused at once."""
+"""Refuses at once what cannot have its first token in time."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import math
 import statistics
 
 from baton.errors import Overloaded
-from router.admission.wait_queue import RETRY_AFTER_S, Line
-from router.dispatch.request_state import Ask
+from router.admission.wait_queue import RETRY_AFTER_S, WaitQueue
+from router.dispatch.request_state import TokenizedRequest
 from router.fleet.snapshot import Snapshot
 from router.placement import placement
-from router.placement.placement_request import Wants
+from router.placement.cost_model import PlacementRequest
 
-# Rates are means and promises are kept at p99: the rest is jitter of steps, news and calls.
+# Rates are means and targets are kept at p99: the rest is jitter of steps, updates and calls.
 SAFETY = 1.25
 # A measured rate may be far from what this prompt will see, and an idle fleet that refuses never
-# measures again: while nobody is in front, a prediction counts only if it is wrong beyond doubt.
+# measures again: while nothing is queued, a prediction counts only if it is wrong beyond doubt.
 DOUBT = 4.0
 
 
-def promised(ask: Ask, started: float) -> float:
-    """By when a request that came at `started` is to have its first token (time.monotonic()).
+def first_token_by(request: TokenizedRequest, started: float) -> float:
+    """When a request that came at `started` must have its first token (time.monotonic()).
 
-    One that goes on behind another stream has had its first token.
+    One that resumes another stream has had its first token.
     """
-    target_s = 0.0 if ask.resumed else ask.ttft_target_s
-    return min(ask.deadline, started + (target_s or math.inf))
+    target_s = 0.0 if request.resumed else request.ttft_target_s
+    return min(request.deadline, started + (target_s or math.inf))
 
 
 def prefill_rate(snapshot: Snapshot) -> float:
     """Tokens a second that the ready prefill workers compute together; 0 when not measured yet.
 
-    One that has measured nothing counts as much as the others do on average.
+    A worker without a measurement counts as the mean of the others.
     """
     rates = [worker.load.prefill_tokens_per_s for worker in snapshot.prefill if worker.ready]
     known = [rate for rate in rates if rate > 0]
@@ -39,30 +39,41 @@ def prefill_rate(snapshot: Snapshot) -> float:
 
 
 def check(
-    ask: Ask, snapshot: Snapshot, line: Line, now: float, wants: Wants | None = None
+    request: TokenizedRequest,
+    snapshot: Snapshot,
+    queue: WaitQueue,
+    now: float,
+    needs: PlacementRequest | None = None,
 ) -> float:
-    """The predicted seconds to the first token of `ask`; 0 where nothing is known yet.
+    """The predicted seconds to the first token of `request`; 0 where nothing is known yet.
 
     Raises Overloaded, with the time by which it is expected to fit, if it cannot make it: if its
-    own first token would be late, or if its tenant has requests waiting already and it made one
-    late that was promised before. `wants` saves hashing the prompt again where the caller has one.
+    own first token would be late, or if its tenant has requests waiting already and it would make
+    an admitted one of them late. `needs` saves hashing the prompt again where the caller has it.
     """
-    limit_s = promised(ask, now) - now
+    limit_s = first_token_by(request, now) - now
     rate = prefill_rate(snapshot)
-    known = (*ask.prompt, *ask.resumed)
-    wants = wants or Wants(known, ask.due, ask.cache_salt, ask.params.max_tokens)
-    drain_rate, before = line.drain_rate(rate), line.tokens_before(ask.due)
-    own_s = placement.predicted_ttft_s(snapshot, wants)
+    needs = needs or PlacementRequest(
+        (*request.prompt, *request.resumed),
+        request.virtual_finish,
+        request.cache_salt,
+        request.params.max_tokens,
+    )
+    drain_rate, before = queue.drain_rate(rate), queue.tokens_before(request.virtual_finish)
+    own_s = placement.predicted_ttft_s(snapshot, needs)
     expected_s = (before / drain_rate if drain_rate else 0.0) + own_s
     # It waits for room of its own, too.
-    if drain_rate and (line.depth or not placement.has_room(snapshot, wants)):
-        expected_s = max(expected_s, (before + wants.num_tokens) / drain_rate)
-    # Others may yet come for their share: then it is served when its turn ends, and no earlier.
-    # Dues are times only where the rate that they were made of is known.
-    turn_s = ask.due - now if rate else 0.0
-    safety = SAFETY / DOUBT if line.depth == 0 and _idle(snapshot) else SAFETY
-    needed_s = max(expected_s, turn_s) * safety
-    slack_s = math.inf if ask.resumed else line.slack_s(ask.due, ask.tenant, rate, SAFETY)
+    if drain_rate and (queue.depth or not placement.has_room(snapshot, needs)):
+        expected_s = max(expected_s, (before + needs.num_tokens) / drain_rate)
+    # Other tenants may yet come for their share: then it is served at its virtual finish and no
+    # earlier. Virtual finish times are times only where the rate behind them is known.
+    fair_s = request.virtual_finish - now if rate else 0.0
+    idle = any(worker.ready and not worker.queue_tokens for worker in snapshot.prefill)
+    safety = SAFETY / DOUBT if queue.depth == 0 and idle else SAFETY
+    needed_s = max(expected_s, fair_s) * safety
+    slack_s = math.inf
+    if not request.resumed:
+        slack_s = queue.slack_s(request.virtual_finish, request.tenant, rate, SAFETY)
     late_s = max(needed_s - limit_s, own_s * SAFETY - slack_s)
     if late_s <= 0:
         return expected_s
@@ -70,7 +81,7 @@ def check(
         why = (
             f"the first token is expected in {needed_s:.2f} s and wanted in {limit_s:.2f} s: "
             f"{before} tokens go first at {drain_rate:.0f} tokens/s, the best pair takes "
-            f"{own_s:.2f} s, its tenant's turn ends in {max(0.0, turn_s):.2f} s, "
+            f"{own_s:.2f} s, its tenant's fair share gives it {max(0.0, fair_s):.2f} s, "
             f"times {safety:.2f} for safety"
         )
     else:
@@ -80,8 +91,3 @@ def check(
         )
     shortest, longest = RETRY_AFTER_S
     raise Overloaded(why, min(longest, max(shortest, late_s)))
-
-
-def _idle(snapshot: Snapshot) -> bool:
-    """Whether a ready prefill worker has nothing to do."""
-    return any(worker.ready and not worker.queue_tokens for worker in snapshot.prefill)

@@ -1,15 +1,15 @@
-"""Token buckets: so many a minute, some at once, and the exact time until the next fits."""
+"""Token buckets: a rate a minute with bursts, and the exact time until the next amount fits."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-_ROUNDING = 1e-6  # who comes back at the told time must not find a millionth missing
+_ROUNDING = 1e-6  # a caller that comes back at the given time must not lack a millionth
 
 
-class Bucket:
-    """Fills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing."""
+class TokenBucket:
+    """Refills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing."""
 
     def __init__(
         self, per_minute: float, burst_s: float, clock: Callable[[], float] = time.monotonic
@@ -23,21 +23,21 @@ class Bucket:
     def wait_s(self, amount: float) -> float:
         """Seconds until `amount` fits, 0 if it does now; it must not exceed the bucket's size."""
         assert amount <= self.size, "it would never fit"
-        self._fill()
+        self._refill()
         missing = amount - self._level
         return missing / self._per_s if missing > _ROUNDING else 0.0
 
     def take(self, amount: float) -> None:
-        """Takes what fits."""
-        self._fill()
+        """Charges; the level may become negative."""
+        self._refill()
         self._level -= amount
 
     def give(self, amount: float) -> None:
-        """Gives back what was not used."""
-        self._fill()
+        """Returns what was not used."""
+        self._refill()
         self._level = min(self.size, self._level + amount)
 
-    def _fill(self) -> None:
+    def _refill(self) -> None:
         now = self._clock()
         if now > self._at and self._level < self.size:
             self._level = min(self.size, self._level + (now - self._at) * self._per_s)

@@ -1,9 +1,8 @@
-"""The line of requests that wait for room: in order of due, bounded, asked one after the other.
+"""The wait queue for room on workers: bounded, by virtual finish time, tried one by one.
 
-Who is first tries again at each news of the fleet. Those behind may pass it where it finds no room
-(a large request must not keep small ones from room it cannot use), but only for so long: after that
-nobody passes, so that room gathers until it fits. So short are not starved by long, nor long by
-short.
+The first entry tries again at each change of the fleet. Those behind may pass it where it finds no
+room (a large request must not keep small ones from room it cannot use), but only for so long: after
+that none passes, so that room gathers until it fits. So neither long nor short requests starve.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import TypeVar
 
 from baton.errors import Overloaded
 
-PATIENCE_S = 1.0  # how long the first lets others pass, from when it first found no room
-MOST_REFUSED = 4  # tries without success for one news: bounds what a full fleet is asked
-# A try that lasts longer has found room as far as the router knows and waits for the worker's word,
-# which takes a step of its engine: the others must not stand there meanwhile.
+PASSING_S = 1.0  # how long the first may be passed, from when it first found no room
+MOST_REFUSED = 4  # tries without success at one change: bounds the load on a full fleet
+# A try that lasts longer has found room as far as the router knows and waits for the worker's
+# answer, which takes a step of its engine: the others must not be held up meanwhile.
 SLOW_TRY_S = 0.002
-MOST_TRYING = 16  # at a time: what is promised to one is not seen as taken by the next everywhere
+MOST_TRYING = 16  # at a time: not every try sees what the others are about to reserve
 RETRY_AFTER_S = (0.5, 30.0)
-# Of the drain rate: what counts, in seconds of standing in line or, where that is longer, in
-# placements; and how many seconds are too few to tell.
+# Of the drain rate: what counts, in seconds of waiting or, where that is longer, in placements;
+# and how many seconds are too few to tell.
 _MEMORY_S, _MEMORY_PLACED, _LEAST_S = 5.0, 12, 0.5
 
 T = TypeVar("T")
@@ -35,35 +34,35 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """Who stands in line, and for what."""
+class QueueEntry:
+    """A request that waits for room."""
 
-    due: float  # time.monotonic(): the earliest goes first
+    virtual_finish: float  # time.monotonic(): the earliest goes first
     num_tokens: int
     request_id: str
     tenant: str = ""
-    promised: float = math.inf  # time.monotonic(): by then it was to have its first token
+    first_token_by: float = math.inf  # time.monotonic(): its TTFT target
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """A ticket in the line, and the handshake between its owner and the one who calls it up."""
+    """An entry in the queue, and the handshake between its owner and the task that wakes it."""
 
-    ticket: Ticket
-    news: Callable[[], asyncio.Event]
-    asked: asyncio.Event | None  # the news it was last asked at
+    entry: QueueEntry
+    changed: Callable[[], asyncio.Event]
+    tried_at: asyncio.Event | None  # the change at which it tried last
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     trying: bool = False
-    slow: bool = False  # the caller has gone on without the outcome of this try
+    slow: bool = False  # the waking task has gone on without the outcome of this try
     left: bool = False
-    refused_first: float = math.inf  # when it first found no room with nobody in front
+    refused_first: float = math.inf  # when it first found no room while first in the queue
 
 
 class DrainRate:
-    """Tokens a second that the fleet computes while requests wait: work by the time that it took.
+    """Tokens a second that the fleet computes while requests wait: work over time.
 
-    Both are forgotten together, and only at placements, so that a line that moves twice a minute
+    Both are forgotten together, and only at placements, so that a queue that moves twice a minute
     has a rate as sure as that of one that moves all the time. The work lies between what has left
     the fleet's queues and all that was placed: one large prompt changes nothing before its time
     has shown.
@@ -81,7 +80,7 @@ class DrainRate:
         self._since_s = 0.0  # since then
 
     def waiting(self, busy: bool) -> None:
-        """Whether somebody waits from now on."""
+        """Whether any request waits from now on."""
         self._advance()
         if busy and not self._busy:
             self._placed += self._queued
@@ -99,7 +98,7 @@ class DrainRate:
     def value(self, next_tokens: int, assumed: float = 0.0) -> float:
         """Tokens a second, where the next to be placed has so many.
 
-        `assumed` counts as far as nothing that was measured speaks against it.
+        `assumed` counts as far as no measurement contradicts it.
         """
         self._advance()
         seconds = self._seconds + self._since_s
@@ -110,7 +109,7 @@ class DrainRate:
         return min(max(assumed or most, least), most)
 
     def _advance(self) -> None:
-        """What was in flight and no longer is, is done."""
+        """Counts what was in flight and no longer is as done."""
         before, self._now = self._now, self._clock()
         queued, self._queued = self._queued, self._in_flight()
         if self._busy:
@@ -118,90 +117,90 @@ class DrainRate:
             self._done += queued - self._queued
 
 
-class Line:
-    """Those who wait for room. Event-loop thread only."""
+class WaitQueue:
+    """Requests that wait for room. Event-loop thread only."""
 
     def __init__(
         self,
-        most: int,
+        capacity: int,
         clock: Clock = time.monotonic,
         in_flight: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`most` may wait; `in_flight` tells the tokens that workers have and did not compute."""
-        self._most = most
+        """`in_flight` gives the prompt tokens that workers have and did not compute yet."""
+        self._capacity = capacity
         self._clock = clock
-        self._waiting: list[_Waiter] = []  # in order of due, then of arrival
-        self._stirred = asyncio.Event()  # somebody came or went
-        self._caller: asyncio.Task[None] | None = None  # calls waiters up while there are any
+        self._waiting: list[_Waiter] = []  # by virtual finish, then by arrival
+        self._stirred = asyncio.Event()  # an entry came or went
+        self._waking: asyncio.Task[None] | None = None  # runs while anything waits
         self._rate = DrainRate(clock, in_flight)
 
     @property
     def depth(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
-    def tokens_before(self, due: float) -> int:
-        """Tokens of those who go before one that is due then."""
-        end = bisect.bisect_right(self._waiting, due, key=_due)
-        return sum(waiter.ticket.num_tokens for waiter in self._waiting[:end])
+    def tokens_before(self, virtual_finish: float) -> int:
+        """Tokens of entries that go before one with that virtual finish."""
+        end = bisect.bisect_right(self._waiting, virtual_finish, key=_virtual_finish)
+        return sum(waiter.entry.num_tokens for waiter in self._waiting[:end])
 
     def drain_rate(self, assumed: float = 0.0) -> float:
-        """Tokens a second that leave the line for a worker; `assumed` until that is measured.
+        """Tokens a second that leave the queue for a worker; `assumed` until that is measured.
 
-        0 where nothing is known: then nothing can be expected either.
+        0 where nothing is known: then no time can be predicted either.
         """
-        first = self._waiting[0].ticket.num_tokens if self._waiting else 0
+        first = self._waiting[0].entry.num_tokens if self._waiting else 0
         return self._rate.value(first, assumed)
 
     def slack_s(
-        self, due: float, tenant: str, assumed_rate: float = 0.0, safety: float = 1.0
+        self, virtual_finish: float, tenant: str, assumed_rate: float = 0.0, safety: float = 1.0
     ) -> float:
-        """Seconds by which later tickets can be put back and still keep their promises.
+        """Seconds by which later entries can be put back and still meet their TTFT targets.
 
         Infinite where none of them depends on it. Those that are too late already do not count,
-        and a tenant with nothing waiting is free to go first: that is its share. `safety` is the
-        factor by which things may take longer than expected.
+        and a tenant with nothing waiting may go first: that is its share. `safety` is the factor
+        by which things may take longer than expected.
         """
         rate = self.drain_rate(assumed_rate)
-        waiting = [waiter.ticket for waiter in self._waiting]
-        if rate <= 0 or all(ticket.tenant != tenant for ticket in waiting):
+        waiting = [waiter.entry for waiter in self._waiting]
+        if rate <= 0 or all(entry.tenant != tenant for entry in waiting):
             return math.inf
         now, needed_s, slack = self._clock(), 0.0, math.inf
-        for ticket in waiting:
-            needed_s += ticket.num_tokens / rate
-            left_s = ticket.promised - now
-            if ticket.due > due and needed_s <= left_s:
+        for entry in waiting:
+            needed_s += entry.num_tokens / rate
+            left_s = entry.first_token_by - now
+            if entry.virtual_finish > virtual_finish and needed_s <= left_s:
                 slack = min(slack, left_s - needed_s * safety)
         return slack
 
     def check_room(self) -> None:
-        """Raises Overloaded when so many wait that nobody else may."""
-        if self.depth >= self._most:
-            raise Overloaded(f"{self._most} requests are waiting already", self.retry_after_s)
+        """Raises Overloaded when the queue is full."""
+        if self.depth >= self._capacity:
+            raise Overloaded(f"{self._capacity} requests are waiting already", self.retry_after_s)
 
     async def place(
         self,
-        ticket: Ticket,
+        entry: QueueEntry,
         attempt: Callable[[], Awaitable[T]],
-        news: Callable[[], asyncio.Event],
+        changed: Callable[[], asyncio.Event],
         *,
         accepted: bool = False,
     ) -> T:
-        """What `attempt` returns, once it finds room: called at once if nobody waits, else in turn.
+        """What `attempt` returns once it finds room: tried at once if none waits, else in order.
 
-        `news` gives the event that the next change sets. `attempt` raises Overloaded where there
-        is no room; what else it raises ends the wait. Raises Overloaded itself when the line is
+        `changed` gives the event that the next change sets. `attempt` raises Overloaded where there
+        is no room; what else it raises ends the wait. Raises Overloaded itself when the queue is
         full, unless the request was `accepted` before. The caller sets the time limit, by
         cancelling.
         """
-        asked = None
+        tried_at = None
         if not self._waiting:
-            asked = news()
+            tried_at = changed()
             with contextlib.suppress(Overloaded):
                 return await attempt()
         if not accepted:
             self.check_room()
-        waiter = self._join(ticket, news, asked)
+        waiter = self._join(_Waiter(entry, changed, tried_at))
         try:
             while True:
                 await waiter.turn.wait()
@@ -211,20 +210,17 @@ class Line:
                 except Overloaded:
                     self._refused(waiter)
                 else:
-                    self._rate.placed(ticket.num_tokens)
+                    self._rate.placed(entry.num_tokens)
                     return result
         finally:
             self._leave(waiter)
 
-    def _join(
-        self, ticket: Ticket, news: Callable[[], asyncio.Event], asked: asyncio.Event | None
-    ) -> _Waiter:
-        waiter = _Waiter(ticket, news, asked)
-        bisect.insort(self._waiting, waiter, key=_due)
+    def _join(self, waiter: _Waiter) -> _Waiter:
+        bisect.insort(self._waiting, waiter, key=_virtual_finish)
         self._rate.waiting(True)
         self._stirred.set()
-        if self._caller is None or self._caller.done():
-            self._caller = asyncio.create_task(self._call_up(), name="line")
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._wake(), name="wait queue")
         return waiter
 
     def _refused(self, waiter: _Waiter) -> None:
@@ -233,7 +229,7 @@ class Line:
         waiter.trying = False
         waiter.tried.set()
         if waiter.slow:
-            self._stirred.set()  # there may have been news meanwhile
+            self._stirred.set()  # there may have been a change meanwhile
 
     def _leave(self, waiter: _Waiter) -> None:
         self._waiting.remove(waiter)
@@ -242,35 +238,35 @@ class Line:
         self._stirred.set()
         self._rate.waiting(bool(self._waiting))
 
-    async def _call_up(self) -> None:
-        """Runs while somebody waits: at each news, and when somebody comes or goes, a round."""
+    async def _wake(self) -> None:
+        """Runs while anything waits: a round at each change, and when an entry comes or goes."""
         while self._waiting:
             self._stirred.clear()
-            news = self._waiting[0].news()  # before the tries, so that none is missed
-            await self._round(news)
+            changed = self._waiting[0].changed()  # before the tries, so that none is missed
+            await self._round(changed)
             if self._waiting:
-                await _either(news, self._stirred)
+                await _either(changed, self._stirred)
 
-    async def _round(self, news: asyncio.Event) -> None:
-        """Asks who waits, in order, each once for one news, until enough have found no room."""
+    async def _round(self, changed: asyncio.Event) -> None:
+        """Lets entries try in order, each once for one change, until enough have found no room."""
         refused = trying = 0
         for waiter in tuple(self._waiting):
             if waiter.left:
                 continue
-            if waiter.asked is not news and not waiter.trying:
-                waiter.asked = news
+            if waiter.tried_at is not changed and not waiter.trying:
+                waiter.tried_at = changed
                 await _let_try(waiter)
             if waiter.left:
                 continue
             refused += not waiter.trying
             trying += waiter.trying
-            impatient = self._clock() - waiter.refused_first > PATIENCE_S
-            if impatient or refused >= MOST_REFUSED or trying >= MOST_TRYING:
+            blocks = self._clock() - waiter.refused_first > PASSING_S
+            if blocks or refused >= MOST_REFUSED or trying >= MOST_TRYING:
                 return
 
     @property
     def retry_after_s(self) -> float:
-        """By then half of the line is expected to have gone."""
+        """By then half of the queue is expected to have gone."""
         shortest, longest = RETRY_AFTER_S
         rate = self.drain_rate()
         half_s = self.tokens_before(math.inf) / rate / 2 if rate else 0.0
@@ -278,7 +274,7 @@ class Line:
 
 
 async def _let_try(waiter: _Waiter) -> None:
-    """Gives a waiter its turn and waits for the outcome, unless that takes too long."""
+    """Lets a waiter try and waits for the outcome, unless that takes too long."""
     waiter.trying, waiter.slow = True, False
     waiter.tried.clear()
     waiter.turn.set()
@@ -299,5 +295,5 @@ async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
             task.cancel()
 
 
-def _due(waiter: _Waiter) -> float:
-    return waiter.ticket.due
+def _virtual_finish(waiter: _Waiter) -> float:
+    return waiter.entry.virtual_finish

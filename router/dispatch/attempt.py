@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from baton.errors import BatonError, InternalError, TransferFailed
 from baton.v1 import common_pb2, prefill_pb2
 from router.fleet.member import Event, Member
-from router.fleet.snapshot import Assigned
+from router.fleet.snapshot import AssignedPrompt
 
 _COMMIT_ACK_S = 1.0
-MAX_UNREAD_BYTES = 1 << 20  # of one request's output that wait for a caller who reads slowly
+MAX_UNREAD_BYTES = 1 << 20  # of one request's output that wait for a caller that reads slowly
 _BACKLOG = 8  # outputs: more are joined, so that what is behind costs less a token
 _OUTPUT_BYTES = 128  # what an output takes besides its message
 T = TypeVar("T")
@@ -45,18 +45,18 @@ class Attempt:
         self._on_unread = on_unread
         self._unread_bytes = 0
         self.on_decoding: Callable[[], None] = lambda: None  # decode has brought its first token
-        # Workers to blame if the attempt fails now; none stands for the decode worker.
+        # Workers that a failure now counts against; an empty set stands for the decode worker.
         self.suspects: set[str] = set()
         self.finished_on_decode = False
         self._decoding = False
         self._handed_over = False  # decode has all it needs, or needs nothing
         self._queue: asyncio.Queue[Output | BatonError] = asyncio.Queue()
-        self._early: list[Event] | None = []  # decode may be heard before prefill's first token
+        self._early: list[Event] | None = []  # decode may send before prefill's first token
         self._prefill: asyncio.Task[None] | None = None
         self._assigned: Member | None = None
         self._lost: asyncio.Future[None] | None = None  # while `unless_lost` waits
 
-    def assign(self, prefill: Member, prompt: Assigned) -> None:
+    def assign(self, prefill: Member, prompt: AssignedPrompt) -> None:
         """Counts the prompt against a prefill worker, so that a burst sees its own beginning."""
         self.unassign()
         prefill.assigned[self.handoff_id] = prompt
@@ -74,7 +74,7 @@ class Attempt:
         self._prefill.add_done_callback(self._prefill_ended)
 
     def on_prefill(self, message: prefill_pb2.PrefillResponse) -> None:
-        """Takes in what the prefill worker says."""
+        """Handles a message of the prefill worker."""
         if message.HasField("committed"):
             self._handed_over = self._early is None
             self.suspects.clear()
@@ -87,7 +87,7 @@ class Attempt:
         self.first_token_seen()
 
     def on_prefill_lost(self, event: Event) -> None:
-        """Takes in that the prefill worker has left."""
+        """Handles the loss of the prefill worker."""
         if isinstance(event, BatonError):
             self._prefill_failed(event)
 
@@ -98,7 +98,7 @@ class Attempt:
             self.on_decode(event)
 
     def on_decode(self, event: Event) -> None:
-        """Takes in what the decode worker says."""
+        """Handles an event of the decode worker."""
         if isinstance(event, BatonError):
             self.suspects.clear()
             self._queue.put_nowait(event)
@@ -129,7 +129,11 @@ class Attempt:
 
     async def unless_lost(self, call: Awaitable[T]) -> T:
         """The call's result; raises as soon as the decode worker is lost, and cancels the call."""
-        task = asyncio.ensure_future(_result(call))
+
+        async def result() -> T:
+            return await call
+
+        task = asyncio.ensure_future(result())
         self._lost = asyncio.get_running_loop().create_future()
         both: set[asyncio.Future[Any]] = {task, self._lost}
         try:
@@ -145,7 +149,7 @@ class Attempt:
                 self._lost.exception()  # seen
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Everything both workers say, up to the last token; raises what ended it early."""
+        """All output of both workers, up to the last token; raises what ended it early."""
         while True:
             item = await self._queue.get()
             if isinstance(item, BatonError):
@@ -162,7 +166,7 @@ class Attempt:
         if self._prefill is None:
             return
         try:
-            if self.finished_on_decode:  # so Commit was verified: its figures are on their way
+            if self.finished_on_decode:  # so Commit was verified: its last message is on its way
                 await asyncio.wait([self._prefill], timeout=_COMMIT_ACK_S)
         finally:
             self._prefill.cancel()
@@ -206,7 +210,3 @@ class Attempt:
         """Fails the attempt, unless the prefill worker is no longer needed."""
         if not self._handed_over:
             self._queue.put_nowait(error)
-
-
-async def _result(call: Awaitable[T]) -> T:
-    return await call

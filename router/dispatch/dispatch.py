@@ -1,4 +1,4 @@
-"""One request's story: place, reserve, prefill, hand over, decode, and again elsewhere if it fails.
+"""One request's life: place, reserve, prefill, hand over, decode, and again elsewhere if it fails.
 
     decode.Reserve -> prefill.Prefill -> first token -> (blocks, Commit) -> decode's events
 
@@ -23,116 +23,115 @@ from baton import telemetry
 from baton.errors import BatonError, DeadlineExceeded, Overloaded, Stale, Unavailable
 from baton.log_format import about
 from baton.v1 import decode_pb2, prefill_pb2
-from router.admission.wait_queue import Line
+from router.admission.wait_queue import WaitQueue
 from router.dispatch.attempt import Attempt, Output
-from router.dispatch.backoff import backoff_s, is_retryable
-from router.dispatch.failover import Recovery
-from router.dispatch.request_state import Story
-from router.fleet import blame
+from router.dispatch.failover import NoWorkerTimeout, backoff_s, is_retryable
+from router.dispatch.request_state import RequestState
 from router.fleet.fleet import Fleet
-from router.fleet.member import Member, cancel_on
-from router.fleet.snapshot import Assigned
+from router.fleet.member import Member
+from router.fleet.snapshot import AssignedPrompt
 from router.placement import placement
-from router.placement.placement import Choice, Wants
-from router.telemetry.stats import Tally
+from router.placement.cost_model import PlacementRequest
+from router.placement.scoring import Pair
+from router.telemetry.stats import RouterStats
 
 log = logging.getLogger(__name__)
 
 RESERVE_TIMEOUT_S = 5.0
-CANCEL_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What dispatch is told by configuration."""
+class DispatchConfig:
+    """Dispatch's part of the configuration."""
 
     max_attempts: int  # in a row without a token
-    recovery_s: float  # that a request waits for a role that nobody fills
+    recovery_s: float  # that a request waits for a role without workers
     local_prefill_max_tokens: int
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """A pair of workers, the decode one of which holds blocks for us."""
-
-    choice: Choice
-    decode: Member
-    reserved: decode_pb2.ReserveResponse
+# A pair of workers, the decode one of which holds blocks for us.
+_Placed = tuple[Pair, Member, decode_pb2.ReserveResponse]
 
 
 class Dispatch:
     """Runs requests over the fleet. Keeps nothing between them but counts."""
 
-    def __init__(self, fleet: Fleet, line: Line, settings: Settings, tracer: Tracer) -> None:
+    def __init__(
+        self, fleet: Fleet, wait_queue: WaitQueue, config: DispatchConfig, tracer: Tracer
+    ) -> None:
         self._fleet = fleet
-        self._line = line
-        self._settings = settings
+        self._wait_queue = wait_queue
+        self._config = config
         self._tracer = tracer
-        self.tally = Tally()
+        self.stats = RouterStats()
         self._cancels: set[asyncio.Task[None]] = set()
 
-    async def run(self, story: Story, parent: Context) -> AsyncGenerator[Output, None]:
+    async def run(self, state: RequestState, parent: Context) -> AsyncGenerator[Output, None]:
         """The request's tokens, each once, in order. Raises what ended the last attempt."""
         failures = 0
         while True:
-            story.attempts += 1
+            state.attempts += 1
             try:
-                async with contextlib.aclosing(self._attempt(story, parent)) as outputs:
+                async with contextlib.aclosing(self._attempt(state, parent)) as outputs:
                     async for output in outputs:
                         failures = 0
                         # A stop string may end among the tokens of a step: those behind it are not
                         # to be delivered.
-                        for part in output.singly() if story.ask.stop else (output,):
-                            gap_s = story.deliver(part.token_ids)
-                            self.tally.delivered(len(part.token_ids), gap_s)
+                        for part in output.singly() if state.request.stop else (output,):
+                            gap_s = state.deliver(part.token_ids)
+                            self.stats.delivered(len(part.token_ids), gap_s)
                             yield part
                 return
             except BatonError as error:
                 failures += 1
-                if failures >= self._settings.max_attempts or not is_retryable(error, story):
+                if failures >= self._config.max_attempts or not is_retryable(error, state):
                     raise
                 trace_id = telemetry.trace_id_in(parent)
-                extra = about(trace_id=trace_id, request_id=story.ask.request_id)
-                log.warning("request %s: attempt %d failed, placing it elsewhere: %s",
-                            story.ask.request_id, story.attempts, error, extra=extra)  # fmt: skip
-                self.tally.failed_over(story, trace_id, error)
+                extra = about(trace_id=trace_id, request_id=state.request.request_id)
+                log.warning(
+                    "request %s: attempt %d failed, placing it elsewhere: %s",
+                    state.request.request_id,
+                    state.attempts,
+                    error,
+                    extra=extra,
+                )
+                self.stats.failed_over(state, trace_id, error)
             with telemetry.span(self._tracer, "router.backoff", parent):
                 await asyncio.sleep(backoff_s(failures))
 
-    def wants(self, story: Story) -> Wants:
-        """What placement is asked for."""
-        return story.wants(self._settings.local_prefill_max_tokens)
+    def placement_request(self, state: RequestState) -> PlacementRequest:
+        """What placement has to find room for."""
+        return state.placement_request(self._config.local_prefill_max_tokens)
 
     async def close(self) -> None:
         """Waits for the cancellations that are still under way."""
         while self._cancels:
             await asyncio.gather(*self._cancels, return_exceptions=True)
 
-    async def _attempt(self, story: Story, parent: Context) -> AsyncGenerator[Output, None]:
-        handoff_id = f"{story.ask.request_id}-{story.attempts}"
+    async def _attempt(self, state: RequestState, parent: Context) -> AsyncGenerator[Output, None]:
+        handoff_id = f"{state.request.request_id}-{state.attempts}"
         with telemetry.span(self._tracer, "router.attempt", parent) as span:
             trace = telemetry.context_of(span)
-            attempt = Attempt(handoff_id, story.on_unread)
-            placed = await self._reserve(story, attempt, trace)
-            choice, decode, reserved = placed.choice, placed.decode, placed.reserved
-            attempt.on_decoding = partial(self._fleet.health.succeeded, choice.decode.incarnation)
-            _describe(span, choice, reserved, story)
+            attempt = Attempt(handoff_id, state.on_unread)
+            pair, decode, reserved = await self._reserve(state, attempt, trace)
+            attempt.on_decoding = partial(self._fleet.breakers.succeeded, pair.decode.incarnation)
+            _describe(span, pair, reserved, state)
             streams_ns = time.time_ns() if reserved.started else 0
             try:
                 if reserved.started:
                     attempt.unassign()
                     attempt.first_token_seen()
-                    story.note_cached(reserved.cached_tokens)
+                    state.note_cached(reserved.cached_tokens)
                 else:
-                    attempt.suspects = {choice.prefill.incarnation}  # it may have left by now
-                    self._assign(choice, self.wants(story), attempt)
-                    attempt.follow(self._prefill(story, choice, reserved, attempt, trace))
+                    attempt.suspects = {pair.prefill.incarnation}  # it may have left by now
+                    self._assign(pair, attempt)
+                    attempt.follow(self._prefill(state, pair, reserved, attempt, trace))
                 async with contextlib.aclosing(attempt.outputs()) as outputs:
                     async for output in outputs:
                         streams_ns = streams_ns or time.time_ns()
                         yield output
             except BatonError as error:
-                self._blame(choice, attempt, story, error)
+                self._count_failure(pair, attempt, state, error)
                 raise
             finally:
                 if streams_ns:  # known also where the workers' own spans died with them
@@ -145,66 +144,74 @@ class Dispatch:
                     if not attempt.finished_on_decode:
                         self._cancel(decode, handoff_id)
 
-    async def _reserve(self, story: Story, attempt: Attempt, trace: Context) -> _Placed:
+    async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
         """Blocks on the best decode worker; waits for room as long as the deadline allows.
 
-        Those who wait stand in line: if all of them asked at each news, they would drown workers.
+        In the wait queue: if all requests tried at each change, they would overload workers.
         """
-        wants = self.wants(story)
-        ticket = story.ticket()
+        entry, request = state.queue_entry(), self.placement_request(state)
         with telemetry.span(self._tracer, "router.place", trace):
-            async with Recovery(self._settings.recovery_s) as recovery:
-                return await self._line.place(
-                    ticket,
-                    lambda: self._place_once(story, wants, attempt, recovery, trace),
-                    lambda: self._fleet.news,
-                    accepted=story.placed_at is not None,
+            async with NoWorkerTimeout(self._config.recovery_s) as timeout:
+                return await self._wait_queue.place(
+                    entry,
+                    lambda: self._place_once(state, request, attempt, timeout, trace),
+                    lambda: self._fleet.changed,
+                    accepted=state.placed_at is not None,
                 )
 
     async def _place_once(
-        self, story: Story, wants: Wants, attempt: Attempt, recovery: Recovery, trace: Context
+        self,
+        state: RequestState,
+        request: PlacementRequest,
+        attempt: Attempt,
+        timeout: NoWorkerTimeout,
+        trace: Context,
     ) -> _Placed:
         """One pass over the decode workers that seem to have room; Overloaded when none has."""
         full: set[str] = set()
         while True:
-            with recovery.waits_for_workers():
-                choice = placement.pick(self._fleet.snapshot(), wants, story.failed_workers, full)
-            decode = self._fleet.member(choice.decode.incarnation)
-            if not choice.decode_prefills:
-                self._assign(choice, wants, attempt)
+            with timeout.placing():
+                snapshot = self._fleet.snapshot()
+                pair = placement.pick(snapshot, request, state.failed_workers, full)
+            decode = self._fleet.member(pair.decode.incarnation)
+            if not pair.decode_prefills:
+                self._assign(pair, attempt)
             decode.subscribe(attempt.handoff_id, attempt.on_decode)
             try:
-                reserved = await self._call_reserve(story, attempt, choice, decode, trace)
+                reserved = await self._call_reserve(state, attempt, pair, decode, trace)
             except BaseException as error:
                 attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
                 if isinstance(error, Overloaded):
-                    self._fleet.health.succeeded(choice.decode.incarnation)  # it answered
+                    self._fleet.breakers.succeeded(pair.decode.incarnation)  # it answered
                 else:
                     self._cancel(decode, attempt.handoff_id)  # it may hold blocks for us
                     if isinstance(error, BatonError):
-                        self._blame(choice, attempt, story, error)
+                        self._count_failure(pair, attempt, state, error)
                     raise
-                full.add(choice.decode.incarnation)
+                full.add(pair.decode.incarnation)
                 continue
-            story.placed_at = story.placed_at or time.monotonic()
-            return _Placed(choice, decode, reserved)
+            state.placed_at = state.placed_at or time.monotonic()
+            return pair, decode, reserved
 
-    def _assign(self, choice: Choice, wants: Wants, attempt: Attempt) -> None:
-        prompt = Assigned(wants.num_tokens - choice.prefill_cached, wants.due)
-        attempt.assign(self._fleet.member(choice.prefill.incarnation), prompt)
+    def _assign(self, pair: Pair, attempt: Attempt) -> None:
+        request = pair.request
+        uncached = request.num_tokens - pair.on_prefill.cached
+        prompt = AssignedPrompt(uncached, request.virtual_finish)
+        attempt.assign(self._fleet.member(pair.prefill.incarnation), prompt)
 
     async def _call_reserve(
-        self, story: Story, attempt: Attempt, choice: Choice, decode: Member, trace: Context
+        self, state: RequestState, attempt: Attempt, pair: Pair, decode: Member, trace: Context
     ) -> decode_pb2.ReserveResponse:
         request = decode_pb2.ReserveRequest(
             stream_id=decode.stream_id,
-            sequence=story.spec(attempt.handoff_id),
-            local_prefill_max_tokens=choice.local_prefill_max_tokens,
+            sequence=state.spec(attempt.handoff_id),
+            local_prefill_max_tokens=pair.local_prefill_max_tokens,
         )
-        name, timeout_s = decode.record.incarnation, min(RESERVE_TIMEOUT_S, story.ask.time_left_s)
-        self._fleet.health.sent(name)
-        story.workers.add(name)
+        name = decode.record.incarnation
+        timeout_s = min(RESERVE_TIMEOUT_S, state.request.time_left_s)
+        self._fleet.breakers.sent(name)
+        state.workers.add(name)
         try:
             with decode.calling():
                 call = decode.decode.Reserve(
@@ -221,17 +228,17 @@ class Dispatch:
 
     async def _prefill(
         self,
-        story: Story,
-        choice: Choice,
+        state: RequestState,
+        pair: Pair,
         reserved: decode_pb2.ReserveResponse,
         attempt: Attempt,
         trace: Context,
     ) -> None:
-        """Runs the prompt on the prefill worker and feeds what it says into the attempt."""
-        name = choice.prefill.incarnation
+        """Runs the prompt on the prefill worker and feeds its messages into the attempt."""
+        name, breakers = pair.prefill.incarnation, self._fleet.breakers
         member = self._fleet.member(name)
         request = prefill_pb2.PrefillRequest(
-            sequence=story.spec(attempt.handoff_id),
+            sequence=state.spec(attempt.handoff_id),
             target=prefill_pb2.HandoffTarget(
                 incarnation=reserved.incarnation,
                 reservation_token=reserved.reservation_token,
@@ -239,49 +246,50 @@ class Dispatch:
             ),
         )
         member.subscribe(attempt.handoff_id, attempt.on_prefill_lost)
-        self._fleet.health.sent(name)
-        self._fleet.health.sent(choice.names)
-        story.workers.add(name)
+        breakers.sent(name)
+        breakers.sent(pair.names)
+        state.workers.add(name)
         calling = telemetry.span(self._tracer, "router.prefill", trace, kind=SpanKind.CLIENT)
         try:
             with calling, member.calling():
                 call = member.prefill.Prefill(
-                    request, timeout=story.ask.time_left_s, metadata=telemetry.inject(trace)
+                    request, timeout=state.request.time_left_s, metadata=telemetry.inject(trace)
                 )
                 async for message in call:
                     if message.HasField("first_token"):
                         attempt.unassign()
                         attempt.suspects.add(reserved.incarnation)  # of a failed handoff
-                        self._fleet.health.succeeded(name)
+                        breakers.succeeded(name)
                     elif message.HasField("committed"):
-                        self._fleet.health.succeeded(choice.names)
-                    story.note(message)
+                        breakers.succeeded(pair.names)
+                    state.note(message)
                     attempt.on_prefill(message)
         finally:
             member.unsubscribe(attempt.handoff_id)
 
-    def _blame(self, choice: Choice, attempt: Attempt, story: Story, error: BatonError) -> None:
-        """The request avoids whom it failed on; so does everybody, if it happens often."""
-        blamed = blame.suspects(choice, attempt.suspects, error)
-        story.failed_workers |= blamed
-        blame.tell(self._fleet.health, choice, blamed, error)
+    def _count_failure(
+        self, pair: Pair, attempt: Attempt, state: RequestState, error: BatonError
+    ) -> None:
+        """The request avoids the workers it failed on; all do, if it happens often."""
+        suspects = self._fleet.breakers.failed_attempt(pair.names, attempt.suspects, error)
+        state.failed_workers |= suspects
 
     def _cancel(self, decode: Member, handoff_id: str) -> None:
-        """Frees the sequence's blocks without making anybody wait for it."""
-        task = asyncio.create_task(cancel_on(decode, handoff_id, CANCEL_TIMEOUT_S))
+        """Frees the sequence's blocks without waiting for it."""
+        task = asyncio.create_task(decode.cancel([handoff_id]))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
 
 def _describe(
-    span: Span, choice: Choice, reserved: decode_pb2.ReserveResponse, story: Story
+    span: Span, pair: Pair, reserved: decode_pb2.ReserveResponse, state: RequestState
 ) -> None:
-    prefill = "" if reserved.started else choice.prefill.incarnation
-    story.route.prefill = prefill
-    story.route.decode = choice.decode.incarnation
-    span.set_attribute("baton.attempt", story.attempts)
+    prefill = "" if reserved.started else pair.prefill.incarnation
+    state.route.prefill = prefill
+    state.route.decode = pair.decode.incarnation
+    span.set_attribute("baton.attempt", state.attempts)
     span.set_attribute("baton.prefill", prefill or "(decode prefills)")
-    span.set_attribute("baton.decode", choice.decode.incarnation)
+    span.set_attribute("baton.decode", pair.decode.incarnation)
     span.set_attribute("baton.decode_cached_tokens", reserved.cached_tokens)
-    for name, value in placement.why(choice).items():
+    for name, value in placement.span_attributes(pair).items():
         span.set_attribute(f"baton.placement.{name}", value)

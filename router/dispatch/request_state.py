@@ -1,4 +1,8 @@
-"""One request's state that survives any worker: what was asked, what was delivered, and when."""
+"""One request's state that survives any worker: what was requested, what was delivered, and when.
+
+Detokenizer and stop strings are part of it, so no worker's death can lose half a character or half
+a stop string.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.sampling import SamplingParams
+from baton.text import AnyTokenizer, Detokenizer, StopStrings
 from baton.v1 import common_pb2, prefill_pb2
-from router.admission.wait_queue import Ticket
-from router.placement.placement_request import Wants
+from router.admission.wait_queue import QueueEntry
+from router.placement.cost_model import PlacementRequest
 
 _MOST_TIME_MS = (1 << 32) - 1  # what SequenceSpec holds: 49 days
-_DUE_S = 60.0  # added by every router: workers need the order, also of turns that have passed
+_DUE_S = 60.0  # added by every router: workers need the order, also of times that have passed
 
 
 @dataclass(frozen=True)
-class Ask:
+class TokenizedRequest:
     """A validated request in tokens."""
 
     request_id: str
@@ -28,7 +33,7 @@ class Ask:
     cache_salt: str
     deadline: float  # time.monotonic()
     tenant: str = ""
-    due: float = 0.0  # time.monotonic(): the end of its fair turn; the earliest goes first
+    virtual_finish: float = 0.0  # time.monotonic(), by fair queueing; the earliest goes first
     ttft_target_s: float = 0.0  # 0: none
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
 
@@ -39,18 +44,18 @@ class Ask:
 
 
 @dataclass
-class Story:
+class RequestState:
     """What has happened to a request so far. One attempt after another adds to it."""
 
-    ask: Ask
+    request: TokenizedRequest
     started: float = field(default_factory=time.monotonic)
     started_ns: int = field(default_factory=time.time_ns)  # wall clock, for traces
     delivered: list[int] = field(init=False)
     attempts: int = 0
-    workers: set[str] = field(default_factory=set)  # that were asked for anything
+    workers: set[str] = field(default_factory=set)  # that were called for it
     failed_workers: set[str] = field(default_factory=set)
     cached_tokens: int | None = None
-    predicted_ttft_s: float = 0.0  # when it was let in; 0: nothing was known
+    predicted_ttft_s: float = 0.0  # when it was admitted; 0: nothing was known
     placed_at: float | None = None
     first_at: float | None = None
     last_at: float | None = None
@@ -58,49 +63,51 @@ class Story:
     transfer_bytes: int = 0
     transfer_ms: float = 0.0
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
-    # Called when more output waits than is kept for a caller who does not read it.
+    # Called when more output waits than is kept for a caller that does not read it.
     on_unread: Callable[[], None] = field(default=lambda: None, repr=False)
-    _wants: Wants | None = field(default=None, repr=False)
+    _placement: PlacementRequest | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.delivered = list(self.ask.resumed)
+        self.delivered = list(self.request.resumed)
 
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
-        ask = self.ask
+        request = self.request
+        due_s = request.virtual_finish - time.monotonic() + _DUE_S
         return common_pb2.SequenceSpec(
             handoff_id=handoff_id,
-            token_ids=[*ask.prompt, *self.delivered],
-            prompt_tokens=len(ask.prompt),
-            sampling=ask.params.to_proto(),
-            cache_salt=ask.cache_salt,
-            time_left_ms=min(_MOST_TIME_MS, max(1, int(ask.time_left_s * 1000))),
-            due_ms=min(_MOST_TIME_MS, max(0, int((ask.due - time.monotonic() + _DUE_S) * 1000))),
+            token_ids=[*request.prompt, *self.delivered],
+            prompt_tokens=len(request.prompt),
+            sampling=request.params.to_proto(),
+            cache_salt=request.cache_salt,
+            time_left_ms=min(_MOST_TIME_MS, max(1, int(request.time_left_s * 1000))),
+            due_ms=min(_MOST_TIME_MS, max(0, int(due_s * 1000))),
         )
 
-    def wants(self, local_prefill_max_tokens: int) -> Wants:
+    def placement_request(self, local_prefill_max_tokens: int) -> PlacementRequest:
         """What placement has to find room for; the same one until more is delivered."""
-        ask, num_tokens = self.ask, len(self.ask.prompt) + len(self.delivered)
-        if self._wants is None or self._wants.num_tokens != num_tokens:
-            self._wants = Wants(
-                token_ids=(*ask.prompt, *self.delivered),
-                due=ask.due,
-                cache_salt=ask.cache_salt,
-                new_tokens=ask.params.max_tokens - len(self.delivered),
+        request = self.request
+        num_tokens = len(request.prompt) + len(self.delivered)
+        if self._placement is None or self._placement.num_tokens != num_tokens:
+            self._placement = PlacementRequest(
+                token_ids=(*request.prompt, *self.delivered),
+                virtual_finish=request.virtual_finish,
+                cache_salt=request.cache_salt,
+                new_tokens=request.params.max_tokens - len(self.delivered),
                 local_prefill_max_tokens=local_prefill_max_tokens,
             )
-        return self._wants
+        return self._placement
 
-    def ticket(self) -> Ticket:
-        """Its place in the line. Who has begun to stream was let in long ago."""
-        ask = self.ask
-        promised = ask.ttft_target_s > 0 and not self.delivered
-        return Ticket(
-            due=ask.due,
-            num_tokens=len(ask.prompt) + len(self.delivered),
-            request_id=ask.request_id,
-            tenant=ask.tenant,
-            promised=self.started + ask.ttft_target_s if promised else math.inf,
+    def queue_entry(self) -> QueueEntry:
+        """Its entry in the wait queue. One that has begun to stream has met its TTFT target."""
+        request = self.request
+        has_target = request.ttft_target_s > 0 and not self.delivered
+        return QueueEntry(
+            virtual_finish=request.virtual_finish,
+            num_tokens=len(request.prompt) + len(self.delivered),
+            request_id=request.request_id,
+            tenant=request.tenant,
+            first_token_by=self.started + request.ttft_target_s if has_target else math.inf,
         )
 
     def deliver(self, token_ids: Sequence[int]) -> float | None:
@@ -120,7 +127,7 @@ class Story:
     @property
     def tpot_s(self) -> float:
         """Mean time between output tokens after the first."""
-        steps = max(1, len(self.delivered) - len(self.ask.resumed) - 1)
+        steps = max(1, len(self.delivered) - len(self.request.resumed) - 1)
         return ((self.last_at or self.started) - (self.first_at or self.started)) / steps
 
     @property
@@ -129,7 +136,7 @@ class Story:
         return time.monotonic() - self.started
 
     def note(self, message: prefill_pb2.PrefillResponse) -> None:
-        """Keeps what the caller will be told at the end of what a prefill worker says."""
+        """Keeps what the caller gets to know in the end of a prefill worker's message."""
         if message.HasField("started"):
             if self.first_at is None:
                 self.prefill_queue_ms += message.started.queue_ms
@@ -140,14 +147,14 @@ class Story:
             self.route.transport = message.committed.transport
 
     def note_cached(self, num_tokens: int) -> None:
-        """Prompt tokens that came from a cache; the first attempt's figure stands."""
+        """Prompt tokens that came from a cache; the first attempt's count stands."""
         if self.cached_tokens is None:
             self.cached_tokens = num_tokens
 
     def usage(self) -> common_pb2.Usage:
         """Tokens counted once, whatever was retried."""
         return common_pb2.Usage(
-            prompt_tokens=len(self.ask.prompt),
+            prompt_tokens=len(self.request.prompt),
             completion_tokens=len(self.delivered),
             cached_tokens=self.cached_tokens or 0,
         )
@@ -170,3 +177,26 @@ class Story:
         route.CopyFrom(self.route)
         route.attempts = self.attempts
         return route
+
+
+class TextStream:
+    """Turns one request's tokens, in order, into text; `stop` is set once a stop string was met."""
+
+    def __init__(self, tokenizer: AnyTokenizer, request: TokenizedRequest) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.prompt)
+        self._stops = StopStrings(request.stop, request.include_stop)
+        self.stop: str | None = None
+        if request.resumed:
+            self.advance(request.resumed, None)  # its text was sent by the stream that broke
+
+    def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
+        """Text that new tokens make certain; all of it when `finish_reason` says they are the last.
+
+        A token that ended the sequence by itself ("stop") is no text.
+        """
+        shown = token_ids[:-1] if finish_reason == "stop" else token_ids
+        text, self.stop = self._stops.push(self._detokenizer.push(shown))
+        if finish_reason is None or self.stop is not None:
+            return text
+        rest, self.stop = self._stops.push(self._detokenizer.flush())
+        return text + rest + ("" if self.stop is not None else self._stops.flush())

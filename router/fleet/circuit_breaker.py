@@ -1,8 +1,8 @@
-"""Circuit breakers: which workers and pairs are left alone for a while because calls to them fail.
+"""Circuit breakers: workers and pairs that are ejected for a while because calls to them fail.
 
 A breaker opens after a few failures in a row, or when too large a share of the recent calls failed.
 It stays open for a cool-down, which doubles each time, and then lets one call at a time through as
-a probe. This module is pure: it knows neither workers nor calls, only names and how calls ended.
+a probe.
 """
 
 from __future__ import annotations
@@ -10,23 +10,28 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+
+from baton.errors import BatonError, DeadlineExceeded, KvMismatch, Overloaded, TransferFailed
+from router.fleet.snapshot import EJECTED, Snapshot, WorkerView
 
 Key = str | tuple[str, str]  # a worker's incarnation, or those of a (prefill, decode) pair
 
 FAILURES_IN_A_ROW = 3
 RECENT_CALLS = 20
-RECENT_S = 60.0  # older calls say nothing of now
+RECENT_S = 60.0  # older calls are outdated
 FAILED_SHARE = 0.5
-CALLS_FOR_A_SHARE = 5  # fewer calls have no share worth judging
+CALLS_FOR_A_SHARE = 5  # of fewer calls a share means nothing
 COOL_DOWN_S = (1.0, 30.0)  # the first, and the longest
-PROBE_S = 5.0  # a probe whose end nobody told is forgotten then
+PROBE_S = 5.0  # a probe without an outcome is forgotten then
+_PAIR_ERRORS = (TransferFailed, KvMismatch)  # each of the two may be fine with others
+_REQUEST_ERRORS = (DeadlineExceeded, Overloaded)  # no fault of a worker
 
 
-class HealthBook:
-    """Breakers by key."""
+class CircuitBreakers:
+    """Breakers by key. Event-loop thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,27 +47,41 @@ class HealthBook:
         self._breaker(key).succeeded(self._clock())
 
     def failed(self, key: Key, reason: str) -> None:
-        """A call failed, and this worker or pair is to blame."""
+        """A call failed because of this worker or pair."""
         self._breaker(key).failed(self._clock(), reason)
 
-    def verdict(self, key: Key) -> str:
-        """Empty when it is usable now, else why not."""
-        breaker = self._breakers.get(key)
-        return breaker.verdict(self._clock()) if breaker else ""
+    def failed_attempt(
+        self, names: tuple[str, str], suspects: Set[str], error: BatonError
+    ) -> Set[str]:
+        """Counts a failed attempt on a pair against one of its workers, or against the pair.
 
-    def shut(self) -> dict[Key, str]:
-        """Everybody who is not usable now, and why."""
-        now = self._clock()
-        verdicts = {key: breaker.verdict(now) for key, breaker in self._breakers.items()}
-        return {key: why for key, why in verdicts.items() if why}
+        Returns the workers that the request avoids from now on; without suspects it is the decode
+        worker. Errors of the request itself count against no worker.
+        """
+        if isinstance(error, _PAIR_ERRORS):
+            suspects = frozenset(names)
+        suspects = suspects or {names[1]}
+        if not isinstance(error, _REQUEST_ERRORS):
+            for key in suspects if len(suspects) == 1 else (names,):
+                self.failed(key, str(error))
+        return suspects
+
+    def why_open(self, key: Key) -> str:
+        """Why it is not usable now; empty when it is."""
+        breaker = self._breakers.get(key)
+        return breaker.why_open(self._clock()) if breaker else ""
+
+    def all_open(self) -> dict[Key, str]:
+        """All that are not usable now, and why."""
+        return {key: why for key in self._breakers if (why := self.why_open(key))}
 
     def failed_at(self, key: Key) -> float:
-        """When a call failed last, by the book's clock."""
+        """When a call failed last, by the breakers' clock."""
         breaker = self._breakers.get(key)
         return breaker.failed_at if breaker else -math.inf
 
     def retain(self, incarnations: Collection[str]) -> None:
-        """Forgets everybody else and their pairs, also those who failed after they had left."""
+        """Forgets all others and their pairs, also those that failed after they had left."""
         self._breakers = {
             key: breaker
             for key, breaker in self._breakers.items()
@@ -86,7 +105,7 @@ class _Breaker:
     why: str = ""
 
     def sent(self, now: float) -> None:
-        """Also in the cool-down, when there was nobody else: that call is a probe as well."""
+        """Also in the cool-down, when there was no other worker: that call is a probe as well."""
         if self.open_until is not None and not self._probing(now):
             self.probe_until = now + PROBE_S
 
@@ -110,7 +129,7 @@ class _Breaker:
             self._open(now, f"its probe failed with: {reason}", grows=True)
         # Else a call that began before the breaker opened: many end at once when a worker dies.
 
-    def verdict(self, now: float) -> str:
+    def why_open(self, now: float) -> str:
         if self.open_until is None or (now >= self.open_until and not self._probing(now)):
             return ""
         return self.why
@@ -134,3 +153,41 @@ class _Breaker:
 
     def _probing(self, now: float) -> bool:
         return self.probe_until is not None and now < self.probe_until
+
+
+# Outlier ejection.
+
+
+def without_ejected(snapshot: Snapshot, breakers: CircuitBreakers) -> Snapshot:
+    """The snapshot with workers EJECTED and pairs excluded whose breakers are open.
+
+    If that would leave no pair, the one that failed longest ago is used: failures of the last pair
+    must not make a dead cluster.
+    """
+    opened = breakers.all_open()
+    if not opened:
+        return snapshot
+    spared = _last_resort(snapshot, opened, breakers)
+    opened = {key: why for key, why in opened.items() if key not in spared}
+    pairs = {key: why for key, why in opened.items() if isinstance(key, tuple)}
+
+    def judged(worker: WorkerView) -> WorkerView:
+        why = opened.get(worker.incarnation)
+        return replace(worker, state=EJECTED, reason=why) if why and worker.ready else worker
+
+    return Snapshot(
+        prefill=tuple(map(judged, snapshot.prefill)),
+        decode=tuple(map(judged, snapshot.decode)),
+        excluded_pairs={**pairs, **snapshot.excluded_pairs},
+    )
+
+
+def _last_resort(
+    snapshot: Snapshot, opened: Mapping[Key, str], breakers: CircuitBreakers
+) -> Set[Key]:
+    """The keys of the pair to use although it fails; none while another pair is left."""
+    names = [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()]
+    pairs: list[Set[Key]] = [frozenset({*pair, pair}) for pair in names]
+    if not pairs or any(keys.isdisjoint(opened) for keys in pairs):
+        return frozenset()
+    return min(pairs, key=lambda keys: max(breakers.failed_at(key) for key in keys))

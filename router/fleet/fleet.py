@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Set
 from baton.errors import Unavailable
 from baton.registry import Membership
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.circuit_breaker import HealthBook, Key
-from router.fleet.ejection import without_failing
-from router.fleet.heartbeat import Patience
+from router.fleet.circuit_breaker import CircuitBreakers, Key, without_ejected
+from router.fleet.heartbeat import LivenessConfig
 from router.fleet.member import Member
 from router.fleet.snapshot import EJECTED, Snapshot
 
@@ -26,7 +25,7 @@ _PREFILL = common_pb2.WORKER_ROLE_PREFILL
 # Calls to workers that never answered, of all together: a process that may write to the registry
 # can enter thousands that do not exist.
 _FIRST_CALLS_PER_S = 50
-_BATCH_S = 0.02  # changes of the registry that come closer together are taken in at once
+_BATCH_S = 0.02  # changes of the registry that come closer together are applied at once
 
 
 class Fleet:
@@ -37,17 +36,17 @@ class Fleet:
         membership: Membership,
         router_id: str,
         text_fingerprint: str,
-        patience: Patience | None = None,
+        liveness: LivenessConfig | None = None,
     ) -> None:
-        self.health = HealthBook()
+        self.breakers = CircuitBreakers()
         self.on_ejected: Callable[[Key], None] = lambda key: None
         self._membership = membership
-        self._patience = patience or Patience()
-        self._shut: Set[Key] = frozenset()
+        self._liveness = liveness or LivenessConfig()
+        self._open: Set[Key] = frozenset()  # breakers at the last tick
         self._router_id = router_id
         self._text_fingerprint = text_fingerprint
         self._members: dict[str, Member] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def registry_connected(self) -> bool:
@@ -56,17 +55,21 @@ class Fleet:
 
     @property
     def pairs(self) -> list[worker_pb2.PairStatus]:
-        """Links between workers, as their prefill ends tell and as this router judges them."""
-        told = {
+        """Links between workers, as their prefill ends report and as this router judges them."""
+        pairs = {
             (pair.prefill, pair.decode): pair
             for member in self._members.values()
             for pair in member.pairs
         }
         seen = self._seen()
-        ejected = without_failing(seen, self.health).shut_pairs.keys() - seen.shut_pairs.keys()
-        for key in sorted(ejected):
-            told[key] = _ejected(key, told.get(key))
-        return list(told.values())
+        judged = without_ejected(seen, self.breakers).excluded_pairs
+        for prefill, decode in sorted(judged.keys() - seen.excluded_pairs.keys()):
+            pair = worker_pb2.PairStatus(prefill=prefill, decode=decode)
+            if (reported := pairs.get((prefill, decode))) is not None:
+                pair.CopyFrom(reported)
+            pair.state = EJECTED
+            pairs[prefill, decode] = pair
+        return list(pairs.values())
 
     async def follow(self) -> None:
         """Runs until cancelled, or until the watch ends."""
@@ -82,7 +85,7 @@ class Fleet:
 
     def snapshot(self) -> Snapshot:
         """All workers now."""
-        return without_failing(self._seen(), self.health)
+        return without_ejected(self._seen(), self.breakers)
 
     def tokens_in_flight(self) -> int:
         """Prompt tokens that prefill workers have and did not compute yet."""
@@ -90,13 +93,13 @@ class Fleet:
         return sum(member.view.queue_tokens for member in members)
 
     def _seen(self) -> Snapshot:
-        """All workers as they and their connections tell."""
+        """All workers as they and their connections report."""
         views = [member.view for member in self._members.values()]
         views.sort(key=lambda view: view.incarnation)
         return Snapshot(
             prefill=tuple(view for view in views if view.record.role == _PREFILL),
             decode=tuple(view for view in views if view.record.role != _PREFILL),
-            shut_pairs={
+            excluded_pairs={
                 (pair.prefill, pair.decode): "the prefill worker leaves it alone after a failure"
                 for member in self._members.values()
                 for pair in member.pairs
@@ -111,12 +114,12 @@ class Fleet:
         raise Unavailable(f"worker {incarnation} has left")
 
     @property
-    def news(self) -> asyncio.Event:
-        """Set at the next change of members, of their load, or of whom breakers shut.
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of members, of their load, or of open breakers.
 
-        Whoever takes it before a look at the snapshot misses no change that comes after the look.
+        Taken before a look at the snapshot, it misses no change that comes after the look.
         """
-        return self._news
+        return self._changed
 
     async def _apply(self, records: Mapping[str, common_pb2.WorkerRecord]) -> None:
         gone = self._members.keys() - records.keys()
@@ -129,7 +132,7 @@ class Fleet:
                 await asyncio.sleep(0)  # thousands may come at once
             elif member.record is not record:
                 member.update(record)
-        self.health.retain(self._members)
+        self.breakers.retain(self._members)
         self._announce()
         await _close(leaving, "the worker has left the cluster")
 
@@ -144,15 +147,15 @@ class Fleet:
             record,
             self._router_id,
             mismatch,
-            self._patience,
+            self._liveness,
             self._announce,
             lambda: len(self._members) / _FIRST_CALLS_PER_S,
         )
 
     async def _tick_for_ever(self) -> None:
-        """Lets members count silence, all of them by the same clock; see `Patience`."""
+        """Lets members count silence, all of them by the same clock; see `LivenessConfig`."""
         while True:
-            await asyncio.sleep(self._patience.tick_s)
+            await asyncio.sleep(self._liveness.tick_s)
             try:
                 self._tick()
             except Exception:  # a bug in one tick must not end the watch over silent workers
@@ -161,19 +164,19 @@ class Fleet:
     def _tick(self) -> None:
         for member in list(self._members.values()):
             member.tick()
-        shut = self.health.shut()
-        for key in shut.keys() - self._shut:
+        opened = self.breakers.all_open()
+        for key in opened.keys() - self._open:
             self.on_ejected(key)
             log.warning(
-                "ejected %s: %s", key if isinstance(key, str) else " to ".join(key), shut[key]
+                "ejected %s: %s", key if isinstance(key, str) else " to ".join(key), opened[key]
             )
-        if shut.keys() != self._shut:
-            self._shut = shut.keys()
+        if opened.keys() != self._open:
+            self._open = opened.keys()
             self._announce()
 
     def _announce(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 async def _close(members: Collection[Member], reason: str) -> None:
@@ -182,12 +185,3 @@ async def _close(members: Collection[Member], reason: str) -> None:
     await asyncio.gather(*following, return_exceptions=True)
     for member in members:
         await member.close(reason)
-
-
-def _ejected(key: tuple[str, str], told: worker_pb2.PairStatus | None) -> worker_pb2.PairStatus:
-    """A pair that breakers shut, whatever is known of its link."""
-    pair = worker_pb2.PairStatus(prefill=key[0], decode=key[1])
-    if told is not None:
-        pair.CopyFrom(told)
-    pair.state = EJECTED
-    return pair

@@ -1,7 +1,7 @@
-"""A stream on which a worker must give signs of life; it is opened again whenever it ends.
+"""A stream on which a worker must send heartbeats; it is opened again whenever it ends.
 
 Silence is counted in ticks of the router's own event loop, not read from a clock: a router that was
-itself stopped or starved counts one late tick and blames nobody.
+itself stopped or starved counts one late tick and takes no worker for dead.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from router.fleet.snapshot import SILENT, UNREACHABLE
 log = logging.getLogger(__name__)
 
 _RECONNECT_S = (0.1, 2.0)
-_LONG_STEPS = 20  # a step may take as long as that many, however long they are
+_LONG_STEPS = 20  # a step may take as long as that many usual ones
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a worker may give no sign of life, and how long its engine may take for a step."""
+class LivenessConfig:
+    """How long a worker may send no heartbeat, and how long its engine may take for a step."""
 
     silence_s: float = 1.5
     stall_s: float = 10.0
@@ -41,7 +41,7 @@ class Patience:
 
     @property
     def heartbeat_ms(self) -> int:
-        """What workers are asked for: a worker is suspected after it has missed about three."""
+        """Requested of workers: a worker is suspected after it has missed about three."""
         return int(1000 * min(0.2, self.silence_s / 6))
 
     @cached_property
@@ -67,19 +67,19 @@ class Patience:
         return f"its engine has been at one step for {load.step_age_ms / 1000:.1f} s"
 
 
-class Lifeline:
+class HeartbeatStream:
     """Keeps one stream of a worker open.
 
     `follow` opens the stream, calls `opened` and then `heard` at each message, and returns or
-    raises at its end, which `lost` is told, and whether that is news. After Stale the
-    stream is not opened again. Until the worker has answered once, attempts are at least
+    raises at its end; then `lost` is called with whether that changes the stream's state. After
+    Stale the stream is not opened again. Until the worker has answered once, attempts are at least
     `first_pause_s` apart.
     """
 
     def __init__(
         self,
         name: str,
-        follow: Callable[[Lifeline], Awaitable[None]],
+        follow: Callable[[HeartbeatStream], Awaitable[None]],
         lost: Callable[[bool], None],
         first_pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -100,16 +100,16 @@ class Lifeline:
         self.heard()
 
     def heard(self) -> None:
-        """A sign of life."""
+        """A heartbeat or a message came."""
         self.silent_ticks = 0
 
     def tick(self) -> None:
-        """A tick has passed. Between two streams nobody is silent."""
+        """A tick has passed. Between two streams silence is not counted."""
         if self._limit is not None:
             self.silent_ticks += 1
 
     def cut(self, why: str) -> None:
-        """Gives the silent stream up, so that the worker finds it broken, and opens another."""
+        """Ends the silent stream, so that the worker finds it broken, and opens another."""
         self._down(SILENT, why)
         if self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time())
@@ -151,7 +151,7 @@ class Lifeline:
             return rpc.error_of(error)
         except BatonError as error:
             return error
-        except Exception as error:  # a bug must not leave a worker that nobody listens to
+        except Exception as error:  # a bug must not leave a worker without a watch
             log.exception("the stream %s failed", self._task.get_name())
             return InternalError(f"{type(error).__name__}: {error}")
         finally:

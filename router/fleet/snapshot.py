@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.v1 import common_pb2, worker_pb2
-from router.placement.cached import CachedPrefixes
 
-# A worker's own words are READY, STARTING and DRAINING; the others are what the router sees of it.
+# A worker reports READY, STARTING and DRAINING itself; the others are what the router sees of it.
 READY = "READY"
 MISMATCH = "MISMATCH"  # with the router's model
 UNREACHABLE = "UNREACHABLE"
-SILENT = "SILENT"  # connected, but without a sign of life
-STALLED = "STALLED"  # it answers, but its engine does not get on
+SILENT = "SILENT"  # connected, but without a heartbeat
+STALLED = "STALLED"  # it answers, but its engine makes no progress
 EJECTED = "EJECTED"  # calls to it fail
 
-_WORKERS_TOLD = 8  # in one message
+_MOST_WORKERS = 8  # in one message
+
+
+class CachedPrefixes:
+    """Hashes of the whole blocks that a worker's prefix cache holds, as its cache events report.
+
+    A hint: only the worker compares tokens.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def apply(self, event: worker_pb2.CacheEvent) -> None:
+        """Applies a change."""
+        if event.cleared:
+            self._hashes.clear()
+        self._hashes.difference_update(event.evicted)
+        self._hashes.update(event.stored)
+
+    def leading_blocks(self, chain: Sequence[int]) -> int:
+        """How many leading blocks of a prompt (`baton.prefix.hash_chain`) are cached."""
+        for count, block_hash in enumerate(chain):
+            if block_hash not in self._hashes:
+                return count
+        return len(chain)
 
 
 @dataclass(frozen=True)
-class Assigned:
+class AssignedPrompt:
     """A prompt that this router has sent to a prefill worker and not seen computed."""
 
     num_tokens: int  # left to compute, as far as the router knows
-    due: float  # time.monotonic(): workers compute the one that is due first before the others
+    virtual_finish: float  # time.monotonic(): workers compute the earliest first
 
 
 @dataclass(frozen=True)
@@ -35,9 +61,9 @@ class WorkerView:
     load: worker_pb2.Load
     state: str
     reason: str = ""  # why it is not READY
-    assigned: tuple[Assigned, ...] = ()
-    assigned_sequences: int = 0  # requests this router runs there; its load tells of them later
-    cached: CachedPrefixes = field(default_factory=CachedPrefixes)  # read at once: it goes on
+    assigned: tuple[AssignedPrompt, ...] = ()
+    assigned_sequences: int = 0  # requests this router runs there; its load shows them later
+    cached: CachedPrefixes = field(default_factory=CachedPrefixes)  # read at once: it changes
 
     @property
     def incarnation(self) -> str:
@@ -50,7 +76,7 @@ class WorkerView:
         return self.state == READY
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Its state for people."""
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.incarnation} is {self.state}{reason}"
@@ -62,12 +88,12 @@ class WorkerView:
 
     @property
     def queue_tokens(self) -> int:
-        """Tokens to compute: what it reports, or what we just sent it."""
+        """Tokens to compute: what it reports, or what this router just sent it."""
         return max(self.load.queue_tokens, self.assigned_tokens)
 
-    def tokens_ahead(self, due: float) -> int:
-        """Tokens computed before a prompt that is due then: ours by their turn, others' all."""
-        ours = sum(prompt.num_tokens for prompt in self.assigned if prompt.due <= due)
+    def tokens_ahead(self, virtual_finish: float) -> int:
+        """Tokens computed before a prompt with that virtual finish; other routers' count fully."""
+        ours = sum(p.num_tokens for p in self.assigned if p.virtual_finish <= virtual_finish)
         return ours + max(0, self.load.queue_tokens - self.assigned_tokens)
 
     @property
@@ -82,7 +108,7 @@ class Snapshot:
 
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
-    shut_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
+    excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
 
     @property
     def ready(self) -> bool:
@@ -96,26 +122,25 @@ class Snapshot:
             return ""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             if not any(worker.ready for worker in workers):
-                told = "; ".join(worker.told for worker in workers[:_WORKERS_TOLD])
-                more = len(workers) - _WORKERS_TOLD
-                told += f"; and {more} more" if more > 0 else ""
-                return f"no {role} worker is ready ({told or 'none is registered'})"
+                states = "; ".join(worker.description for worker in workers[:_MOST_WORKERS])
+                more = len(workers) - _MOST_WORKERS
+                states += f"; and {more} more" if more > 0 else ""
+                return f"no {role} worker is ready ({states or 'none is registered'})"
         ready = [(p, d) for p in self.prefill if p.ready for d in self.decode if d.ready]
         if not any(p.record.kv == d.record.kv for p, d in ready):
             difference = kv_difference(*ready[0])
             return f"no prefill and decode worker have compatible KV caches: {difference}"
-        told = "; ".join(f"{p} to {d}: {why}" for (p, d), why in sorted(self.shut_pairs.items()))
-        return f"no prefill worker that is ready can hand over to a decode worker ({told})"
+        pairs = sorted(self.excluded_pairs.items())
+        reasons = "; ".join(f"{p} to {d}: {why}" for (p, d), why in pairs)
+        return f"no prefill worker that is ready can hand over to a decode worker ({reasons})"
 
     def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
-        """READY workers whose KV caches mean the same and who are not shut to each other."""
+        """READY workers with compatible KV caches that are not excluded from each other."""
         ready = [worker for worker in self.decode if worker.ready]
         for prefill in (worker for worker in self.prefill if worker.ready):
             for decode in ready:
-                if (
-                    prefill.record.kv == decode.record.kv
-                    and (prefill.incarnation, decode.incarnation) not in self.shut_pairs
-                ):
+                names = prefill.incarnation, decode.incarnation
+                if prefill.record.kv == decode.record.kv and names not in self.excluded_pairs:
                     yield prefill, decode
 
     @property
@@ -125,10 +150,10 @@ class Snapshot:
 
 
 def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:
-    """Both sides and what differs between their KV caches."""
-    mine, theirs = prefill.record.kv, decode.record.kv
-    names = [field.name for field in mine.DESCRIPTOR.fields]
-    differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+    """Both workers and what differs between their KV caches."""
+    one, other = prefill.record.kv, decode.record.kv
+    names = [field.name for field in one.DESCRIPTOR.fields]
+    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
 
     def side(worker: WorkerView) -> str:
         found = ((name, getattr(worker.record.kv, name)) for name in differing)

@@ -12,18 +12,18 @@ from functools import cached_property
 
 from router.fleet.snapshot import Snapshot, WorkerView, kv_difference
 from router.placement.cost_model import (
-    DecodeSide,
-    Pace,
-    PrefillSide,
-    decode_side,
-    prefill_side,
+    DecodeEstimate,
+    FleetRates,
+    PlacementRequest,
+    PrefillEstimate,
+    estimate_decode,
+    estimate_prefill,
 )
-from router.placement.placement_request import Wants
 
 
 @dataclass(frozen=True)
-class Way:
-    """What lies between two workers."""
+class LinkCost:
+    """The cost of a handoff between two workers."""
 
     handoff_s: float  # control calls: Reserve, Prefill, Offer, Ready, Commit
     bytes_per_s: float
@@ -32,12 +32,12 @@ class Way:
 # On one host a short prompt's first token comes 2 to 3 ms later than from decode itself
 # (python -m benchmarks local_prefill); shared memory moves 4 to 9 GB/s. The network's are
 # assumptions.
-_SAME_HOST, _NETWORK = Way(0.003, 4e9), Way(0.005, 1e9)
-# Decode's time is everybody's, also of streams that are still to come: computing prompts there
+_SAME_HOST, _NETWORK = LinkCost(0.003, 4e9), LinkCost(0.005, 1e9)
+# A decode step delays all streams of the worker, also those still to come: computing prompts there
 # counts double.
 _DECODE_PRICE = 2
 # How many tokens are expected where the request says nothing, and at most: many requests end
-# before their limit, and their own pace must not outweigh everything else.
+# before their limit, and TPOT must not outweigh everything else.
 _NEW_TOKENS, _MOST_NEW_TOKENS = 64, 256
 # A decode pool that runs full preempts sequences, and what they had is computed again. The price
 # rises with the square of the share in use: half a pool costs little.
@@ -46,167 +46,151 @@ _MOST_UNREADY = 16  # workers of a role
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A pair of workers as it is judged for one request; `refused` says why it is left out."""
+class Pair:
+    """A prefill and a decode worker, and the request's estimates on each."""
 
-    prefill: WorkerView
-    decode: WorkerView
-    refused: str
-    ttft_s: float  # predicted, from now
-    tpot_s: float  # predicted, with this request in the batch
-    transfer_s: float
-    score_ms: float  # what pairs are compared by: lower is better
-    queue_tokens: int  # computed on the prefill worker before the request's
-    prefill_cached: int  # leading tokens of the request's
-    decode_cached: int
-    decode_prefills: bool  # decode computes what it does not cache
-    local_prefill_max_tokens: int  # for Reserve: it starts by itself if no more than this is left
-    same_host: bool
-    candidates: int  # pairs that were considered
+    on_prefill: PrefillEstimate
+    on_decode: DecodeEstimate
+    request: PlacementRequest
+    excluded: str  # why nothing is handed over between the two; empty when something is
+    candidates: int = 0  # of the pair that was picked: pairs that were considered
+
+    @property
+    def prefill(self) -> WorkerView:
+        """The prefill worker."""
+        return self.on_prefill.worker
+
+    @property
+    def decode(self) -> WorkerView:
+        """The decode worker."""
+        return self.on_decode.worker
 
     @property
     def names(self) -> tuple[str, str]:
         """Both incarnations, prefill first."""
-        return self.prefill.incarnation, self.decode.incarnation
+        return self.on_prefill.worker.incarnation, self.on_decode.worker.incarnation
 
-
-@dataclass(frozen=True)
-class Pair:
-    """A prefill and a decode worker, and what the request finds on each."""
-
-    prefill: PrefillSide
-    decode: DecodeSide
-    wants: Wants
-    shut: str  # why nothing is handed over between the two; empty when something is
-
-    # Filters: each says why, or nothing.
+    # Filters: each gives the reason, or nothing.
 
     @cached_property
     def unusable(self) -> str:
         """Why the pair cannot be used, whatever room there is."""
-        p, d = self.prefill.worker, self.decode.worker
+        p, d = self.prefill, self.decode
         if not (p.ready and d.ready):
-            return "; ".join(worker.told for worker in (p, d) if not worker.ready)
-        if not self.same_kv:
+            return "; ".join(worker.description for worker in (p, d) if not worker.ready)
+        if p.record.kv != d.record.kv:
             return f"incompatible KV caches: {kv_difference(p, d)}"
-        if self.shut:
-            return f"{p.incarnation} does not hand over to {d.incarnation}: {self.shut}"
+        if self.excluded:
+            return f"{p.incarnation} does not hand over to {d.incarnation}: {self.excluded}"
         return ""
 
     @property
     def no_room(self) -> list[str]:
         """Why the pair takes nothing now. Where decode prefills, the prefill worker may be full."""
-        needed = (self.decode,) if self.decode_prefills else (self.decode, self.prefill)
-        return [side.no_room for side in needed if side.no_room]
+        reasons = [self.on_decode.no_room, "" if self.decode_prefills else self.on_prefill.no_room]
+        return [reason for reason in reasons if reason]
 
     @property
-    def same_kv(self) -> bool:
-        """Whether KV bytes mean the same to both."""
-        same: bool = self.prefill.worker.record.kv == self.decode.worker.record.kv
-        return same
+    def refused(self) -> str:
+        """Why the pair is not picked; empty when it may be."""
+        return self.unusable or "; ".join(self.no_room)
 
     # Scores.
 
     @cached_property
-    def way(self) -> Way:
-        """What lies between the two."""
-        same = self.prefill.worker.record.host_id == self.decode.worker.record.host_id
+    def link(self) -> LinkCost:
+        """The link between the two."""
+        same = self.on_prefill.worker.record.host_id == self.on_decode.worker.record.host_id
         return _SAME_HOST if same else _NETWORK
+
+    @property
+    def same_host(self) -> bool:
+        """Whether KV goes through shared memory."""
+        return self.link is _SAME_HOST
 
     @cached_property
     def decode_prefills(self) -> bool:
         """Whether decode computes what it does not cache: it is little, or that costs less."""
-        decode, most = self.decode, self.wants.local_prefill_max_tokens
-        if decode.left <= most:
+        decode, most = self.on_decode, self.request.local_prefill_max_tokens
+        if decode.uncached <= most:
             return True
-        if not most or not decode.cached or decode.left > decode.chunk:
+        if not most or not decode.cached or decode.uncached > decode.chunk:
             return False
-        return self._alone_cost_s < self._handed_over_s + self._sent_s
+        return self._local_cost_s < self._handoff_ttft_s + self._send_s
+
+    @property
+    def local_prefill_max_tokens(self) -> int:
+        """For Reserve: decode starts by itself if no more than this is not cached."""
+        most = self.request.local_prefill_max_tokens
+        return max(most, self.on_decode.uncached) if self.decode_prefills else most
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token, from now."""
+        """Predicted time to first token, from now."""
         if self.decode_prefills:
-            return self.decode.wait_s + self.decode.compute_s
-        return self._handed_over_s
+            return self.on_decode.wait_s + self.on_decode.compute_s
+        return self._handoff_ttft_s
 
     @property
     def transfer_s(self) -> float:
         """Time for the KV that decode does not cache; hides in the gap before the second token."""
-        return 0.0 if self.decode_prefills else self._sent_s
+        return 0.0 if self.decode_prefills else self._send_s
 
     @cached_property
     def score_ms(self) -> float:
-        """The predicted time to the last token, and what the request costs the others there."""
-        prompt_s = self._alone_cost_s if self.decode_prefills else self.ttft_s + self._sent_s
-        tokens = min(self.wants.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
-        time_s = prompt_s + self.decode.tpot_s * tokens
-        return time_s * 1e3 + _FULL_POOL_MS * self.decode.blocks_share**2
+        """The predicted time to the last token, and what the request costs others: lower wins."""
+        prompt_s = self._local_cost_s if self.decode_prefills else self.ttft_s + self._send_s
+        tokens = min(self.request.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
+        time_s = prompt_s + self.on_decode.tpot_s * tokens
+        return time_s * 1e3 + _FULL_POOL_MS * self.on_decode.blocks_share**2
 
     def rank(self, failed: Set[str] = frozenset()) -> tuple[int | float | str, ...]:
-        """The least is picked. Equals are told apart by what they have been given, lately and ever.
+        """The least is picked. Ties go to what has been given less, lately and ever.
 
-        Last by name, so that equal snapshots give equal choices.
+        Last by name, so that equal snapshots give equal picks.
         """
-        p, d = self.prefill.worker, self.decode.worker
-        names = (p.incarnation, d.incarnation)
+        p, d, names = self.prefill, self.decode, self.names
         return (
             sum(name in failed for name in names),
             round(self.score_ms, 3),
-            round(self.prefill.wait_s, 6),  # matters where decode prefills
+            round(self.on_prefill.wait_s, 6),  # matters where decode prefills
             len(p.assigned),
             p.load.steps,
             d.load.steps,
             *names,
         )
 
-    def choice(self, candidates: int) -> Choice:
-        """The pair with all its numbers, one of so many that were considered."""
-        prefill, decode, most = self.prefill, self.decode, self.wants.local_prefill_max_tokens
-        return Choice(
-            prefill=prefill.worker,
-            decode=decode.worker,
-            refused=self.unusable or "; ".join(self.no_room),
-            ttft_s=self.ttft_s,
-            tpot_s=decode.tpot_s,
-            transfer_s=self.transfer_s,
-            score_ms=self.score_ms,
-            queue_tokens=prefill.queue_tokens,
-            prefill_cached=prefill.cached,
-            decode_cached=decode.cached,
-            decode_prefills=self.decode_prefills,
-            local_prefill_max_tokens=max(most, decode.left) if self.decode_prefills else most,
-            same_host=self.way is _SAME_HOST,
-            candidates=candidates,
-        )
+    @property
+    def _handoff_ttft_s(self) -> float:
+        return self.on_prefill.wait_s + self.on_prefill.compute_s + self.link.handoff_s
 
     @property
-    def _handed_over_s(self) -> float:
-        return self.prefill.wait_s + self.prefill.compute_s + self.way.handoff_s
-
-    @property
-    def _alone_cost_s(self) -> float:
-        """Decode's batch waits while it computes, so that costs its time once for everybody."""
-        decode = self.decode
+    def _local_cost_s(self) -> float:
+        """Decode's batch waits while it computes, so that costs its time once a sequence."""
+        decode = self.on_decode
         return _DECODE_PRICE * (decode.wait_s + decode.compute_s * (1 + decode.busy))
 
     @property
-    def _sent_s(self) -> float:
-        return self.decode.left * self.decode.token_bytes / self.way.bytes_per_s
+    def _send_s(self) -> float:
+        return self.on_decode.uncached * self.on_decode.token_bytes / self.link.bytes_per_s
 
 
-def pairs_of(snapshot: Snapshot, wants: Wants, full: Set[str] = frozenset()) -> list[Pair]:
+def pairs_of(
+    snapshot: Snapshot, request: PlacementRequest, full: Set[str] = frozenset()
+) -> list[Pair]:
     """All pairs, usable or not; decode workers in `full` have just refused.
 
     Of many workers that are not ready only some are considered: a registry may hold thousands that
     do not exist.
     """
-    pace = Pace.of(snapshot)
-    prefill = [prefill_side(worker, wants, pace) for worker in _considered(snapshot.prefill)]
-    decode = [decode_side(worker, wants, pace, full) for worker in _considered(snapshot.decode)]
-    shut = snapshot.shut_pairs
+    rates = FleetRates.of(snapshot)
+    prefill = [estimate_prefill(worker, request, rates) for worker in _considered(snapshot.prefill)]
+    decode = [
+        estimate_decode(worker, request, rates, full) for worker in _considered(snapshot.decode)
+    ]
+    excluded = snapshot.excluded_pairs
     return [
-        Pair(p, d, wants, shut.get((p.worker.incarnation, d.worker.incarnation), ""))
+        Pair(p, d, request, excluded.get((p.worker.incarnation, d.worker.incarnation), ""))
         for p in prefill
         for d in decode
     ]

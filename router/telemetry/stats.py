@@ -1,12 +1,13 @@
-"""What has happened at this router since it started: counts that only grow, and the last events.
+"""What has happened at this router since it started: counts that only grow, and recent events.
 
-Plain numbers that anybody in the process may read; `baton top` and `baton status` show them.
+Plain numbers that anything in the process may read; `baton top` and `baton status` show them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import Counter, deque
@@ -17,8 +18,11 @@ from opentelemetry.trace import Span
 
 from baton import rpc
 from baton.errors import BatonError, DeadlineExceeded
+from baton.log_format import about
 from baton.v1 import fleet_pb2
-from router.dispatch.request_state import Story
+from router.dispatch.request_state import RequestState
+
+log = logging.getLogger(__name__)
 
 _MOST_EVENTS = 32
 _MOST_LATENCIES = 512
@@ -29,8 +33,8 @@ OK, CANCELLED = "OK", "CANCELLED"
 
 
 @dataclass
-class Seen:
-    """One request as the tally sees it; whoever serves it fills this in."""
+class RequestRecord:
+    """One request as the stats see it; the frontend fills this in."""
 
     trace_id: str = ""
     span: Span | None = None
@@ -38,32 +42,32 @@ class Seen:
     kept: bool = False  # that trace is exported nevertheless
     operation: str = ""  # as GenAI conventions call it
     tenant: str = ""  # empty until it is known
-    story: Story | None = None  # None until it is let in
+    state: RequestState | None = None  # None until it is admitted
     finished: bool = False  # its caller has all of it
     arrived: float = field(default_factory=time.monotonic)
     arrived_ns: int = field(default_factory=time.time_ns)  # wall clock, for traces
 
     @property
     def request_id(self) -> str:
-        """Empty until it is let in."""
-        return self.story.ask.request_id if self.story else ""
+        """Empty until it is admitted."""
+        return self.state.request.request_id if self.state else ""
 
     @property
     def placed(self) -> bool:
         """Whether anything was run for it."""
-        return self.story is not None and self.story.placed_at is not None
+        return self.state is not None and self.state.placed_at is not None
 
 
 @dataclass(frozen=True)
-class Ending:
+class Outcome:
     """How a request ended; `error` is None where it ended well or its caller left."""
 
     status: str  # gRPC's name of it
     error: Exception | None = None
 
 
-class Listener:
-    """Somebody else who wants to hear of requests, as they pass. None of it may block or raise."""
+class RequestListener:
+    """Called as requests pass, in the listeners' order. None of it may block or raise."""
 
     def delivered(self, num_tokens: int, gap_s: float | None) -> None:
         """Output goes to a caller, `gap_s` after the request's output before it; None: the first.
@@ -71,30 +75,36 @@ class Listener:
         Called at every token.
         """
 
-    def first_token(self, seen: Seen) -> None:
+    def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""
 
     def failed_over(self, error: BatonError) -> None:
         """An attempt failed and another follows."""
 
-    def ended(self, seen: Seen, ending: Ending) -> None:
-        """A request is over. Listeners are told in order."""
+    def ended(self, record: RequestRecord, outcome: Outcome) -> None:
+        """A request is over."""
+
+
+class RequestLog(RequestListener):
+    """A log line for every request that did not end well, with the ids that lead to its trace."""
+
+    def ended(self, record: RequestRecord, outcome: Outcome) -> None:
+        """Failures are warnings; refusals are information."""
+        if outcome.error is None:
+            return
+        log.log(
+            logging.WARNING if record.placed else logging.INFO,
+            "request %s of tenant %s ended with %s: %s",
+            record.request_id or "(not admitted)",
+            record.tenant or "(unknown)",
+            outcome.status,
+            outcome.error,
+            extra=about(trace_id=record.trace_id, request_id=record.request_id),
+        )
 
 
 @dataclass
-class Event:
-    """Something that went wrong with requests, the same thing in a row counted as one."""
-
-    kind: fleet_pb2.EventKind
-    text: str
-    time_ms: int
-    request_id: str
-    trace_id: str
-    times: int = 1
-
-
-@dataclass
-class Tally:
+class RouterStats:
     """Counts of one router. Event-loop thread only."""
 
     ended: Counter[str] = field(default_factory=Counter)  # requests by gRPC status
@@ -104,32 +114,33 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
+    # What went wrong, oldest first; the same thing in a row is one event.
+    events: deque[fleet_pb2.RouterEvent] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
     clock: Callable[[], float] = time.monotonic
-    listeners: tuple[Listener, ...] = ()
+    listeners: tuple[RequestListener, ...] = ()
     _latencies: deque[tuple[float, float, float]] = field(  # (when, TTFT, TPOT), milliseconds
         default_factory=lambda: deque(maxlen=_MOST_LATENCIES)
     )
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[Seen]:
+    def request(self) -> Iterator[RequestRecord]:
         """Around one request: counts how it ended."""
-        seen = Seen()
+        record = RequestRecord()
         try:
-            yield seen
+            yield record
         except (asyncio.CancelledError, GeneratorExit):
-            self._end(seen, _left(seen))
+            self._end(record, _cut_off(record))
             raise
         except Exception as error:
-            self._end(seen, Ending(rpc.code_of(error).name, error))
+            self._end(record, Outcome(rpc.code_of(error).name, error))
             raise
         else:
-            self._end(seen, Ending(OK))
+            self._end(record, Outcome(OK))
 
-    def let_in(self, seen: Seen, story: Story) -> None:
+    def admitted(self, record: RequestRecord, state: RequestState) -> None:
         """The request passed admission."""
-        seen.story = story
-        self.prompt_tokens += len(story.ask.prompt)
+        record.state = state
+        self.prompt_tokens += len(state.request.prompt)
 
     def delivered(self, num_tokens: int, gap_s: float | None) -> None:
         """Output goes to a caller, so long after the request's output before it."""
@@ -137,19 +148,19 @@ class Tally:
         for listener in self.listeners:
             listener.delivered(num_tokens, gap_s)
 
-    def first_token(self, seen: Seen) -> None:
+    def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""
         for listener in self.listeners:
-            listener.first_token(seen)
+            listener.first_token(record)
 
-    def failed_over(self, story: Story, trace_id: str, error: BatonError) -> None:
+    def failed_over(self, state: RequestState, trace_id: str, error: BatonError) -> None:
         """An attempt failed and another follows."""
         self.failovers += 1
         for listener in self.listeners:
             listener.failed_over(error)
-        where = " and ".join(filter(None, (story.route.prefill, story.route.decode)))
+        where = " and ".join(filter(None, (state.route.prefill, state.route.decode)))
         text = f"{where}: {error}" if where else str(error)
-        self._note(fleet_pb2.EVENT_KIND_FAILOVER, text, story.ask.request_id, trace_id)
+        self._note(fleet_pb2.EVENT_KIND_FAILOVER, text, state.request.request_id, trace_id)
 
     def counts(self) -> fleet_pb2.RouterCounts:
         """The counts as a message."""
@@ -176,62 +187,45 @@ class Tally:
             tpot_p95_ms=_percentile(tpot, 0.95),
         )
 
-    def recent_events(self) -> list[fleet_pb2.RouterEvent]:
-        """What went wrong lately, oldest first."""
-        return [
-            fleet_pb2.RouterEvent(
-                time_ms=event.time_ms,
-                kind=event.kind,
-                text=event.text,
-                times=event.times,
-                request_id=event.request_id,
-                trace_id=event.trace_id,
-            )
-            for event in self.events
-        ]
-
-    def _end(self, seen: Seen, ending: Ending) -> None:
-        self.ended[ending.status] += 1
-        story = seen.story
-        if story is not None:
-            self.cached_tokens += story.cached_tokens or 0
-        if ending.status == OK and story is not None:
-            self._finished(story)
-        elif ending.error is not None:
-            self._failed(seen, ending.status, ending.error)
+    def _end(self, record: RequestRecord, outcome: Outcome) -> None:
+        self.ended[outcome.status] += 1
+        state = record.state
+        if state is not None:
+            self.cached_tokens += state.cached_tokens or 0
+        if outcome.status == OK and state is not None:
+            timing, target_s = state.timing(), state.request.ttft_target_s
+            self.late += bool(target_s) and timing.ttft_ms > target_s * 1e3
+            self._latencies.append((self.clock(), timing.ttft_ms, timing.tpot_ms))
+        elif outcome.error is not None:
+            self.refused += not record.placed
+            kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
+            why = str(outcome.error) or type(outcome.error).__name__
+            self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
         for listener in self.listeners:
-            listener.ended(seen, ending)
-
-    def _failed(self, seen: Seen, status: str, error: Exception) -> None:
-        self.refused += not seen.placed
-        kind = fleet_pb2.EVENT_KIND_FAILURE if seen.placed else fleet_pb2.EVENT_KIND_REFUSAL
-        why = str(error) or type(error).__name__
-        self._note(kind, f"{status}: {why}", seen.request_id, seen.trace_id)
-
-    def _finished(self, story: Story) -> None:
-        timing = story.timing()
-        target_s = story.ask.ttft_target_s
-        self.late += bool(target_s) and timing.ttft_ms > target_s * 1e3
-        self._latencies.append((self.clock(), timing.ttft_ms, timing.tpot_ms))
+            listener.ended(record, outcome)
 
     def _note(self, kind: fleet_pb2.EventKind, text: str, request_id: str, trace_id: str) -> None:
-        text, now_ms = text[:_MOST_TEXT], time.time_ns() // 1_000_000
-        last = self.events[-1] if self.events else None
-        if last is not None and (last.kind, last.text) == (kind, text):
-            last.times += 1
-            last.time_ms, last.request_id, last.trace_id = now_ms, request_id, trace_id
-        else:
-            self.events.append(Event(kind, text, now_ms, request_id, trace_id))
+        event = fleet_pb2.RouterEvent(
+            kind=kind,
+            text=text[:_MOST_TEXT],
+            time_ms=time.time_ns() // 1_000_000,
+            request_id=request_id,
+            trace_id=trace_id,
+            times=1,
+        )
+        if self.events and (self.events[-1].kind, self.events[-1].text) == (kind, event.text):
+            event.times += self.events.pop().times
+        self.events.append(event)
 
 
-def _left(seen: Seen) -> Ending:
+def _cut_off(record: RequestRecord) -> Outcome:
     """How a request ended whose call was cut: callers do that at their deadline, too."""
-    if seen.finished:
-        return Ending(OK)
-    if seen.story is not None and seen.story.ask.time_left_s < _HOP_S:
+    if record.finished:
+        return Outcome(OK)
+    if record.state is not None and record.state.request.time_left_s < _HOP_S:
         error = DeadlineExceeded("the deadline passed")
-        return Ending(rpc.code_of(error).name, error)
-    return Ending(CANCELLED)
+        return Outcome(rpc.code_of(error).name, error)
+    return Outcome(CANCELLED)
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

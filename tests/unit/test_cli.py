@@ -617,7 +617,7 @@ def test_status_as_table_and_json(calls: Calls, capsys: pytest.CaptureFixture[st
     empty["router"] = {**STATUS["router"], "registry_connected": False}  # type: ignore[dict-item]
     assert "no workers" in status.render(empty)
     assert "REGISTRY UNREACHABLE" in status.render(empty)
-    silent = worker_status("decode", state="SILENT", reason="no sign of life for 1.6 s")
+    silent = worker_status("decode", state="SILENT", reason="no heartbeat for 1.6 s")
     lines = status.render({**STATUS, "workers": [worker_status("prefill"), silent]}).splitlines()
     assert lines[3].endswith("all  reason")
-    assert lines[5].endswith("  0  no sign of life for 1.6 s")
+    assert lines[5].endswith("  0  no heartbeat for 1.6 s")

@@ -1,72 +1,48 @@
-"""A part's process: events, bad ends, time; and what of its cases is left out."""
+"""A part's process: events, bad ends, time; what is left out; a kernel that is wrong."""
 
 from __future__ import annotations
 
+import io
+import json
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import job as jobs
-from benchmarks.gpu import part, process
-from benchmarks.gpu.job import Ceilings, Doing, Event, Failed, Job, Note, Row, Unusable
+from benchmarks.gpu import kernels, part, run
+from benchmarks.gpu.part import Cells, Event, Job, Part
 
-ROW = Row("table", "a row", {"GB/s": 1.5, "text": "x", "none": None})
-
-
-@pytest.fixture
-def job() -> Job:
-    """Its time begins with the test."""
-    return Job("machine", "cpu", 20.0, smoke=True, ceilings=Ceilings(1.0, 2.0))
+ROW = Event("row", "table", "a row", {"GB/s": 1.5, "text": "x", "none": None})
 
 
 def child(tmp_path: Path, body: str, seconds: float = 20.0, grace_s: float = 1.0) -> list[Event]:
-    """The events of a process that runs `body`, which may print events as `tell`."""
-    head = "import os, signal, sys, time\nfrom benchmarks.gpu.job import *\n"
-    tell = "def tell(event):\n    print(to_line(event), flush=True)\n"
+    """The events of a process that runs `body`, which writes events with `tell`."""
+    head = (
+        "import json, os, sys, time\ndef tell(**event):\n    print(json.dumps(event), flush=True)\n"
+    )
+    head += f"tell(**json.loads({json.dumps(asdict(ROW))!r}))\n"
     job = Job("speed", "cpu", seconds)
-    argv = [sys.executable, "-c", head + tell + body]
-    return list(process.run(job, tmp_path / "log", grace_s, argv))
+    row, *events = run.run_part(job, tmp_path / "log", grace_s, [sys.executable, "-c", head + body])
+    assert row == ROW
+    return events
 
 
-def test_a_job_arrives_as_it_was_sent_and_its_time_begins_then(job: Job) -> None:
-    arrived = Job.from_json(job.to_json())
-    assert arrived == job and 19 < arrived.left_s <= 20
-
-
-@pytest.mark.parametrize("event", [ROW, Failed("t", "n", "e"), Note("t", "text"), Doing("t", "n")])
-def test_events_travel_as_lines(event: Event) -> None:
-    assert "\n" not in jobs.to_line(event)
-    assert jobs.from_line(jobs.to_line(event)) == event
-
-
-def test_events_come_and_what_is_printed_beside_them_is_kept_apart(tmp_path: Path) -> None:
-    found = child(tmp_path, f"tell({ROW!r})\nprint('noise', file=sys.stderr)\n")
-    assert found == [ROW]
+def test_what_is_printed_beside_events_is_kept_apart(tmp_path: Path) -> None:
+    assert not child(tmp_path, "print('noise', file=sys.stderr)\n")
     assert (tmp_path / "log").read_text() == "noise\n"
 
 
-def test_a_crash_is_told_with_its_last_words(tmp_path: Path) -> None:
-    body = f"tell({ROW!r})\nprint('out of luck', file=sys.stderr)\nos.abort()\n"
-    row, failed = child(tmp_path, body)
-    assert row == ROW and isinstance(failed, Failed)
-    assert failed.error.startswith("it ended with status -6 | out of luck")
+def test_a_crash_is_reported_with_its_last_lines_and_its_place(tmp_path: Path) -> None:
+    doing = "tell(kind='doing', table='decode', name='batch 8')\n"
+    _, failed = child(tmp_path, doing + "print('out of luck', file=sys.stderr)\nos.abort()\n")
+    assert failed.text == "it ended with status -6, at decode, batch 8 | out of luck"
 
 
-def test_a_bad_end_says_what_was_done_then(tmp_path: Path) -> None:
-    body = f"tell({Doing('decode', 'batch 8')!r})\n"
-    _, crashed = child(tmp_path, body + "os.abort()\n")
-    _, late = child(tmp_path, body + "time.sleep(600)\n", seconds=0.5, grace_s=1.0)
-    assert isinstance(crashed, Failed) and isinstance(late, Failed)
-    assert "status -6, at decode, batch 8" in crashed.error
-    assert late.error == "not done 1 s after its time was over, at decode, batch 8"
-
-
-def test_a_failure_that_was_told_is_not_told_twice(tmp_path: Path) -> None:
-    told = Failed("t", "n", "e")
-    assert child(tmp_path, f"tell({told!r})\nsys.exit(1)\n") == [told]
+def test_a_failure_is_reported_once(tmp_path: Path) -> None:
+    (failed,) = child(tmp_path, "tell(kind='failed', table='t')\nsys.exit(1)\n")
+    assert failed == Event("failed", "t")
 
 
 def test_a_silent_process_is_ended_in_time_with_what_it_started(tmp_path: Path) -> None:
@@ -75,13 +51,10 @@ def test_a_silent_process_is_ended_in_time_with_what_it_started(tmp_path: Path) 
 import subprocess
 deep = subprocess.Popen(["sleep", "600"])
 open({str(pid)!r}, "w").write(str(deep.pid))
-tell({ROW!r})
 time.sleep(600)
 """
-    began = time.monotonic()
-    row, failed = child(tmp_path, body, seconds=3.0, grace_s=0.5)
-    assert row == ROW and isinstance(failed, Failed) and "not done" in failed.error
-    assert time.monotonic() - began < 15
+    (failed,) = child(tmp_path, body, seconds=2.0)
+    assert failed.text == "not done 1 s after its time was over"
     gone = Path(f"/proc/{pid.read_text()}/stat")
     until = time.monotonic() + 5
     while gone.exists() and gone.read_text().split()[2] != "Z" and time.monotonic() < until:
@@ -89,34 +62,46 @@ time.sleep(600)
     assert not gone.exists() or gone.read_text().split()[2] == "Z"
 
 
-def test_kernels_are_interpreted_in_dry_runs_only(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_interpreted_in_dry_runs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert process.environment(job)["TRITON_INTERPRET"] == "1"
-    assert "TRITON_INTERPRET" not in process.environment(Job("speed", "cuda:0", 1.0))
+    assert run.environment(Job("", "cpu", 1.0, smoke=True))["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET" not in run.environment(Job("", "cuda:0", 1.0))
+
+
+def events_of(out: io.StringIO) -> list[Event]:
+    """All but what was being done."""
+    found = [Event(**json.loads(line)) for line in out.getvalue().splitlines()]
+    return [event for event in found if event.kind != "doing"]
+
+
+def started(seconds: float = 60.0) -> tuple[Part, io.StringIO]:
+    out = io.StringIO()
+    return Part(Job("kernels", "cpu", seconds, smoke=True), out), out
 
 
 def test_a_part_that_cannot_begin_is_its_own_failure() -> None:
-    (failed,) = part.events_of(Job("no such part", "cpu", 1.0))
-    assert failed == Failed("no such part", "the whole part", "KeyError: 'no such part'")
+    out = io.StringIO()
+    assert part.run(Job("no such part", "cpu", 1.0), out) == 1
+    text = "KeyError: 'no such part'"
+    assert events_of(out) == [Event("failed", "no such part", "the whole part", text=text)]
 
 
-def test_a_case_that_fails_leaves_the_others(job: Job) -> None:
-    def bad() -> dict[str, jobs.Cell]:
+def test_a_case_that_fails_leaves_the_others() -> None:
+    def bad() -> Cells:
         raise ValueError("no\nmore")
 
-    found = list(jobs.in_time(job, "t", [("bad", bad), ("good", lambda: {"x": 1})]))
-    assert found == [
-        Doing("t", "bad"), Failed("t", "bad", "ValueError: no"),
-        Doing("t", "good"), Row("t", "good", {"x": 1}),
-    ]  # fmt: skip
+    one, out = started()
+    one.measure("t", [("bad", bad), ("good", lambda: {"x": 1})])
+    failed, row = events_of(out)
+    assert failed == Event("failed", "t", "bad", text="ValueError: no") and one.failures == 1
+    assert row == Event("row", "t", "good", {"x": 1})
 
 
 def test_nothing_new_begins_when_time_is_over() -> None:
-    late = Job("speed", "cpu", -1.0)
-    (note,) = jobs.in_time(late, "t", [("one", dict), ("two", dict)])
-    assert note == Note("t", "left out, because its time was over: one, two")
+    late, out = started(-1.0)
+    late.measure("t", [("one", dict), ("two", dict)])
+    (note,) = events_of(out)
+    assert note == Event("note", "t", text="left out, because its time was over: one, two")
 
 
 @pytest.mark.parametrize(
@@ -125,32 +110,41 @@ def test_nothing_new_begins_when_time_is_over() -> None:
      ("Triton Error [CUDA]: an illegal memory access was encountered", True),
      ("CUDA error: device-side assert triggered", True),
      ("CUDA error: out of memory", False), ("shape mismatch", False),
-     ("CUDA error: operation not permitted when stream is capturing", False),
      ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul", False)],
 )  # fmt: skip
 def test_what_leaves_a_gpu_unusable_ends_the_part(text: str, fatal: bool) -> None:
-    def bad() -> dict[str, jobs.Cell]:
+    def bad() -> Cells:
         raise RuntimeError(text)
 
+    one, out = started()
     if fatal:
-        with pytest.raises(Unusable, match=r"^case: RuntimeError: .*CUDA"):
-            jobs.attempt("t", "case", bad)
+        with pytest.raises(RuntimeError, match="CUDA"):
+            one.attempt("t", "case", bad)
     else:
-        assert jobs.attempt("t", "case", bad) == Failed("t", "case", f"RuntimeError: {text}")
+        one.attempt("t", "case", bad)
+        assert [event.kind for event in events_of(out)] == ["failed"]
 
 
-def test_what_ends_events_early_is_a_failure_of_theirs_alone() -> None:
-    def events() -> Iterator[Event]:
-        yield ROW
-        raise KeyError("gone")
+def test_a_wrong_kernel_is_a_failure_and_the_others_have_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs = [spec for spec in kernels.specs_in(()) if spec.name in ("silu_mul", "scale_sums")]
+    monkeypatch.setattr(kernels, "specs_in", lambda names: specs)
+    error = kernels._error
 
-    assert list(jobs.guarded("t", "n", events)) == [ROW, Failed("t", "n", "KeyError: 'gone'")]
+    def wrong(part: Part, spec: kernels.KernelSpec, *rest: object) -> float:
+        return 3.0 if spec.name == "silu_mul" else error(part, spec, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "_error", wrong)
+    one, out = started()
+    kernels.correctness(one)
+    failed, *rows = events_of(out)
+    assert failed.name.startswith("silu_mul") and "3.00 times" in failed.text
+    names = ["scale_sums", *(f"{use} blocks" for use in ("gather", "scatter", "copy", "checksum"))]
+    assert [row.name.startswith(name) for row, name in zip(rows, names, strict=True)] == [True] * 5
 
 
-def test_what_leaves_a_gpu_unusable_is_nobodys_alone() -> None:
-    def events() -> Iterator[Event]:
-        yield ROW
-        raise Unusable("gone")
-
-    with pytest.raises(Unusable):
-        list(jobs.guarded("t", "n", events))
+def test_where_no_gpu_is_the_part_says_so() -> None:
+    out = io.StringIO()
+    assert part.run(Job("machine", "cuda:0", 1.0), out) == 1
+    assert "--smoke is a dry run without one" in events_of(out)[0].text

@@ -14,7 +14,7 @@ from benchmarks.scenarios.overload import report
 from benchmarks.scenarios.placement import reusable
 from router.fleet.snapshot import Snapshot
 from tests.unit.bench.outcomes import failed, outcome
-from tests.unit.router.fleets import fleet, wants, worker
+from tests.unit.router.snapshots import fleet, needs, worker
 
 MS = 1_000_000
 
@@ -32,7 +32,7 @@ class TestBaselines:
     @staticmethod
     def picks(policy: str, snapshot: Snapshot, times: int, **without: set[str]) -> list[str]:
         pick = picker(POLICIES[policy])
-        choices = [pick(snapshot, wants(), **without) for _ in range(times)]
+        choices = [pick(snapshot, needs(), **without) for _ in range(times)]
         return [" ".join(choice.names) for choice in choices]
 
     def test_round_robin_ignores_load_and_takes_turns_in_each_role(self) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP API on a real socket, over a door to scripted workers."""
+"""The HTTP API on a real socket, over a service to scripted workers."""
 
 import asyncio
 import contextlib
@@ -9,21 +9,23 @@ import pytest
 
 from baton.gateway.server import listen, serving
 from router.admission.admission import Admission
-from router.frontend import Door
-from tests.unit.router.scripted_workers import PATIENCE_S, Cluster
-from tests.unit.router.texts import byte_tokenizer
+from router.frontend import GenerationService
+from tests.unit.router.scripted_workers import TIMEOUT_S, Cluster
+from tests.unit.router.small_tokenizers import byte_tokenizer
 
 PROMPT = [1, 2, 3]
 
 
 class Gateway:
-    """A door behind HTTP, and a client. Output token i of every request is the i-th letter."""
+    """A service behind HTTP, and a client. Output token i of every request is the i-th letter."""
 
     def __init__(self, cluster, tokenizer, routes=(), **limits):
         admission = Admission("tiny", tokenizer, limits.pop("default_timeout_s", 10.0), **limits)
         self.cluster = cluster
         self.tokenizer = tokenizer
-        self.door = Door(admission, cluster.line, cluster.dispatch, cluster.fleet, cluster.tracer)
+        self.service = GenerationService(
+            admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
+        )
         self._routes = routes
         self._stack = contextlib.AsyncExitStack()
 
@@ -35,8 +37,8 @@ class Gateway:
         self.listener = listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        await self._stack.enter_async_context(serving(self.door, listener, self._routes))
-        client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
+        await self._stack.enter_async_context(serving(self.service, listener, self._routes))
+        client = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S)
         self.client = await self._stack.enter_async_context(client)
         return self
 
@@ -46,8 +48,8 @@ class Gateway:
 
     async def idle(self):
         """Returns once no request runs."""
-        async with asyncio.timeout(PATIENCE_S):
-            await self.door.idle()
+        async with asyncio.timeout(TIMEOUT_S):
+            await self.service.idle()
 
     async def post(self, path, body=None, headers=None, **more):
         """A completion's answer, greedy, of five tokens, unless given otherwise."""

@@ -13,7 +13,7 @@ from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
 from baton.gateway.http_exchange import CLIENT_GONE, failure_of
 from router import frontend
 from router.admission.tenants import Tenants
-from tests.unit.router.scripted_workers import PATIENCE_S, until_stuck
+from tests.unit.router.scripted_workers import TIMEOUT_S, until_stuck
 
 from .conftest import PROMPT, events_of
 
@@ -252,7 +252,7 @@ async def test_without_a_key_nothing_of_a_body_is_read(gateway_of, tmp_path):
     gateway = await gateway_of(tenants=tenants(tmp_path, '[tenants.search]\nkey_files = ["key"]'))
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n{")
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         assert b" 401 " in await reader.readline()
     writer.close()
 
@@ -303,7 +303,7 @@ async def test_a_body_is_one_request_to_its_tenant_however_many_choices(gateway_
     assert len((await gateway.complete(n=10)).json()["choices"]) == 10
     assert len((await gateway.complete(prompt=["a", "b"], n=2)).json()["choices"]) == 4
     assert (await gateway.post("/tokenize", {"prompt": "a" * 50})).status_code == 200
-    tenant = gateway.door._admission.tenants.of(None)
+    tenant = gateway.service._admission.tenants.of(None)
     used = (len(PROMPT) + 10 * 5) + (2 + 4 * 5) + 50
     assert tenant._tokens._level == pytest.approx(1000 - used, abs=20)
     for response in (await gateway.complete(), await gateway.post("/tokenize", {"prompt": "a"})):
@@ -334,7 +334,7 @@ async def test_one_failed_choice_ends_all(gateway_of):
     gateway = await gateway_of(default_timeout_s=600.0)
     begun = asyncio.Event()
     gateway.decode.runs = [lambda *run: begun.set()]
-    generate = gateway.door.generate
+    generate = gateway.service.generate
 
     async def refusing(request, *args):
         if request.text == "b":
@@ -342,7 +342,7 @@ async def test_one_failed_choice_ends_all(gateway_of):
             raise errors.Overloaded("no room for this one")
         await generate(request, *args)
 
-    gateway.door.generate = refusing
+    gateway.service.generate = refusing
     response = await gateway.complete(prompt=["a", "b"])
     assert error_of(response, 429)["message"] == "no room for this one"
     await gateway.idle()
@@ -355,7 +355,7 @@ async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway_
     gateway.decode.runs = [lambda *run: paused.append(run)]
     async with gateway.stream() as running:
         assert running.status_code == 200
-        gateway.door.draining = True
+        gateway.service.draining = True
         response = await gateway.complete()
         assert "draining" in error_of(response, 503)["message"]
         assert "retry-after" in response.headers
@@ -369,7 +369,7 @@ async def test_a_stream_that_outlives_the_drain_ends_with_an_error(gateway_of):
     gateway = await gateway_of()
     gateway.decode.runs = [lambda *run: None]
     async with gateway.stream() as running:
-        gateway.door.give_up()
+        gateway.service.give_up()
         *_, last = await events_of(running)
     assert last["error"]["code"] == "unavailable"
 
@@ -387,12 +387,12 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     gateway.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # soon full
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        client.settimeout(PATIENCE_S)
+        client.settimeout(TIMEOUT_S)
         client.connect(("127.0.0.1", gateway.port))
         client.sendall(raw_request(body))
-        await until_stuck(gateway.door.tally)
+        await until_stuck(gateway.service.stats)
         if end == "drain":
-            gateway.door.give_up()
+            gateway.service.give_up()
         await gateway.idle()  # while nothing has been read
         await gateway.cluster.all_freed()
         answer = await asyncio.to_thread(read_all, client)
@@ -419,14 +419,14 @@ async def test_a_client_that_hangs_up_frees_everything(gateway_of, stream):
     begun = asyncio.Event()
     gateway.decode.runs = [lambda *run: begun.set()]
     body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream}
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=TIMEOUT_S) as client:
         call = asyncio.create_task(client.post("/v1/completions", json=body))
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await begun.wait()
         assert gateway.decode.held
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         assert await gateway.decode.cancelled.get()
         await gateway.idle()
     assert gateway.decode.held == set()
@@ -436,10 +436,10 @@ async def test_hanging_up_ends_all_choices(gateway_of):
     gateway = await gateway_of(default_timeout_s=600.0)
     begun = asyncio.Queue()
     gateway.decode.runs = [lambda *run: begun.put_nowait(run)] * 3
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=TIMEOUT_S) as client:
         call = asyncio.create_task(client.post(
             "/v1/completions", json={"prompt": PROMPT, "n": 3, "max_tokens": 5}))  # fmt: skip
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             for _ in range(3):
                 await begun.get()
         call.cancel()

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from baton.gateway.api_schema import document
 from tests.unit.router.scripted_workers import Cluster
-from tests.unit.router.texts import byte_tokenizer
+from tests.unit.router.small_tokenizers import byte_tokenizer
 
 from .conftest import Gateway
 

@@ -17,8 +17,8 @@ from baton.gateway import frontend, server
 from baton.gateway.response_format import ChatLogprobs, CompletionLogprobs
 from baton.gateway.server import listen
 from baton.v1 import common_pb2
-from tests.unit.router.scripted_workers import PATIENCE_S
-from tests.unit.router.texts import byte_tokenizer, ids_only_tokenizer
+from tests.unit.router.scripted_workers import TIMEOUT_S
+from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -52,7 +52,7 @@ async def test_health_readiness_figures_and_the_description(gateway_of):
     assert (await gateway.client.get("/health")).json() == {"status": "ok"}
     assert (await gateway.client.get("/ready")).json() == {"status": "ready"}
     assert (await gateway.client.get("/version")).json()["version"][0].isdigit()
-    gateway.door.metrics_page = lambda accept: (f"text/x; of={accept}", b"metrics 1\n")
+    gateway.service.metrics_page = lambda accept: (f"text/x; of={accept}", b"metrics 1\n")
     page = await gateway.client.get("/metrics", headers={"accept": "a/b"})
     assert (page.text, page.headers["content-type"]) == ("metrics 1\n", "text/x; of=a/b")
     described = (await gateway.client.get("/openapi.json")).json()
@@ -90,13 +90,13 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
 
 async def test_urgency_target_and_salt_reach_the_door(gateway_of):
     gateway = await gateway_of()
-    seen, generate = [], gateway.door.generate
+    seen, generate = [], gateway.service.generate
 
     def watched(request, *args):
         seen.append(request)
         return generate(request, *args)
 
-    gateway.door.generate = watched
+    gateway.service.generate = watched
     for value in ("low", "normal", "high", 1, 0, -1, None):
         await gateway.complete(priority=value, cache_salt="s", ttft_target_ms=9000)
     low, normal, high = (common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_NORMAL,
@@ -124,7 +124,7 @@ async def test_small_writes_are_sent_at_once(gateway_of, monkeypatch):
 async def test_one_connection_serves_many_requests(gateway_of):
     gateway = await gateway_of()
     limits = httpx.Limits(max_connections=1)
-    async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=PATIENCE_S) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=TIMEOUT_S) as client:
         for stream in (False, True, False, True):
             body = {"prompt": "ab", "max_tokens": 3, "stream": stream}
             response = await client.post("/v1/completions", json=body)
@@ -140,7 +140,7 @@ async def test_a_chunk_comes_with_its_token_and_not_later(gateway_of):
     gateway = await gateway_of()
     paused = []
     gateway.decode.runs = [lambda *run: paused.append(run)]
-    async with gateway.stream() as response, asyncio.timeout(PATIENCE_S):
+    async with gateway.stream() as response, asyncio.timeout(TIMEOUT_S):
         lines = (line async for line in response.aiter_lines() if line)
         assert '"text":"a"' in await anext(lines)
         assert len(paused) == 1
@@ -158,7 +158,7 @@ async def said(gateway, *parts):
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     heard = b""
     with contextlib.closing(writer), contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             for part in parts:
                 writer.write(part)
                 await asyncio.sleep(0)
@@ -217,7 +217,7 @@ async def test_a_large_body_in_chunks_is_within_the_limits(gateway_of):
 async def test_half_a_request_ends_the_connection(gateway_of, monkeypatch, sent, status):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
         monkeypatch.setattr(server, name, 0.1)
-    monkeypatch.setattr("tests.unit.gateway.test_server.PATIENCE_S", 2.0)
+    monkeypatch.setattr("tests.unit.gateway.test_server.TIMEOUT_S", 2.0)
     heard = await said(await gateway_of(), *sent)
     assert heard.startswith(status)
     assert bool(heard) is bool(status)
@@ -243,13 +243,13 @@ async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway_of, monk
 
 async def test_trailers_do_not_replace_headers(gateway_of):
     gateway = await gateway_of()
-    keys, generate = [], gateway.door.generate
+    keys, generate = [], gateway.service.generate
 
     def watched(request, caller, *args):
         keys.append(dict(caller.metadata)["authorization"])
         return generate(request, caller, *args)
 
-    gateway.door.generate = watched
+    gateway.service.generate = watched
     body = b'{"prompt":[1,2,3],"max_tokens":5,"ignore_eos":true}'
     heard = await said(
         gateway,

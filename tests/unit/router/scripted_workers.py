@@ -25,19 +25,19 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.admission.wait_queue import Line
-from router.dispatch.dispatch import Dispatch, Settings
-from router.dispatch.request_state import Ask, Story
+from router.admission.wait_queue import WaitQueue
+from router.dispatch.dispatch import Dispatch, DispatchConfig
+from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.fleet.fleet import Fleet
-from router.fleet.heartbeat import Patience
+from router.fleet.heartbeat import LivenessConfig
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAINING
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 FINGERPRINT = "f" * 64
-PATIENCE_S = 20.0
-CALLS = ("Describe", "Watch", "StreamEvents")  # on which a worker gives signs of life
+TIMEOUT_S = 20.0
+CALLS = ("Describe", "Watch", "StreamEvents")  # on which a worker gives heartbeats
 
 
 def token(sequence, ahead=0):
@@ -125,7 +125,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
             awake.set()
 
     def tell(self, state=READY, pairs=(), **load):
-        """Sends news to everyone who watches."""
+        """Sends changed to everyone who watches."""
         self.state, self.pairs = state, pairs
         self.load = worker_pb2.Load(**{"blocks_total": 100, "blocks_free": 100, **load})
         for watch in self.watches:
@@ -149,8 +149,8 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         watch.put_nowait(first)
         self.watches.add(watch)
         try:
-            async for news in self._beating("Watch", watch, request.heartbeat_ms, self._news):
-                yield news
+            async for changed in self._beating("Watch", watch, request.heartbeat_ms, self._news):
+                yield changed
             raise Unavailable("the watch broke")
         except (asyncio.CancelledError, GeneratorExit):
             self.broken.put_nowait("Watch")
@@ -159,7 +159,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
             self.watches.discard(watch)
 
     async def _beating(self, name, messages, heartbeat_ms, beat):
-        """Messages until None, and a sign of life whenever there was none for a while."""
+        """Messages until None, and a heartbeat whenever there was none for a while."""
         while True:
             try:
                 async with asyncio.timeout(heartbeat_ms / 1e3 if heartbeat_ms else None):
@@ -295,7 +295,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
             stream.put_nowait(None)
 
     def send(self, handoff_id, *token_ids, reason=UNFINISHED, abort=""):
-        """One step's news of one sequence."""
+        """One step's changed of one sequence."""
         event = decode_pb2.SequenceEvent(
             handoff_id=handoff_id, token_ids=token_ids, finish_reason=reason, abort_reason=abort
         )
@@ -315,12 +315,23 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
                 self.release(sequence.handoff_id)
                 return
 
-    def flood(self, sequence, ahead):
-        """Sends tokens without an end, until the sequence is released: more than is ever read."""
+    def flood(self, sequence, ahead, tokens=500, top=0):
+        """Sends tokens without an end, until the sequence is released: more than is ever read.
+
+        Log-probabilities of `top` tokens each fill a connection sooner than text does.
+        """
+        likely = common_pb2.TokenLogprob(token_id=1, logprob=-1.0)
+        position = common_pb2.PositionLogprobs(chosen=likely, top=[likely] * top)
+        event = decode_pb2.SequenceEvent(
+            handoff_id=sequence.handoff_id,
+            token_ids=[token(sequence, ahead)[0]] * tokens,
+            logprobs=[position] * tokens if top else [],
+        )
 
         async def steps():
             while sequence.handoff_id in self.held:
-                self.send(sequence.handoff_id, *[token(sequence, ahead)[0]] * 500)
+                for stream in self.streams.values():
+                    stream.put_nowait(decode_pb2.StreamEventsResponse(events=[event]))
                 await asyncio.sleep(0.001)
 
         self.flooding = asyncio.create_task(steps())
@@ -343,15 +354,17 @@ class Cluster:
         tracer=None,
         max_attempts=4,
         recovery_s=5.0,
-        patience=None,
+        liveness=None,
         max_queue=1024,
     ):
         self.decodes = [DecodeWorker(f"d{i}") for i in range(decode)]
         self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
         self.store = MemoryStore()
         self.tracer = tracer or trace.NoOpTracer()
-        self.settings = Settings(max_attempts, recovery_s, 4)
-        self.patience = patience or Patience(silence_s=PATIENCE_S)  # a slow machine is not silent
+        self.settings = DispatchConfig(max_attempts, recovery_s, 4)
+        self.liveness = liveness or LivenessConfig(
+            silence_s=TIMEOUT_S
+        )  # a slow machine is not silent
         self.max_queue = max_queue
         self.registrations = {}
         self._stays = {}
@@ -367,9 +380,9 @@ class Cluster:
         self._tasks_before = asyncio.all_tasks()
         registry = MemoryRegistry(self.store)
         membership = await self._stack.enter_async_context(registry.watch())
-        self.fleet = Fleet(membership, "router", FINGERPRINT, self.patience)
-        self.line = Line(self.max_queue)
-        self.dispatch = Dispatch(self.fleet, self.line, self.settings, self.tracer)
+        self.fleet = Fleet(membership, "router", FINGERPRINT, self.liveness)
+        self.wait_queue = WaitQueue(self.max_queue)
+        self.dispatch = Dispatch(self.fleet, self.wait_queue, self.settings, self.tracer)
         self._following = asyncio.create_task(self.fleet.follow())
         for worker in self.workers:
             await worker.start()
@@ -407,12 +420,12 @@ class Cluster:
 
     async def until(self, good):
         """Waits for a snapshot of the fleet that is good, and returns it."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
-                news = self.fleet.news
+                changed = self.fleet.changed
                 if good(snapshot := self.fleet.snapshot()) and len(self._views(snapshot)):
                     return snapshot
-                await news.wait()
+                await changed.wait()
 
     async def until_state(self, worker, state):
         """Waits until the fleet sees a worker in a state; its view."""
@@ -422,22 +435,22 @@ class Cluster:
         )
         return next(view for view in self._views(snapshot) if view.incarnation == name)
 
-    async def run(self, story):
+    async def run(self, state):
         """The tokens and the reason of a whole request."""
         outputs = []
-        async with asyncio.timeout(PATIENCE_S):
-            async for output in self.dispatch.run(story, Context()):
+        async with asyncio.timeout(TIMEOUT_S):
+            async for output in self.dispatch.run(state, Context()):
                 outputs.append(output)
         tokens = [token_id for output in outputs for token_id in output.token_ids]
         return tokens, outputs[-1].finish_reason
 
     async def until_waiting(self, count):
-        """Waits until so many stand in line."""
-        await seen(lambda: self.line.depth >= count)
+        """Waits until so many wait for room."""
+        await seen(lambda: self.wait_queue.depth >= count)
 
     async def all_freed(self):
         """Waits until no decode worker holds blocks for anybody."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             for decode in self.decodes:
                 while decode.held:
                     await decode.freed.wait()
@@ -455,30 +468,48 @@ class Cluster:
         return (*snapshot.prefill, *snapshot.decode)
 
 
+def member(cluster, worker):
+    return cluster.fleet.member(worker.record.incarnation)
+
+
+def listen(cluster, worker, handoff_id="h"):
+    """Events and errors of one sequence, as a queue."""
+    queue = asyncio.Queue()
+    member(cluster, worker).subscribe(handoff_id, queue.put_nowait)
+    return queue
+
+
+async def heard(queue):
+    async with asyncio.timeout(TIMEOUT_S):
+        return await queue.get()
+
+
 async def seen(good):
     """Waits for something that sends no event."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not good():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def until_stuck(tally):
+async def until_stuck(stats):
     """Waits until no more is taken of output that does not end."""
     taken = 0
-    while not taken or taken != tally.output_tokens:
-        taken = tally.output_tokens
+    while not taken or taken != stats.output_tokens:
+        taken = stats.output_tokens
         await asyncio.sleep(0.1)
 
 
-def ask(prompt=(1, 2, 3), timeout_s=10.0, **fields):
+def tokenized(prompt=(1, 2, 3), timeout_s=10.0, **fields):
     """A request of three tokens."""
     params = SamplingParams(max_tokens=fields.pop("max_tokens", 5), seed=7)
     values = {"request_id": "r", "stop": (), "include_stop": False, "cache_salt": "", **fields}
-    return Ask(prompt=prompt, params=params, deadline=time.monotonic() + timeout_s, **values)
+    return TokenizedRequest(
+        prompt=prompt, params=params, deadline=time.monotonic() + timeout_s, **values
+    )
 
 
-def story(**fields):
-    return Story(ask(**fields))
+def request_state(**fields):
+    return RequestState(tokenized(**fields))
 
 
 def counting(length, first=100):

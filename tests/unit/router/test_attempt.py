@@ -8,7 +8,7 @@ from baton.errors import InternalError, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
 
-from .scripted_workers import LENGTH, PATIENCE_S, STOP, committed, first_token, started
+from .scripted_workers import LENGTH, TIMEOUT_S, committed, first_token, started
 
 
 def event(*token_ids, reason=0, abort=""):
@@ -18,7 +18,7 @@ def event(*token_ids, reason=0, abort=""):
 
 
 async def tokens_of(attempt):
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         return [output.token_ids async for output in attempt.outputs()]
 
 
@@ -31,29 +31,6 @@ async def test_decode_events_wait_for_prefills_first_token():
     attempt.on_prefill(first_token(100))
     assert await tokens_of(attempt) == [[100], [101], [102]]
     assert attempt.finished_on_decode
-
-
-async def test_events_after_the_first_token_go_straight_on():
-    attempt = Attempt("r-1")
-    attempt.on_prefill(first_token(100))
-    attempt.on_decode(event(101, 102))
-    attempt.on_decode(event(103, reason=STOP))
-    assert await tokens_of(attempt) == [[100], [101, 102], [103]]
-
-
-async def test_decode_alone_needs_no_first_token_of_prefill():
-    attempt = Attempt("r-1")
-    attempt.on_decode(event(100))
-    attempt.first_token_seen()
-    attempt.on_decode(event(101, reason=LENGTH))
-    assert await tokens_of(attempt) == [[100], [101]]
-
-
-async def test_a_first_token_can_be_the_last():
-    attempt = Attempt("r-1")
-    attempt.on_prefill(first_token(100, STOP))
-    assert await tokens_of(attempt) == [[100]]
-    assert not attempt.finished_on_decode
 
 
 async def test_logprobs_come_with_their_tokens():
@@ -98,33 +75,6 @@ async def test_who_is_to_blame_changes_with_what_is_heard():
     assert attempt.suspects == set()
 
 
-@pytest.mark.parametrize("error", [Unavailable("gone"), ValueError("bug")])
-async def test_a_failed_prefill_call_fails_the_attempt(error):
-    async def prefill():
-        raise error
-
-    attempt = Attempt("r-1")
-    attempt.follow(prefill())
-    with pytest.raises((Unavailable, InternalError), match=str(error)):
-        await tokens_of(attempt)
-    await attempt.close()
-
-
-async def test_a_prefill_call_that_ends_without_a_handoff_fails_the_attempt():
-    attempt = Attempt("r-1")
-
-    async def prefill():
-        attempt.on_prefill(first_token(100))
-
-    attempt.follow(prefill())
-    outputs = attempt.outputs()
-    assert (await anext(outputs)).token_ids == [100]
-    async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(InternalError, match="before the handoff"):
-            await anext(outputs)
-    await attempt.close()
-
-
 async def test_close_ends_the_prefill_call_and_waits_for_its_end():
     ended = []
 
@@ -157,17 +107,9 @@ async def test_close_waits_for_the_acknowledgement_of_a_finished_handoff_but_not
 
     attempt.follow(prefill())
     assert await tokens_of(attempt) == [[100], [101]]
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await attempt.close()
     assert heard == ["committed"]
-
-
-async def test_a_prefill_worker_that_leaves_fails_the_attempt():
-    attempt = Attempt("r-1")
-    attempt.on_prefill_lost(event(1))
-    attempt.on_prefill_lost(Unavailable("the worker has left"))
-    with pytest.raises(Unavailable, match="has left"):
-        await tokens_of(attempt)
 
 
 @pytest.mark.parametrize(("handed_over", "error"), [(False, TransferFailed), (True, InternalError)])

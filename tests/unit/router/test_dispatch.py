@@ -12,12 +12,12 @@ from baton.v1 import common_pb2
 from .scripted_workers import (
     DRAINING,
     LENGTH,
-    PATIENCE_S,
+    TIMEOUT_S,
     committed,
     counting,
     first_token,
+    request_state,
     started,
-    story,
     token,
 )
 
@@ -30,7 +30,7 @@ async def cancelled(task):
 
 async def test_a_request_is_reserved_prefilled_and_decoded(cluster_of):
     cluster = await cluster_of()
-    asked = story()
+    asked = request_state()
     assert await cluster.run(asked) == (counting(5), LENGTH)
     (reserve,), (prefill,) = cluster.decodes[0].requests, cluster.prefills[0].requests
     assert [reserve.stream_id] == list(cluster.decodes[0].streams)
@@ -51,7 +51,7 @@ async def test_a_request_is_reserved_prefilled_and_decoded(cluster_of):
 async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster_of):
     cluster = await cluster_of()
     cluster.decodes[0].reserves = [cluster.decodes[0].accept_and_start]
-    asked = story()
+    asked = request_state()
     assert await cluster.run(asked) == (counting(5), LENGTH)
     assert cluster.prefills[0].requests == []
     assert (asked.route.prefill, asked.route.decode, asked.cached_tokens) == ("", "d0", 8)
@@ -69,14 +69,14 @@ async def test_the_first_token_does_not_wait_for_the_commit(cluster_of):
         yield committed()
 
     prefill.scripts = [slow_handoff]
-    async with asyncio.timeout(PATIENCE_S):
-        async with contextlib.aclosing(cluster.dispatch.run(story(), Context())) as outputs:
+    async with asyncio.timeout(TIMEOUT_S):
+        async with contextlib.aclosing(cluster.dispatch.run(request_state(), Context())) as outputs:
             assert (await anext(outputs)).token_ids == [100]
             may_commit.set()
             assert [o.token_ids for o in [o async for o in outputs]] == [[101], [102], [103], [104]]
 
 
-async def test_figures_of_the_handoff_are_kept_when_decode_finishes_before_its_acknowledgement(
+async def test_numbers_of_the_handoff_are_kept_when_decode_finishes_before_its_acknowledgement(
     cluster_of,
 ):
     cluster = await cluster_of()
@@ -89,8 +89,8 @@ async def test_figures_of_the_handoff_are_kept_when_decode_finishes_before_its_a
         yield committed(num_bytes=77)
 
     prefill.scripts = [late_acknowledgement]
-    asked = story(max_tokens=2)
-    async with asyncio.timeout(PATIENCE_S):
+    asked = request_state(max_tokens=2)
+    async with asyncio.timeout(TIMEOUT_S):
         async for output in cluster.dispatch.run(asked, Context()):
             if output.finish_reason:
                 acknowledged.set()
@@ -99,14 +99,14 @@ async def test_figures_of_the_handoff_are_kept_when_decode_finishes_before_its_a
 
 async def test_a_first_token_that_is_the_last_frees_the_reservation(cluster_of):
     cluster = await cluster_of()
-    assert await cluster.run(story(max_tokens=1)) == ([100], LENGTH)
+    assert await cluster.run(request_state(max_tokens=1)) == ([100], LENGTH)
     assert await cluster.decodes[0].cancelled.get() == "r-1"
     assert cluster.decodes[0].held == set()
 
 
 async def test_a_finished_request_is_not_cancelled_on_decode(cluster_of):
     cluster = await cluster_of()
-    await cluster.run(story())
+    await cluster.run(request_state())
     await cluster.dispatch.close()
     assert cluster.decodes[0].cancelled.empty()
 
@@ -121,24 +121,14 @@ async def test_cancelling_closes_the_prefill_call_and_frees_the_decode_blocks(cl
         await asyncio.Event().wait()
 
     cluster.prefills[0].scripts = [endless]
-    running = asyncio.create_task(cluster.run(story()))
-    async with asyncio.timeout(PATIENCE_S):
+    running = asyncio.create_task(cluster.run(request_state()))
+    async with asyncio.timeout(TIMEOUT_S):
         await began.wait()
         await cancelled(running)
         assert await cluster.prefills[0].ended.get() == "r-1"
         assert await cluster.decodes[0].cancelled.get() == "r-1"
     view = cluster.fleet.snapshot()
     assert (view.prefill[0].assigned_tokens, view.decode[0].assigned_sequences) == (0, 0)
-
-
-async def test_closing_the_stream_in_the_middle_frees_both_ends(cluster_of):
-    cluster = await cluster_of()
-    cluster.decodes[0].runs = [lambda sequence, ahead: None]
-    async with asyncio.timeout(PATIENCE_S):
-        async with contextlib.aclosing(cluster.dispatch.run(story(), Context())) as outputs:
-            await anext(outputs)
-        assert await cluster.decodes[0].cancelled.get() == "r-1"
-        assert await cluster.prefills[0].ended.get() == "r-1"
 
 
 async def test_a_reserve_cancelled_in_flight_strands_no_blocks(cluster_of):
@@ -152,13 +142,13 @@ async def test_a_reserve_cancelled_in_flight_strands_no_blocks(cluster_of):
         return answer
 
     decode.reserves = [accept_too_late]
-    running = asyncio.create_task(cluster.run(story()))
-    async with asyncio.timeout(PATIENCE_S):
+    running = asyncio.create_task(cluster.run(request_state()))
+    async with asyncio.timeout(TIMEOUT_S):
         await arrived.wait()
         await cancelled(running)
         assert await decode.cancelled.get() == "r-1"
     assert decode.held == set()
-    assert cluster.line.depth == 0
+    assert cluster.wait_queue.depth == 0
 
 
 async def test_a_refused_reservation_goes_to_the_next_decode_worker_at_once(cluster_of):
@@ -168,7 +158,7 @@ async def test_a_refused_reservation_goes_to_the_next_decode_worker_at_once(clus
         raise Overloaded("no blocks")
 
     cluster.decodes[0].reserves = [refuse]
-    asked = story()
+    asked = request_state()
     assert await cluster.run(asked) == (counting(5), LENGTH)
     assert asked.final_route().decode == "d1"
     assert asked.attempts == 1
@@ -185,17 +175,17 @@ async def test_a_full_fleet_is_waited_for(cluster_of):
         raise Overloaded("no blocks")
 
     cluster.decodes[0].reserves = [refuse]
-    asked = story()
+    asked = request_state()
     running = asyncio.create_task(cluster.run(asked))
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await refused.wait()
     await cluster.until_waiting(1)
     cluster.decodes[0].tell(blocks_free=10)
     assert await running == (counting(5), LENGTH)
-    assert (asked.attempts, cluster.line.depth) == (1, 0)
+    assert (asked.attempts, cluster.wait_queue.depth) == (1, 0)
 
 
-async def test_news_that_arrives_during_a_refusal_is_not_lost(cluster_of):
+async def test_a_change_that_arrives_during_a_refusal_is_not_lost(cluster_of):
     cluster = await cluster_of()
     decode = cluster.decodes[0]
 
@@ -204,32 +194,34 @@ async def test_news_that_arrives_during_a_refusal_is_not_lost(cluster_of):
         await cluster.until(lambda s: s.decode[0].load.blocks_free == 10)
         raise Overloaded("no blocks")
 
-    decode.reserves = [refuse_after_telling]  # no news comes after this one
-    assert await cluster.run(story()) == (counting(5), LENGTH)
+    decode.reserves = [refuse_after_telling]  # no changed comes after this one
+    assert await cluster.run(request_state()) == (counting(5), LENGTH)
 
 
-async def test_those_who_wait_for_room_get_it_in_order_of_due(cluster_of):
+async def test_those_who_wait_for_room_get_it_in_order_of_virtual_finish(cluster_of):
     cluster = await cluster_of()
     decode = cluster.decodes[0]
     decode.tell(blocks_free=0)
     await cluster.until(lambda s: s.decode[0].load.blocks_free == 0)
-    dues = [3.0, 1.0, 2.0, 5.0, 4.0]
-    asks = [story(request_id=f"due {due:g}", due=due) for due in dues]
+    finishes = [3.0, 1.0, 2.0, 5.0, 4.0]
+    asks = [
+        request_state(request_id=f"finish {finish:g}", virtual_finish=finish) for finish in finishes
+    ]
     waiting = [asyncio.create_task(cluster.run(asked)) for asked in asks]
-    async with asyncio.timeout(PATIENCE_S):
-        await cluster.until_waiting(len(dues))
+    async with asyncio.timeout(TIMEOUT_S):
+        await cluster.until_waiting(len(finishes))
         assert decode.requests == []
         decode.tell(blocks_free=20)
         assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
     asked = [request.sequence.handoff_id for request in decode.requests]
-    assert asked == [f"due {due:g}-1" for due in sorted(dues)]
+    assert asked == [f"finish {finish:g}-1" for finish in sorted(finishes)]
 
 
 async def test_no_worker_is_unavailable_with_advice(cluster_of):
-    cluster = await cluster_of(max_attempts=2)
+    cluster = await cluster_of(max_attempts=2, recovery_s=0.1)
     cluster.decodes[0].tell(state=DRAINING)
     await cluster.until_state(cluster.decodes[0], "DRAINING")
-    asked = story()
+    asked = request_state()
     with pytest.raises(Unavailable, match=r"no decode worker is ready.*DRAINING") as caught:
         await cluster.run(asked)
     assert caught.value.retry_after_s > 0
@@ -251,28 +243,12 @@ async def test_an_invalid_request_is_never_retried(cluster_of, where):
         cluster.decodes[0].reserves = [invalid_reserve]
     else:
         cluster.prefills[0].scripts = [invalid_prefill]
-    asked = story()
+    asked = request_state()
     with pytest.raises(InvalidRequest, match="no such thing") as caught:
         await cluster.run(asked)
     assert caught.value.field == "sequence"
     assert asked.attempts == 1
     assert await cluster.decodes[0].cancelled.get() == "r-1"
-
-
-async def test_concurrent_requests_spread_before_any_load_is_reported(cluster_of):
-    cluster = await cluster_of(decode=2)
-    paused = []
-    for decode in cluster.decodes:
-        decode.runs = [lambda sequence, ahead, d=decode: paused.append((d, sequence, ahead))] * 4
-    running = []
-    for number in range(4):
-        running.append(asyncio.create_task(cluster.run(story(request_id=f"r{number}"))))
-        async with asyncio.timeout(PATIENCE_S):
-            await cluster.prefills[0].ended.get()
-    assert [d.record.incarnation for d, _, _ in paused] == ["d0", "d1", "d0", "d1"]
-    for decode, sequence, ahead in paused:
-        decode.run_to_end(sequence, ahead)
-    assert [tokens for tokens, _ in await asyncio.gather(*running)] == [counting(5)] * 4
 
 
 async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster_of):
@@ -287,7 +263,7 @@ async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster_of):
         yield committed()
 
     prefill.scripts = [paused]
-    running = asyncio.create_task(cluster.run(story()))
+    running = asyncio.create_task(cluster.run(request_state()))
     await asked_for.wait()
     assert cluster.fleet.snapshot().prefill[0].assigned_tokens == 3
     go_on.set()
@@ -298,20 +274,8 @@ async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster_of):
 async def test_a_burst_is_spread_before_any_load_is_reported(cluster_of):
     cluster = await cluster_of(prefill=2, decode=2)
     prompt = tuple(range(1, 9))  # longer than what decode computes by itself
-    stories = [story(request_id=f"r{number}", prompt=prompt) for number in range(6)]
-    await asyncio.gather(*(cluster.run(one) for one in stories))
+    states = [request_state(request_id=f"r{number}", prompt=prompt) for number in range(6)]
+    await asyncio.gather(*(cluster.run(one) for one in states))
     assert [len(prefill.requests) for prefill in cluster.prefills] == [3, 3]
     view = cluster.fleet.snapshot()
     assert [worker.assigned_tokens for worker in view.prefill] == [0, 0]
-
-
-async def test_a_refused_placement_counts_against_nobody(cluster_of):
-    cluster = await cluster_of(prefill=1, decode=1, max_attempts=1)
-
-    async def draining(request):
-        raise Unavailable("draining")
-
-    cluster.decodes[0].reserves = [draining]
-    with pytest.raises(Unavailable, match="draining"):
-        await cluster.run(story())
-    assert cluster.fleet.snapshot().prefill[0].assigned_tokens == 0

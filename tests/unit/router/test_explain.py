@@ -7,48 +7,52 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.sampling import SamplingParams
-from router.admission.wait_queue import Line, Ticket
-from router.dispatch.request_state import Ask
+from router.admission.wait_queue import QueueEntry, WaitQueue
+from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.placement.explain import explain
-from router.placement.placement import judge
+from router.placement.placement import rank_all
 
-from .fleets import fleet, wants, worker
+from .snapshots import fleet, needs, worker
 
 PROMPT = tuple(range(20))
 RATE = {"prefill_tokens_per_s": 1000}
 
 
 def asked(**fields):
-    return Ask(
+    return TokenizedRequest(
         **{
             "request_id": "r", "prompt": PROMPT, "params": SamplingParams(max_tokens=7),
             "stop": (), "include_stop": False, "cache_salt": "s",
-            "deadline": time.monotonic() + 60, "tenant": "us", "due": time.monotonic(), **fields,
+            "deadline": time.monotonic() + 60, "tenant": "us",
+            "virtual_finish": time.monotonic(), **fields,
         }
     )  # fmt: skip
 
 
-async def until_depth(line, depth):
+async def until_depth(queue, depth):
     async with asyncio.timeout(10):
-        while line.depth != depth:  # noqa: ASYNC110 - a line tells nobody when it changes
+        while queue.depth != depth:  # noqa: ASYNC110 - a wait queue has no event
             await asyncio.sleep(0)
 
 
-def said(snapshot, line=None, local=0, **fields):
-    return explain(snapshot, asked(**fields), line or Line(8), local, time.monotonic())
+def said(snapshot, queue=None, local=0, **fields):
+    request = asked(**fields)
+    needed = RequestState(request).placement_request(local)
+    return explain(snapshot, request, queue or WaitQueue(8), needed, time.monotonic())
 
 
 def test_every_pair_is_told_with_what_placement_computed():
-    ask = asked()
+    request = asked()
     prefill = [worker("p0", "STALLED"), worker("p1", queue_tokens=60, caches=PROMPT, salt="s")]
     decode = worker("d0", caches=PROMPT[:8], salt="s", running=2, step_ms=20, host_id="there")
     snapshot = fleet(prefill, [decode])
-    response = explain(snapshot, ask, Line(8), 0, time.monotonic())
-    choice, stalled = judge(snapshot, wants(PROMPT, ask.due, cache_salt="s", new_tokens=7))
+    needed = needs(PROMPT, request.virtual_finish, cache_salt="s", new_tokens=7)
+    response = explain(snapshot, request, WaitQueue(8), needed, time.monotonic())
+    choice, stalled = rank_all(snapshot, needed)
     best, left_out = response.candidates
     assert (best.prefill, best.decode, best.refused) == ("p1", "d0", "")
     assert best.ttft_ms == pytest.approx(choice.ttft_s * 1e3) and best.ttft_ms > 60
-    assert best.tpot_ms == pytest.approx(choice.tpot_s * 1e3) and best.tpot_ms > 20
+    assert best.tpot_ms == pytest.approx(choice.on_decode.tpot_s * 1e3) and best.tpot_ms > 20
     assert best.score == pytest.approx(choice.score_ms)
     assert (best.queue_tokens, best.prefill_cached_tokens, best.decode_cached_tokens) == (60, 16, 8)
     assert best.same_host is False
@@ -75,22 +79,22 @@ def test_what_would_keep_it_from_running_is_told():
     assert said(late, ttft_target_s=50.0).refused == ""
 
 
-async def test_a_line_is_told_whoever_stands_in_it():
+async def test_a_wait_queue_is_reported():
     async def no_room():
         raise Overloaded("full")
 
-    free, news = fleet([worker("p0")], [worker("d0")]), asyncio.Event()
-    line = Line(2)
+    free, changed = fleet([worker("p0")], [worker("d0")]), asyncio.Event()
+    queue = WaitQueue(2)
     waiting = [
-        asyncio.create_task(line.place(Ticket(1.0, 5, f"r{i}"), no_room, lambda: news))
+        asyncio.create_task(queue.place(QueueEntry(1.0, 5, f"r{i}"), no_room, lambda: changed))
         for i in range(2)
     ]
-    await until_depth(line, 2)
-    response = said(free, line)
+    await until_depth(queue, 2)
+    response = said(free, queue)
     assert response.queued == 2 and "2 requests are waiting already" in response.refused
     waiting.pop().cancel()
-    await until_depth(line, 1)
-    assert "stand in line for room: 1" in said(free, line).refused
+    await until_depth(queue, 1)
+    assert "requests waiting for room: 1" in said(free, queue).refused
     waiting.pop().cancel()
-    await until_depth(line, 0)
-    assert said(free, line).refused == ""
+    await until_depth(queue, 0)
+    assert said(free, queue).refused == ""

@@ -12,13 +12,13 @@ import pytest
 from baton.errors import Overloaded
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2, worker_pb2
-from router.admission.fair_queue import Claim, Turns
-from router.admission.feasibility import DOUBT, SAFETY, check, prefill_rate, promised
-from router.admission.wait_queue import RETRY_AFTER_S, Line, Ticket
-from router.dispatch.request_state import Ask
-from router.fleet.snapshot import Assigned, Snapshot, WorkerView
+from router.admission.fair_queue import FairQueue, Flow
+from router.admission.feasibility import DOUBT, SAFETY, check, first_token_by, prefill_rate
+from router.admission.wait_queue import RETRY_AFTER_S, QueueEntry, WaitQueue
+from router.dispatch.request_state import TokenizedRequest
+from router.fleet.snapshot import AssignedPrompt, Snapshot, WorkerView
 from router.placement import placement
-from router.placement.placement_request import Wants
+from router.placement.cost_model import PlacementRequest
 
 NOW = 500.0
 RATE = 1000.0
@@ -32,7 +32,7 @@ def worker(name, rate=RATE, queue=0, state="READY"):
     load = worker_pb2.Load(
         blocks_total=1 << 20, blocks_free=1 << 20, prefill_tokens_per_s=rate, step_ms=1.0
     )
-    assigned = (Assigned(queue, 0.0),) if queue else ()
+    assigned = (AssignedPrompt(queue, 0.0),) if queue else ()
     return WorkerView(record, load, state, "", assigned)
 
 
@@ -40,31 +40,31 @@ def fleet(*prefill):
     return Snapshot(prefill or (worker("p"),), (worker("d"),))
 
 
-def ask(tokens=100, target_s=0.0, timeout_s=600.0, due=NOW, tenant="t"):
-    return Ask(
+def tokenized(tokens=100, target_s=0.0, timeout_s=600.0, virtual_finish=NOW, tenant="t"):
+    return TokenizedRequest(
         request_id="r", prompt=tuple(itertools.repeat(1, tokens)), params=SamplingParams(),
         stop=(), include_stop=False, cache_salt="", deadline=NOW + timeout_s,
-        tenant=tenant, due=due, ttft_target_s=target_s,
+        tenant=tenant, virtual_finish=virtual_finish, ttft_target_s=target_s,
     )  # fmt: skip
 
 
 @pytest.fixture
-async def line():
-    """line(*tickets) is a line in which these stand."""
+async def queue_of():
+    """queue_of(*entries) is a wait queue with these entries."""
     tasks = []
 
-    async def start(*tickets):
-        made = Line(1000, clock=lambda: NOW)
-        news = asyncio.Event()
+    async def start(*entries):
+        made = WaitQueue(1000, clock=lambda: NOW)
+        changed = asyncio.Event()
 
         async def full():
             raise Overloaded("full")
 
-        for ticket in tickets:
-            tasks.append(asyncio.create_task(made.place(ticket, full, lambda: news)))
+        for entry in entries:
+            tasks.append(asyncio.create_task(made.place(entry, full, lambda: changed)))
             for _ in range(20):
                 await asyncio.sleep(0)
-        assert made.depth == len(tickets)
+        assert made.depth == len(entries)
         return made
 
     yield start
@@ -73,10 +73,10 @@ async def line():
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_the_promise_is_the_earlier_of_deadline_and_target():
-    assert promised(ask(), NOW) == NOW + 600
-    assert promised(ask(target_s=2.0), NOW) == NOW + 2
-    assert promised(ask(target_s=9.0, timeout_s=3.0), NOW) == NOW + 3
+def test_the_target_is_the_earlier_of_deadline_and_target():
+    assert first_token_by(tokenized(), NOW) == NOW + 600
+    assert first_token_by(tokenized(target_s=2.0), NOW) == NOW + 2
+    assert first_token_by(tokenized(target_s=9.0, timeout_s=3.0), NOW) == NOW + 3
 
 
 def test_the_rate_is_that_of_all_ready_workers_together():
@@ -87,125 +87,109 @@ def test_the_rate_is_that_of_all_ready_workers_together():
     assert prefill_rate(fleet(worker("a", 0))) == 0.0
 
 
-async def test_what_makes_it_may_enter(line):
-    check(ask(100, target_s=0.2), fleet(worker("p", queue=10)), await line(), NOW)
+async def test_what_makes_it_may_enter(queue_of):
+    check(tokenized(100, target_s=0.2), fleet(worker("p", queue=10)), await queue_of(), NOW)
 
 
-async def test_without_a_target_only_the_deadline_counts(line):
-    standing = await line(Ticket(NOW - 1, 10_000, "x"))
-    check(ask(100), fleet(), standing, NOW)
+async def test_without_a_target_only_the_deadline_counts(queue_of):
+    standing = await queue_of(QueueEntry(NOW - 1, 10_000, "x"))
+    check(tokenized(100), fleet(), standing, NOW)
     with pytest.raises(Overloaded):
-        check(ask(100, timeout_s=5.0), fleet(), standing, NOW)
+        check(tokenized(100, timeout_s=5.0), fleet(), standing, NOW)
 
 
-async def test_the_line_in_front_counts_and_what_is_behind_does_not(line):
-    standing = await line(Ticket(NOW - 1, 2000, "x"), Ticket(NOW + 1, 50_000, "y"))
-    check(ask(100, target_s=3.0), fleet(), standing, NOW)
+async def test_the_queue_in_front_counts_and_what_is_behind_does_not(queue_of):
+    standing = await queue_of(QueueEntry(NOW - 1, 2000, "x"), QueueEntry(NOW + 1, 50_000, "y"))
+    check(tokenized(100, target_s=3.0), fleet(), standing, NOW)
     with pytest.raises(Overloaded, match="2000 tokens go first at 1000 tokens/s") as caught:
-        check(ask(100, target_s=2.0), fleet(), standing, NOW)
+        check(tokenized(100, target_s=2.0), fleet(), standing, NOW)
     assert caught.value.retry_after_s == pytest.approx(2.1 * SAFETY - 2.0, rel=0.1)
 
 
-async def test_the_advice_is_bounded(line):
+async def test_the_advice_is_bounded(queue_of):
     shortest, longest = RETRY_AFTER_S
-    standing = await line(Ticket(NOW - 1, 10**9, "x"))
+    standing = await queue_of(QueueEntry(NOW - 1, 10**9, "x"))
     with pytest.raises(Overloaded) as caught:
-        check(ask(100, target_s=1.0), fleet(), standing, NOW)
+        check(tokenized(100, target_s=1.0), fleet(), standing, NOW)
     assert caught.value.retry_after_s == longest
     busy = fleet(worker("p", queue=900))
     with pytest.raises(Overloaded) as caught:
-        check(ask(100, target_s=1.0 * SAFETY - 0.001), busy, await line(), NOW)
+        check(tokenized(100, target_s=1.0 * SAFETY - 0.001), busy, await queue_of(), NOW)
     assert caught.value.retry_after_s == shortest
 
 
-async def test_an_idle_fleet_refuses_only_what_is_beyond_doubt(line):
+async def test_an_idle_fleet_refuses_only_what_is_beyond_doubt(queue_of):
     """Its rate may be wrong, and it would never measure again."""
-    check(ask(1000, target_s=SAFETY / DOUBT + 0.05), fleet(), await line(), NOW)
+    check(tokenized(1000, target_s=SAFETY / DOUBT + 0.05), fleet(), await queue_of(), NOW)
     with pytest.raises(Overloaded):
-        check(ask(1000, target_s=SAFETY / DOUBT - 0.05), fleet(), await line(), NOW)
+        check(tokenized(1000, target_s=SAFETY / DOUBT - 0.05), fleet(), await queue_of(), NOW)
     with pytest.raises(Overloaded):
-        check(ask(1000, target_s=0.9), fleet(worker("p", queue=1)), await line(), NOW)
+        check(tokenized(1000, target_s=0.9), fleet(worker("p", queue=1)), await queue_of(), NOW)
 
 
-async def test_nothing_is_refused_while_nothing_is_known(line):
-    standing = await line(Ticket(NOW - 1, 10**9, "x"))
-    check(ask(1000, target_s=0.1), fleet(worker("p", 0)), standing, NOW)
+async def test_nothing_is_refused_while_nothing_is_known(queue_of):
+    standing = await queue_of(QueueEntry(NOW - 1, 10**9, "x"))
+    check(tokenized(1000, target_s=0.1), fleet(worker("p", 0)), standing, NOW)
 
 
-async def test_a_turn_is_no_time_while_nothing_is_known(line):
-    check(ask(100, timeout_s=10.0, due=NOW + 30), fleet(worker("p", 0)), await line(), NOW)
-    with pytest.raises(Overloaded, match=r"expected in 37.50 s .* turn ends in 30.00 s"):
+async def test_a_virtual_finish_is_no_time_while_nothing_is_known(queue_of):
+    check(
+        tokenized(100, timeout_s=10.0, virtual_finish=NOW + 30),
+        fleet(worker("p", 0)),
+        await queue_of(),
+        NOW,
+    )
+    with pytest.raises(Overloaded, match=r"expected in 37.50 s .* fair share gives it 30.00 s"):
         check(
-            ask(100, timeout_s=10.0, due=NOW + 30), fleet(worker("p", queue=1)), await line(), NOW
+            tokenized(100, timeout_s=10.0, virtual_finish=NOW + 30),
+            fleet(worker("p", queue=1)),
+            await queue_of(),
+            NOW,
         )
 
 
-async def test_a_refusal_tells_what_decided(line):
-    standing = await line(Ticket(NOW - 1, 2000, "x"))
-    with pytest.raises(Overloaded) as caught:
-        check(ask(100, target_s=2.0), fleet(worker("p", queue=500)), standing, NOW)
-    told = str(caught.value)
-    assert "expected in 3.25 s and wanted in 2.00 s" in told  # (2 + 0.6) * 1.25
-    assert "2000 tokens go first at 1000 tokens/s, the best pair takes 0.60 s" in told
-
-
-async def test_a_newcomer_must_not_break_its_own_tenants_promise(line):
-    later = Ticket(NOW + 1, 1000, "x", tenant="t", promised=NOW + 1.05)
-    standing = await line(later)
+async def test_a_newcomer_must_not_break_its_own_tenants_target(queue_of):
+    later = QueueEntry(NOW + 1, 1000, "x", tenant="t", first_token_by=NOW + 1.05)
+    standing = await queue_of(later)
     busy = fleet(worker("p", queue=1))
     with pytest.raises(Overloaded, match=r"earlier request of its tenant .* takes 0.13 s"):
-        check(ask(100, target_s=5.0), busy, standing, NOW)
-    check(ask(100, target_s=5.0, tenant="other"), busy, standing, NOW)
-    check(ask(100, target_s=5.0, due=NOW + 2), busy, standing, NOW)
+        check(tokenized(100, target_s=5.0), busy, standing, NOW)
+    check(tokenized(100, target_s=5.0, tenant="other"), busy, standing, NOW)
+    check(tokenized(100, target_s=5.0, virtual_finish=NOW + 2), busy, standing, NOW)
 
 
-async def test_who_goes_on_behind_another_stream_has_its_deadline_only(line):
-    later = Ticket(NOW + 1, 1000, "x", tenant="t", promised=NOW + 1.05)
-    standing = await line(Ticket(NOW - 1, 5000, "y"), later)
-    again = dataclasses.replace(ask(100, target_s=1.0), resumed=(1, 2))
+async def test_who_goes_on_behind_another_stream_has_its_deadline_only(queue_of):
+    later = QueueEntry(NOW + 1, 1000, "x", tenant="t", first_token_by=NOW + 1.05)
+    standing = await queue_of(QueueEntry(NOW - 1, 5000, "y"), later)
+    again = dataclasses.replace(tokenized(100, target_s=1.0), resumed=(1, 2))
     check(again, fleet(), standing, NOW)
     with pytest.raises(Overloaded):
         check(dataclasses.replace(again, deadline=NOW + 3), fleet(), standing, NOW)
 
 
-async def test_it_is_cheap(line):
-    """Bounded work: with a full line and many workers it takes about a millisecond."""
-    standing = await line(*(Ticket(NOW + n, 10, str(n), "t") for n in range(200)))
-    workers = Snapshot(
-        tuple(worker(f"p{n}") for n in range(8)), tuple(worker(f"d{n}") for n in range(8))
-    )
-    wanted = ask(4000, target_s=100.0)
-    took = []
-    for _ in range(30):
-        begun = asyncio.get_running_loop().time()
-        check(wanted, workers, standing, NOW)
-        took.append(asyncio.get_running_loop().time() - begun)
-    assert min(took) < 0.02
-
-
 class Router:
-    """A fleet of one rate and the line before it, on a clock of their own: what `check` sees."""
+    """A fleet of one rate and the queue before it, on a clock of their own: what `check` sees."""
 
     def __init__(self):
         self.now = 0.0
-        self.turns = Turns(lambda: self.now)
-        self.waiting = []  # (due, number, job), served in this order, some tokens at a time
+        self.fair_queue = FairQueue(lambda: self.now)
+        self.waiting = []  # (finish, number, job), served in this order, some tokens at a time
         self.depth = 0
 
-    def tokens_before(self, due):
-        return sum(job.left for d, _, job in self.waiting if d <= due)
+    def tokens_before(self, finish):
+        return sum(job.left for d, _, job in self.waiting if d <= finish)
 
     def drain_rate(self, assumed=0.0):
         return RATE
 
-    def slack_s(self, due, tenant, assumed_rate=0.0, safety=1.0):
+    def slack_s(self, finish, tenant, assumed_rate=0.0, safety=1.0):
         if all(job.tenant != tenant for _, _, job in self.waiting):
             return math.inf
         needed, slack = 0.0, math.inf
         for d, _, job in sorted(self.waiting, key=lambda entry: entry[:2]):
             needed += job.left / RATE
-            left = job.promised - self.now
-            if d > due and needed <= left:
+            left = job.first_token_by - self.now
+            if d > finish and needed <= left:
                 slack = min(slack, left - needed * safety)
         return slack
 
@@ -213,7 +197,7 @@ class Router:
 class Job:
     def __init__(self, at, tokens, tenant):
         self.at, self.tokens, self.tenant = at, tokens, tenant
-        self.left, self.promised, self.done = float(tokens), math.inf, 0.0
+        self.left, self.first_token_by, self.done = float(tokens), math.inf, 0.0
         self.refused = None
 
 
@@ -231,18 +215,18 @@ def run(jobs, target_s, noise):
 
 
 def enter(router, job, target_s, numbers):
-    turn = router.turns.take(Claim(job.tenant), job.tokens / RATE)
-    asked = ask(job.tokens, target_s, tenant=job.tenant, due=turn.due)
-    asked = Ask(**{**asked.__dict__, "deadline": router.now + 600})
+    prompt = router.fair_queue.add(Flow(job.tenant), job.tokens / RATE)
+    asked = tokenized(job.tokens, target_s, tenant=job.tenant, virtual_finish=prompt.virtual_finish)
+    asked = TokenizedRequest(**{**asked.__dict__, "deadline": router.now + 600})
     router.depth = len(router.waiting)
     try:
         check(asked, fleet(worker("p", queue=1)), router, router.now)
     except Overloaded as error:
         job.refused = error.retry_after_s
-        router.turns.end(turn)
+        router.fair_queue.remove(prompt)
         return
-    job.promised, job.turn = router.now + target_s, turn
-    router.waiting.append((turn.due, next(numbers), job))
+    job.first_token_by, job.prompt = router.now + target_s, prompt
+    router.waiting.append((prompt.virtual_finish, next(numbers), job))
 
 
 def serve(router, pace):
@@ -253,7 +237,7 @@ def serve(router, pace):
     job.left -= chunk
     if not job.left:
         router.waiting.remove(first)
-        router.turns.end(job.turn)
+        router.fair_queue.remove(job.prompt)
         job.done = router.now
 
 
@@ -267,7 +251,7 @@ def test_at_five_times_the_capacity_who_may_enter_makes_it(sizes, tenants):
     router = run(jobs, target_s, noise=0.15)
     accepted = [job for job in jobs if job.refused is None]
     ttft = sorted(job.done - job.at for job in accepted)
-    # Between two floods a tenant's first request goes before the other's promised ones.
+    # Between two floods a tenant's first request goes before the other's admitted ones.
     assert ttft[int(0.99 * len(ttft))] <= target_s * (1.3 if len(tenants) > 1 else 1.0)
     assert sum(job.tokens for job in accepted) > 0.8 * RATE * until  # capacity is not wasted
     for size in sizes:
@@ -279,15 +263,17 @@ def test_at_five_times_the_capacity_who_may_enter_makes_it(sizes, tenants):
 
 
 class Served:
-    """Requests that `check` predicts and the real line and placement place, on a fleet that is
+    """Requests that `check` predicts and the real queue and placement place, on a fleet that is
     simulated: prefill in chunks, then so many decode slots or KV blocks held for a while."""
 
     def __init__(self, workers=1, slots=0, blocks=1 << 20, hold_s=0.0):
         self.now, self.rate, self.hold_s = NOW, RATE, hold_s
         self.slots, self.blocks, self.held, self.running = slots, blocks, 0, 0
         self.queues = [[] for _ in range(workers)]
-        self.news, self.dice = asyncio.Event(), random.Random(5)
-        self.line = Line(10**6, lambda: self.now, lambda: sum(j.tokens for j in self.in_flight))
+        self.changed, self.dice = asyncio.Event(), random.Random(5)
+        self.wait_queue = WaitQueue(
+            10**6, lambda: self.now, lambda: sum(j.tokens for j in self.in_flight)
+        )
         self.jobs, self.tasks, self.events, self.numbers = [], [], [], itertools.count()
 
     @property
@@ -310,7 +296,7 @@ class Served:
         prefill = [worker(f"{n}", self.rate) for n in range(len(self.queues))]
         for n, queue in enumerate(self.queues):
             prefill[n].load.queue_tokens = int(sum(job.left for job in queue))
-            sent = tuple(Assigned(job.tokens, job.due) for job in queue)
+            sent = tuple(AssignedPrompt(job.tokens, job.virtual_finish) for job in queue)
             prefill[n] = dataclasses.replace(prefill[n], assigned=sent)
         decode = worker("d", self.rate)
         decode.record.max_batch, decode.load.running = self.slots, self.running
@@ -319,13 +305,13 @@ class Served:
 
     def come(self, tokens):
         job = Job(self.now, tokens, "t")
-        job.due, wants = self.now, Wants((1,) * tokens, self.now, "", 16)
-        asked = ask(tokens, timeout_s=1e7, due=self.now)
-        job.predicted = check(asked, self.snapshot(), self.line, self.now, wants)
+        job.virtual_finish, wanted = self.now, PlacementRequest((1,) * tokens, self.now, "", 16)
+        asked = tokenized(tokens, timeout_s=1e7, virtual_finish=self.now)
+        job.predicted = check(asked, self.snapshot(), self.wait_queue, self.now, wanted)
         self.jobs.append(job)
 
         async def attempt():
-            choice = placement.pick(self.snapshot(), wants)
+            choice = placement.pick(self.snapshot(), wanted)
             self.running, self.held = self.running + 1, self.held + tokens // 16 + 1
             if choice.decode_prefills:
                 self.at(self.now - NOW + tokens / self.rate, lambda: self.first_token(job))
@@ -335,8 +321,8 @@ class Served:
             if len(queue) == 1:
                 self.compute(queue)
 
-        ticket = Ticket(self.now, tokens, "r", "t")
-        placing = self.line.place(ticket, attempt, lambda: self.news)
+        entry = QueueEntry(self.now, tokens, "r", "t")
+        placing = self.wait_queue.place(entry, attempt, lambda: self.changed)
         self.tasks.append(asyncio.create_task(placing))
 
     def compute(self, queue):
@@ -363,8 +349,8 @@ class Served:
         self.tell()
 
     def tell(self):
-        self.news.set()
-        self.news = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 def poisson(rate, until, size=lambda dice: 100):

@@ -6,14 +6,21 @@ import socket
 import pytest
 
 from baton.errors import Unavailable
+from baton.server import Health
 from baton.v1 import common_pb2, worker_pb2
+from router.fleet.circuit_breaker import FAILURES_IN_A_ROW
+from router.fleet.heartbeat import LivenessConfig
+from router.main import _follow_readiness
 
 from .scripted_workers import (
     DRAINING,
-    PATIENCE_S,
     READY,
+    TIMEOUT_S,
     DecodeWorker,
     PrefillWorker,
+    heard,
+    listen,
+    member,
     seen,
 )
 
@@ -23,22 +30,6 @@ def changed(worker, **fields):
     record.CopyFrom(worker.record)
     record.MergeFrom(common_pb2.WorkerRecord(**fields))
     return record
-
-
-def member(cluster, worker):
-    return cluster.fleet.member(worker.record.incarnation)
-
-
-async def heard(queue):
-    async with asyncio.timeout(PATIENCE_S):
-        return await queue.get()
-
-
-def listen(cluster, worker, handoff_id="h"):
-    """Events and errors of one sequence, as a queue."""
-    queue = asyncio.Queue()
-    member(cluster, worker).subscribe(handoff_id, queue.put_nowait)
-    return queue
 
 
 @pytest.fixture
@@ -65,13 +56,6 @@ async def test_load_and_pairs_are_followed(cluster):
     snapshot = await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 123)
     assert snapshot.prefill[0].load.running == 4
     assert cluster.fleet.pairs == [pair]
-
-
-async def test_a_snapshot_does_not_change_with_the_fleet(cluster):
-    before = cluster.fleet.snapshot()
-    cluster.prefills[0].tell(queue_tokens=123)
-    await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 123)
-    assert before.prefill[0].load.queue_tokens == 0
 
 
 async def test_a_worker_joins_and_leaves(cluster):
@@ -106,14 +90,6 @@ async def test_another_tokenizer_is_a_mismatch_that_names_both(cluster):
     assert "ffffffffffff" in view.reason
     assert worker.streams == {}  # nobody follows it
     await worker.stop()
-
-
-async def test_nothing_listens_there(cluster):
-    worker = PrefillWorker("p9", address="127.0.0.1:1")
-    await cluster.join(worker)
-    view = await cluster.until_state(worker, "UNREACHABLE")
-    assert view.reason
-    assert [w.state for w in cluster.fleet.snapshot().prefill] == ["READY", "UNREACHABLE"]
 
 
 async def test_a_worker_that_dies_is_unreachable_and_comes_back_by_itself(cluster):
@@ -181,7 +157,7 @@ async def test_a_broken_event_stream_is_told_once_to_each_and_opened_again(clust
         error = await heard(queue)
         assert isinstance(error, Unavailable)
         assert "event stream of decode worker d0 broke" in str(error)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await worker.stream_opened.wait()
     await cluster.until_state(worker, "READY")
     again = listen(cluster, worker, "h3")
@@ -215,18 +191,11 @@ async def test_draining_is_learned_from_either_source_and_stays(cluster, source)
         await cluster.registrations["d0"].update(changed(worker, state=DRAINING))
     view = await cluster.until_state(worker, "DRAINING")
     assert not view.ready
-    # Neither an older record nor news that was on its way brings it back.
+    # Neither an older record nor changed that was on its way brings it back.
     await cluster.registrations["d0"].update(changed(worker, state=READY, pid=77))
     worker.tell(state=READY, queue_tokens=5)
     await cluster.until(lambda s: s.decode[0].record.pid == 77 and s.decode[0].load.queue_tokens)
     assert cluster.fleet.snapshot().decode[0].state == "DRAINING"
-
-
-async def test_news_from_a_worker_does_not_change_the_registrys_record(cluster):
-    worker = cluster.decodes[0]
-    worker.tell(state=DRAINING)
-    await cluster.until_state(worker, "DRAINING")
-    assert cluster.store.entries["d0"].record.state == READY
 
 
 async def test_a_draining_worker_keeps_its_streams(cluster):
@@ -251,7 +220,7 @@ async def test_a_call_to_a_worker_that_left_is_unavailable(cluster):
     left = member(cluster, cluster.decodes[0])
     await cluster.leave(cluster.decodes[0])
     await cluster.until(lambda s: s.prefill and not s.decode)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await left.close("once more: now it is over")
     with pytest.raises(Unavailable, match="d0 has left"), left.calling():
         await left.worker.Describe(worker_pb2.DescribeRequest())
@@ -287,7 +256,7 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
     async def count():
         nonlocal looks
         while True:
-            await cluster.fleet.news.wait()
+            await cluster.fleet.changed.wait()
             looks += 1
 
     counting = asyncio.create_task(count())
@@ -304,5 +273,115 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
     await asyncio.sleep(1)
     counting.cancel()
     assert known < 300, "one for each"
-    assert looks - known < 10, "they go on failing, and that is no news"
+    assert looks - known < 10, "they go on failing, and that is no changed"
     assert cluster.fleet.snapshot().ready
+
+
+# Workers and pairs that fail, and readiness.
+
+
+def fail(cluster, *keys):
+    for key in keys:
+        for _ in range(FAILURES_IN_A_ROW):
+            cluster.fleet.breakers.sent(key)
+            cluster.fleet.breakers.failed(key, "it broke")
+
+
+async def test_a_worker_that_fails_is_ejected_and_probed_after_its_cool_down(cluster_of):
+    cluster = await cluster_of(prefill=1, decode=2)
+    worker = cluster.decodes[1]
+    fail(cluster, "d1")
+    view = await cluster.until_state(worker, "EJECTED")
+    assert "it broke" in view.reason
+    assert cluster.fleet.snapshot().ready
+    await cluster.until_state(worker, "READY")  # half-open, and those who wait were told
+    cluster.fleet.breakers.sent("d1")
+    await cluster.until_state(worker, "EJECTED")  # for everybody but the probe
+    cluster.fleet.breakers.succeeded("d1")
+    await cluster.until_state(worker, "READY")
+
+
+async def test_a_pair_that_fails_is_shut_and_listed(cluster_of):
+    cluster = await cluster_of(prefill=1, decode=2)
+    link = worker_pb2.PairStatus(prefill="p0", decode="d0", state="OPEN", epoch=3)
+    cluster.prefills[0].tell(pairs=[link])
+    await cluster.until(lambda _: cluster.fleet.pairs)
+    fail(cluster, ("p0", "d0"))
+    snapshot = await cluster.until(lambda s: s.excluded_pairs)
+    assert snapshot.excluded_pairs.keys() == {("p0", "d0")}
+    assert [view.state for view in snapshot.decode] == ["READY", "READY"]
+    link.state = "EJECTED"
+    assert cluster.fleet.pairs == [link]
+    fail(cluster, ("p0", "d1"))  # now it is the one that failed longest ago that is used
+    other = worker_pb2.PairStatus(prefill="p0", decode="d1", state="EJECTED")
+    link.state = "OPEN"
+    assert cluster.fleet.pairs == [link, other]
+
+
+async def test_a_pair_that_the_prefill_worker_quarantines_is_shut(cluster):
+    link = worker_pb2.PairStatus(prefill="p0", decode="d0", state="QUARANTINED")
+    cluster.prefills[0].tell(pairs=[link])
+    snapshot = await cluster.until(lambda s: s.excluded_pairs)
+    assert not snapshot.ready
+    assert "leaves it alone" in snapshot.why_not_ready
+    fail(cluster, ("p0", "d0"))
+    assert cluster.fleet.pairs == [link]
+    cluster.prefills[0].tell()
+    await cluster.until(lambda s: s.ready)
+
+
+async def test_what_was_known_of_a_worker_is_forgotten_when_it_leaves(cluster):
+    worker = DecodeWorker("d9")
+    await worker.start()
+    await cluster.join(worker)
+    await cluster.until_state(worker, "READY")
+    fail(cluster, "d9", ("p0", "d9"))
+    await cluster.leave(worker)
+    await cluster.until(lambda s: len(s.decode) == 1)
+    assert cluster.fleet.breakers.all_open() == {}
+    await cluster.join(worker)  # the same process, whose lease had ended
+    await cluster.until_state(worker, "READY")
+    await worker.stop()
+
+
+async def test_a_bug_in_one_tick_does_not_end_the_watch(cluster_of, monkeypatch):
+    cluster = await cluster_of(liveness=LivenessConfig(silence_s=0.5))
+    followed, worker = member(cluster, cluster.decodes[0]), cluster.decodes[0]
+    tick, broken = followed.tick, []
+
+    def breaks_once():
+        if not broken:
+            broken.append(True)
+            raise ValueError("a bug")
+        tick()
+
+    monkeypatch.setattr(followed, "tick", breaks_once)
+    worker.stop_still()
+    await cluster.until_state(worker, "SILENT")
+    assert broken
+    worker.wake()
+
+
+async def test_readiness_follows_the_fleet(cluster_of):
+    cluster, breakers = await cluster_of(prefill=1, decode=1), Health()
+    following = asyncio.create_task(_follow_readiness(cluster.fleet, breakers))
+
+    async def until(serving):
+        await seen(lambda: breakers.serving is serving)
+
+    await until(True)
+    cluster.decodes[0].stop_still()
+    followed = member(cluster, cluster.decodes[0])
+    for _ in range(cluster.liveness.lost_ticks):
+        followed.tick()
+    await until(False)
+    cluster.decodes[0].wake()
+    await until(True)
+    other = DecodeWorker("d9", dtype="bfloat16")
+    await other.start()
+    await cluster.join(other)
+    await cluster.until_state(other, "READY")
+    await cluster.leave(cluster.decodes[0])
+    await until(False)  # READY workers of both roles, but no pair
+    following.cancel()
+    await other.stop()

@@ -10,22 +10,25 @@ import pytest
 
 from baton.errors import Stale, Unavailable
 from baton.v1 import worker_pb2
-from router.dispatch.orphans import Strays
-from router.fleet.heartbeat import Patience
-from router.fleet.snapshot import Assigned
+from router.fleet.heartbeat import LivenessConfig
+from router.fleet.member import CANCEL_BATCH, MOST_ORPHANS, Orphans
+from router.fleet.snapshot import AssignedPrompt
 
 from .scripted_workers import (
-    PATIENCE_S,
+    TIMEOUT_S,
     DecodeWorker,
     PrefillWorker,
     counting,
     first_token,
+    heard,
+    listen,
+    member,
+    request_state,
     seen,
-    story,
     token,
 )
 
-QUICK = Patience(silence_s=0.6, stall_s=2.0)
+QUICK = LivenessConfig(silence_s=0.6, stall_s=2.0)
 
 
 @pytest.fixture
@@ -38,24 +41,8 @@ def worker(request, cluster):
     return {"prefill": cluster.prefills, "decode": cluster.decodes}[request.param][0]
 
 
-def member(cluster, worker):
-    return cluster.fleet.member(worker.record.incarnation)
-
-
 def view(cluster, worker):
     return member(cluster, worker).view
-
-
-def listen(cluster, worker, handoff_id="h"):
-    """Events and errors of one sequence, as a queue."""
-    queue = asyncio.Queue()
-    member(cluster, worker).subscribe(handoff_id, queue.put_nowait)
-    return queue
-
-
-async def heard(queue):
-    async with asyncio.timeout(PATIENCE_S):
-        return await queue.get()
 
 
 def tick(cluster, worker, times):
@@ -66,7 +53,7 @@ def tick(cluster, worker, times):
 
 async def reconnecting(cluster, worker):
     """Waits until every stream of a worker has been opened anew, as far as the worker lets it."""
-    for _ in member(cluster, worker)._lines:
+    for _ in member(cluster, worker)._streams:
         await heard(worker.described)
 
 
@@ -79,40 +66,34 @@ async def test_a_worker_suspected_of_silence_gets_nothing_new_and_keeps_what_it_
     cluster, worker
 ):
     waiting = listen(cluster, worker)
-    tick(cluster, worker, cluster.patience.suspect_ticks)
+    tick(cluster, worker, cluster.liveness.suspect_ticks)
     assert view(cluster, worker).state == "SILENT"
-    assert "no sign of life for" in view(cluster, worker).reason
+    assert "no heartbeat for" in view(cluster, worker).reason
     assert not cluster.fleet.snapshot().ready
     await cluster.until_state(worker, "READY")  # its next heartbeat tells, on the same streams
     assert waiting.empty()
     assert worker.broken.empty()
 
 
-async def test_everybody_hears_of_a_suspicion(cluster, worker):
-    news = cluster.fleet.news
-    tick(cluster, worker, cluster.patience.suspect_ticks)
-    assert news.is_set()
-
-
-async def test_signs_of_life_put_the_clock_back(cluster):
+async def test_heartbeats_put_the_clock_back(cluster):
     worker = cluster.decodes[0]
-    lines, suspect_ticks = member(cluster, worker)._lines, cluster.patience.suspect_ticks
+    streams, suspect_ticks = member(cluster, worker)._streams, cluster.liveness.suspect_ticks
     for _ in range(3):
         tick(cluster, worker, suspect_ticks - 1)
-        await seen(lambda: max(line.silent_ticks for line in lines) < suspect_ticks - 1)
+        await seen(lambda: max(stream.silent_ticks for stream in streams) < suspect_ticks - 1)
     assert view(cluster, worker).state == "READY"
 
 
 async def test_a_lost_worker_fails_who_waits_and_finds_its_streams_broken(cluster, worker):
     worker.stop_still()
     waiting = [listen(cluster, worker, f"h{i}") for i in range(3)]
-    tick(cluster, worker, cluster.patience.lost_ticks)
+    tick(cluster, worker, cluster.liveness.lost_ticks)
     for queue in waiting:
         error = await heard(queue)
         assert isinstance(error, Unavailable)
-        assert f"{worker.record.incarnation} is lost: it gave no sign of life" in str(error)
-    lines = member(cluster, worker)._lines
-    broken = {await heard(worker.broken) for _ in lines}
+        assert f"{worker.record.incarnation} is lost: no heartbeat" in str(error)
+    streams = member(cluster, worker)._streams
+    broken = {await heard(worker.broken) for _ in streams}
     assert broken == ({"Watch", "StreamEvents"} if worker in cluster.decodes else {"Watch"})
     assert view(cluster, worker).state == "SILENT"
     assert not cluster.fleet.snapshot().ready
@@ -120,7 +101,7 @@ async def test_a_lost_worker_fails_who_waits_and_finds_its_streams_broken(cluste
 
 async def test_who_comes_too_late_to_a_lost_worker_is_told_too(cluster, worker):
     worker.stop_still()
-    tick(cluster, worker, cluster.patience.lost_ticks)
+    tick(cluster, worker, cluster.liveness.lost_ticks)
     late = listen(cluster, worker)
     tick(cluster, worker, 1)
     assert isinstance(await heard(late), Unavailable)
@@ -129,7 +110,7 @@ async def test_who_comes_too_late_to_a_lost_worker_is_told_too(cluster, worker):
 async def test_a_worker_that_wakes_is_ready_again_on_fresh_streams(cluster, worker):
     forget_described(worker)
     worker.stop_still()
-    tick(cluster, worker, cluster.patience.lost_ticks)
+    tick(cluster, worker, cluster.liveness.lost_ticks)
     await reconnecting(cluster, worker)
     tick(cluster, worker, 5)
     assert view(cluster, worker).state == "SILENT"
@@ -141,10 +122,10 @@ async def test_a_worker_that_wakes_is_ready_again_on_fresh_streams(cluster, work
 async def test_connecting_to_a_stopped_worker_is_given_up_and_tried_again(cluster, worker):
     forget_described(worker)
     worker.stop_still()
-    tick(cluster, worker, cluster.patience.lost_ticks)
+    tick(cluster, worker, cluster.liveness.lost_ticks)
     for _ in range(3):
         await reconnecting(cluster, worker)
-        tick(cluster, worker, cluster.patience.lost_ticks)
+        tick(cluster, worker, cluster.liveness.lost_ticks)
         assert view(cluster, worker).state == "SILENT"
     await reconnecting(cluster, worker)
     worker.wake()
@@ -157,27 +138,27 @@ async def test_a_decode_worker_needs_both_streams(cluster, mute):
     forget_described(worker)
     worker.stop_still(mute)
     waiting = listen(cluster, worker)
-    tick(cluster, worker, cluster.patience.lost_ticks)
+    tick(cluster, worker, cluster.liveness.lost_ticks)
     assert isinstance(await heard(waiting), Unavailable)
     await reconnecting(cluster, worker)
-    await seen(lambda: any(line.alive for line in member(cluster, worker)._lines))
+    await seen(lambda: any(stream.alive for stream in member(cluster, worker)._streams))
     assert view(cluster, worker).state == "SILENT"  # one of two is not enough
     worker.wake()
     await cluster.until_state(worker, "READY")
 
 
 async def test_a_router_that_was_itself_asleep_blames_nobody(cluster_of):
-    patience = Patience(silence_s=2.0)
-    cluster = await cluster_of(prefill=1, decode=1, patience=patience)
+    liveness = LivenessConfig(silence_s=2.0)
+    cluster = await cluster_of(prefill=1, decode=1, liveness=liveness)
     waiting = [listen(cluster, worker) for worker in cluster.workers]
-    time.sleep(1.5 * patience.silence_s)  # noqa: ASYNC251 - nothing of this process runs
-    await asyncio.sleep(patience.tick_s)  # the late tick
+    time.sleep(1.5 * liveness.silence_s)  # noqa: ASYNC251 - nothing of this process runs
+    await asyncio.sleep(liveness.tick_s)  # the late tick
     assert [view(cluster, worker).state for worker in cluster.workers] == ["READY", "READY"]
     assert all(queue.empty() for queue in waiting)
 
 
 async def test_silence_is_noticed_by_itself_and_so_is_its_end(cluster_of):
-    cluster = await cluster_of(prefill=1, decode=2, patience=QUICK)
+    cluster = await cluster_of(prefill=1, decode=2, liveness=QUICK)
     silent = cluster.decodes[0]
     waiting = listen(cluster, silent)
     silent.stop_still()
@@ -189,7 +170,7 @@ async def test_silence_is_noticed_by_itself_and_so_is_its_end(cluster_of):
 
 
 async def test_streams_of_a_silent_decode_worker_go_on_elsewhere(cluster_of):
-    cluster = await cluster_of(prefill=1, decode=2, patience=QUICK)
+    cluster = await cluster_of(prefill=1, decode=2, liveness=QUICK)
 
     def falls_silent(worker):
         def run(sequence, ahead):
@@ -200,14 +181,14 @@ async def test_streams_of_a_silent_decode_worker_go_on_elsewhere(cluster_of):
 
     first = cluster.decodes[0]
     first.runs.append(falls_silent(first))
-    assert (await cluster.run(story(max_tokens=6)))[0] == counting(6)
+    assert (await cluster.run(request_state(max_tokens=6)))[0] == counting(6)
     assert cluster.decodes[1].requests
     first.wake()
     await cluster.until_state(first, "READY")
 
 
 async def test_a_prompt_on_a_silent_prefill_worker_is_computed_elsewhere(cluster_of):
-    cluster = await cluster_of(prefill=2, decode=1, patience=QUICK)
+    cluster = await cluster_of(prefill=2, decode=1, liveness=QUICK)
     first = cluster.prefills[0]
 
     async def falls_silent(request):
@@ -216,26 +197,26 @@ async def test_a_prompt_on_a_silent_prefill_worker_is_computed_elsewhere(cluster
         await asyncio.Event().wait()
 
     first.scripts.append(falls_silent)
-    assert (await cluster.run(story()))[0] == counting(5)
+    assert (await cluster.run(request_state()))[0] == counting(5)
     assert await heard(first.ended) == "r-1"  # its call was cancelled
     first.wake()
 
 
 async def test_a_worker_whose_engine_is_stuck_is_stalled_until_it_gets_on(cluster, worker):
     waiting = listen(cluster, worker)
-    worker.tell(step_age_ms=1e3 * cluster.patience.stall_s + 1)
+    worker.tell(step_age_ms=1e3 * cluster.liveness.stall_s + 1)
     stalled = await cluster.until_state(worker, "STALLED")
     assert "at one step for 10.0 s" in stalled.reason
     assert "stalled" in str(await heard(waiting))
     late = listen(cluster, worker)
-    assert isinstance(await heard(late), Unavailable)  # at the next sign of life
+    assert isinstance(await heard(late), Unavailable)  # at the next heartbeat
     worker.tell(step_age_ms=5.0)
     await cluster.until_state(worker, "READY")
     assert worker.broken.empty()  # it answers: there is nothing to open anew
 
 
 async def test_a_worker_whose_steps_are_long_is_not_stalled_by_one(cluster, worker):
-    stall_ms = 1e3 * cluster.patience.stall_s
+    stall_ms = 1e3 * cluster.liveness.stall_s
     waiting = listen(cluster, worker)
     worker.tell(step_ms=stall_ms / 10, step_age_ms=1.9 * stall_ms)
     await cluster.until(lambda s: s.prefill[0].load.step_ms or s.decode[0].load.step_ms)
@@ -245,19 +226,19 @@ async def test_a_worker_whose_steps_are_long_is_not_stalled_by_one(cluster, work
     await heard(waiting)
 
 
-async def test_signs_of_life_without_news_wake_nobody(cluster):
-    watch, events = (line for line in member(cluster, cluster.decodes[0])._lines)
-    news = cluster.fleet.news
-    for line in (watch, events):
-        line.silent_ticks = 7
-        await seen(lambda line=line: line.silent_ticks < 7)
-    assert not news.is_set()
+async def test_heartbeats_without_changes_wake_nobody(cluster):
+    watch, events = (stream for stream in member(cluster, cluster.decodes[0])._streams)
+    changed = cluster.fleet.changed
+    for stream in (watch, events):
+        stream.silent_ticks = 7
+        await seen(lambda stream=stream: stream.silent_ticks < 7)
+    assert not changed.is_set()
 
 
 async def test_a_sequence_that_nobody_waits_for_is_cancelled_if_it_goes_on(cluster):
     worker = cluster.decodes[0]
     mine = listen(cluster, worker, "mine")
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while worker.cancelled.empty():
             worker.send("lost", 1)
             worker.send("mine", 2)
@@ -267,17 +248,17 @@ async def test_a_sequence_that_nobody_waits_for_is_cancelled_if_it_goes_on(clust
     assert list((await heard(mine)).token_ids) == [2]
 
 
-async def test_the_end_of_a_sequence_that_nobody_waits_for_is_no_news(cluster):
+async def test_the_end_of_a_sequence_that_nobody_waits_for_is_no_orphan(cluster):
     worker, followed = cluster.decodes[0], member(cluster, cluster.decodes[0])
     last = listen(cluster, worker, "last")
     worker.send("done", 1, reason=1)
     worker.send("given up", abort="no room")
     worker.send("last", 3)
     await heard(last)
-    assert not followed._strays._now
+    assert not followed._orphans._now
 
 
-async def test_one_cancel_of_strays_at_a_time(cluster):
+async def test_one_cancel_of_orphans_at_a_time(cluster):
     worker, followed = cluster.decodes[0], member(cluster, cluster.decodes[0])
     stuck, calls = asyncio.Event(), []
 
@@ -286,10 +267,10 @@ async def test_one_cancel_of_strays_at_a_time(cluster):
         await stuck.wait()
 
     worker.on_cancel = on_cancel
-    followed._strays = Strays()
+    followed._orphans = Orphans()
     for _ in range(4):
-        followed._strays.saw("lost")
-        followed._cancel_strays()
+        followed._orphans.saw("lost")
+        followed._cancel_orphans()
     await seen(lambda: calls)
     stuck.set()
     assert await heard(worker.cancelled) == "lost"
@@ -314,9 +295,9 @@ async def test_what_a_watch_tells_of_the_cache_replaces_what_an_earlier_one_told
         worker.break_watches()
         await cluster.until_state(worker, "UNREACHABLE")
         await cluster.until_state(worker, "READY")
-        assert view(cluster, worker).cached.blocks_of(worker.cached) == len(worker.cached)
+        assert view(cluster, worker).cached.leading_blocks(worker.cached) == len(worker.cached)
         worker.cached = [3]
-    assert view(cluster, worker).cached.blocks_of([1, 2]) == 0
+    assert view(cluster, worker).cached.leading_blocks([1, 2]) == 0
 
 
 async def replace(cluster, old, new):
@@ -332,7 +313,7 @@ async def test_another_process_at_the_same_address_is_not_taken_for_the_old_one(
     old = (cluster.prefills if kind is PrefillWorker else cluster.decodes)[0]
     old.tell(queue_tokens=7)
     await cluster.until(lambda s: s.prefill[0].load.queue_tokens or s.decode[0].load.queue_tokens)
-    member(cluster, old).assigned["h"] = Assigned(5, 0.0)
+    member(cluster, old).assigned["h"] = AssignedPrompt(5, 0.0)
     waiting = listen(cluster, old)
     new = kind("new")
     await replace(cluster, old, new)
@@ -351,3 +332,34 @@ async def test_another_process_at_the_same_address_is_not_taken_for_the_old_one(
         assert new.broken.empty()
     finally:
         await new.stop()
+
+
+# Sequences whose Cancel was lost.
+
+
+def see(orphans, *handoff_ids):
+    for handoff_id in handoff_ids:
+        orphans.saw(handoff_id)
+    return orphans.end_round()
+
+
+def test_an_event_that_a_cancel_crossed_is_no_orphan():
+    orphans = Orphans()
+    assert see(orphans, "h1") == []
+    assert see(orphans) == []
+    assert see(orphans, "h1") == []
+
+
+def test_events_that_go_on_are():
+    orphans = Orphans()
+    assert see(orphans, "h1", "h2") == []
+    assert see(orphans, "h2", "h3") == ["h2"]
+    assert see(orphans, "h2") == ["h2"]  # that Cancel was lost too
+    assert see(orphans) == []
+
+
+def test_what_is_remembered_and_what_is_told_is_bounded():
+    orphans, names = Orphans(), [f"h{i}" for i in range(2 * MOST_ORPHANS)]
+    see(orphans, *names)
+    assert len(orphans._before) == MOST_ORPHANS
+    assert len(see(orphans, *names)) == CANCEL_BATCH

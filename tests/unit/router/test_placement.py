@@ -6,58 +6,23 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.snapshot import Assigned, WorkerView
-from router.placement.placement import judge, pick, predicted_ttft_s, why
+from router.fleet.snapshot import SILENT, AssignedPrompt, Snapshot, WorkerView
+from router.placement.placement import pick, predicted_ttft_s, rank_all, span_attributes
 
-from .fleets import BLOCK, PROMPT, fleet, wants, worker
+from .snapshots import BLOCK, PROMPT, fleet, needs, worker
 
 
-def picked(prefill, decode, request=None, shut=None, **avoid):
-    return pick(fleet(prefill, decode, shut), request or wants(), **avoid).names
+def picked(prefill, decode, request=None, excluded=None, **avoid):
+    return pick(fleet(prefill, decode, excluded), request or needs(), **avoid).names
 
 
 def refusal(prefill, decode, request=None, **more):
     """What is said of the only pair there is."""
-    (choice,) = judge(fleet([prefill], [decode], **more), request or wants())
+    (choice,) = rank_all(fleet([prefill], [decode], **more), request or needs())
     return choice.refused
 
 
 # Workers that cannot be used.
-
-
-@pytest.mark.parametrize(
-    "state", ["STARTING", "DRAINING", "UNREACHABLE", "MISMATCH", "SILENT", "STALLED", "EJECTED"]
-)
-def test_only_ready_workers_are_picked(state):
-    prefill = [worker("p0", state), worker("p1", queue_tokens=1000)]
-    decode = [worker("d0", state), worker("d1", running=50)]
-    assert picked(prefill, decode) == ("p1", "d1")
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_role_without_a_ready_worker_says_what_is_there(role):
-    workers = {"prefill": [worker("p0")], "decode": [worker("d0")]}
-    workers[role] = [worker("w0", "UNREACHABLE", "connection refused"), worker("w1", "DRAINING")]
-    told = f"no {role} worker is ready .*w0 is UNREACHABLE: connection refused.*w1 is DRAINING"
-    with pytest.raises(Unavailable, match=told) as caught:
-        picked(**workers)
-    assert caught.value.retry_after_s > 0
-
-
-def test_an_empty_role_says_so():
-    with pytest.raises(Unavailable, match=r"no prefill worker is ready \(none is registered\)"):
-        picked([], [worker("d0")])
-
-
-def test_a_worker_that_is_not_ready_is_left_out_with_its_reason():
-    down = worker("p0", "EJECTED", "3 failures in a row")
-    assert refusal(down, worker("d0")) == "p0 is EJECTED: 3 failures in a row"
-    assert refusal(down, worker("d0", "SILENT")).endswith("; d0 is SILENT")
-
-
-def test_pairs_have_the_same_kv():
-    prefill = [worker("p0", dtype="bf16", queue_tokens=1000), worker("p1")]
-    assert picked(prefill, [worker("d0", dtype="bf16")]) == ("p0", "d0")
 
 
 def test_a_kv_mismatch_names_both_sides_even_when_decode_is_full():
@@ -73,17 +38,10 @@ def test_a_record_without_kv_harms_nobody_else():
     assert picked([worker("p0")], [bare, worker("d1")]) == ("p0", "d1")
 
 
-def test_a_shut_pair_is_passed_over_whatever_it_costs():
+def test_an_excluded_pair_is_passed_over_whatever_it_costs():
     prefill, decode = [worker("p0")], [worker("d0"), worker("d1", running=9)]
-    assert picked(prefill, decode, shut={("p0", "d0"): "transfers fail"}) == ("p0", "d1")
-    assert picked(prefill, decode, shut={("d0", "p0"): "other way round"}) == ("p0", "d0")
-
-
-def test_only_shut_pairs_are_unavailable_with_what_shut_them():
-    shut = {("p0", "d0"): "transfers fail"}
-    with pytest.raises(Unavailable, match=r"no prefill worker .*p0 to d0: transfers fail"):
-        picked([worker("p0")], [worker("d0")], shut=shut)
-    assert "transfers fail" in refusal(worker("p0"), worker("d0"), shut=shut)
+    assert picked(prefill, decode, excluded={("p0", "d0"): "transfers fail"}) == ("p0", "d1")
+    assert picked(prefill, decode, excluded={("d0", "p0"): "other way round"}) == ("p0", "d0")
 
 
 # Workers without room.
@@ -101,12 +59,7 @@ def test_only_shut_pairs_are_unavailable_with_what_shut_them():
 )
 def test_room_is_for_the_sequence_and_its_next_token(num_tokens, free, cached, fits):
     full = worker("d0", blocks_free=free, blocks_cached=cached)
-    assert (refusal(worker("p0"), full, wants(num_tokens)) == "") is fits
-
-
-def test_missing_blocks_are_counted_out():
-    told = refusal(worker("p0"), worker("d0", blocks_free=1, blocks_cached=1))
-    assert told == "d0 has 2 KV blocks available and 3 are needed"
+    assert (refusal(worker("p0"), full, needs(num_tokens)) == "") is fits
 
 
 def test_blocks_shared_with_a_running_sequence_are_not_needed_again():
@@ -115,12 +68,7 @@ def test_blocks_shared_with_a_running_sequence_are_not_needed_again():
     shared = prompt[:8]
     for unheld, free, fits in ((0, 2, True), (0, 1, False), (1, 2, True), (2, 1, False)):
         decode = worker("d0", caches=shared, blocks_free=free, blocks_cached=unheld, blocks_held=8)
-        assert (refusal(worker("p0"), decode, wants(prompt)) == "") is fits, (unheld, free)
-
-
-def test_a_decode_worker_without_room_is_passed_over():
-    decode = [worker("d0", blocks_free=1), worker("d1", running=9)]
-    assert picked([worker("p0")], decode) == ("p0", "d1")
+        assert (refusal(worker("p0"), decode, needs(prompt)) == "") is fits, (unheld, free)
 
 
 @pytest.mark.parametrize(
@@ -159,16 +107,18 @@ def test_a_fast_prefill_worker_with_short_chunks_is_given_a_moment_of_work():
     assert refusal(worker("p0", tokens=5000, **fast), worker("d0")) != ""
 
 
-def test_what_is_due_later_does_not_fill_the_window():
-    """A long prompt that may wait does not keep a short one in the router's line."""
-    late = replace(worker("p0", queue_tokens=9000), assigned=(Assigned(9000, 7.0),))
-    assert refusal(late, worker("d0"), wants(due=6.0)) == ""
-    assert "9000 tokens to compute first" in refusal(late, worker("d0"), wants(due=8.0))
+def test_what_goes_later_does_not_fill_the_window():
+    """A long prompt that may wait does not keep a short one waiting in the router."""
+    late = replace(worker("p0", queue_tokens=9000), assigned=(AssignedPrompt(9000, 7.0),))
+    assert refusal(late, worker("d0"), needs(virtual_finish=6.0)) == ""
+    assert "9000 tokens to compute first" in refusal(late, worker("d0"), needs(virtual_finish=8.0))
 
 
 def test_prompts_of_other_routers_are_all_ahead():
-    others = replace(worker("p0", queue_tokens=3000), assigned=(Assigned(1000, 7.0),))
-    assert "2000 tokens to compute first" in refusal(others, worker("d0"), wants(due=6.0))
+    others = replace(worker("p0", queue_tokens=3000), assigned=(AssignedPrompt(1000, 7.0),))
+    assert "2000 tokens to compute first" in refusal(
+        others, worker("d0"), needs(virtual_finish=6.0)
+    )
 
 
 def test_a_prefill_worker_whose_pool_is_held_takes_no_more():
@@ -197,11 +147,11 @@ def test_a_large_fleet_is_not_told_in_full():
 
 
 def test_where_decode_prefills_nobody_waits_for_a_prefill_worker():
-    """A prompt that decode caches does not stand in line behind long ones."""
+    """A prompt that decode caches does not wait behind long ones."""
     full, decode = worker("p0", tokens=5000), worker("d0", caches=PROMPT)
-    assert pick(fleet([full], [decode]), wants(local_prefill_max_tokens=4)).decode_prefills
+    assert pick(fleet([full], [decode]), needs(local_prefill_max_tokens=4)).decode_prefills
     with pytest.raises(Overloaded):
-        pick(fleet([full], [worker("d0")]), wants(local_prefill_max_tokens=4))
+        pick(fleet([full], [worker("d0")]), needs(local_prefill_max_tokens=4))
 
 
 # Workers that failed this request.
@@ -225,18 +175,12 @@ def test_a_failed_worker_with_room_is_better_than_none():
     assert picked([worker("p0")], decode, failed={"d1"}, full={"d0"}) == ("p0", "d1")
 
 
-def test_failed_workers_are_the_last_resort_of_their_kind_of_kv():
-    prefill = [worker("p0", dtype="bf16"), worker("p1")]
-    decode = [worker("d0", dtype="bf16"), worker("d1")]
-    assert picked(prefill, decode, failed={"p0", "d1"}) in {("p0", "d0"), ("p1", "d1")}
-
-
 # What is told of a choice.
 
 
 def test_all_pairs_are_judged_best_first_and_refused_ones_last():
     prefill = [worker("p0", "DRAINING"), worker("p1", queue_tokens=400), worker("p2")]
-    choices = judge(fleet(prefill, [worker("d0", running=3), worker("d1")]), wants())
+    choices = rank_all(fleet(prefill, [worker("d0", running=3), worker("d1")]), needs())
     assert len(choices) == 6
     assert [choice.names for choice in choices[:2]] == [("p2", "d1"), ("p2", "d0")]
     assert [bool(choice.refused) for choice in choices] == [False] * 4 + [True] * 2
@@ -247,15 +191,15 @@ def test_all_pairs_are_judged_best_first_and_refused_ones_last():
 def test_the_best_of_all_is_what_is_picked():
     prefill = [worker("p0", queue_tokens=700), worker("p1", caches=PROMPT)]
     snapshot = fleet(prefill, [worker("d0", running=3), worker("d1", "STALLED")])
-    first = judge(snapshot, wants())[0]
-    chosen = pick(snapshot, wants())
+    first = rank_all(snapshot, needs())[0]
+    chosen = pick(snapshot, needs())
     assert replace(first, candidates=0) == replace(chosen, candidates=0)
     assert chosen.candidates == 2, "pairs that it was chosen from"
 
 
 def test_a_choice_is_told_to_spans_in_plain_values():
-    chosen = pick(fleet([worker("p0", caches=PROMPT)], [worker("d0", host_id="far")]), wants())
-    told = why(chosen)
+    chosen = pick(fleet([worker("p0", caches=PROMPT)], [worker("d0", host_id="far")]), needs())
+    told = span_attributes(chosen)
     assert told["prefill_cached_tokens"] == 4 and told["same_host"] is False
     assert told["candidates"] == 1 and told["decode_prefills"] is False
     assert told["predicted_ttft_ms"] == pytest.approx(chosen.ttft_s * 1e3, abs=0.001)
@@ -268,36 +212,28 @@ def test_a_choice_is_told_to_spans_in_plain_values():
 def test_the_prediction_is_of_the_pair_that_is_fastest_to_a_first_token():
     rate = {"prefill_tokens_per_s": 1000}
     prefill = [worker("p0", queue_tokens=500, **rate), worker("p1", queue_tokens=200, **rate)]
-    told = predicted_ttft_s(fleet(prefill, [worker("d0")]), wants(100))
+    told = predicted_ttft_s(fleet(prefill, [worker("d0")]), needs(100))
     assert told == pytest.approx(0.3, abs=0.01)
 
 
 def test_pairs_that_are_full_now_count_and_unusable_ones_do_not():
     rate = {"prefill_tokens_per_s": 1000}
     full = worker("p0", queue_tokens=5000, **rate)
-    assert predicted_ttft_s(fleet([full], [worker("d0")]), wants(100)) == pytest.approx(
+    assert predicted_ttft_s(fleet([full], [worker("d0")]), needs(100)) == pytest.approx(
         5.1, abs=0.1
     )
     down = [worker("p1", "SILENT", **rate), full]
-    assert predicted_ttft_s(fleet(down, [worker("d0")]), wants(100)) > 5
+    assert predicted_ttft_s(fleet(down, [worker("d0")]), needs(100)) > 5
 
 
 def test_nothing_is_predicted_before_anything_is_measured():
-    assert predicted_ttft_s(fleet([worker("p0", queue_tokens=999)], [worker("d0")]), wants()) == 0
+    assert predicted_ttft_s(fleet([worker("p0", queue_tokens=999)], [worker("d0")]), needs()) == 0
     measured = worker("p1", "DRAINING", prefill_tokens_per_s=100)
-    assert predicted_ttft_s(fleet([worker("p0"), measured], [worker("d0")]), wants()) == 0
-    assert predicted_ttft_s(fleet([measured], [worker("d0")]), wants()) == 0
+    assert predicted_ttft_s(fleet([worker("p0"), measured], [worker("d0")]), needs()) == 0
+    assert predicted_ttft_s(fleet([measured], [worker("d0")]), needs()) == 0
 
 
 # Snapshots.
-
-
-def test_a_snapshot_is_ready_with_a_worker_of_each_role():
-    ready, down = worker("a"), worker("b", "UNREACHABLE")
-    assert fleet([ready, down], [ready]).ready
-    assert not fleet([ready], [down]).ready
-    assert not fleet([down], [ready]).ready
-    assert not fleet([], []).ready
 
 
 def test_the_context_is_what_every_ready_decode_worker_takes():
@@ -313,9 +249,9 @@ def test_the_context_is_what_every_ready_decode_worker_takes():
 def test_a_prompt_is_hashed_once_and_only_where_somebody_caches(monkeypatch):
     hashed = []
     monkeypatch.setattr(
-        "router.placement.placement_request.hash_chain", lambda *asked: hashed.append(asked) or []
+        "router.placement.cost_model.hash_chain", lambda *asked: hashed.append(asked) or []
     )
-    request = wants()
+    request = needs()
     pick(fleet([worker("p0")], [worker("d0")]), request)
     assert not hashed
     caching = fleet([worker("p0", caches=PROMPT)], [worker("d0", caches=PROMPT)])
@@ -327,6 +263,64 @@ def test_a_prompt_is_hashed_once_and_only_where_somebody_caches(monkeypatch):
 def test_thousands_of_workers_that_are_not_ready_make_no_million_pairs():
     ghosts = [worker(f"ghost{i:04}", "UNREACHABLE", "nobody is there") for i in range(1500)]
     snapshot = fleet([*ghosts, worker("p0")], [*ghosts, worker("d0")])
-    assert pick(snapshot, wants()).names == ("p0", "d0")
-    assert len(judge(snapshot, wants())) < 500
+    assert pick(snapshot, needs()).names == ("p0", "d0")
+    assert len(rank_all(snapshot, needs())) < 500
     assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
+
+
+# Why requests cannot be served.
+
+
+def test_one_usable_pair_is_enough():
+    others = worker("p1", SILENT), worker("d1", dtype="bfloat16")
+    snapshot = Snapshot((others[0], worker("p0")), (others[1], worker("d0")))
+    assert snapshot.ready
+    assert snapshot.why_not_ready == ""
+    assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "excluded", "why"),
+    [
+        ([], [worker("d0")], {}, "no prefill worker is ready (none is registered)"),
+        ([worker("p0")], [], {}, "no decode worker is ready (none is registered)"),
+        (
+            [worker("p0")],
+            [worker("d0", SILENT, "no heartbeat"), worker("d1", "DRAINING")],
+            {},
+            "no decode worker is ready (d0 is SILENT: no heartbeat; d1 is DRAINING)",
+        ),
+        (
+            [worker("p0")],
+            [worker("d0", dtype="bfloat16")],
+            {},
+            "no prefill and decode worker have compatible KV caches: "
+            "prefill worker p0 has dtype=float32, decode worker d0 has dtype=bfloat16",
+        ),
+        (
+            [worker("p0", quantization="int8")],
+            [worker("d0")],
+            {},
+            "no prefill and decode worker have compatible KV caches: "
+            "prefill worker p0 has quantization=int8, decode worker d0 has quantization=none",
+        ),
+        (
+            [worker("p0")],
+            [worker("d0")],
+            {("p0", "d0"): "quarantined"},
+            "no prefill worker that is ready can hand over to a decode worker"
+            " (p0 to d0: quarantined)",
+        ),
+    ],
+)
+def test_what_is_missing_is_said(prefill, decode, excluded, why):
+    snapshot = Snapshot(tuple(prefill), tuple(decode), excluded)
+    assert not snapshot.ready
+    assert snapshot.why_not_ready == why
+
+
+def test_of_thousands_that_are_not_ready_a_few_are_told():
+    many = tuple(worker(f"p{i:04}", SILENT, "it is not there") for i in range(2000))
+    why = Snapshot(many, many).why_not_ready
+    assert why.startswith("no prefill worker is ready (p0000 is SILENT: it is not there; p0001")
+    assert why.endswith("; and 1992 more)") and len(why) < 1000

@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2
-from router.fleet.snapshot import Assigned, Snapshot
+from router.fleet.snapshot import AssignedPrompt, Snapshot
 from router.placement.placement import pick
 
-from .fleets import BLOCK, cached, fleet, wants, worker
+from .snapshots import BLOCK, cached, fleet, needs, worker
 
 PROMPT = tuple(range(96))
 STATES = st.sampled_from(["READY"] * 5 + ["DRAINING", "SILENT", "EJECTED"])
@@ -20,7 +20,7 @@ DTYPES = st.sampled_from(["float32"] * 4 + ["bfloat16"])
 CACHED = st.sampled_from([0, 0, 4, 32, 64, 96])
 RATES = st.sampled_from([0, 0, 500, 900, 1000, 1100, 5000])
 STEPS = st.sampled_from([0, 0, 9, 10, 11, 30])
-DUE = 10.0
+FINISH = 10.0
 
 
 def lone_step_to_reported(lone_ms, running):
@@ -31,7 +31,7 @@ def lone_step_to_reported(lone_ms, running):
 @st.composite
 def prefill_workers(draw, name):
     dues = draw(st.lists(st.sampled_from([5.0, 10.0, 15.0]), max_size=3))
-    assigned = tuple(Assigned(draw(st.integers(1, 600)), due) for due in dues)
+    assigned = tuple(AssignedPrompt(draw(st.integers(1, 600)), due) for due in dues)
     ours = sum(prompt.num_tokens for prompt in assigned)
     view = worker(
         name, draw(STATES), host_id=draw(HOSTS), dtype=draw(DTYPES),
@@ -68,14 +68,16 @@ def fleets(draw):
     prefill += [draw(prefill_workers(f"p{i}")) for i in range(draw(st.integers(0, 2)))]
     decode += [draw(decode_workers(f"d{i}")) for i in range(draw(st.integers(0, 2)))]
     names = [(p.incarnation, d.incarnation) for p in prefill for d in decode][1:]
-    shut = dict.fromkeys(draw(st.lists(st.sampled_from(names), max_size=2)) if names else (), "so")
-    return fleet(prefill, decode, shut)
+    excluded = dict.fromkeys(
+        draw(st.lists(st.sampled_from(names), max_size=2)) if names else (), "so"
+    )
+    return fleet(prefill, decode, excluded)
 
 
 requests = st.builds(
-    wants,
+    needs,
     st.sampled_from([PROMPT, PROMPT[:10], tuple(range(500, 620))]),
-    due=st.just(DUE),
+    virtual_finish=st.just(FINISH),
     new_tokens=st.sampled_from([0, 1, 100]),
     local_prefill_max_tokens=st.sampled_from([0, 16]),
 )
@@ -90,17 +92,17 @@ def test_who_is_picked_may_be_picked(snapshot, request_, full):
         p, d = choice.prefill, choice.decode
         busy = max(d.load.running + d.load.waiting, d.assigned_sequences)
         batch = d.record.max_batch
-        needed = request_.num_tokens // BLOCK + 1 - choice.decode_cached // BLOCK
+        needed = request_.num_tokens // BLOCK + 1 - choice.on_decode.cached // BLOCK
         available = d.load.blocks_free + d.load.blocks_cached
         usable = p.ready and d.ready and p.record.kv == d.record.kv
-        usable = usable and choice.names not in snapshot.shut_pairs
+        usable = usable and choice.names not in snapshot.excluded_pairs
         room = (
             d.incarnation not in full
             and needed <= available
             and (not batch or busy < batch * 9 / 8)
         )
         window = max(2 * (p.record.chunk_tokens or 512), 500)
-        idle = p.tokens_ahead(DUE) < window
+        idle = p.tokens_ahead(FINISH) < window
         return usable and room and (idle or choice.decode_prefills)
 
     choice = pick(snapshot, request_, full=full)
@@ -114,7 +116,7 @@ def loaded(view, draw):
     sequences = view.assigned_sequences + draw(st.integers(0, 3))
     assigned = view.assigned
     if draw(st.booleans()):
-        assigned += (Assigned(draw(st.integers(1, 800)), draw(st.sampled_from([5.0, 15.0]))),)
+        assigned += (AssignedPrompt(draw(st.integers(1, 800)), draw(st.sampled_from([5.0, 15.0]))),)
         load.queue_tokens += assigned[-1].num_tokens
     load.queue_tokens += draw(st.sampled_from([0, 1, 100]))
     load.waiting += draw(st.integers(0, 2))
@@ -127,7 +129,7 @@ def loaded(view, draw):
     return replace(view, load=load, assigned=assigned, assigned_sequences=sequences)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(fleets(), requests, st.data())
 def test_more_load_never_makes_a_worker_more_attractive(snapshot, request_, data):
     before = pick(snapshot, request_)
@@ -140,7 +142,8 @@ def test_more_load_never_makes_a_worker_more_attractive(snapshot, request_, data
         return tuple(busier if w is victim else w for w in workers)
 
     after = pick(
-        Snapshot(swapped(snapshot.prefill), swapped(snapshot.decode), snapshot.shut_pairs), request_
+        Snapshot(swapped(snapshot.prefill), swapped(snapshot.decode), snapshot.excluded_pairs),
+        request_,
     )
     if not (after.decode_prefills and victim in snapshot.prefill):  # then it is not used
         assert victim.incarnation not in after.names
@@ -161,7 +164,8 @@ def test_what_a_picked_worker_caches_makes_it_no_less_attractive(snapshot, reque
         )
 
     after = pick(
-        Snapshot(warmed(snapshot.prefill), warmed(snapshot.decode), snapshot.shut_pairs), request_
+        Snapshot(warmed(snapshot.prefill), warmed(snapshot.decode), snapshot.excluded_pairs),
+        request_,
     )
     assert lucky in after.names
 
@@ -173,7 +177,7 @@ def test_the_order_of_workers_does_not_matter(snapshot, request_, shuffler):
     shuffler.shuffle(prefill)
     shuffler.shuffle(decode)
     one = pick(snapshot, request_)
-    other = pick(fleet(prefill, decode, snapshot.shut_pairs), request_)
+    other = pick(fleet(prefill, decode, snapshot.excluded_pairs), request_)
     assert one.names == other.names
 
 
@@ -188,8 +192,8 @@ def test_a_burst_is_spread_before_any_load_is_reported(num_prefill, num_decode, 
             for name, prompts in assigned.items()
         ]
         decode = [worker(name, sequences=count) for name, count in sequences.items()]
-        choice = pick(fleet(prefill, decode), wants(8, due=float(number)))
-        assigned[choice.prefill.incarnation] += (Assigned(8, float(number)),)
+        choice = pick(fleet(prefill, decode), needs(8, virtual_finish=float(number)))
+        assigned[choice.prefill.incarnation] += (AssignedPrompt(8, float(number)),)
         sequences[choice.decode.incarnation] += 1
     for counts in ([len(prompts) for prompts in assigned.values()], sequences.values()):
         assert max(counts) - min(counts) <= 1
@@ -225,8 +229,8 @@ def test_tokens_in_front_are_a_better_guide_than_taking_turns(seed):
             for i, s in enumerate(ahead)
         ]  # fmt: skip
         decode = [worker("d0", blocks_total=1000, blocks_free=1000)]
-        return int(pick(fleet(prefill, decode), wants(length)).prefill.incarnation[1:])
+        return int(pick(fleet(prefill, decode), needs(length)).prefill.incarnation[1:])
 
-    ours, turns = waits(placed), waits(lambda number, ahead, length: number % 4)
-    assert sum(ours) < 0.7 * sum(turns)
-    assert ours[-4] < turns[-4], "p99"
+    ours, fair_queue = waits(placed), waits(lambda number, ahead, length: number % 4)
+    assert sum(ours) < 0.7 * sum(fair_queue)
+    assert ours[-4] < fair_queue[-4], "p99"

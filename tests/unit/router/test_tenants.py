@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
 from baton.v1 import common_pb2
-from router.admission.rate_limit import Bucket
+from router.admission.rate_limit import TokenBucket
 from router.admission.tenants import Tenants
 
 
@@ -224,9 +224,9 @@ def level(tenant):
 def test_what_is_not_used_is_given_back(tenant_with, delivered, error, tokens, requests):
     tenant = tenant_with("tokens_per_minute = 600\nrequests_per_minute = 60")
     try:
-        with tenant.enter(100, 200, 0.0) as visit:
+        with tenant.enter(100, 200, 0.0) as lease:
             assert level(tenant) == pytest.approx((300, 59))
-            visit.delivered(delivered) if delivered else None
+            lease.delivered(delivered) if delivered else None
             if error:
                 raise error
     except (Overloaded, ConnectionError):
@@ -237,9 +237,9 @@ def test_what_is_not_used_is_given_back(tenant_with, delivered, error, tokens, r
 def test_output_beyond_what_was_reserved_is_charged_as_it_comes(tenant_with):
     """A chat that may fill the context does not hold the whole bucket from its start."""
     tenant = tenant_with("tokens_per_minute = 6000")
-    with tenant.enter(100, 5900, 0.0) as visit, tenant.enter(100, 5900, 0.0):
+    with tenant.enter(100, 5900, 0.0) as lease, tenant.enter(100, 5900, 0.0):
         before = level(tenant)[0]
-        visit.delivered(1000)
+        lease.delivered(1000)
         assert level(tenant)[0] < before
     assert level(tenant)[0] == pytest.approx(6000 - 200 - 1000)
 
@@ -247,8 +247,8 @@ def test_output_beyond_what_was_reserved_is_charged_as_it_comes(tenant_with):
 def test_more_output_than_the_bucket_has_makes_the_next_ones_wait(tenant_with):
     tenant = tenant_with("tokens_per_minute = 6000")
     for _ in range(2):
-        with tenant.enter(100, 5900, 0.0) as visit:
-            visit.delivered(4000)
+        with tenant.enter(100, 5900, 0.0) as lease:
+            lease.delivered(4000)
     with pytest.raises(Overloaded, match="tokens a minute") as caught:
         tenant.enter(1, 1, 0.0)
     assert caught.value.retry_after_s == pytest.approx(22.02)  # 8,200 of 6,000 are used
@@ -281,16 +281,18 @@ def test_a_visit_takes_its_turn_until_its_prompt_is_computed(tenant_with, clock)
     clock.now += 1000.0
     first = tenant.enter(100, 10, 1.0)
     second = tenant.enter(100, 10, 1.0)
-    assert first.due < second.due
+    assert first.virtual_finish < second.virtual_finish
     with second:
         pass
     first.delivered(1)
     first.delivered(1)
     clock.now += 100.0
     third = tenant.enter(100, 10, 1.0)
-    assert third.due == pytest.approx(first.due + 100.0)  # nobody in front any more
+    assert third.virtual_finish == pytest.approx(
+        first.virtual_finish + 100.0
+    )  # nobody in front any more
     low = tenant.enter(100, 10, 1.0, common_pb2.PRIORITY_LOW)
-    assert low.due > third.due
+    assert low.virtual_finish > third.virtual_finish
 
 
 @given(
@@ -300,7 +302,7 @@ def test_a_visit_takes_its_turn_until_its_prompt_is_computed(tenant_with, clock)
 )
 def test_a_bucket_never_gives_more_than_it_got_and_tells_the_exact_time(per_minute, burst_s, asks):
     clock = Hands()
-    bucket = Bucket(per_minute, burst_s, clock)
+    bucket = TokenBucket(per_minute, burst_s, clock)
     taken, begun = 0.0, clock.now
     for pause, part in asks:
         clock.now += pause
@@ -318,7 +320,7 @@ def test_a_bucket_never_gives_more_than_it_got_and_tells_the_exact_time(per_minu
 
 def test_a_bucket_holds_no_more_than_its_size():
     clock = Hands()
-    bucket = Bucket(60.0, 10.0, clock)
+    bucket = TokenBucket(60.0, 10.0, clock)
     for _ in range(2):
         bucket.take(10.0)
         clock.now += 1e6

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.ops.torch.linear import fp8_linear, int8_linear
-from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul
+from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul, scale_sums
 from baton.engine.ops.triton.row_quantize import quantize_rows
-from baton.engine.ops.triton.scale_sums import scale_sums
 from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight
 
 MULTIPLE = {"int8": 8, "fp8": 16}  # of inputs and outputs

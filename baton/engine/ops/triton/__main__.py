@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import triton
 
 from baton.engine.ops.triton import tuning
-from baton.engine.ops.triton.check import ARCHITECTURES, check, specs_in, spread
-from baton.engine.ops.triton.spec import KernelSpec, Key
-from baton.engine.ops.triton.tune import tune
+from baton.engine.ops.triton.check import ARCHITECTURES, check, specs_in
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, text_of
+from baton.engine.ops.triton.tuning import Configs, Entry
+
+Measure = Callable[[Callable[[], object]], float]
+"""Milliseconds that a launch takes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         specs = specs_in(args.module)
         if args.kernel:
-            specs = _named(specs, args.kernel)
+            known = {spec.name: spec for spec in specs}
+            if unknown := [name for name in args.kernel if name not in known]:
+                raise ValueError(f"no kernel {', '.join(unknown)}; there are {', '.join(known)}")
+            specs = [known[name] for name in args.kernel]
         return int(args.run(args, specs))
     except (ImportError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
@@ -46,23 +55,17 @@ def _parser() -> argparse.ArgumentParser:
         "--kernel", action="append", default=[], metavar="NAME", help="only this one; repeatable"
     )
     shared.add_argument(
-        "--module",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="a further module with kernels, such as kvtransfer.kernels.specs; repeatable",
-    )
+        "--module", action="append", default=[], metavar="MODULE",
+        help="a further module with kernels, such as kvtransfer.kernels.blocks; repeatable",
+    )  # fmt: skip
 
     command = commands.add_parser(
         "check", parents=[shared], help="compile every kernel; needs no GPU"
     )
     command.add_argument(
-        "--arch",
-        default=ARCHITECTURES,
-        type=_architectures,
-        metavar="80,90,100",
+        "--arch", default=ARCHITECTURES, type=_architectures, metavar="80,90,100",
         help="compute capabilities to compile for, as 80 for 8.0 (default: all)",
-    )
+    )  # fmt: skip
     command.add_argument(
         "--most", type=int, metavar="N", help="at most N cases of a kernel, from all over its list"
     )
@@ -71,13 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tune", parents=[shared], help="measure on this GPU")
     command.add_argument(
-        "--shape",
-        action="append",
-        type=_shape,
-        default=[],
-        metavar="rows=64,size=4096",
+        "--shape", action="append", type=_shape, default=[], metavar="rows=64,size=4096",
         help="a shape to tune instead of the kernel's own; repeatable, with one --kernel",
-    )
+    )  # fmt: skip
     command.add_argument(
         "--device", type=int, default=0, metavar="N", help="which GPU (default: 0)"
     )
@@ -88,12 +87,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("show", parents=[shared], help="print configurations in effect")
     command.add_argument(
-        "--arch",
-        default=(),
-        type=_architectures,
-        metavar="80,90,100",
+        "--arch", default=(), type=_architectures, metavar="80,90,100",
         help="shipped ones for these instead of this GPU's",
-    )
+    )  # fmt: skip
     command.set_defaults(run=_show)
     return parser
 
@@ -107,22 +103,13 @@ def _shape(text: str) -> Key:
     return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
 
 
-def _named(specs: Sequence[KernelSpec], names: Sequence[str]) -> list[KernelSpec]:
-    known = {spec.name: spec for spec in specs}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"no kernel {', '.join(unknown)}; there are {', '.join(known)}")
-    return [known[name] for name in names]
-
-
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def _check(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
-    if args.most is not None:
-        specs = [replace(spec, cases=spread(spec.cases, args.most)) for spec in specs]
-    results = check(specs, args.arch, _say, args.ptx)
+    results = check(specs, args.arch, _say, args.ptx, args.most)
     bad = [result for result in results if result.complaint]
     for result in bad:
         sys.stderr.write(
@@ -130,30 +117,6 @@ def _check(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
         )
     _say(f"{len(results) - len(bad)} of {len(results)} compiled")
     return 1 if bad else 0
-
-
-def _tune(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
-    if not torch.cuda.is_available():
-        raise RuntimeError("tuning needs an NVIDIA GPU; `check` compiles without one")
-    if args.shape and len(args.kernel) != 1:
-        raise ValueError("--shape needs one --kernel, whose shape it is")
-    device = torch.device("cuda", args.device)
-    torch.cuda.set_device(device)
-    file = tuning.user_file(torch.cuda.get_device_name(device))
-    work = [
-        (spec, shape)
-        for spec in specs
-        for shape in args.shape or spec.shapes
-        if len(spec.candidates(shape)) > 1
-    ]
-    _say(f"{len(work)} shapes, at most {args.seconds:.0f} s; results go to {file}")
-    done = 0
-    for best in tune(work, device, file, args.seconds):
-        done += 1
-        _say(f"[{done}/{len(work)}] {best}")
-    if done < len(work):
-        _say(f"{len(work) - done} shapes are left: time is up, or none of their candidates ran")
-    return 0
 
 
 def _show(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
@@ -168,9 +131,102 @@ def _show(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
         _say(f"{configs.source} ({'measured' if configs.measured else 'reasoned, not measured'})")
         for kernel, entries in configs.kernels.items():
             for entry in entries if kernel in wanted else ():
-                shape = " ".join(f"{name}={value}" for name, value in entry.when.items())
-                _say(f"  {kernel:<20} {shape:<44} {entry.config}")
+                _say(f"  {kernel:<20} {text_of(entry.when):<44} {entry.config}")
     return 0
+
+
+def _tune(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
+    if not torch.cuda.is_available():
+        raise RuntimeError("tuning needs an NVIDIA GPU; `check` compiles without one")
+    if args.shape and len(args.kernel) != 1:
+        raise ValueError("--shape needs one --kernel, whose shape it is")
+    device = torch.device("cuda", args.device)
+    torch.cuda.set_device(device)
+    file = tuning.user_file(torch.cuda.get_device_name(device))
+    work = [(spec, shape) for spec in specs if spec.configs for shape in args.shape or spec.shapes]
+    _say(f"{len(work)} shapes, at most {args.seconds:.0f} s; results go to {file}")
+    done = 0
+    for best in tune(work, device, file, args.seconds):
+        done += 1
+        _say(f"[{done}/{len(work)}] {best}")
+    if done < len(work):
+        _say(f"{len(work) - done} shapes are left: time is up, or none of their candidates ran")
+    return 0
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest of a kernel's configurations for a shape; ms and bytes of one launch."""
+
+    kernel: str
+    key: Key
+    config: Config
+    ms: float
+    moved_bytes: int
+    tried: int
+    failed: int
+
+    def __str__(self) -> str:
+        rate = f" {self.moved_bytes / self.ms / 1e6:.0f} GB/s" if self.moved_bytes else ""
+        tried = f"{self.tried} tried" + (f", {self.failed} failed" if self.failed else "")
+        return f"{self.kernel} {text_of(self.key)}: {self.config}  {self.ms:.4f} ms{rate} ({tried})"
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    """The median of some launches with a cold L2 cache, on the GPU."""
+    return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
+
+
+def best_of(
+    spec: KernelSpec, shape: Key, device: torch.device, measure: Measure, end: float
+) -> Best | None:
+    """Tries configurations until `time.monotonic` reaches end; None if none ran."""
+    assert spec.configs is not None
+    trial = spec.trial(shape, device)
+    timed: list[tuple[float, Config]] = []
+    failed = 0
+    for config in spec.configs(trial.key):
+        if time.monotonic() >= end:
+            break
+        try:
+            timed.append((measure(partial(trial.run, config)), config))
+        except (triton.OutOfResources, triton.CompilationError, RuntimeError):
+            failed += 1  # too large for this GPU: another configuration will do
+    if not timed:
+        return None
+    ms, config = min(timed, key=lambda pair: pair[0])
+    tried = len(timed) + failed
+    return Best(spec.name, trial.key, config, ms, trial.moved_bytes, tried, failed)
+
+
+def tune(
+    work: Sequence[tuple[KernelSpec, Key]],
+    device: torch.device,
+    file: Path,
+    seconds: float,
+    measure: Measure = median_ms,
+) -> Iterator[Best]:
+    """Finds the best configuration of each kernel and shape, and keeps each in file as it is found.
+
+    Stops after so many seconds, whatever is left.
+    """
+    end = time.monotonic() + seconds
+    for spec, shape in work:
+        if time.monotonic() >= end:
+            return
+        if best := best_of(spec, shape, device, measure, end):
+            _keep(file, best)
+            yield best
+
+
+def _keep(file: Path, best: Best) -> None:
+    """Puts a result into the user's file, in place of what was there for its shape."""
+    known = tuning.read(file).kernels if file.is_file() else {}
+    others = [entry for entry in known.get(best.kernel, ()) if entry.when != dict(best.key)]
+    entries = (*others, Entry(dict(best.key), best.config))
+    kernels = {**known, best.kernel: entries}
+    tuning.write(file, Configs(str(file), measured=True, kernels=kernels))
+    tuning.forget()
 
 
 if __name__ == "__main__":

@@ -29,12 +29,10 @@ LOG2_E = math.log2(math.e)
 LOWEST = tl.constexpr(-1e30)
 
 TRITON_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
+}  # fmt: skip
 
-# What a model without a window is told: no context is as long.
+# The window of a model without one: no context is as long.
 NO_WINDOW = 2**31 - 1
 
 
@@ -103,7 +101,7 @@ def _pool_shape(
             f"attention kernels take head and block sizes that are multiples of 16, "
             f"not {head_size} and {block_size}"
         )
-    k_type, v_type = factor_types(query_type, quantized, device_type != "cuda")
+    k_type, v_type = factor_types(query_type, quantized, device_type == "cpu")
     return PoolShape(block_size, kv_heads, head_size, row_size, quantized, k_type, v_type)
 
 
@@ -128,15 +126,17 @@ def kernel_key(q: Tensor, pool: Tensor) -> dict[str, int | str]:
     }
 
 
-def sequence_kv(pool: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def sequence_kv(
+    pool: Tensor, layer: int, block_table: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
     """K and V of a sequence's first tokens for a reference.
 
-    table `[width]` → float32 `[length, kv_heads, head_size]` each.
+    block_table `[width]` → float32 `[length, kv_heads, head_size]` each.
     """
     blocks = -(-length // pool.shape[4])
     # As bytes of int8, if it is quantized: few operations know fp8.
     stored = pool.view(torch.int8) if is_quantized(pool.dtype) else pool
-    rows = stored[table[:blocks].long(), layer].view(pool.dtype)
+    rows = stored[block_table[:blocks].long(), layer].view(pool.dtype)
     values = unpack_rows(rows, torch.float32) if is_quantized(pool.dtype) else rows.float()
     # [blocks, 2, kv_heads, block_size, head_size], to tokens in their order.
     k, v = values.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
@@ -186,7 +186,7 @@ def within(keys, least, most):
 
 @triton.jit
 def load_blocks(
-    table,
+    block_table,
     at,
     least,
     most,
@@ -199,49 +199,28 @@ def load_blocks(
     """
     keys = at + tl.arange(0, TILE)
     if PARTLY:
-        blocks = tl.load(table + within(keys, least, most) // BLOCK_SIZE)
+        blocks = tl.load(block_table + within(keys, least, most) // BLOCK_SIZE)
     elif TILE % BLOCK_SIZE == 0:  # tiles then begin where blocks begin
-        entries = table + at // BLOCK_SIZE + tl.arange(0, TILE) // BLOCK_SIZE
+        entries = block_table + at // BLOCK_SIZE + tl.arange(0, TILE) // BLOCK_SIZE
         blocks = tl.load(entries, mask=keys < most, other=0)
     else:
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=keys < most, other=0)
+        blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=keys < most, other=0)
     return blocks
 
 
 @triton.jit
 def attend_range(
-    q,
-    weighted,
-    total,
-    largest,
-    k_base,
-    v_base,
-    table,
-    begin,
-    end,
-    least,
-    most,
-    positions,
-    window,
-    scale,
-    block_stride,
-    BLOCK_SIZE: tl.constexpr,
-    ROW_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    V_TYPE: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTLY: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
+    q, weighted, total, largest, k_base, v_base, block_table, begin, end, least, most, positions,
+    window, scale, block_stride, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, V_TYPE: tl.constexpr,
+    TILE: tl.constexpr, PARTLY: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
     """Adds a range of a sequence's keys to the softmax of the rows of q `[rows, HEAD_PAD]`.
 
     weighted float32 `[rows, HEAD_PAD]`, total and largest float32 `[rows]`: the state, returned as
-    it is then · k_base, v_base: of one layer and head in block 0 · table: int32, the sequence's ·
-    begin, end: the range; begin is a multiple of TILE · positions: int32 `[rows]`, of the queries ·
-    scale: of scores, for powers of two.
+    it is then · k_base, v_base: of one layer and head in block 0 · block_table: int32, the
+    sequence's · begin, end: the range; begin is a multiple of TILE · positions: int32 `[rows]`, of
+    the queries · scale: of scores, for powers of two.
 
     PARTLY: keys before `least`, unless that is None, and from `most` on are neither read nor seen;
     else all of the range's tiles are · CAUSAL: a row sees no key behind its position · WINDOWED:
@@ -250,7 +229,7 @@ def attend_range(
     key = tl.arange(0, TILE)
     # The blocks of a tile are loaded one tile ahead: its loads of K and V depend on them, and are
     # kept under way over several iterations only if they wait for no load of their own.
-    blocks = load_blocks(table, begin, least, most, TILE, BLOCK_SIZE, PARTLY)
+    blocks = load_blocks(block_table, begin, least, most, TILE, BLOCK_SIZE, PARTLY)
     for at in tl.range(begin, end, TILE):
         keys = at + key
         visible = None
@@ -295,5 +274,5 @@ def attend_range(
         weighted = tl.dot(
             weights.to(V_TYPE), v.to(V_TYPE), weighted * faded[:, None], input_precision="ieee"
         )
-        blocks = load_blocks(table, at + TILE, least, most, TILE, BLOCK_SIZE, PARTLY)
+        blocks = load_blocks(block_table, at + TILE, least, most, TILE, BLOCK_SIZE, PARTLY)
     return weighted, total, largest

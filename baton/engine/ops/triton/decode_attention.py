@@ -4,7 +4,7 @@ What it costs is reading KV once, so the kernel is built around that: a program 
 KV head, whose query heads are the rows of one product, and reads its keys tile by tile with the
 next tiles' loads under way. Long contexts are split over programs, whose parts a second kernel
 joins by their log-sum-exp (Flash-Decoding, Dao et al. 2023). The grid depends on shapes alone, so
-that a CUDA graph can hold it; how many splits of it work depends on each row's length. Rows come
+that a CUDA graph can hold it; how many splits have work depends on each row's length. Rows come
 first in the grid and KV is kept in caches as usual, as rows with a common prefix share its blocks.
 """
 
@@ -26,7 +26,7 @@ from baton.engine.ops.triton.attention_common import (
     pool_shape,
     sequence_kv,
     weigh,
-)
+)  # fmt: skip
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
@@ -41,33 +41,25 @@ PROGRAMS_PER_PROCESSOR = 8
 
 
 def decode_attention(
-    q: Tensor,
-    pool: Tensor,
-    layer: int,
-    tables: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int | None,
-    splits: int = 0,
-    config: Config | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, seq_lens: Tensor, scale: float,
+    window: int | None, splits: int = 0, config: Config | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of each row of q over its own sequence, whose KV is in the pool already.
 
-    q: `[rows, heads, head_size]`, contiguous · tables: int32 `[rows, width]`, the blocks of each
-    sequence; what lies behind those of its tokens is not read · lengths: int32 `[rows]`, tokens of
-    the sequence, the row's own included; 0 is a padding row, which gives zeros · scale: of scores ·
-    window: tokens that a row sees at most; None is all · splits: programs that share a row at most;
-    0 chooses by shapes and GPU · config: None is the one in effect · out: where the result is
+    q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
+    each sequence; what lies behind those of its tokens is not read · seq_lens: int32 `[rows]`,
+    tokens of the sequence, the row's own included; 0 is a padding row, which gives zeros · scale:
+    of scores · window: tokens that a row sees; None is all · splits: programs that share a row at
+    most; 0 chooses by shapes and GPU · config: None is the one in effect · out: where the result is
     put, contiguous; None makes it. Result like q. Waits for nothing on the device.
     ValueError for heads, types or sizes that the kernel does not take.
     """
     rows, heads, head_size = q.shape
-    assert q.is_contiguous() and pool.is_contiguous() and tables.stride(1) == 1
+    assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     shape = pool_shape(q, pool)
     config = config or choose(NAME, kernel_key(q, pool), q.device)
     if not splits:
-        keys = tables.shape[1] * shape.block_size
+        keys = block_tables.shape[1] * shape.block_size
         longest = min(keys, window or keys)
         programs = rows * shape.num_kv_heads
         splits = splits_for(programs, longest // config["LEAST_SPLIT"], processors(q.device))
@@ -78,37 +70,16 @@ def decode_attention(
         size = rows * heads * splits * (head_size + 1)
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
     decode_kernel[rows, shape.num_kv_heads, splits](
-        q,
-        pool,
-        tables,
-        lengths,
-        out,
-        parts,
-        layer,
-        tables.stride(0),
-        pool.stride(0),
-        scale * LOG2_E,
-        window or NO_WINDOW,
-        splits,
-        HEADS=heads,
-        WINDOWED=window is not None,
-        GROUP_PAD=group_pad(heads // shape.num_kv_heads),
-        **shape.constexprs,
-        **config.launch,
-    )
+        q, pool, block_tables, seq_lens, out, parts, layer, block_tables.stride(0), pool.stride(0),
+        scale * LOG2_E, window or NO_WINDOW, splits, HEADS=heads, WINDOWED=window is not None,
+        GROUP_PAD=group_pad(heads // shape.num_kv_heads), **shape.constexprs, **config.launch,
+    )  # fmt: skip
     if parts is not None:
         join_kernel[rows, heads](
-            parts,
-            lengths,
-            out,
-            window or NO_WINDOW,
-            splits,
-            SPLITS_PAD=triton.next_power_of_2(splits),
-            HEAD_SIZE=head_size,
-            HEAD_PAD=shape.head_pad,
-            TILE=config["TILE"],
-            LEAST_SPLIT=config["LEAST_SPLIT"],
-        )
+            parts, seq_lens, out, window or NO_WINDOW, splits,
+            SPLITS_PAD=triton.next_power_of_2(splits), HEAD_SIZE=head_size, HEAD_PAD=shape.head_pad,
+            TILE=config["TILE"], LEAST_SPLIT=config["LEAST_SPLIT"],
+        )  # fmt: skip
     return out
 
 
@@ -135,49 +106,29 @@ def group_pad(group: int) -> int:
 
 
 @triton.jit
-def splits_of_row(first, length, splits, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr):
-    """How the keys first .. length of a row are shared: where its splits begin, the keys of each,
+def splits_of_row(first, seq_len, splits, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr):
+    """How the keys first .. seq_len of a row are shared: where its splits begin, the keys of each,
     and how many have any.
     """
-    #  base ........ first | ..................................... | length
+    #  base ........ first | ..................................... | seq_len
     #  up to a tile's edge | split 0, 1, .. used - 1: whole tiles  | nothing
     base = first // TILE * TILE
-    tiles = tl.cdiv(tl.cdiv(length - base, splits), TILE)
+    tiles = tl.cdiv(tl.cdiv(seq_len - base, splits), TILE)
     size = tl.maximum(tiles * TILE, LEAST_SPLIT)
-    return base, size, tl.cdiv(length - base, size)
+    return base, size, tl.cdiv(seq_len - base, size)
 
 
 @triton.jit(
     do_not_specialize=["layer", "table_stride", "window", "splits"],
-    do_not_specialize_on_alignment=["tables", "lengths"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def decode_kernel(
-    q_rows,
-    pool,
-    tables,
-    lengths,
-    out,
-    parts,
-    layer,
-    table_stride,
-    block_stride,
-    scale,
-    window,
-    splits,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROW_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    K_TYPE: tl.constexpr,
-    V_TYPE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST_SPLIT: tl.constexpr,
-):
+    q_rows, pool, block_tables, seq_lens, out, parts, layer, table_stride, block_stride, scale,
+    window, splits, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
+    QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP_PAD: tl.constexpr, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+):  # fmt: skip
     """One split of one row's one KV head: writes its part, or the result if it is the only one.
 
     Grid `[rows, kv_heads, splits]`. parts: float32 `[rows, heads, splits, head_size]` and
@@ -186,13 +137,13 @@ def decode_kernel(
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row)
-    first = tl.maximum(length - window, 0)
-    base, size, used = splits_of_row(first, length, splits, TILE, LEAST_SPLIT)
+    seq_len = tl.load(seq_lens + row)
+    first = tl.maximum(seq_len - window, 0)
+    base, size, used = splits_of_row(first, seq_len, splits, TILE, LEAST_SPLIT)
     if split >= tl.maximum(used, 1):  # a padding row has one, which writes zeros
         return
     begin = base + split * size
-    end = tl.minimum(begin + size, length)
+    end = tl.minimum(begin + size, seq_len)
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
@@ -208,7 +159,7 @@ def decode_kernel(
     )
     q = q.to(K_TYPE)
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
-    table = tables + row.to(tl.int64) * table_stride
+    block_table = block_tables + row.to(tl.int64) * table_stride
 
     weighted = tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32)
     total = tl.zeros([GROUP_PAD], dtype=tl.float32)
@@ -216,32 +167,10 @@ def decode_kernel(
     # Only the first and the last tile can have keys to leave out, but looking costs no time next to
     # the memory, and one loop keeps loads under way from the first tile to the last.
     weighted, total, largest = attend_range(
-        q,
-        weighted,
-        total,
-        largest,
-        k_base,
-        k_base + PART,
-        table,
-        begin,
-        end,
-        least,
-        end,
-        None,
-        None,
-        scale,
-        block_stride,
-        BLOCK_SIZE,
-        ROW_SIZE,
-        HEAD_SIZE,
-        HEAD_PAD,
-        QUANTIZED,
-        V_TYPE,
-        TILE,
-        PARTLY=True,
-        CAUSAL=False,
-        WINDOWED=False,
-    )
+        q, weighted, total, largest, k_base, k_base + PART, block_table, begin, end, least, end,
+        None, None, scale, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED,
+        V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
+    )  # fmt: skip
 
     result = weighted / tl.where(total == 0, 1.0, total)[:, None]
     if parts is not None and used > 1:
@@ -257,25 +186,17 @@ def decode_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["lengths"])
+@triton.jit(do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["seq_lens"])
 def join_kernel(
-    parts,
-    lengths,
-    out,
-    window,
-    splits,
-    SPLITS_PAD: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST_SPLIT: tl.constexpr,
-):
+    parts, seq_lens, out, window, splits, SPLITS_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+):  # fmt: skip
     """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
     row = tl.program_id(0)
     head = row * tl.num_programs(1) + tl.program_id(1)
-    length = tl.load(lengths + row)
-    first = tl.maximum(length - window, 0)
-    _, _, used = splits_of_row(first, length, splits, TILE, LEAST_SPLIT)
+    seq_len = tl.load(seq_lens + row)
+    first = tl.maximum(seq_len - window, 0)
+    _, _, used = splits_of_row(first, seq_len, splits, TILE, LEAST_SPLIT)
     if used <= 1:
         return
     split = tl.arange(0, SPLITS_PAD)
@@ -296,16 +217,16 @@ def decode_attention_reference(
     q: Tensor,
     pool: Tensor,
     layer: int,
-    tables: Tensor,
-    lengths: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int | None,
 ) -> Tensor:
     """The same as `decode_attention` in plain torch, in float32, row by row."""
     out = torch.zeros_like(q)
-    for row, length in enumerate(lengths.tolist()):
-        if length:
-            first = max(0, length - window) if window else 0
-            k, v = sequence_kv(pool, layer, tables[row], length)
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len:
+            first = max(0, seq_len - window) if window else 0
+            k, v = sequence_kv(pool, layer, block_tables[row], seq_len)
             out[row] = weigh(q[row, None], k[first:], v[first:], scale)[0]
     return out

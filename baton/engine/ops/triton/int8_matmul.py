@@ -2,6 +2,7 @@
 
 Reading the weight is what they cost. torch's own product takes no fewer than 17 rows and leaves
 whole sums behind; this one takes any number and scales the sums while they are in registers.
+`scale_sums` does so for the sums of torch's product, in one pass.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.scale_sums import scale_sums_reference
-from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
 from baton.engine.ops.triton.tuning import choose
 
 NAME = "int8_matmul"
@@ -20,27 +20,69 @@ NAME = "int8_matmul"
 # From more rows on a product is work for large tiles.
 MOST_ROWS = 64
 _LEAST_ROWS = 16  # of a tensor core's product
+_SCALE = Config(num_warps=4, num_stages=1, sizes={"ROWS": 1, "COLUMNS": 1024})
 
-_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _scale_sums(
+    sums, row_scales, column_scales, bias, out, num_rows, num_columns, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    has_column = columns < num_columns
+    row_scale = tl.load(row_scales + rows, mask=rows < num_rows, other=0.0)
+    column_scale = tl.load(column_scales + columns, mask=has_column, other=0.0)
+    at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    inside = (rows < num_rows)[:, None] & has_column[None, :]
+    numbers = tl.load(sums + at, mask=inside, other=0).to(tl.float32)
+    numbers = numbers * (row_scale[:, None] * column_scale[None, :])
+    if HAS_BIAS:
+        numbers += tl.load(bias + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, numbers.to(out.dtype.element_ty), mask=inside)
+
+
+def scale_sums(
+    sums: Tensor,
+    row_scales: Tensor,
+    column_scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`sums * row_scales * column_scales + bias`, of dtype: `[rows, columns]`.
+
+    sums: int32 `[rows, columns]`, contiguous · row_scales, column_scales: float32 `[rows]`,
+    `[columns]` · bias: `[columns]` of any floating type.
+    """
+    assert sums.is_contiguous(), "rows of sums lie one after the other"
+    num_rows, num_columns = sums.shape
+    out = torch.empty_like(sums, dtype=dtype)
+    grid = (triton.cdiv(num_rows, _SCALE["ROWS"]), triton.cdiv(num_columns, _SCALE["COLUMNS"]))
+    _scale_sums[grid](
+        sums, row_scales, column_scales, bias, out, num_rows, num_columns,
+        HAS_BIAS=bias is not None, **_SCALE.launch,
+    )  # fmt: skip
+    return out
+
+
+def scale_sums_reference(
+    sums: Tensor,
+    row_scales: Tensor,
+    column_scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same in torch."""
+    out = sums.float() * (row_scales[:, None] * column_scales)
+    return (out if bias is None else out + bias.float()).to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _int8_matmul(
-    x,
-    weight,
-    row_scales,
-    output_scales,
-    bias,
-    out,
-    num_rows,
-    num_outputs,
-    depth,
-    HAS_BIAS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    x, weight, row_scales, output_scales, bias, out, num_rows, num_outputs, depth,
+    HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.arange(0, ROWS)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     has_row = rows < num_rows
@@ -85,27 +127,21 @@ def int8_matmul(
     (num_rows, depth), num_outputs = x.shape, len(weight)
     assert num_rows <= MOST_ROWS, "more rows are another kernel's"
     assert x.is_contiguous() and weight.is_contiguous()
-    tile_rows = max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
     if config is None:
-        key = {"rows": tile_rows, "outputs": num_outputs, "depth": depth}
+        key = {"rows": tile_rows(num_rows), "outputs": num_outputs, "depth": depth}
         config = choose(NAME, key, x.device)
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     _int8_matmul[(triton.cdiv(num_outputs, config["OUTPUTS"]),)](
-        x,
-        weight,
-        row_scales,
-        output_scales,
-        bias,
-        out,
-        num_rows,
-        num_outputs,
-        depth,
-        HAS_BIAS=bias is not None,
-        WHOLE=depth % config["DEPTH"] == 0,
-        ROWS=tile_rows,
+        x, weight, row_scales, output_scales, bias, out, num_rows, num_outputs, depth,
+        HAS_BIAS=bias is not None, WHOLE=depth % config["DEPTH"] == 0, ROWS=tile_rows(num_rows),
         **config.launch,
-    )
+    )  # fmt: skip
     return out
+
+
+def tile_rows(num_rows: int) -> int:
+    """Rows of a tile that holds all of x."""
+    return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
 def int8_matmul_reference(
@@ -121,7 +157,7 @@ def int8_matmul_reference(
     return scale_sums_reference(sums, row_scales, output_scales, bias, dtype)
 
 
-def _candidates(key: Key) -> list[Config]:
+def _configs(key: Key) -> list[Config]:
     return [
         Config(warps, stages, {"OUTPUTS": outputs, "DEPTH": depth})
         for outputs in (16, 32, 64, 128)
@@ -132,48 +168,71 @@ def _candidates(key: Key) -> list[Config]:
     ]
 
 
-def _case(dtype: torch.dtype, rows: int, has_bias: bool, whole: bool) -> CompileCase:
-    kind = _TYPES[dtype]
-    config = Config(4, 4, {"OUTPUTS": 32, "DEPTH": 256 if rows <= 32 else 128})
-    types = {"x": "*i8", "weight": "*i8", "row_scales": "*fp32", "output_scales": "*fp32"}
-    types |= {"out": f"*{kind}", "num_rows": "i32", "num_outputs": "i32", "depth": "i32"}
-    constexprs = {"HAS_BIAS": has_bias, "WHOLE": whole, "ROWS": rows, **config.sizes}
-    bias: dict[str, object] = {} if has_bias else {"bias": None}
-    if has_bias:
-        types["bias"] = f"*{kind}"
-    name = f"{kind} {rows} rows{' bias' if has_bias else ''}{'' if whole else ' ragged'}"
-    return CompileCase(
-        name, _int8_matmul, types, constexprs | bias, config.num_warps, config.num_stages,
-        aligned=("num_outputs", "depth"),
-    )  # fmt: skip
+def _scale_trial(shape: Key, device: torch.device) -> Trial:
+    rows, columns = int(shape["rows"]), int(shape["columns"])
+    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
+    sums = torch.randint(-(2**20), 2**20, (rows, columns), dtype=torch.int32, device=device)
+    scales = (torch.rand(rows, device=device) / 100, torch.rand(columns, device=device) / 100)
+    bias = torch.randn(columns, device=device).to(dtype) if shape.get("bias") else None
+    return Trial(
+        {},
+        lambda config: (scale_sums(sums, *scales, bias, dtype),),
+        lambda: (scale_sums_reference(sums, *scales, bias, dtype),),
+        moved_bytes=(4 + dtype.itemsize) * rows * columns,
+    )
 
 
-def _inputs(key: Key, device: torch.device) -> Trial:
-    rows, outputs, depth = (int(key[name]) for name in ("rows", "outputs", "depth"))
-    x, weight = (torch.ones((n, depth), dtype=torch.int8, device=device) for n in (rows, outputs))
-    scales = torch.ones(rows, device=device), torch.ones(outputs, device=device)
-
-    def run(config: Config) -> Tensor:
-        return int8_matmul(x, weight, *scales, None, torch.bfloat16, config)
-
-    return Trial(key, run, outputs * depth + rows * (depth + 2 * outputs))
-
-
-SPEC = KernelSpec(
-    name=NAME,
-    cases=(
-        _case(torch.bfloat16, 16, False, True),
-        _case(torch.bfloat16, 32, True, True),
-        _case(torch.bfloat16, 64, False, True),
-        _case(torch.bfloat16, 16, False, False),
-        _case(torch.float16, 64, True, True),
-        _case(torch.float32, 16, True, True),
+SCALE_SUMS = KernelSpec(
+    "scale_sums",
+    trial=_scale_trial,
+    cases=tuple(
+        ({"rows": 5, "columns": 1040, "dtype": dtype, "bias": bias}, _SCALE)
+        for dtype in ("fp32", "bf16", "fp16")
+        for bias in (0, 1)
     ),
-    candidates=_candidates,
+)
+
+
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
+    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
+    x, weight = (
+        torch.randint(-127, 128, (n, depth), dtype=torch.int8, device=device)
+        for n in (rows, outputs)
+    )
+    scales = (torch.rand(rows, device=device) / 100, torch.rand(outputs, device=device) / 100)
+    bias = torch.randn(outputs, device=device).to(dtype) if shape.get("bias") else None
+    return Trial(
+        {"rows": tile_rows(rows), "outputs": outputs, "depth": depth},
+        lambda config: (int8_matmul(x, weight, *scales, bias, dtype, config),),
+        lambda: (int8_matmul_reference(x, weight, *scales, bias, dtype),),
+        moved_bytes=outputs * depth + rows * (depth + 2 * outputs),
+    )
+
+
+INT8_MATMUL = KernelSpec(
+    NAME,
+    trial=_trial,
+    cases=tuple(
+        (
+            {"rows": rows, "outputs": 96, "depth": depth, "dtype": dtype, "bias": bias},
+            Config(4, 4, {"OUTPUTS": 32, "DEPTH": 256 if rows <= 32 else 128}),
+        )
+        for rows, depth, dtype, bias in (
+            (16, 512, "bf16", 0),
+            (32, 512, "bf16", 1),
+            (64, 512, "bf16", 0),
+            (9, 528, "bf16", 0),
+            (64, 512, "fp16", 1),
+            (16, 512, "fp32", 1),
+        )
+    ),
+    configs=_configs,
     shapes=tuple(
         {"rows": rows, "outputs": outputs, "depth": depth}
         for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
         for rows in (16, 64)
     ),
-    inputs=_inputs,
 )
+
+SPECS = (SCALE_SUMS, INT8_MATMUL)

@@ -6,14 +6,14 @@ device for a number: the grid depends on shapes alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial
 
 CONFIG = Config(num_warps=4, num_stages=1, sizes={"ROWS": 128, "SEQUENCES": 32})
 
@@ -38,26 +38,15 @@ class Placement:
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "width"])
 def _place_rows(
-    contexts,
-    ends,
-    tables,
-    positions,
-    slots,
-    lengths,
-    num_rows,
-    num_sequences,
-    width,
-    block_size,
-    ONE_EACH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-):
+    context_lens, ends, block_tables, positions, slots, lengths, num_rows, num_sequences, width,
+    block_size, ONE_EACH: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     owner = rows
     begin = rows
     if not ONE_EACH:
-        #  ends:   3       7          counts 3, 4
+        #  ends:   3       7          query_lens 3, 4
         #  row:    0 1 2 | 3 4 5 6    a row's owner is the number of ends at or before it
         owner = tl.zeros([ROWS], dtype=tl.int32)
         for first in range(0, num_sequences, SEQUENCES):
@@ -65,10 +54,10 @@ def _place_rows(
             end = tl.load(ends + sequences, mask=sequences < num_sequences, other=2147483647)
             owner += tl.sum((end[None, :] <= rows[:, None]).to(tl.int32), axis=1)
         begin = tl.load(ends + owner - 1, mask=inside & (owner > 0), other=0)
-    context = tl.load(contexts + owner, mask=inside, other=-1)
+    context = tl.load(context_lens + owner, mask=inside, other=-1)
     taken = context >= 0
     position = tl.where(taken, context + rows - begin, 0)
-    entry = tables + owner.to(tl.int64) * width + position // block_size
+    entry = block_tables + owner.to(tl.int64) * width + position // block_size
     block = tl.load(entry, mask=taken, other=0)
     slot = tl.where(taken, block * block_size + position % block_size, -1)
     tl.store(positions + rows, position, mask=inside)
@@ -77,48 +66,48 @@ def _place_rows(
 
 
 def place_rows(
-    contexts: Tensor, counts: Tensor | None, tables: Tensor, num_rows: int, block_size: int
+    context_lens: Tensor,
+    query_lens: Tensor | None,
+    block_tables: Tensor,
+    num_rows: int,
+    block_size: int,
 ) -> Placement:
     """Rows of sequences, one after the other, over blocks of `block_size` tokens.
 
-    contexts: int32 `[sequences]`, tokens before a sequence's first row; -1 makes padding of a
-    sequence of one row · counts: int32 `[sequences]`, rows of each; None is one each · tables:
-    int32 `[sequences, width]`, with the block of every row.
+    context_lens: int32 `[sequences]`, tokens before a sequence's first row; -1 makes padding of a
+    sequence of one row · query_lens: int32 `[sequences]`, rows of each; None is one each ·
+    block_tables: int32 `[sequences, width]`, with the block of every row.
     """
-    assert tables.is_contiguous(), "a sequence's blocks are `width` entries behind the one before"
-    apart = -(-num_rows // _ALIGNED) * _ALIGNED
-    held = torch.empty((3, apart), dtype=torch.int32, device=contexts.device)
-    positions, slots, lengths = held[:, :num_rows].unbind()
-    ends = contexts if counts is None else counts.cumsum(0, dtype=torch.int32)
-    _place_rows[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
-        contexts,
-        ends,
-        tables,
-        positions,
-        slots,
-        lengths,
-        num_rows,
-        len(contexts),
-        tables.shape[1],
-        block_size,
-        ONE_EACH=counts is None,
-        **CONFIG.launch,
+    assert block_tables.is_contiguous(), (
+        "a sequence's blocks are `width` entries behind the one before"
     )
+    apart = -(-num_rows // _ALIGNED) * _ALIGNED
+    held = torch.empty((3, apart), dtype=torch.int32, device=context_lens.device)
+    positions, slots, lengths = held[:, :num_rows].unbind()
+    ends = context_lens if query_lens is None else query_lens.cumsum(0, dtype=torch.int32)
+    _place_rows[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
+        context_lens, ends, block_tables, positions, slots, lengths, num_rows, len(context_lens),
+        block_tables.shape[1], block_size, ONE_EACH=query_lens is None, **CONFIG.launch,
+    )  # fmt: skip
     return Placement(positions, slots, lengths)
 
 
 def place_rows_reference(
-    contexts: Tensor, counts: Tensor | None, tables: Tensor, num_rows: int, block_size: int
+    context_lens: Tensor,
+    query_lens: Tensor | None,
+    block_tables: Tensor,
+    num_rows: int,
+    block_size: int,
 ) -> Placement:
     """The same in torch."""
-    rows = torch.arange(num_rows, device=contexts.device)
-    each = torch.ones_like(contexts) if counts is None else counts
-    owner = torch.arange(len(contexts), device=rows.device)
+    rows = torch.arange(num_rows, device=context_lens.device)
+    each = torch.ones_like(context_lens) if query_lens is None else query_lens
+    owner = torch.arange(len(context_lens), device=rows.device)
     owner = owner.repeat_interleave(each, output_size=num_rows)
     begins = each.cumsum(0) - each
-    padding = contexts[owner] < 0
-    positions = (contexts[owner] + rows - begins[owner]).masked_fill(padding, 0)
-    slots = tables[owner, positions // block_size] * block_size + positions % block_size
+    padding = context_lens[owner] < 0
+    positions = (context_lens[owner] + rows - begins[owner]).masked_fill(padding, 0)
+    slots = block_tables[owner, positions // block_size] * block_size + positions % block_size
     return Placement(
         positions.int(),
         slots.masked_fill(padding, -1).int(),
@@ -126,28 +115,29 @@ def place_rows_reference(
     )
 
 
-def _case(name: str, one_each: bool) -> CompileCase:
-    pointers = ("contexts", "ends", "tables", "positions", "slots", "lengths")
-    numbers = ("num_rows", "num_sequences", "width", "block_size")
-    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
-    constexprs = {"ONE_EACH": one_each, **CONFIG.sizes}
-    return CompileCase(
-        name, _place_rows, types, constexprs, CONFIG.num_warps, CONFIG.num_stages,
-        aligned=("block_size",),
-    )  # fmt: skip
-
-
-def _inputs(key: Key, device: torch.device) -> Trial:
-    rows = int(key["rows"])
-    contexts = torch.arange(rows, dtype=torch.int32, device=device)
-    tables = torch.zeros((rows, triton.cdiv(rows, 16)), dtype=torch.int32, device=device)
-    return Trial(key, lambda _: place_rows(contexts, None, tables, rows, 16), 20 * rows)
+def _trial(shape: Key, device: torch.device) -> Trial:
+    sequences, rows_each = int(shape["rows"]), int(shape.get("rows_each", 1))
+    context_lens = torch.arange(-1, sequences - 1, dtype=torch.int32, device=device)
+    if rows_each == 1:
+        query_lens = None
+    else:
+        query_lens = torch.full_like(context_lens, rows_each)
+        context_lens = context_lens.abs()
+    width = triton.cdiv(sequences + rows_each, 16)
+    block_tables = torch.arange(sequences * width, dtype=torch.int32, device=device)
+    block_tables = block_tables.view(sequences, width)
+    arguments = (context_lens, query_lens, block_tables, sequences * rows_each, 16)
+    return Trial(
+        {},
+        lambda config: astuple(place_rows(*arguments)),
+        lambda: astuple(place_rows_reference(*arguments)),
+        moved_bytes=20 * sequences,
+        tolerance=0.0,
+    )
 
 
 SPEC = KernelSpec(
-    name="placement",
-    cases=(_case("one row each", True), _case("chunks", False)),
-    candidates=lambda key: [CONFIG],
-    shapes=({"rows": 64}, {"rows": 2048}),
-    inputs=_inputs,
+    "placement",
+    trial=_trial,
+    cases=(({"rows": 70}, CONFIG), ({"rows": 40, "rows_each": 3}, CONFIG)),
 )

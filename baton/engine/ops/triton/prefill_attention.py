@@ -24,7 +24,7 @@ from baton.engine.ops.triton.attention_common import (
     pool_shape,
     sequence_kv,
     weigh,
-)
+)  # fmt: skip
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
@@ -48,115 +48,73 @@ class Tiles:
     rows: int
 
 
-def plan_tiles(counts: Tensor, num_rows: int, group: int) -> Tiles:
+def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
     """Cuts the chunks of a step into tiles, without waiting for the device.
 
-    counts: int32 `[sequences]`, rows of each, num_rows together · group: query heads that share a
-    KV head. A sequence's last tile, which sees the most keys, comes first, so that the longest work
-    starts early. ValueError if a group has more heads than a tile has rows.
+    query_lens: int32 `[sequences]`, rows of each, num_rows together · group: query heads that share
+    a KV head. A sequence's last tile, which sees the most keys, comes first, so that the longest
+    work starts early. ValueError if a group has more heads than a tile has rows.
     """
     if group > MOST_ROWS:
         raise ValueError(f"{group} query heads of one KV head: at most {MOST_ROWS} are possible")
-    sequences = len(counts)
+    sequences = len(query_lens)
     average = -(-num_rows // max(sequences, 1)) * group
     rows = min(max(LEAST_ROWS, int(triton.next_power_of_2(average))), MOST_ROWS)
     tokens = rows // group
     # Each sequence has one tile at most that is not full.
     most = min(num_rows, num_rows // tokens + sequences)
 
-    in_sequence = (counts + (tokens - 1)) // tokens
+    in_sequence = (query_lens + (tokens - 1)) // tokens
     ends = in_sequence.cumsum(0)
-    tile = torch.arange(most, dtype=ends.dtype, device=counts.device)
+    tile = torch.arange(most, dtype=ends.dtype, device=query_lens.device)
     sequence = torch.searchsorted(ends, tile, right=True)
     known = sequence.clamp_max(max(sequences - 1, 0))
     first = (ends[known] - 1 - tile) * tokens
-    row = (counts.cumsum(0) - counts)[known] + first
+    row = (query_lens.cumsum(0) - query_lens)[known] + first
     places = torch.stack([torch.where(sequence < sequences, sequence, -1), first, row], dim=1)
     return Tiles(places.to(torch.int32), tokens, rows)
 
 
 def prefill_attention(
-    q: Tensor,
-    pool: Tensor,
-    layer: int,
-    tables: Tensor,
-    contexts: Tensor,
-    counts: Tensor,
-    tiles: Tiles,
-    scale: float,
-    window: int | None,
-    config: Config | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    query_lens: Tensor, tiles: Tiles, scale: float, window: int | None,
+    config: Config | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of every row over its sequence up to itself, whose KV is in the pool already.
 
-    q: `[rows, heads, head_size]`, contiguous, one sequence's rows after the other's · tables: int32
-    `[sequences, width]`, the blocks of each sequence; what lies behind those of its tokens is not
-    read · contexts: int32 `[sequences]`, tokens before a sequence's first row · counts: int32
-    `[sequences]`, its rows · tiles: `plan_tiles` of these counts · scale: of scores · window:
-    tokens that a row sees, itself included; None is all · config: None is the one in effect ·
-    out: where the result is put, contiguous; None makes it. Result like q.
+    q: `[rows, heads, head_size]`, contiguous, one sequence's rows after the other's · block_tables:
+    int32 `[sequences, width]`, the blocks of each sequence; what lies behind those of its tokens is
+    not read · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
+    int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens · scale: of scores ·
+    window: tokens that a row sees, itself included; None is all · config: None is the one in effect
+    · out: where the result is put, contiguous; None makes it. Result like q.
     ValueError for heads, types or sizes that the kernel does not take.
     """
     heads = q.shape[1]
-    assert q.is_contiguous() and pool.is_contiguous() and tables.stride(1) == 1
+    assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     shape = pool_shape(q, pool)
     config = config or choose(NAME, {**kernel_key(q, pool), "rows": tiles.rows}, q.device)
     out = torch.empty_like(q) if out is None else out
     prefill_kernel[shape.num_kv_heads, len(tiles.places)](
-        q,
-        pool,
-        tables,
-        contexts,
-        counts,
-        tiles.places,
-        out,
-        layer,
-        tables.stride(0),
-        pool.stride(0),
-        scale * LOG2_E,
-        window or NO_WINDOW,
-        HEADS=heads,
-        **shape.constexprs,
-        TOKENS=tiles.tokens,
-        ROWS=tiles.rows,
-        WINDOWED=window is not None,
+        q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
+        block_tables.stride(0), pool.stride(0), scale * LOG2_E, window or NO_WINDOW, HEADS=heads,
+        **shape.constexprs, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=window is not None,
         **config.launch,
-    )
+    )  # fmt: skip
     return out
 
 
 @triton.jit(
     do_not_specialize=["layer", "table_stride", "window"],
-    do_not_specialize_on_alignment=["tables", "contexts", "counts", "places"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "query_lens", "places"],
 )
 def prefill_kernel(
-    q_rows,
-    pool,
-    tables,
-    contexts,
-    counts,
-    places,
-    out,
-    layer,
-    table_stride,
-    block_stride,
-    scale,
-    window,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROW_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    K_TYPE: tl.constexpr,
-    V_TYPE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q_rows, pool, block_tables, context_lens, query_lens, places, out, layer, table_stride,
+    block_stride, scale, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One tile of query rows of one KV head, over all keys that any of them sees.
 
     Grid `[kv_heads, tiles]`. ROWS: of the tile, TOKENS times HEADS // KV_HEADS and padding.
@@ -168,8 +126,8 @@ def prefill_kernel(
         return
     first_token = tl.load(place + 1)
     first_row = tl.load(place + 2)
-    tokens = tl.minimum(tl.load(counts + sequence) - first_token, TOKENS)
-    first_position = tl.load(contexts + sequence) + first_token
+    tokens = tl.minimum(tl.load(query_lens + sequence) - first_token, TOKENS)
+    first_position = tl.load(context_lens + sequence) + first_token
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
@@ -182,7 +140,7 @@ def prefill_kernel(
     q = tl.load(q_rows + at, mask=wanted, other=0.0).to(K_TYPE)
     positions = first_position + token
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
-    table = tables + sequence.to(tl.int64) * table_stride
+    block_table = block_tables + sequence.to(tl.int64) * table_stride
 
     weighted = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
@@ -199,110 +157,40 @@ def prefill_kernel(
         begin = tl.maximum(first_position + 1 - window, 0)
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, diagonal)
         weighted, total, largest = attend_range(
-            q,
-            weighted,
-            total,
-            largest,
-            k_base,
-            k_base + PART,
-            table,
-            begin // TILE * TILE,
-            whole,
-            begin,
-            end,
-            positions,
-            window,
-            scale,
-            block_stride,
-            BLOCK_SIZE,
-            ROW_SIZE,
-            HEAD_SIZE,
-            HEAD_PAD,
-            QUANTIZED,
-            V_TYPE,
-            TILE,
-            PARTLY=True,
-            CAUSAL=False,
-            WINDOWED=True,
-        )
+            q, weighted, total, largest, k_base, k_base + PART, block_table, begin // TILE * TILE,
+            whole, begin, end, positions, window, scale, block_stride, BLOCK_SIZE, ROW_SIZE,
+            HEAD_SIZE, HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=True,
+        )  # fmt: skip
     weighted, total, largest = attend_range(
-        q,
-        weighted,
-        total,
-        largest,
-        k_base,
-        k_base + PART,
-        table,
-        whole,
-        diagonal,
-        begin,
-        end,
-        positions,
-        window,
-        scale,
-        block_stride,
-        BLOCK_SIZE,
-        ROW_SIZE,
-        HEAD_SIZE,
-        HEAD_PAD,
-        QUANTIZED,
-        V_TYPE,
-        TILE,
-        PARTLY=False,
-        CAUSAL=False,
-        WINDOWED=False,
-    )
+        q, weighted, total, largest, k_base, k_base + PART, block_table, whole, diagonal, begin,
+        end, positions, window, scale, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD,
+        QUANTIZED, V_TYPE, TILE, PARTLY=False, CAUSAL=False, WINDOWED=False,
+    )  # fmt: skip
     weighted, total, largest = attend_range(
-        q,
-        weighted,
-        total,
-        largest,
-        k_base,
-        k_base + PART,
-        table,
-        diagonal,
-        end,
-        begin,
-        end,
-        positions,
-        window,
-        scale,
-        block_stride,
-        BLOCK_SIZE,
-        ROW_SIZE,
-        HEAD_SIZE,
-        HEAD_PAD,
-        QUANTIZED,
-        V_TYPE,
-        TILE,
-        PARTLY=True,
-        CAUSAL=True,
-        WINDOWED=WINDOWED,
-    )
+        q, weighted, total, largest, k_base, k_base + PART, block_table, diagonal, end, begin, end,
+        positions, window, scale, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD,
+        QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=True, WINDOWED=WINDOWED,
+    )  # fmt: skip
 
     result = weighted / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)
 
 
 def prefill_attention_reference(
-    q: Tensor,
-    pool: Tensor,
-    layer: int,
-    tables: Tensor,
-    contexts: Tensor,
-    counts: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    query_lens: Tensor, scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
     """The same as `prefill_attention` in plain torch, in float32, sequence by sequence."""
     out = torch.zeros_like(q)
     row = 0
-    for table, context, count in zip(tables, contexts.tolist(), counts.tolist(), strict=True):
+    for block_table, context, count in zip(
+        block_tables, context_lens.tolist(), query_lens.tolist(), strict=True
+    ):
         if not count:
             continue
         end = context + count
         first = max(0, context + 1 - window) if window else 0
-        k, v = sequence_kv(pool, layer, table, end)
+        k, v = sequence_kv(pool, layer, block_table, end)
         position = torch.arange(context, end, device=q.device)[:, None]
         key = torch.arange(first, end, device=q.device)
         visible = key <= position

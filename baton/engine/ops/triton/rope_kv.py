@@ -6,6 +6,8 @@ projection is read once, queries are written once, and K and V go straight to th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -14,9 +16,9 @@ from torch import Tensor
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
 from baton.engine.ops.triton.row_quantize import bits_of, scale_of
-from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Outputs, Trial
 from baton.engine.ops.triton.tuning import choose
-from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized
+from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
 NAME = "rope_and_write"
 
@@ -121,20 +123,10 @@ def _rope_and_write_kernel(
 
 
 def rope_and_write(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    pool: Tensor,
-    layer: int,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    config: Config | None = None,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
+    layer: int, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 0.0, config: Config | None = None,
+) -> Tensor:  # fmt: skip
     """Queries, normed and turned, `[rows, num_heads, head_size]`; K and V go to the pool.
 
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
@@ -172,19 +164,10 @@ def rope_and_write(
 
 
 def rope_and_write_reference(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    pool: Tensor,
-    layer: int,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
+    layer: int, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """`rope_and_write` in plain torch; what is turned is float32 inside."""
     head_size = cos.shape[1]
     parts = (num_heads, num_kv_heads, num_kv_heads)
@@ -201,48 +184,7 @@ def rope_and_write_reference(
     return q
 
 
-def _case(
-    element: str, head_size: int, kept: str = "", normed: bool = False, num_warps: int = 4
-) -> CompileCase:
-    """kept: "int8", "fp8", or nothing where the pool is of the model's type."""
-    weights = dict.fromkeys(("q_weights", "k_weights"), f"*{element}" if normed else None)
-    kv_heads, heads = 8, 32
-    return CompileCase(
-        f"{element} {head_size}" + (f" {kept}" if kept else "") + (" normed" if normed else ""),
-        _rope_and_write_kernel,
-        {
-            "qkv": f"*{element}",
-            "positions": "*i32",
-            "slots": "*i32",
-            "cos": f"*{element}",
-            "sin": f"*{element}",
-            "q_out": f"*{element}",
-            "pool": "*i8" if kept else f"*{element}",
-            "layer": "i32",
-            "num_layers": "i32",
-            "row_stride": "i32",
-            "eps": "fp32",
-            **{name: kind for name, kind in weights.items() if kind},
-        },
-        {
-            **{name: None for name, kind in weights.items() if not kind},
-            "NUM_HEADS": heads,
-            "NUM_KV_HEADS": kv_heads,
-            "HEAD_SIZE": head_size,
-            "HALF": triton.next_power_of_2(head_size // 2),
-            "BLOCK_SIZE": 16,
-            "ROW_SIZE": head_size + (SCALE_BYTES if kept else 0),
-            "QUANTIZED": bool(kept),
-            "FP8_POOL": kept == "fp8",
-            "HEADS": 8,
-        },
-        num_warps=num_warps,
-        num_stages=1,
-        aligned=("num_layers", "row_stride"),
-    )
-
-
-def _candidates(key: Key) -> list[Config]:
+def _configs(key: Key) -> list[Config]:
     most = triton.next_power_of_2(int(key["heads"]))
     return [
         Config(warps, 1, {"HEADS": heads})
@@ -252,41 +194,57 @@ def _candidates(key: Key) -> list[Config]:
     ]
 
 
-def _inputs(key: Key, device: torch.device) -> Trial:
-    """Heads of 128 in bfloat16, whose K and V stay so."""
-    rows, heads, kv_heads = (int(key[name]) for name in ("rows", "heads", "kv_heads"))
-    head_size, block_size = 128, 16
-    dtype = torch.bfloat16
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, dtype=dtype, device=device)
-    cos, sin = torch.randn(2, rows, head_size, dtype=dtype, device=device).unbind()
-    places = torch.arange(rows, dtype=torch.int32, device=device)
-    blocks = triton.cdiv(rows, block_size)
-    shape = (blocks, 1, 2, kv_heads, block_size, head_size)
-    pool = torch.empty(shape, dtype=dtype, device=device)
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, heads, kv_heads = (int(shape[name]) for name in ("rows", "heads", "kv_heads"))
+    head_size, block_size = int(shape.get("head_size", 128)), 16
+    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
+    kv_dtype = DTYPES[str(shape["kv"])] if "kv" in shape else dtype
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=device).to(dtype)
+    angles = torch.randn(rows, head_size // 2, device=device).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = torch.rand(2, head_size, device=device).to(dtype).unbind() if "norms" in shape else ()
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    written = torch.where(slots % 5 == 4, -1, slots) if "padding" in shape else slots
+    row_size = head_size + (SCALE_BYTES if is_quantized(kv_dtype) else 0)
+    blocks = (triton.cdiv(rows, block_size), 2, 2, kv_heads, block_size, row_size)
+    pool = torch.zeros(blocks, dtype=torch.uint8, device=device).to(kv_dtype)
+    expected_pool = pool.clone()
 
-    def run(config: Config) -> Tensor:
-        return rope_and_write(
-            qkv, places, places, cos, sin, pool, 0, heads, kv_heads, None, None, 0.0, config
+    def launch(kernel: Callable[..., Tensor], pool: Tensor, **options: Config | None) -> Outputs:
+        q = kernel(
+            qkv, slots, written, cos, sin, pool, 1, heads, kv_heads, *norms, eps=1e-5, **options
         )
+        if is_quantized(kv_dtype) and device.type != "meta":
+            pool = unpack_rows(pool, torch.float32)
+        return q, pool
 
-    return Trial(key, run, 2 * qkv.numel() * qkv.itemsize)
+    return Trial(
+        {"rows": rows, "heads": heads, "kv_heads": kv_heads},
+        lambda config: launch(rope_and_write, pool, config=config),
+        lambda: launch(rope_and_write_reference, expected_pool),
+        moved_bytes=2 * qkv.numel() * qkv.itemsize,
+        # A number of eight bits may be rounded to its neighbour.
+        tolerance={torch.int8: 0.02, FP8: 0.08}.get(kv_dtype),
+    )
 
+
+_HEADS: dict[str, int | str] = {"rows": 20, "heads": 32, "kv_heads": 8, "padding": 1}
 
 SPEC = KernelSpec(
     NAME,
+    trial=_trial,
     cases=(
-        _case("bf16", 128),
-        _case("bf16", 128, "int8", normed=True),
-        _case("bf16", 128, "fp8"),
-        _case("fp16", 64, normed=True),
-        _case("fp32", 80),
-        _case("bf16", 256, "int8", num_warps=8),
+        ({**_HEADS}, Config(4, 1, {"HEADS": 8})),
+        ({**_HEADS, "kv": "int8", "norms": 1}, Config(4, 1, {"HEADS": 8})),
+        ({**_HEADS, "kv": "fp8"}, Config(4, 1, {"HEADS": 8})),
+        ({**_HEADS, "dtype": "fp16", "head_size": 64, "norms": 1}, Config(4, 1, {"HEADS": 8})),
+        ({**_HEADS, "dtype": "fp32", "head_size": 80}, Config(4, 1, {"HEADS": 8})),
+        ({**_HEADS, "kv": "int8", "head_size": 256}, Config(8, 1, {"HEADS": 8})),
     ),
-    candidates=_candidates,
+    configs=_configs,
     shapes=tuple(
         {"rows": rows, "heads": heads, "kv_heads": 8}
         for heads in (32, 64)
         for rows in (1, 32, 256, 8192)
     ),
-    inputs=_inputs,
 )

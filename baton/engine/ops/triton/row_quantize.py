@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import CompileCase, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights import quantize
 
@@ -109,51 +109,39 @@ def quantize_rows_reference(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple
     return quantize.quantize_rows(x, dtype)
 
 
-def _case(element: str, size: int, fp8: bool, num_warps: int, whole: bool = True) -> CompileCase:
-    return CompileCase(
-        f"{element} {size} to {'fp8' if fp8 else 'int8'}" + ("" if whole else ", in parts"),
-        _quantize_rows_kernel,
-        {
-            "x": f"*{element}",
-            "values": "*i8",
-            "scales": "*fp32",
-            "size": "i32",
-            "row_stride": "i32",
-        },
-        {"WHOLE": whole, "FP8": fp8, "BLOCK": size},
-        num_warps=num_warps,
-        num_stages=1,
-        aligned=("size", "row_stride"),
-    )
-
-
-def _candidates(key: Key) -> list[Config]:
+def _configs(key: Key) -> list[Config]:
     blocks = [0] if int(key["size"]) <= LARGEST_WHOLE else [2048, 4096, 8192]
     return [
         Config(warps, 1, {"BLOCK": block}) for block in blocks for warps in (1, 2, 4, 8, 16, 32)
     ]
 
 
-def _inputs(key: Key, device: torch.device) -> Trial:
-    rows, size = int(key["rows"]), int(key["size"])
-    x = torch.randn(rows, size, dtype=torch.bfloat16, device=device)
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, size = int(shape["rows"]), int(shape["size"])
+    x = torch.randn(rows, size, device=device).to(DTYPES[str(shape.get("dtype", "bf16"))])
+    x[0] = 0  # a scale of 0
+    to = DTYPES[str(shape.get("to", "int8"))]
     return Trial(
-        key, lambda config: quantize_rows(x, torch.int8, config), 3 * rows * size + 4 * rows
+        {"rows": rows, "size": size},
+        lambda config: quantize_rows(x, to, config),
+        lambda: quantize_rows_reference(x, to),
+        moved_bytes=3 * rows * size + 4 * rows,
+        tolerance=0.0,
     )
 
 
 SPEC = KernelSpec(
     NAME,
+    trial=_trial,
     cases=(
-        _case("bf16", 4096, False, 4),
-        _case("bf16", 4096, True, 4),
-        _case("fp16", 8192, False, 8),
-        _case("fp32", 2048, False, 4),
-        _case("bf16", 4096, False, 8, whole=False),
+        ({"rows": 5, "size": 4096}, Config(4, 1, {"BLOCK": 0})),
+        ({"rows": 5, "size": 4096, "to": "fp8"}, Config(4, 1, {"BLOCK": 0})),
+        ({"rows": 3, "size": 8192, "dtype": "fp16"}, Config(8, 1, {"BLOCK": 0})),
+        ({"rows": 5, "size": 2048, "dtype": "fp32"}, Config(4, 1, {"BLOCK": 0})),
+        ({"rows": 2, "size": 20000}, Config(8, 1, {"BLOCK": 4096})),
     ),
-    candidates=_candidates,
+    configs=_configs,
     shapes=tuple(
         {"rows": rows, "size": size} for size in (4096, 14336, 28672) for rows in (1, 32, 256, 8192)
     ),
-    inputs=_inputs,
 )

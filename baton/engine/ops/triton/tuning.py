@@ -52,7 +52,7 @@ class Entry:
 class Configs:
     """A file of configurations.
 
-    source: where they come from, for people · measured: whether a GPU was asked.
+    source: where they come from · measured: on a GPU; otherwise reasoned.
     """
 
     source: str
@@ -91,7 +91,7 @@ def _chosen(kernel: str, key: tuple[tuple[str, int | str], ...], device: torch.d
 
 @cache
 def in_effect(device: torch.device) -> Sequence[Configs]:
-    """Files in the order in which they are asked: the user's, the GPU's, those of older GPUs."""
+    """Files in order of precedence: the user's, the GPU's, those of older GPUs."""
     if device.type != "cuda":
         return (read(SHIPPED / f"{INTERPRETER}.json"),)
     major, minor = torch.cuda.get_device_capability(device)
@@ -109,9 +109,14 @@ def shipped_for(capability: int) -> list[Path]:
 
 def user_file(device_name: str) -> Path:
     """Where measured configurations of a device are kept, with this version of Triton."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9.]+", "-", device_name).strip("-")
-    return cache_home / "baton" / "kernels" / f"{name}-{triton.__version__}.json"
+    return cache_folder() / f"{name}-{triton.__version__}.json"
+
+
+def cache_folder() -> Path:
+    """For what is measured or compiled, in the user's cache."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache_home / "baton" / "kernels"
 
 
 def read(file: Path) -> Configs:

@@ -11,9 +11,13 @@ from torch import Tensor
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.assemble import LEAST_CAPABILITY
 from baton.engine.ops.torch import linear as reference
-from baton.engine.ops.triton.int8_matmul import int8_matmul, int8_matmul_reference
+from baton.engine.ops.triton.int8_matmul import (
+    int8_matmul,
+    int8_matmul_reference,
+    scale_sums,
+    scale_sums_reference,
+)
 from baton.engine.ops.triton.row_quantize import quantize_rows as quantize_rows_by_kernel
-from baton.engine.ops.triton.scale_sums import scale_sums, scale_sums_reference
 from baton.engine.ops.triton.spec import Config
 from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -22,49 +21,23 @@ BLOCKS = 4
 MAX_CONTEXT = 64
 
 
-@dataclass(frozen=True)
-class Case:
-    """A drawn launch: everything but the pool."""
-
-    qkv: Tensor
-    positions: Tensor
-    slots: Tensor
-    cos: Tensor
-    sin: Tensor
-    layer: int
-    heads: int
-    kv_heads: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-
-    @classmethod
-    def drawn(cls, draw: Random, dtype: torch.dtype, head_size: int, block_size: int) -> Case:
-        """Sizes that divide by nothing; some rows are padding."""
-        rows, kv_heads = draw.randint(1, 6), draw.randint(1, 5)
-        heads = kv_heads * draw.randint(1, 4)
-        torch.manual_seed(draw.randrange(2**31))
-        slots = torch.randperm(BLOCKS * block_size)[:rows].to(torch.int32)
-        padding = torch.rand(rows) < 0.2
-        positions = torch.randint(0, MAX_CONTEXT, (rows,), dtype=torch.int32)
-        normed = draw.random() < 0.5
-        weights = [torch.rand(head_size).to(dtype) + 0.5 if normed else None for _ in "qk"]
-        return cls(
-            torch.randn(rows, (heads + 2 * kv_heads) * head_size).to(dtype),
-            positions.masked_fill(padding, -1),
-            slots.masked_fill(padding, -1),
-            *tables(head_size, dtype),
-            draw.randrange(LAYERS),
-            heads,
-            kv_heads,
-            *weights,
-        )
-
-    def run(self, of: Callable[..., Tensor], pool: Tensor) -> Tensor:
-        """Queries; K and V are in the pool."""
-        return of(
-            self.qkv, self.positions, self.slots, self.cos, self.sin, pool, self.layer,
-            self.heads, self.kv_heads, self.q_norm, self.k_norm, 1e-5,
-        )  # fmt: skip
+def drawn(draw: Random, dtype: torch.dtype, head_size: int, block_size: int) -> dict[str, Any]:
+    """The arguments of a launch but for the pool: sizes that divide by nothing, some padding."""
+    rows, kv_heads = draw.randint(1, 6), draw.randint(1, 5)
+    heads = kv_heads * draw.randint(1, 4)
+    torch.manual_seed(draw.randrange(2**31))
+    padding = torch.rand(rows) < 0.2
+    slots = torch.randperm(BLOCKS * block_size)[:rows].to(torch.int32)
+    positions = torch.randint(0, MAX_CONTEXT, (rows,), dtype=torch.int32)
+    cos, sin = tables(head_size, dtype)
+    norms = [torch.rand(head_size).to(dtype) + 0.5 for _ in "qk"] if draw.random() < 0.5 else []
+    return {
+        "qkv": torch.randn(rows, (heads + 2 * kv_heads) * head_size).to(dtype),
+        "positions": positions.masked_fill(padding, -1), "slots": slots.masked_fill(padding, -1),
+        "cos": cos, "sin": sin, "layer": draw.randrange(LAYERS), "num_heads": heads,
+        "num_kv_heads": kv_heads, **dict(zip(("q_norm", "k_norm"), norms, strict=False)),
+        "eps": 1e-5,
+    }  # fmt: skip
 
 
 def tables(head_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -86,7 +59,7 @@ def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), wanted.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("head_size", [16, 32, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_size", [16, 48, 80, 128])
 @pytest.mark.parametrize("kept", [None, torch.int8, FP8], ids=["same", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_equals_its_reference(
@@ -94,18 +67,18 @@ def test_it_equals_its_reference(
 ) -> None:
     draw = Random(f"{head_size} {kept} {dtype}")
     block_size = draw.choice([16, 32])
-    case = Case.drawn(draw, dtype, head_size, block_size)
-    pool = filled_pool(case.kv_heads, block_size, head_size, kept or dtype)
+    case = drawn(draw, dtype, head_size, block_size)
+    pool = filled_pool(case["num_kv_heads"], block_size, head_size, kept or dtype)
     expected_pool = pool.clone()
 
-    q = case.run(rope_and_write, pool)
-    expected = case.run(rope_and_write_reference, expected_pool)
+    q = rope_and_write(**case, pool=pool)
+    expected = rope_and_write_reference(**case, pool=expected_pool)
 
-    assert q.shape == (len(case.qkv), case.heads, head_size) and q.dtype == dtype
+    assert q.shape == (len(case["qkv"]), case["num_heads"], head_size) and q.dtype == dtype
     close(q, expected, dtype)
     if kept is None:
         close(pool, expected_pool, dtype)
-    elif case.k_norm is None:
+    elif "k_norm" not in case:
         assert torch.equal(pool.view(torch.int8), expected_pool.view(torch.int8))
     else:
         # A norm may differ in its last bit, and a value may then lie on the other side of a tie.
@@ -117,30 +90,23 @@ def test_it_equals_its_reference(
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.int8, FP8], ids=str)
 def test_a_padding_row_writes_nothing(kept: torch.dtype) -> None:
-    case = Case.drawn(Random(1), torch.float32, 32, 16)
-    case.slots.fill_(-1)
-    pool = filled_pool(case.kv_heads, 16, 32, kept)
+    case = drawn(Random(1), torch.float32, 32, 16)
+    case["slots"].fill_(-1)
+    pool = filled_pool(case["num_kv_heads"], 16, 32, kept)
     before = pool.clone()
-    case.run(rope_and_write, pool)
+    rope_and_write(**case, pool=pool)
     assert torch.equal(pool.view(torch.uint8), before.view(torch.uint8))
-
-
-def test_no_rows() -> None:
-    case = Case.drawn(Random(2), torch.float32, 16, 16)
-    pool = filled_pool(case.kv_heads, 16, 16, torch.float32)
-    none = replace(case, qkv=case.qkv[:0], positions=case.positions[:0], slots=case.slots[:0])
-    assert none.run(rope_and_write, pool).shape == (0, case.heads, 16)
 
 
 def test_rows_of_a_wider_tensor() -> None:
     """The projection's output may be a part of something larger."""
-    case = Case.drawn(Random(3), torch.float32, 16, 16)
-    wide = torch.cat([case.qkv, torch.full_like(case.qkv, float("nan"))], dim=1)
-    pools = [filled_pool(case.kv_heads, 16, 16, torch.float32)] * 2
+    case = drawn(Random(3), torch.float32, 16, 16)
+    wide = torch.cat([case["qkv"], torch.full_like(case["qkv"], float("nan"))], dim=1)
+    pools = [filled_pool(case["num_kv_heads"], 16, 16, torch.float32)] * 2
     pools[1] = pools[0].clone()
-    part = replace(case, qkv=wide[:, : case.qkv.shape[1]])
-    assert torch.equal(part.run(rope_and_write, pools[0]), case.run(rope_and_write, pools[1]))
-    assert torch.equal(*pools)
+    part = {**case, "qkv": wide[:, : case["qkv"].shape[1]]}
+    found, wanted = rope_and_write(**part, pool=pools[0]), rope_and_write(**case, pool=pools[1])
+    assert torch.equal(found, wanted) and torch.equal(*pools)
 
 
 def test_one_position_turns_by_its_own_angle() -> None:

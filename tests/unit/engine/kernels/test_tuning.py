@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from baton.engine.ops.triton import __main__ as command
-from baton.engine.ops.triton import activation, norm, tuning
+from baton.engine.ops.triton import elementwise, tuning
+from baton.engine.ops.triton.__main__ import best_of, tune
 from baton.engine.ops.triton.check import specs_in
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial
-from baton.engine.ops.triton.tune import best_of, tune
 from baton.engine.ops.triton.tuning import Configs, Entry, choose
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 SPECS = specs_in(())
-TUNED = [spec for spec in SPECS if len(spec.candidates(spec.shapes[0])) > 1]
+TUNED = [spec for spec in SPECS if spec.configs]
+META = torch.device("meta")
 SHIPPED = sorted(tuning.SHIPPED.glob("*.json"))
 
 
@@ -49,13 +51,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 @pytest.mark.parametrize("spec", TUNED, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_every_shipped_file_has_every_kernel(file: Path, spec: KernelSpec) -> None:
-    """With the sizes that its candidates have, for each shape that it is tuned for."""
+    """With the sizes that are tried, for each shape that is tuned."""
     configs = tuning.read(file)
-    assert not configs.measured
+    assert not configs.measured and spec.configs
     for shape in spec.shapes:
-        for candidate in spec.candidates(shape):
-            found = configs.nearest(spec.name, shape)
-            assert found and set(candidate.sizes) <= set(found.sizes)
+        key = spec.trial(shape, META).key
+        tried, found = spec.configs(key), configs.nearest(spec.name, key)
+        assert tried and len(set(map(str, tried))) == len(tried)
+        assert found and all(set(one.sizes) <= set(found.sizes) for one in tried)
 
 
 def test_every_kernel_that_is_configured_exists_once() -> None:
@@ -66,9 +69,6 @@ def test_every_kernel_that_is_configured_exists_once() -> None:
 
 def test_the_interpreter_has_sizes_of_its_own() -> None:
     assert choose("silu_mul", {"rows": 1, "size": 4096}, CPU)["BLOCK"] <= 64
-
-
-def test_an_unknown_kernel_is_named() -> None:
     with pytest.raises(LookupError, match="no configuration of nothing"):
         choose("nothing", {}, CPU)
 
@@ -121,17 +121,14 @@ def test_what_a_user_measured_goes_first_near_its_shape(
     assert choose("add_rms_norm", near, GPU).sizes == {}
 
 
-def test_a_users_file_is_of_one_gpu_and_one_triton(tmp_path: Path) -> None:
-    file = tuning.user_file("NVIDIA H100 80GB HBM3/x")
-    assert file.parent == tmp_path / "baton" / "kernels"
-    assert file.name.startswith("NVIDIA-H100-80GB-HBM3-x-3.")
-
-
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     entries = (Entry({"rows": 3, "type": "bf16"}, Config(2, 4, {"BLOCK": 64})),)
     file = tmp_path / "deeper" / "file.json"
     tuning.write(file, Configs("", measured=True, kernels={"k": entries}))
     assert tuning.read(file) == Configs(str(file), measured=True, kernels={"k": entries})
+    own = tuning.user_file("NVIDIA H100 80GB HBM3/x")
+    assert own.parent == tmp_path / "baton" / "kernels"
+    assert own.name.startswith("NVIDIA-H100-80GB-HBM3-x-3.")
     assert list(file.parent.iterdir()) == [file]
 
 
@@ -156,28 +153,30 @@ def clock(fastest: Config, ran: list[Config]) -> Callable[[Callable[[], object]]
 
 
 def small(spec: KernelSpec, key: Key, ran: list[Config]) -> KernelSpec:
-    """The kernel with a few candidates, each noted as it runs."""
-    made = spec.inputs
+    """The kernel with three configurations, each noted as it runs."""
 
-    def inputs(shape: Key, device: torch.device) -> Trial:
-        trial = made(shape, device)
+    def trial(shape: Key, device: torch.device) -> Trial:
+        made = spec.trial(shape, device)
 
-        def run(config: Config) -> object:
+        def run(config: Config | None) -> tuple[Tensor, ...]:
+            assert config
             ran.append(config)
-            return trial.run(config)
+            return made.run(config)
 
-        return Trial(trial.key, run, trial.moved_bytes)
+        return replace(made, run=run)
 
-    candidates = spec.candidates(key)[:3]
-    return KernelSpec(spec.name, (), lambda key: candidates, (key,), inputs)
+    assert spec.configs
+    few = spec.configs(key)[:3]
+    return KernelSpec(spec.name, trial, (), lambda key: few, (key,))
 
 
-@pytest.mark.parametrize("spec", [norm.SPEC, activation.SPEC], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [elementwise.NORM, elementwise.SILU], ids=lambda spec: spec.name)
 def test_tuning_keeps_the_fastest_of_each_shape(spec: KernelSpec, tmp_path: Path) -> None:
     key = {"rows": 2, "size": 32}
     ran: list[Config] = []
     few = small(spec, key, ran)
-    wanted = few.candidates(key)[1]
+    assert few.configs
+    wanted = few.configs(key)[1]
     file = tmp_path / "own.json"
     tuning.write(file, Configs("", measured=True, kernels={"k": (Entry({}, Config(1, 1)),)}))
     for _ in range(2):  # the second time in place of the first
@@ -189,49 +188,45 @@ def test_tuning_keeps_the_fastest_of_each_shape(spec: KernelSpec, tmp_path: Path
     assert kept.kernels["k"] == (Entry({}, Config(1, 1)),)
 
 
-def test_a_candidate_that_fails_is_passed_over() -> None:
+def test_a_configuration_that_fails_is_passed_over() -> None:
     key = {"rows": 1, "size": 16}
     ran: list[Config] = []
-    few = small(norm.SPEC, key, ran)
-    best = best_of(few, key, CPU, lambda run: failing(run, ran), float("inf"))
+    few = small(elementwise.NORM, key, ran)
+
+    def measure(run: Callable[[], object]) -> float:
+        run()
+        if len(ran) == 1:
+            raise RuntimeError("too many resources")
+        return float(len(ran))  # the later, the slower
+
+    best = best_of(few, key, CPU, measure, float("inf"))
     assert best and (best.tried, best.failed) == (3, 1) and "1 failed" in str(best)
-    assert best.config == few.candidates(key)[1]
-
-
-def failing(run: Callable[[], object], ran: list[Config]) -> float:
-    """The first launch fails; the later one is, the slower."""
-    run()
-    if len(ran) == 1:
-        raise RuntimeError("too many resources")
-    return float(len(ran))
+    assert few.configs and best.config == few.configs(key)[1]
 
 
 def test_tuning_stops_when_its_time_is_over(tmp_path: Path) -> None:
     key = {"rows": 1, "size": 16}
-    work = [(norm.SPEC, key)] * 2
+    work = [(elementwise.NORM, key)] * 2
     assert list(tune(work, CPU, tmp_path / "none.json", 0.0)) == []
-    assert best_of(norm.SPEC, key, CPU, lambda run: 1.0, end=0.0) is None
+    assert best_of(elementwise.NORM, key, CPU, lambda run: 1.0, end=0.0) is None
     assert not (tmp_path / "none.json").exists()
 
 
-def test_shapes_of_all_kernels_have_candidates() -> None:
-    for spec in SPECS:
-        for shape in spec.shapes:
-            candidates = spec.candidates(shape)
-            assert candidates and len(set(map(str, candidates))) == len(candidates), spec.name
-
-
 def test_commands_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["tune"]) == 2
-    assert "tuning needs an NVIDIA GPU" in capsys.readouterr().err
-    assert command.main(["show"]) == 2
-    assert "show --arch 90" in capsys.readouterr().err
-    assert command.main(["check"]) == 2
-    assert "do not compile" in capsys.readouterr().err
-    assert command.main(["show", "--kernel", "nothing"]) == 2
-    assert "no kernel nothing; there are " in capsys.readouterr().err
-    assert command.main(["show", "--module", "baton.errors", "--arch", "90"]) == 2
-    assert "baton.errors has neither SPEC" in capsys.readouterr().err
+    for arguments, text in (
+        (["tune"], "tuning needs an NVIDIA GPU"),
+        (["show"], "show --arch 90"),
+        (["check"], "do not compile"),
+        (["show", "--kernel", "nothing"], "no kernel nothing; there are "),
+        (["show", "--module", "baton.errors", "--arch", "90"], "baton.errors has neither SPEC"),
+    ):
+        assert command.main(arguments) == 2
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert {"\ncheck ", "\ntune ", "\nshow "} <= set(
+        re.findall(r"\n(?:check|tune|show) ", capsys.readouterr().out)
+    )
 
 
 def test_show_prints_where_values_come_from(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,10 +237,3 @@ def test_show_prints_where_values_come_from(capsys: pytest.CaptureFixture[str]) 
     ]
     entries = json.loads((tuning.SHIPPED / "sm_90.json").read_text())["kernels"]["silu_mul"]
     assert len([line for line in told if line.startswith("  silu_mul ")]) == 2 * len(entries)
-
-
-def test_help_names_the_commands() -> None:
-    argv = [sys.executable, "-m", "baton.engine.ops.triton", "--help"]
-    told = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
-    for name in ("check", "tune", "show"):
-        assert f"\n{name} " in told

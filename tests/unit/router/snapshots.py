@@ -1,0 +1,52 @@
+"""Workers and snapshots made by hand, of real records, for tests of placement."""
+
+from baton.prefix import hash_chain
+from baton.v1 import common_pb2, worker_pb2
+from router.fleet.snapshot import AssignedPrompt, CachedPrefixes, Snapshot, WorkerView
+from router.placement.cost_model import PlacementRequest
+
+BLOCK = 4
+_TOKEN_OF_40_000_BYTES = {"num_layers": 10, "num_kv_heads": 4, "head_size": 125}
+PROMPT = tuple(range(100, 108))
+
+
+def worker(name, state="READY", reason="", tokens=0, sequences=0, caches=(), salt="", **fields):
+    """A worker with a pool of ten free blocks of four tokens of 40,000 bytes.
+
+    `tokens` are assigned to it, due at 0; `caches` is a prompt whose whole blocks it caches.
+    `fields` are a Load's, or a record's or its KV descriptor's where the Load has none.
+    """
+    kv = {"block_size": BLOCK, "dtype": "float32", **_TOKEN_OF_40_000_BYTES}
+    load = {"blocks_total": 10, "blocks_free": 10}
+    record = {"max_context": 64}
+    for name_, value in fields.items():
+        known = (worker_pb2.Load, load), (common_pb2.KvDescriptor, kv)
+        target = next((t for m, t in known if name_ in m.DESCRIPTOR.fields_by_name), record)
+        target[name_] = value
+    return WorkerView(
+        common_pb2.WorkerRecord(incarnation=name, kv=common_pb2.KvDescriptor(**kv), **record),
+        worker_pb2.Load(**load),
+        state,
+        reason,
+        (AssignedPrompt(tokens, 0.0),) if tokens else (),
+        sequences,
+        cached(caches, salt),
+    )
+
+
+def cached(prompt, salt=""):
+    """A prefix cache that holds the whole blocks of a prompt."""
+    prefixes = CachedPrefixes()
+    prefixes.apply(worker_pb2.CacheEvent(stored=hash_chain(tuple(prompt), BLOCK, salt)))
+    return prefixes
+
+
+def fleet(prefill, decode, excluded=None):
+    """A snapshot."""
+    return Snapshot(tuple(prefill), tuple(decode), excluded or {})
+
+
+def needs(prompt=PROMPT, virtual_finish=1.0, **more):
+    """A request whose prompt is `prompt`, or so many tokens; decode never computes it by itself."""
+    tokens = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
+    return PlacementRequest(tokens, virtual_finish, **{"local_prefill_max_tokens": 0, **more})
