@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from baton.engine.ops.native import library
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.local import ports
 from tests.chaos import kv_faults
-from tests.cluster.conftest import ENGINE, ClusterFactory
+from tests.cluster.conftest import ENGINE, USED_PORTS, ClusterFactory
+from tests.cluster.etcd_members import EtcdMembers
 from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
 from tests.waiting import eventually
@@ -32,8 +34,7 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
     cluster = await repaired_cluster(prefill=2, decode=2)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 24))
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         cluster.kill("prefill-0")
         cluster.kill("decode-0")
         done = await running
@@ -52,8 +53,7 @@ async def test_low_precision_streams_go_on_elsewhere_with_the_same_tokens(
     with Oracle(engine) as oracle:
         async with AsyncClient(cluster.address) as client:
             streams = Streams(client, oracle, mixed_cases(oracle, 16))
-            running = asyncio.ensure_future(streams.run())
-            await streams.midway.wait()
+            running = await streams.start()
             cluster.kill("decode-0")
             done = await running
             assert any(one.route.attempts > 1 for one in done)
@@ -76,8 +76,7 @@ async def test_a_replacement_at_the_same_address_is_another_worker(
     cases = mixed_cases(oracle, 8)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, cases)
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         before = {w["incarnation"] for w in (await client.status())["workers"]}
         cluster.kill(victim)
         await cluster.processes[victim].wait()
@@ -185,8 +184,7 @@ async def test_a_drained_worker_finishes_and_exits_0(
     cases = mixed_cases(oracle, 8)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, cases)
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         cluster.kill(victim, signal.SIGTERM)
         done = await running
         assert {one.route.attempts for one in done} == {1}, "drain hands nothing over in time"
@@ -202,8 +200,7 @@ async def test_a_router_drains_and_exits_0(
     oracle.tokens(case)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, [case] * 3)
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         cluster.kill("router", signal.SIGTERM)
         await running
         assert await asyncio.wait_for(cluster.processes["router"].wait(), 20) == 0
@@ -248,4 +245,37 @@ async def test_etcd_down_for_ten_seconds_goes_unnoticed(
         assert before < {worker["incarnation"] for worker in after["workers"]}
         for case in cases:
             await check(client, oracle, case, cache_salt="after")
+        await all_blocks_free(client)
+
+
+@pytest.fixture
+async def etcd_members() -> AsyncIterator[EtcdMembers]:
+    async with EtcdMembers() as members:
+        USED_PORTS.update(members.peer_ports)
+        yield members
+
+
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+async def test_one_of_three_etcd_members_killed_under_streams(
+    etcd_members: EtcdMembers, own_cluster: ClusterFactory, oracle: Oracle, victim: str
+) -> None:
+    """Streams are not disturbed, a new worker joins, and the router's registry is connected."""
+    cluster = await own_cluster(restart=False, etcd=etcd_members.addresses)
+    leader = await etcd_members.leader()
+    killed = next(m for m in etcd_members.members if (m is leader) == (victim == "leader"))
+    async with AsyncClient(cluster.address) as client:
+        streams = Streams(client, oracle, mixed_cases(oracle, 4))
+        running = await streams.start()
+        await killed.kill()
+        assert {one.route.attempts for one in await running} == {1}
+        await cluster.add_worker("decode")
+        status = await eventually(
+            client.status,
+            lambda s: sum(w["state"] == "READY" for w in s["workers"]) == 3,
+            "the new worker is not a member",
+            30.0,
+        )
+        assert status["router"]["registry_connected"]
+        await killed.start()
+        await asyncio.gather(*(check(client, oracle, c, cache_salt="after") for c in streams.cases))
         await all_blocks_free(client)

@@ -61,8 +61,7 @@ async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(
     cluster = await repaired_cluster(prefill=2, decode=2)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 24))
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         async with stopped(cluster, "decode-0"):
             incarnation = await seen_as(client, cluster, "decode-0", "SILENT")
             case = Case(oracle.prompt(100, start=4000), "greedy")
@@ -138,8 +137,7 @@ async def test_a_worker_that_stops_for_a_moment_is_not_given_up(
     )
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 4))
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         async with stopped(cluster, "decode-0"):
             await asyncio.sleep(1.0)
         assert {one.route.attempts for one in await running} == {1}
@@ -154,8 +152,7 @@ async def test_a_stopped_router_suspects_no_worker(
     cluster = await repaired_cluster(prefill=2, decode=2)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 4))
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         async with stopped(cluster, "router"):
             await asyncio.sleep(4.0)
         assert {one.route.attempts for one in await running} == {1}

@@ -1,12 +1,10 @@
-"""What broke in serving systems before this one, each as a test; `docs/failures.md` has the table.
-
-Here are those that no other test of the tree shows already.
-"""
+"""What broke in other serving systems, each as a test; `docs/failures.md` has the table."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from baton import rpc
 from baton.client import AsyncClient
-from baton.config import EngineConfig
+from baton.config import ClusterConfig, EngineConfig
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import is_complete
@@ -165,8 +163,7 @@ async def test_blocks_are_freed_without_new_work(
     cluster = await repaired_cluster()
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 6))
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         cluster.kill("router")
         running.cancel()  # it would go on until its deadlines
         await asyncio.gather(running, return_exceptions=True)
@@ -228,3 +225,34 @@ def _unsafe_lines(module: ast.Module) -> Iterator[int]:
             continue
         if names & UNSAFE_MODULES:
             yield node.lineno
+
+
+NICE = ClusterConfig.prefill_nice
+CORES = os.sched_getaffinity(0)
+_NICE = 16  # of the fields behind the command's name in /proc/PID/stat
+
+
+def threads(pid: int) -> list[tuple[frozenset[int], int]]:
+    """Cores and niceness of every thread of a process."""
+    return [
+        (
+            frozenset(os.sched_getaffinity(int(task.name))),
+            int((task / "stat").read_text().rpartition(")")[2].split()[_NICE]),
+        )
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+
+
+async def test_only_engine_threads_are_pinned_and_only_prefill_is_nice(
+    cluster_factory: ClusterFactory,
+) -> None:
+    cluster = await cluster_factory()
+    niceness = {name: [nice for _, nice in threads(p.pid)] for name, p in cluster.processes.items()}
+    assert NICE in niceness["prefill-0"]
+    assert set(niceness["decode-0"]) == set(niceness["router"]) == {os.nice(0)}
+    assert niceness["prefill-0"].count(NICE) <= 1 + len(CORES)  # the engine and its compute threads
+    for name in ("prefill-0", "decode-0"):
+        pid = cluster.processes[name].pid
+        assert os.sched_getaffinity(pid) == CORES, "the event loop is not pinned"
+        pinned = {cpus for cpus, _ in threads(pid)} - {frozenset(CORES)}
+        assert len(pinned) == (len(CORES) >= 2), "only the engine has cores of its own"
