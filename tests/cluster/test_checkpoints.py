@@ -103,9 +103,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "told"), BROKEN, ids=[d.__name__ for d, _ in BROKEN])
+@pytest.mark.parametrize(("damage", "words"), BROKEN, ids=[d.__name__ for d, _ in BROKEN])
 def test_the_loader_refuses_a_broken_checkpoint(
-    tmp_path: Path, whole: Path, damage: Callable[[Path], None], told: list[str]
+    tmp_path: Path, whole: Path, damage: Callable[[Path], None], words: list[str]
 ) -> None:
     """The error names the file and the tensor."""
     directory = tmp_path / "model"
@@ -113,13 +113,13 @@ def test_the_loader_refuses_a_broken_checkpoint(
     damage(directory)
     with pytest.raises(CheckpointError, match=f"^{directory}") as refused:
         build.load(EngineConfig(model=str(directory), device="cpu"))
-    for part in told:
+    for part in words:
         assert part in str(refused.value)
 
 
-@pytest.mark.parametrize(("damage", "told"), BROKEN[:2], ids=[d.__name__ for d, _ in BROKEN[:2]])
+@pytest.mark.parametrize(("damage", "words"), BROKEN[:2], ids=[d.__name__ for d, _ in BROKEN[:2]])
 async def test_a_worker_refuses_a_broken_checkpoint(
-    tmp_path: Path, whole: Path, etcd: str, damage: Callable[[Path], None], told: list[str]
+    tmp_path: Path, whole: Path, etcd: str, damage: Callable[[Path], None], words: list[str]
 ) -> None:
     """Exit status 1, soon, and the last line of stderr names the file and the tensor."""
     directory = tmp_path / "model"
@@ -133,7 +133,7 @@ async def test_a_worker_refuses_a_broken_checkpoint(
     assert refused.status == 1 and refused.out == ""
     assert refused.err.startswith(f"baton: error: {directory}"), refused.err
     assert refused.err.count("\n") == 1
-    for part in told:
+    for part in words:
         assert part in refused.err
 
 
@@ -190,10 +190,10 @@ async def test_a_sharded_checkpoint_serves(
     assert there.text == here.text
 
 
-async def test_made_up_weights_serve_token_ids(
+async def test_random_weights_serve_token_ids(
     tmp_path: Path, whole: Path, own_cluster: ClusterFactory
 ) -> None:
-    """A bare config.json is enough for a benchmark; workers make the same weights up."""
+    """A bare config.json is enough for a benchmark; all workers make the same weights."""
     config = tmp_path / "tiny.json"
     shutil.copy(whole / "config.json", config)
     engine = EngineConfig(model=str(config), random_weights=True, dtype="float32", kv_blocks=64)
@@ -209,7 +209,7 @@ async def test_made_up_weights_serve_token_ids(
 
 
 async def statuses(cluster: LocalCluster) -> list[tuple[str, str]]:
-    """(state, reason) of each worker, as the router tells operators."""
+    """(state, reason) of each worker, as the router's status shows it."""
     async with rpc.channel(cluster.address) as channel:
         stub = fleet_pb2_grpc.FleetServiceStub(channel)
         response = await stub.GetStatus(
@@ -228,7 +228,7 @@ async def start_on(cluster: LocalCluster, name: str, model: Path) -> None:
 
 
 async def refusal(cluster: LocalCluster) -> str:
-    """What a request gets that no pair of workers can serve."""
+    """The error of a request that no pair of workers can serve."""
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
         with pytest.raises(Unavailable) as refused:
             await client.generate(list(range(2, 42)), max_tokens=4, timeout=30.0)
@@ -262,7 +262,7 @@ async def test_workers_with_another_tokenizer_than_the_router(
 async def test_workers_with_different_models(
     tmp_path: Path, whole: Path, own_cluster: ClusterFactory
 ) -> None:
-    """Same tokenizer, other weights: their KV must never meet, and both sides are named."""
+    """Same tokenizer, other weights: they are not paired, and the error names both."""
     engine = EngineConfig(model=str(whole), dtype="float32", kv_blocks=64)
     cluster = await own_cluster(engine=engine, restart=False)
     other = tmp_path / "other"

@@ -39,7 +39,7 @@ async def counts(cluster: LocalCluster) -> dict[str, Any]:
         return {**counted, "ok": counted["ended"].get("OK", 0)}
 
 
-async def test_both_ways_count_as_the_router_does(
+async def test_http_and_grpc_figures_agree_with_the_routers_counts(
     cluster_factory: ClusterFactory, tmp_path: Path
 ) -> None:
     """The gateway against gRPC in turns: each request, prompt token and output token is there."""
@@ -115,12 +115,12 @@ async def doctor(address: str) -> dict[str, Any]:
     """The object of `doctor --json`."""
     done = await baton("doctor", "--json", "--target", address)
     assert (done.status, done.err) == (0, "")
-    told: dict[str, Any] = json.loads(done.out)
-    return told
+    report: dict[str, Any] = json.loads(done.out)
+    return report
 
 
 @pytest.mark.parametrize(("asked", "taken"), [("auto", "shm"), ("gloo", "gloo")])
-async def test_a_pair_does_what_the_doctor_says(
+async def test_a_pair_uses_the_transport_the_doctor_reports(
     cluster_factory: ClusterFactory, asked: str, taken: str
 ) -> None:
     settings = {} if asked == "auto" else {"transport": asked}
@@ -139,18 +139,18 @@ async def test_a_pair_does_what_the_doctor_says(
     assert all_well["level"] == "ok"
 
 
-async def test_workers_tell_of_their_hardware(cluster_factory: ClusterFactory) -> None:
+async def test_the_doctor_reports_the_workers_hardware(cluster_factory: ClusterFactory) -> None:
     """On a CPU: torch's version and no GPU, for people as a table."""
     cluster = await cluster_factory()
-    told = await doctor(f"127.0.0.1:{ports.free()},{cluster.address}")  # nobody is at the first
-    assert told["router"]["answers"] and told["router"]["state"] == "SERVING"
-    assert [worker["role"] for worker in told["workers"]] == ["prefill", "decode"]
-    for worker in told["workers"]:
+    report = await doctor(f"127.0.0.1:{ports.free()},{cluster.address}")  # the first is closed
+    assert report["router"]["answers"] and report["router"]["state"] == "SERVING"
+    assert [worker["role"] for worker in report["workers"]] == ["prefill", "decode"]
+    for worker in report["workers"]:
         assert worker["device"] == "cpu" and worker["gpu"] is None
         assert worker["versions"]["torch"] == torch.__version__
         assert worker["transports"] == ["shm", "gloo"]
-    shown = doctor_command.render(told)  # as it is printed without --json
-    assert "this machine" in shown and told["workers"][0]["incarnation"] in shown
+    shown = doctor_command.render(report)  # as it is printed without --json
+    assert "this machine" in shown and report["workers"][0]["incarnation"] in shown
     assert "every worker is READY" in shown
 
 
@@ -160,7 +160,7 @@ STARTED = re.compile(r"ready: (\S+), etcd")
 
 @pytest.mark.timeout(300)
 async def test_a_request_can_be_traced_afterwards(tmp_path: Path) -> None:
-    """`baton up` keeps traces without being told to, and any router says where."""
+    """`baton up` keeps traces by default, and any router knows where."""
     env = {"TMPDIR": str(tmp_path)}
     async with running("up", "--port", "0", "--drain-timeout", "1", env=env) as up:
         match = STARTED.match(await up.says("ready: ", 120.0))
@@ -188,7 +188,7 @@ async def test_a_request_can_be_traced_afterwards(tmp_path: Path) -> None:
         refused = await baton("generate", "--token-ids", "99999999", *target)
         assert refused.status == 1
         listed = json.loads((await baton("trace", "--json", *target)).out)["traces"]
-        assert [(told["trace_id"] == trace_id, told["error"] is None) for told in listed] in (
+        assert [(one["trace_id"] == trace_id, one["error"] is None) for one in listed] in (
             [(False, False), (True, True)],
             [(True, True)],  # the refused one's span is still on its way
         )

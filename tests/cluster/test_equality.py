@@ -43,7 +43,7 @@ async def test_alone_cold_and_cached(
 async def test_32_at_once(
     cluster_factory: ClusterFactory, oracle: Oracle, size: int, transport: str
 ) -> None:
-    """Mixed lengths and sampling in one batch change nobody's tokens."""
+    """Mixed lengths and sampling in one batch change no tokens."""
     cluster = await cluster_factory(prefill=size, decode=size, transport=transport)
     kinds = list(SAMPLING)
     lengths = [*LENGTHS, *LENGTHS[:5], *LENGTHS[:5]]
@@ -165,11 +165,11 @@ async def test_a_short_or_cached_prompt_skips_the_prefill_worker(
 async def test_the_trace_of_a_long_prompt(
     cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
 ) -> None:
-    """The first token leaves before Commit, and blocks travel while later chunks compute."""
+    """The first token leaves before Commit, and blocks are sent while later chunks compute."""
     services = {"baton-router", "baton-prefill", "baton-decode"}
     cluster = await cluster_factory(otlp=traces.address)
     async with AsyncClient(cluster.address) as client:
-        await check(client, oracle, Case(oracle.prompt(64, start=100), "greedy"))  # pairs them
+        await check(client, oracle, Case(oracle.prompt(64, start=100), "greedy"))  # makes the link
         done = await check(
             client, oracle, Case(oracle.prompt(1900), "greedy", 24), cache_salt="own"
         )
@@ -184,9 +184,9 @@ async def test_the_trace_of_a_long_prompt(
     transfer = by_name["kv.transfer"]
     assert transfer.attributes["bytes"] == 1900 * BYTES_PER_TOKEN
     assert int(transfer.attributes["chunks"]) == 4
-    assert transfer.start_ns < chunks[-1].start_ns, "blocks left while later chunks computed"
+    assert transfer.start_ns < chunks[-1].start_ns, "no block was sent before the last chunk"
     first_token = by_name["router.first_token"]
-    assert first_token.end_ns < transfer.end_ns, "the first token did not wait for Commit"
+    assert first_token.end_ns < transfer.end_ns, "the first token waited for Commit"
     assert by_name["decode.first_step"].start_ns >= by_name["decode.admit"].start_ns
     assert by_name["router.generate"].end_ns >= by_name["decode.run"].end_ns
 

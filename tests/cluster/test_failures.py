@@ -1,4 +1,4 @@
-"""Workers that die, drain or are replaced, etcd gone, KV lost or spoilt: none costs a token."""
+"""Workers killed, drained or replaced, etcd down, KV lost or corrupted: no token changes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_low_precision_streams_go_on_elsewhere_with_the_same_tokens(
 
 @pytest.fixture(scope="module")
 def fixed_ports() -> dict[str, int]:
-    """Where those workers listen that are replaced."""
+    """Ports of the workers that are replaced."""
     return {name: ports.free() for name in ("prefill-0", "decode-0")}
 
 
@@ -70,7 +70,7 @@ def fixed_ports() -> dict[str, int]:
 async def test_a_replacement_at_the_same_address_is_another_worker(
     repaired_cluster: ClusterFactory, oracle: Oracle, fixed_ports: dict[str, int], victim: str
 ) -> None:
-    """While etcd still lists the dead one, its successor answers at its address."""
+    """While etcd still lists the dead one, its successor serves at its address."""
     extra_args = {name: ["--port", str(port)] for name, port in fixed_ports.items()}
     cluster = await repaired_cluster(prefill=2, decode=2, extra_args=extra_args)
     cases = mixed_cases(oracle, 8)
@@ -93,7 +93,7 @@ async def test_a_replacement_at_the_same_address_is_another_worker(
 
 @pytest.fixture
 def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says how KV suffers: the same for each test, so that they share clusters."""
+    """The control file of KV faults: one for all tests, so that they share clusters."""
     folder = tmp_path_factory.getbasetemp() / "kv-faults"
     folder.mkdir(exist_ok=True)
     for file in folder.iterdir():
@@ -102,7 +102,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def set_fault(control: Path, fault: str) -> None:
-    """From now on every second transfer suffers."""
+    """From now on every second transfer is faulty."""
     control.write_text(json.dumps({"fault": fault, "every": 2}))
 
 
@@ -114,7 +114,7 @@ def end_faults(control: Path) -> str:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("fault", ["corrupt", "lose", "fail"])
-async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
+async def test_corrupted_or_lost_kv_is_detected_and_sent_again(
     cluster_factory: ClusterFactory, oracle: Oracle, control: Path, fault: str, transport: str
 ) -> None:
     """Every second transfer is changed, short or broken off on its way: tokens are the same."""
@@ -137,7 +137,7 @@ async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
 async def test_a_reservation_that_expires_is_made_elsewhere(
     own_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
-    """decode-0 forgets a reservation before the prompt in front is computed."""
+    """decode-0's reservation expires before the prompt in front is computed."""
     cluster = await own_cluster(
         prefill=1,
         decode=2,
@@ -187,7 +187,7 @@ async def test_a_drained_worker_finishes_and_exits_0(
         running = await streams.start()
         cluster.kill(victim, signal.SIGTERM)
         done = await running
-        assert {one.route.attempts for one in done} == {1}, "drain hands nothing over in time"
+        assert {one.route.attempts for one in done} == {1}, "a drained worker's stream moved"
         assert await asyncio.wait_for(cluster.processes[victim].wait(), 20) == 0
         await all_blocks_free(client)
 
@@ -208,7 +208,7 @@ async def test_a_router_drains_and_exits_0(
             await client.generate(case.prompt, max_tokens=4, timeout=1.0)
 
 
-async def test_etcd_down_for_ten_seconds_goes_unnoticed(
+async def test_etcd_down_for_ten_seconds_fails_no_request(
     own_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """Streams before, during and after the outage; members again afterwards, and new ones join."""

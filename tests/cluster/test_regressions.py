@@ -32,7 +32,7 @@ STORM = 300
 
 
 async def loads(cluster: LocalCluster, role: common_pb2.WorkerRole) -> list[worker_pb2.Load]:
-    """What the workers of a role say of themselves, each."""
+    """The load that each worker of a role reports."""
     found = []
     running = {process.pid for process in cluster.processes.values()}
     for record in cluster.membership.records.values():
@@ -47,7 +47,7 @@ async def loads(cluster: LocalCluster, role: common_pb2.WorkerRole) -> list[work
 async def test_one_id_names_a_handoff_at_both_ends(
     cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
 ) -> None:
-    """The router mints it: with two ids, each end would wait for the other until its deadline."""
+    """The router assigns it: with two ids, each end would wait for the other until its deadline."""
     cluster = await cluster_factory(otlp=traces.address)
     async with AsyncClient(cluster.address) as client:
         done = await check(client, oracle, Case(oracle.prompt(80), "greedy"))
@@ -79,7 +79,7 @@ async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
 async def test_a_full_decode_worker_costs_no_prefill(
     cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
 ) -> None:
-    """Blocks are reserved before a prompt is computed: what finds none waits at the router."""
+    """Blocks are reserved before a prompt is computed; one without them waits at the router."""
     cluster = await cluster_factory(engine=SMALL, otlp=traces.address)
     waiting = Case(oracle.prompt(600, start=1), "greedy")
     async with AsyncClient(cluster.address) as client:
@@ -118,7 +118,7 @@ async def test_workers_whose_caches_differ_are_not_paired(
 async def test_a_decode_worker_outlives_its_prefill_workers(
     repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
-    """The only prefill worker dies and another comes, three times; decode is never restarted."""
+    """The only prefill worker is killed and replaced three times; decode is never restarted."""
     cluster = await repaired_cluster()
     decode = cluster.processes["decode-0"].pid
     async with AsyncClient(cluster.address) as client:
@@ -135,7 +135,7 @@ async def test_a_decode_worker_outlives_its_prefill_workers(
     assert cluster.processes["decode-0"].running
 
 
-async def test_a_prefill_worker_lets_go_of_a_dead_decode_workers_memory(
+async def test_a_prefill_worker_unmaps_a_dead_decode_workers_pool(
     repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """It had mapped the pool to write into it, and would keep that memory alive."""
@@ -204,7 +204,7 @@ async def test_a_storm_of_cancels_leaves_the_cluster_serving(
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_that_runs_code_is_read_from_the_network_or_a_checkpoint(package: str) -> None:
-    """No pickle in any clothes: protobuf, JSON and safetensors only."""
+    """No pickle: protobuf, JSON and safetensors only."""
     found = [
         f"{path.name}:{line}"
         for path in (ROOT / package).rglob("*.py")

@@ -189,7 +189,7 @@ async def trace_of(receiver: OtlpReceiver, trace_id: str, services: set[str]) ->
     )
 
 
-# How long the router waited for workers: whatever they did meanwhile.
+# Spans in which the router waits for workers.
 WAITING = {"router.prefill", "router.stream"}
 
 
@@ -249,7 +249,7 @@ async def _running_decode(cluster: LocalCluster, client: AsyncClient) -> str:
 async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(
     own_cluster: ClusterFactory,
 ) -> None:
-    """Nothing is sampled here; what is kept comes from the router and from the workers it told."""
+    """Nothing is sampled here; what is kept comes from the router and its workers."""
     limits = RouterLimits(trace_slow_s=3.0, slos=("loose:ttft=1000,tpot=1000",))
     async with OtlpReceiver(SpanStore()) as receiver:
         cluster = await own_cluster(
@@ -296,7 +296,7 @@ async def _failed_trace(receiver: OtlpReceiver) -> list[Span]:
 
 
 def _check_log(cluster: LocalCluster, trace_id: str) -> None:
-    """The line that tells of the failed attempt leads to its trace."""
+    """The log line of the failed attempt has its trace id."""
     lines = [json.loads(line) for line in cluster.processes["router"].log if line.startswith("{")]
     (failed,) = (line for line in lines if line.get("trace_id") == trace_id)
     assert failed["logger"].startswith("router.dispatch") and failed["level"] == "warning"
