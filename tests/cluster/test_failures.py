@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from baton.client import AsyncClient
 from baton.engine.ops.native import library
@@ -248,7 +249,7 @@ async def test_etcd_down_for_ten_seconds_fails_no_request(
         await all_blocks_free(client)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def etcd_members() -> AsyncIterator[EtcdMembers]:
     async with EtcdMembers() as members:
         USED_PORTS.update(members.peer_ports)
