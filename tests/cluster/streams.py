@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.client import AsyncClient, Completion
+from baton.local.cluster import LocalCluster
 from tests.cluster.oracle import Case, Oracle
+from tests.waiting import eventually
 
 TOKENS_BEFORE_FAULT = 10
 # Added to a promised bound: recomputing lost tokens, and a busy machine.
@@ -24,6 +26,17 @@ def mixed_cases(oracle: Oracle, count: int, new_tokens: int = 150) -> list[Case]
     for case in cases:
         oracle.tokens(case)
     return cases
+
+
+async def decoding_process(cluster: LocalCluster, client: AsyncClient) -> str:
+    """The name of the decode worker that runs the only stream."""
+
+    async def pids() -> set[int]:
+        workers = (await client.status())["workers"]
+        return {w["pid"] for w in workers if w["role"] == "decode" and w["running"]}
+
+    (pid,) = await eventually(pids, bool, "no worker decodes", 20.0)
+    return next(name for name, process in cluster.processes.items() if process.pid == pid)
 
 
 @dataclass

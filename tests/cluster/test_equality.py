@@ -15,7 +15,7 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import is_complete
 from tests.cluster.conftest import ENGINE, ClusterFactory
 from tests.cluster.oracle import LENGTHS, SAMPLING, Case, Oracle, all_blocks_free, check
-from tests.cluster.streams import Streams, mixed_cases
+from tests.cluster.streams import mixed_cases
 
 TOPOLOGIES = [(1, "shm"), (1, "gloo"), (2, "shm"), (2, "gloo")]
 
@@ -254,18 +254,4 @@ async def test_a_stop_string_ends_a_stream_at_the_same_token_with_speculation(
             assert (one.text, one.stop, one.finish_reason) == (two.text, stop, "stop")
             assert one.token_ids == two.token_ids
             assert one.usage.completion_tokens == two.usage.completion_tokens
-        await all_blocks_free(client)
-
-
-async def test_speculation_after_a_killed_worker_changes_no_token(
-    repaired_cluster: ClusterFactory, oracle: Oracle
-) -> None:
-    """The successor proposes from the tokens that it is given."""
-    cluster = await repaired_cluster(decode=2, engine=SPECULATING)
-    async with AsyncClient(cluster.address) as client:
-        streams = Streams(client, oracle, mixed_cases(oracle, 12, new_tokens=250))
-        running = await streams.start()
-        cluster.kill("decode-0")
-        done = await running
-        assert any(one.route.attempts > 1 for one in done)
         await all_blocks_free(client)

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from baton.client import AsyncClient
+from baton.config import EngineConfig
 from baton.engine.ops.native import library
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.local import ports
@@ -44,14 +45,23 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
         await all_blocks_free(client)
 
 
-@pytest.mark.skipif(library.load() is None, reason="no native library can be built here")
-async def test_low_precision_streams_go_on_elsewhere_with_the_same_tokens(
-    own_cluster: ClusterFactory,
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(
+            replace(ENGINE, dtype="bfloat16", quantization="int8", kv_dtype="int8"),
+            marks=pytest.mark.skipif(library.load() is None, reason="no native library here"),
+            id="int8",  # native kernels give a row the same bits beside any other rows
+        ),
+        pytest.param(replace(ENGINE, speculate=4), id="speculation"),
+    ],
+)
+async def test_a_killed_decode_worker_changes_no_token(
+    own_cluster: ClusterFactory, engine: EngineConfig
 ) -> None:
-    """Native kernels give a row the same bits recomputed on another worker, beside others."""
-    engine = replace(ENGINE, dtype="bfloat16", quantization="int8", kv_dtype="int8")
-    cluster = await own_cluster(prefill=2, decode=2, restart=False, engine=engine)
-    with Oracle(engine) as oracle:
+    """At low precision and with speculation, too: the streams resume on the other worker."""
+    cluster = await own_cluster(decode=2, restart=False, engine=engine)
+    with Oracle(replace(engine, speculate=0)) as oracle:
         async with AsyncClient(cluster.address) as client:
             streams = Streams(client, oracle, mixed_cases(oracle, 16))
             running = await streams.start()

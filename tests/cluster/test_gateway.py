@@ -16,6 +16,7 @@ from baton.local import ports
 from baton.local.cluster import LocalCluster
 from tests.cluster.conftest import USED_PORTS, ClusterFactory
 from tests.cluster.oracle import SAMPLING, Case, Oracle, all_blocks_free
+from tests.cluster.streams import decoding_process
 from tests.waiting import eventually
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -188,12 +189,6 @@ async def test_closing_the_connection_frees_the_blocks(
         assert not runs_one(await own.status())
 
 
-async def decoding(client: AsyncClient) -> list[int]:
-    """Decode workers that have a sequence, as the router's status shows."""
-    workers = (await client.status())["workers"]
-    return [w["pid"] for w in workers if w["role"] == "decode" and w["running"]]
-
-
 async def test_a_stream_survives_its_decode_worker(
     repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
@@ -213,9 +208,7 @@ async def test_a_stream_survives_its_decode_worker(
             tokens += chunk.choices[0].model_extra["token_ids"]
             if len(tokens) > 10 and not killed:
                 killed = True
-                (pid,) = await eventually(lambda: decoding(own), bool, "no worker decodes")
-                (name,) = [n for n, p in cluster.processes.items() if p.pid == pid]
-                cluster.kill(name)
+                cluster.kill(await decoding_process(cluster, own))
     assert killed
     assert tuple(tokens) == oracle.tokens(case)
 

@@ -23,6 +23,7 @@ from baton.local.trace_tree import coverage
 from baton.metrics import table
 from tests.cluster.conftest import ClusterFactory
 from tests.cluster.oracle import Oracle, all_blocks_free
+from tests.cluster.streams import decoding_process
 from tests.cluster.test_equality import BYTES_PER_TOKEN
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
@@ -230,20 +231,8 @@ async def killed_midway(cluster: LocalCluster, client: AsyncClient) -> Completio
         async for delta in stream:
             tokens += len(delta.token_ids)
             if tokens == 10:
-                cluster.kill(await _running_decode(cluster, client))
+                cluster.kill(await decoding_process(cluster, client))
     return stream.completion
-
-
-async def _running_decode(cluster: LocalCluster, client: AsyncClient) -> str:
-    """The name of the process that runs the one stream there is."""
-    async with asyncio.timeout(ARRIVAL_S):
-        while True:
-            workers = (await client.status())["workers"]
-            pids = {w["pid"] for w in workers if w["role"] == "decode" and w["running"]}
-            if pids:
-                names = {process.pid: name for name, process in cluster.processes.items()}
-                return names[pids.pop()]
-            await asyncio.sleep(0.02)
 
 
 async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(
