@@ -201,38 +201,21 @@ def _is_expected(outcome: Outcome, error: Unavailable, router_down: bool, role_d
 
 
 def _violation_of_whole(request: ChaosRequest, done: Completion) -> str:
+    run = request.run
     if request.stop:
-        return _violation_of_stop(request, done)
-    wanted = ("length", request.max_tokens, request.max_tokens, len(request.run.prompt))
+        wanted: tuple[Any, ...] = ("stop", request.stop, run.whole.text.partition(request.stop)[0])
+        got: tuple[Any, ...] = (done.finish_reason, done.stop, done.text)
+        return "" if got == wanted else f"(reason, stop, text): {got}, not {wanted}"
     usage = done.usage
-    got = (
-        done.finish_reason,
-        len(done.token_ids),
-        usage.completion_tokens,
-        usage.prompt_tokens,
-    )
+    wanted = ("length", request.max_tokens, request.max_tokens, len(run.prompt))
+    got = (done.finish_reason, len(done.token_ids), usage.completion_tokens, usage.prompt_tokens)
     if got != wanted:
         return f"(reason, tokens, usage's tokens, prompt's tokens): {got}, not {wanted}"
-    if not request.run.whole.text.startswith(done.text.rstrip("\ufffd")):
+    if not run.whole.text.startswith(done.text.rstrip("\ufffd")):
         return f"other text than the oracle's: {done.text!r}"
-    return _violation_of_logprobs(request, done)
-
-
-def _violation_of_stop(request: ChaosRequest, done: Completion) -> str:
-    text = request.run.whole.text
-    wanted = ("stop", request.stop, text[: text.index(request.stop)])
-    got = (done.finish_reason, done.stop, done.text)
-    return "" if got == wanted else f"(reason, stop, text): {got}, not {wanted}"
-
-
-def _violation_of_logprobs(request: ChaosRequest, done: Completion) -> str:
-    if not request.logprobs:
-        return f"{len(done.logprobs)} log-probabilities, not requested" if done.logprobs else ""
-    if len(done.logprobs) != request.max_tokens:
+    if len(done.logprobs) != (request.max_tokens if request.logprobs else 0):
         return f"log-probabilities of {len(done.logprobs)} of {request.max_tokens} tokens"
-    for position, (ours, theirs) in enumerate(
-        zip(request.run.whole.logprobs, done.logprobs, strict=False)
-    ):
+    for position, (ours, theirs) in enumerate(zip(run.whole.logprobs, done.logprobs, strict=False)):
         if not _same(ours, theirs):
             return f"at token {position} the oracle has {ours} and the cluster {theirs}"
     return ""

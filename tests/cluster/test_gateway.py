@@ -50,41 +50,35 @@ def options_of(sampling: str, **more: Any) -> tuple[dict[str, Any], dict[str, An
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-async def test_a_completion_equals_the_sdks(cluster_factory: ClusterFactory, sampling: str) -> None:
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+async def test_responses_equal_the_sdks(
+    cluster_factory: ClusterFactory, sampling: str, chat: bool
+) -> None:
+    """Whole and streamed: text, finish reason and usage."""
     cluster = await http_cluster(cluster_factory)
-    http, sdk = options_of(sampling, ignore_eos=True)
+    http, sdk = options_of(sampling, ignore_eos=not chat)
+    prompt: dict[str, Any] = {"messages": MESSAGES} if chat else {"prompt": PROMPT}
     async with AsyncClient(cluster.address) as own, client_of(cluster) as client:
-        expected = await own.generate(PROMPT, **sdk)
-        whole = await client.completions.create(model="demo", prompt=PROMPT, **http)
-        stream = await client.completions.create(
-            model="demo", prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **http
+        create: Any = client.chat.completions.create if chat else client.completions.create
+        expected = await own.generate(MESSAGES if chat else PROMPT, **sdk)
+        whole = await create(model="demo", **prompt, **http)
+        stream = await create(
+            model="demo", stream=True, stream_options={"include_usage": True}, **prompt, **http
         )
-        chunks = [chunk async for chunk in stream]
+        *chunks, last = [chunk async for chunk in stream]
         await all_blocks_free(own)
-    assert whole.choices[0].text == expected.text
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected.text
-    assert whole.choices[0].finish_reason == chunks[-2].choices[0].finish_reason == "length"
-    for usage in (whole.usage, chunks[-1].usage):
-        assert usage is not None
+    choices = [chunk.choices[0] for chunk in chunks]
+    if chat:
+        assert whole.choices[0].message.content == expected.text
+        assert "".join(choice.delta.content or "" for choice in choices) == expected.text
+        assert choices[0].delta.role == "assistant"
+    else:
+        assert whole.choices[0].text == expected.text
+        assert "".join(choice.text for choice in choices) == expected.text
+    assert whole.choices[0].finish_reason == choices[-1].finish_reason == expected.finish_reason
+    for usage in (whole.usage, last.usage):
         assert usage.prompt_tokens == expected.usage.prompt_tokens
-        assert usage.completion_tokens == len(expected.token_ids) == 32
-
-
-@pytest.mark.parametrize("sampling", SAMPLING)
-async def test_a_chat_equals_the_sdks(cluster_factory: ClusterFactory, sampling: str) -> None:
-    cluster = await http_cluster(cluster_factory)
-    http, sdk = options_of(sampling)
-    async with AsyncClient(cluster.address) as own, client_of(cluster) as client:
-        expected = await own.generate(MESSAGES, **sdk)
-        whole = await client.chat.completions.create(model="demo", messages=MESSAGES, **http)
-        stream = await client.chat.completions.create(
-            model="demo", messages=MESSAGES, stream=True, **http
-        )
-        deltas = [chunk.choices[0] async for chunk in stream]
-    assert whole.choices[0].message.content == expected.text
-    assert "".join(delta.delta.content or "" for delta in deltas) == expected.text
-    assert deltas[0].delta.role == "assistant"
-    assert whole.choices[0].finish_reason == deltas[-1].finish_reason == expected.finish_reason
+        assert usage.completion_tokens == len(expected.token_ids)
 
 
 async def test_the_sync_client_works_too(cluster_factory: ClusterFactory) -> None:
