@@ -5,7 +5,7 @@
     with baton.Client("127.0.0.1:7700") as client:
         print(client.generate("def f(", max_tokens=32).text)
 
-The SDK is loaded when it is first named, so that a process which needs another room of the house
+The SDK is loaded when it is first named, so that a process which needs another package
 (`baton.errors`, `baton.engine`) does not pay for it.
 """
 
@@ -24,3 +24,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module("baton.client"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

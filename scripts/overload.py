@@ -122,7 +122,7 @@ async def main() -> int:
     args = options.parse_args()
     mix = Mix(tuple(args.prompt_tokens), tuple(args.new_tokens))
     print(f"{setting(args)}; prompts of {mix.prompt_tokens}, outputs of {mix.new_tokens} tokens")
-    async with cluster(args, ["--ttft-target", str(args.ttft_target)]) as local:
+    async with cluster(args, ["--ttft-target", str(args.ttft_target / 1000)]) as local:
         found = await capacity(local.address, mix, args.capacity_seconds)
         async with memory_of(local.processes["router"].pid) as before:
             await asyncio.sleep(1.0)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from baton.cli import options
-from baton.cli.values import seconds
+from baton.cli.options import seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

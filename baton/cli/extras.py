@@ -15,7 +15,7 @@ EXTRAS = {
 }
 
 
-def mend_of(error: ModuleNotFoundError, needed: str | None) -> str:
+def fix_for(error: ModuleNotFoundError, needed: str | None) -> str:
     """What to install when a dependency of ours is missing; empty when it is none of them.
 
     `needed` is the extra with all that the command needs, where that is more than one.

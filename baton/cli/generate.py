@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
-from baton.cli.prompt import add_prompt_options, prompt_of
-from baton.cli.services import limit_cpu
-from baton.cli.values import seconds
+from baton.cli.services import limit_cpu, with_threads
 from baton.config import EngineConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
+from baton.options import numbers
 from baton.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +37,16 @@ _SAMPLING = (
 _OF_A_CLUSTER = ("timeout", "priority", "ttft_target")
 
 
+_COMPUTE = (
+    *("model", "random-weights", "dtype", "quantization", "device", "kernels", "speculate"),
+    *("threads", "cpus", "gpu-memory", "graphs", "overlap"),
+)
+_MODEL_TEXT = (
+    "the model's name in requests (default: whichever the router serves); with --local its "
+    "directory (default: demo)"
+)
+
+
 def add_commands(commands: options.Commands) -> None:
     """Adds `generate`."""
     parser = options.add_command(commands, "generate", "complete a prompt", _TEXT, _EXAMPLES)
@@ -46,15 +55,51 @@ def add_commands(commands: options.Commands) -> None:
     where = parser.add_argument_group("where")
     options.add_target_option(where)
     _add_cluster_options(where)
-    options.add_model_options(
-        where, None, "NAME", "model's name; with --local its directory (default: demo)"
-    )
     where.add_argument("--local", action="store_true", help="run the engine in this process")
     where.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    engine = parser.add_argument_group("with --local")
-    options.add_compute_options(engine)
-    options.add_cpus_option(engine)
+    options.add_declared(parser, EngineConfig, _COMPUTE, "with --local", {"model": _MODEL_TEXT})
+    options.add_config_option(parser)
     parser.set_defaults(run=_run)
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """PROMPT and what it is; the parser's namespace has `usage_error` too."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT|-", help="text; - reads it from stdin")
+    group = parser.add_argument_group("prompt")
+    group.add_argument(
+        "--token-ids",
+        type=options.argument(numbers),
+        metavar="1,2,3",
+        help="token ids instead of text",
+    )
+    group.add_argument(
+        "--chat", action="store_true", help="send PROMPT as a user's message to a chat model"
+    )
+    parser.set_defaults(usage_error=parser.error)
+
+
+def prompt_of(args: argparse.Namespace) -> Any:
+    """What `add_prompt_options` asked for; ends the program on bad usage.
+
+    Raises InvalidRequest when stdin is not text.
+    """
+    if (args.prompt is None) == (args.token_ids is None):
+        args.usage_error("give either PROMPT (or - for stdin) or --token-ids")
+    if args.chat and args.token_ids is not None:
+        args.usage_error("--chat takes PROMPT, not --token-ids")
+    if args.token_ids is not None:
+        return list(args.token_ids)
+    text = _from_stdin() if args.prompt == "-" else args.prompt
+    return [{"role": "user", "content": text}] if args.chat else text
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        print("baton: the prompt is read from here; ctrl-D ends it", file=sys.stderr)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"stdin is not text: {error}") from error
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +122,18 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cluster_options(where: options.Options) -> None:
-    for option, unit, text in (
-        ("--timeout", "SECONDS", "for the whole request (default: none)"),
-        ("--ttft-target", "SECONDS", "until the first token, else it is refused at once "
-         "(default: the router's)"),
-    ):  # fmt: skip
-        where.add_argument(option, type=seconds, metavar=unit, help=text)
+    where.add_argument(
+        "--timeout",
+        type=options.seconds,
+        metavar="SECONDS",
+        help="for the whole request (default: none)",
+    )
+    where.add_argument(
+        "--ttft-target",
+        type=options.ttft_target,
+        metavar="SECONDS",
+        help="until the first token, else it is refused at once (default: the router's)",
+    )
     where.add_argument(
         "--priority",
         choices=("low", "normal", "high"),
@@ -109,7 +160,20 @@ def _run(args: argparse.Namespace) -> int:
     elif not completion.text:
         count = len(completion.token_ids)
         print(f"baton: no text, but {count} tokens: --json shows them", file=sys.stderr)
+    if warning := _cut_short(args.max_tokens, completion):
+        print(f"baton: warning: {warning}", file=sys.stderr)
     return 0 if completion.finish_reason else 1
+
+
+def _cut_short(max_tokens: int | None, completion: Completion) -> str:
+    """That fewer tokens came than were asked for; empty where that is not so."""
+    got = completion.usage.completion_tokens
+    if max_tokens is None or completion.finish_reason != "length" or got >= max_tokens:
+        return ""
+    return (
+        f"--max-tokens {max_tokens} is more than the context, or the tenant's limit, has room for "
+        f"behind {completion.usage.prompt_tokens} prompt tokens: the completion ended after {got}"
+    )
 
 
 def _check_usage(args: argparse.Namespace) -> None:
@@ -118,7 +182,7 @@ def _check_usage(args: argparse.Namespace) -> None:
         if args.local and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             args.usage_error(f"{option} is for a cluster; it does not go with --local")
-    if args.random_weights and not args.local:
+    if "random-weights" in args and not args.local:
         args.usage_error("--random-weights goes with --local: a cluster has its own model")
 
 
@@ -131,7 +195,7 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
     from baton import Client
 
-    asked = {"model": args.model, "stop": args.stop, **_sampling(args)}
+    asked = {"model": getattr(args, "model", None), "stop": args.stop, **_sampling(args)}
     asked |= {name: getattr(args, name) for name in _OF_A_CLUSTER}
     with (
         options.calling(args.target, args.timeout),
@@ -159,13 +223,12 @@ def api_key_of(path: Path | None, default: str | None) -> str | None:
 
 
 def _run_local(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
-    threads = args.threads or len(args.cpus)
-    engine = options.filled(EngineConfig, args, model=args.model or "demo", threads=threads)
+    engine = with_threads(options.settings(EngineConfig, "generate", args))
     args.extra = "worker"  # whichever of its libraries is missing
     from baton.local.model_check import check_model
 
     check_model(engine)
-    limit_cpu(threads, args.cpus)
+    limit_cpu(engine.threads, engine.cpus)
     from baton.local.single import run_local
 
     return run_local(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, Pace, model_path
+from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed, model_path
 from baton.engine import choices
 from baton.engine.batch import StepModel
 from baton.engine.blocks import BlockPool
@@ -149,8 +149,8 @@ def _on_cpu(
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     pool = allocate_pool(layout, allocate, device)
     if settings.simulate:
-        pace = Pace.parse(settings.simulate)
-        return Parts(SimulatedRunner(pace, pool, sampler, config.vocab_size), layout)
+        speed = SimulatedSpeed.parse(settings.simulate)
+        return Parts(SimulatedRunner(speed, pool, sampler, config.vocab_size), layout)
     # What a model keeps for each position, it keeps for those that can be had here.
     slots = layout.num_blocks * layout.block_size
     config = replace(config, max_context=min(choices.longest_context(settings, config), slots))

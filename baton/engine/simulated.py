@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.config import Pace
+from baton.config import SimulatedSpeed
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import Drawn, drawn_by, sample_rows
 from baton.engine.sampling.randomness import splitmix64
@@ -44,9 +44,11 @@ _BEST_LOGIT = 12.0
 class SimulatedRunner:
     """Runs plans over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
 
-    def __init__(self, pace: Pace, pool: torch.Tensor, sampler: Sampler, vocab_size: int) -> None:
+    def __init__(
+        self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler, vocab_size: int
+    ) -> None:
         self.pool = pool
-        self._pace = pace
+        self._speed = speed
         self._slots = _Slots(pool)
         self._sampler = sampler
         self._vocab_size = vocab_size
@@ -75,7 +77,7 @@ class SimulatedRunner:
 
     def _takes_s(self, plan: Plan) -> float:
         sequences = sum(work.count - len(work.draft) == 1 for work in plan.work)
-        return self._pace.step_s(plan.num_tokens - sequences, sequences)
+        return self._speed.step_s(plan.num_tokens - sequences, sequences)
 
     def _compute(self, work: Work) -> None:
         """Reads what comes before these tokens, then writes them."""

@@ -1,28 +1,34 @@
 """The command line: what it parses to, what it prints, how it fails."""
 
+import http.server
 import importlib
 import io
 import json
 import os
+import socket
+import subprocess
 import sys
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import baton
-from baton import cli
-from baton.cli import services, status, up
+from baton import cli, options
+from baton.cli import services, status
 from baton.client import Completion, Delta, Route, Timing, Usage
 from baton.config import (
     ClusterConfig,
     EngineConfig,
     RegistryConfig,
     RouterConfig,
-    RouterLimits,
     WorkerConfig,
 )
 from baton.errors import ConfigError, InternalError, Overloaded
@@ -71,7 +77,7 @@ def test_defaults_are_those_of_the_settings() -> None:
     assert router == RouterConfig(incarnation=router.incarnation)
     worker = services.worker_config(parse("decode-worker"))
     assert worker == WorkerConfig("decode", incarnation=worker.incarnation)
-    assert up.cluster_config(parse("up")) == ClusterConfig()
+    assert services.cluster_config(parse("up")) == ClusterConfig()
 
 
 def test_options_reach_the_settings() -> None:
@@ -95,132 +101,157 @@ def test_options_reach_the_settings() -> None:
     )  # fmt: skip
 
 
-def test_what_a_gpu_is_told_reaches_every_engine() -> None:
-    argv = (
-        "--device cuda:2 --gpu-memory 0.5 --no-graphs --no-overlap --kernels triton "
-        "--quantization fp8 --kv-dtype fp8"
-    )
-    expected = EngineConfig(
-        device="cuda:2", gpu_memory=0.5, graphs=False, overlap=False, kernels="triton",
-        quantization="fp8", kv_dtype="fp8",
-    )  # fmt: skip
-    cluster = up.cluster_config(parse("up", *argv.split()))
-    assert cluster.engine == expected
-    assert services.worker_config(parse("decode-worker", *argv.split())).engine == expected
-    args = parse(*commands.worker(cluster, "decode", Share((), 0), "h:1", None))
-    assert services.worker_config(args).engine == expected
-    share = Share((), 3, "cuda:7", 0.25)
-    args = parse(*commands.worker(cluster, "decode", share, "h:1", None))
-    placed = EngineConfig(
-        **{**vars(expected), "device": "cuda:7", "gpu_memory": 0.25, "threads": 3}
-    )
-    assert services.worker_config(args).engine == placed
-    alone = parse("generate", "x", "--local", "--device", "cuda:1", "--no-graphs")
-    assert (alone.device, alone.graphs, alone.overlap) == ("cuda:1", False, True)
+CONFIGS = {
+    "up": services.cluster_config, "router": services.router_config,
+    "prefill-worker": services.worker_config, "decode-worker": services.worker_config,
+}  # fmt: skip
 
 
-def test_the_local_cluster_starts_what_it_means() -> None:
-    """The command lines of `baton up`'s children parse back to the settings they stand for."""
-    engine = EngineConfig(
-        dtype="float32", kv_blocks=40, kv_cache_bytes=12345, max_context=256, prefix_cache=False
+def settings(*argv: str) -> Any:
+    return CONFIGS[argv[0]](parse(*argv))
+
+
+WHOLE = Share((), 1)
+
+
+def children(*argv: str, share: Share = WHOLE) -> tuple[Any, Any]:
+    """The settings that `baton up`'s router and prefill worker take out of their command lines."""
+    cluster = settings("up", *argv)
+    etcd = cluster.etcd or "h:1"
+    router = commands.router(cluster, 7701, etcd, cluster.otlp, cluster.metrics_port)
+    worker = commands.worker(cluster, "prefill", share, etcd, cluster.otlp, cluster.metrics_port)
+    assert parse(*router).die_with_parent == parse(*worker).die_with_parent == os.getpid()
+    return settings(*router), settings(*worker)
+
+
+def test_every_option_reaches_the_processes_of_a_local_cluster() -> None:
+    """Whatever `baton up` is told and a router or worker has an option for, it hands on."""
+    told = {
+        "prefill-nice": "7", "http-port": "99", "random-weights": "/c.json", "model-name": "tiny",
+        "port": "7701", "host": "0.0.0.0", "etcd": "https://h:1", "etcd-cert": "/c",
+        "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345", "device": "cpu",
+        "simulate": "5000,2", "max-prompt-tokens": "99", "kv-blocks": "40", "max-context": "256",
+        "ttft-target": "0.9", "gpu-memory": "0.5", "trace-sample": "0.25", "etcd-user": "me",
+    }  # fmt: skip
+    argv: list[str] = []
+    declared = options.declared(ClusterConfig)
+    for key, one in declared.items():
+        if one.is_switch:
+            argv.append(f"--no-{key}" if one.default else f"--{key}")
+        elif key in told or one.choices:
+            argv += [one.flag, told.get(key) or next(c for c in one.choices if c != one.default)]
+        elif key != "model":
+            value = "/file" if one.parse is Path else "8" if one.default is not None else "9400"
+            argv += [one.flag, value]
+    cluster = settings("up", *argv)
+    for process in children(*argv):
+        given = json.loads(options.to_json(process))
+        own = {"host", "port", "http-port", "threads", "cpus", "nice"}
+        for key in options.declared(type(process)).keys() & declared.keys() - own - {"model"}:
+            expected = json.loads(options.to_json(cluster)).get(key)
+            assert given.get(key) == expected != declared[key].default, key
+    router, worker = children(*argv)
+    assert (router.host, router.port, worker.host, worker.port) == ("0.0.0.0", 7701, "127.0.0.1", 0)
+    assert (worker.engine.nice, worker.engine.threads) == (7, 1)
+
+
+def test_a_worker_runs_on_its_share_of_the_machine() -> None:
+    _, worker = children("--device", "cuda", share=Share((0, 2), 2, "cuda:7", 0.25))
+    assert worker.engine == EngineConfig(
+        threads=2, cpus=(0, 2), nice=ClusterConfig.prefill_nice, device="cuda:7", gpu_memory=0.25
     )
-    cluster = ClusterConfig(engine, transport="gloo", cluster="c", drain_s=2.5, host="0.0.0.0")
-    args = parse(*commands.worker(cluster, "decode", Share((0, 2), 2), "h:1", "http://o:1"))
-    worker = services.worker_config(args)
     assert list(commands.PROGRAM) == [sys.executable, "-m", "baton"]
-    assert (worker.role, worker.transport, worker.drain_s) == ("decode", "gloo", 2.5)
-    assert worker.engine == EngineConfig(**{**vars(engine), "threads": 2, "cpus": (0, 2)})
-    assert worker.registry == RegistryConfig(etcd="h:1", cluster="c")
-    assert (args.die_with_parent, worker.otlp) == (os.getpid(), "http://o:1")
-    assert (worker.host, worker.port) == ("127.0.0.1", 0)
-    prefill = parse(*commands.worker(cluster, "prefill", Share((), 1), "h:1", None))
-    assert services.worker_config(prefill).engine.nice == cluster.prefill_nice > 0
-    router = services.router_config(parse(*commands.router(cluster, 7701, "h:1", None)))
-    assert (router.host, router.port, router.otlp) == ("0.0.0.0", 7701, None)
-    assert router.drain_s == 2.5
+    assert settings("decode-worker", "--cpus", "4,5,6").engine.threads == 3
 
 
-def test_limits_and_simulation_reach_every_process() -> None:
-    """`baton up` takes the options of a router that say what it accepts, and hands them on."""
-    argv = (
-        "--routers 2 --max-queue 3 --max-attempts 5 --default-timeout 7.5 --ttft-target 900 "
-        "--max-prompt-tokens 99 --tenants /t.toml --silence 0.75 --stall 4.5 "
-        "--recovery-timeout 6.5 --local-prefill-max 8 --simulate 5000,2 "
-        "--slo ttft=1 --slo batch:e2e=9 --trace-slow 3.5"
-    )
-    config = up.cluster_config(parse("up", *argv.split()))
-    expected = RouterLimits(
-        max_queue=3, max_attempts=5, default_timeout_s=7.5, ttft_target_ms=900,
-        max_prompt_tokens=99, tenants_file=Path("/t.toml"), silence_s=0.75, stall_s=4.5,
-        recovery_s=6.5, local_prefill_max_tokens=8, slos=("ttft=1", "batch:e2e=9"),
-        trace_slow_s=3.5,
-    )  # fmt: skip
-    assert (config.routers, config.limits) == (2, expected)
-    router = services.router_config(parse(*commands.router(config, 7701, "h:1", None)))
-    assert {name: getattr(router, name) for name in vars(expected)} == vars(expected)
-    for name, default in vars(RouterLimits()).items():
-        assert getattr(expected, name) != default, f"{name} is not tried"
-    worker = parse(*commands.worker(config, "prefill", Share((), 1), "h:1", None))
-    assert services.worker_config(worker).engine.simulate == "5000,2"
-
-
-def test_what_is_told_of_a_process_reaches_every_process() -> None:
-    """Sampling, prices and the form of log lines; where metrics are served is each one's own."""
-    argv = (
-        "--trace-sample 0.25 --metrics-port 9400 --worker-price 2.5 --log-format json --prefill 2"
-    )
-    config = up.cluster_config(parse("up", *argv.split()))
-    assert (config.metrics_port, config.price_per_hour) == (9400, 2.5)
-    router = parse(*commands.router(config, 7701, "h:1", None, 9400))
-    worker = parse(*commands.worker(config, "prefill", Share((), 1), "h:1", None, 9401))
-    told = services.router_config(router), services.worker_config(worker)
-    assert [(one.trace_sample, one.metrics_port) for one in told] == [(0.25, 9400), (0.25, 9401)]
-    assert told[1].price_per_hour == 2.5
-    assert router.log_format == worker.log_format == "json"
-    silent = commands.router(up.cluster_config(parse("up")), 7701, "h:1", None)
-    assert services.router_config(parse(*silent)).metrics_port is None
-
-
-def test_http_ports_reach_the_routers() -> None:
+def test_http_ports() -> None:
     """7780 and the ones after it, unless the routers take free ports: then none."""
-    assert up.cluster_config(parse("up")).first_http_port == 7780
-    assert up.cluster_config(parse("up", "--port", "0")).first_http_port == 0
-    assert up.cluster_config(parse("up", "--http-port", "0")).first_http_port == 0
-    config = up.cluster_config(parse("up", "--port", "0", "--http-port", "99"))
-    assert config.first_http_port == 99
-    argv = commands.router(config, 7701, "h:1", None, http_port=100)
-    assert services.router_config(parse(*argv)).http_port == 100
-    argv = commands.router(config, 7701, "h:1", None)
-    assert services.router_config(parse(*argv)).http_port == 0
-    for argv in (["up", "--http-port", "-1"], ["up", "--http-port", "65535", "--routers", "2"]):
-        with pytest.raises(ConfigError, match="--http-port"):
-            up.cluster_config(parse(*argv))
-    with pytest.raises(ConfigError, match="--http-port"):
-        services.router_config(parse("router", "--http-port", "65536"))
+    for argv, port in (
+        ([], 7780),
+        (["--port", "0"], 0),
+        (["--http-port", "0"], 0),
+        (["--port", "0", "--http-port", "99"], 99),
+    ):
+        assert settings("up", *argv).first_http_port == port
+    cluster = settings("up")
+    assert settings(*commands.router(cluster, 7701, "h:1", None, http_port=100)).http_port == 100
+    assert settings(*commands.router(cluster, 7701, "h:1", None)).http_port == 0
 
 
-def test_etcd_access_reaches_every_process() -> None:
-    """`baton up` passes on how etcd is to be talked to, and what the model is and is called."""
-    access = (
-        *("--etcd", "https://h:1", "--etcd-user", "me", "--etcd-password-file", "/p"),
-        *("--etcd-ca", "/ca", "--etcd-cert", "/c", "--etcd-key", "/k", "--cluster", "c"),
+def test_the_line_goes_before_the_environment_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(
+        'max-batch = 1\nblock-size = 2\nkv-cache = "1KiB"\ncpus = [3, 4]\ngraphs = false\n'
+        'slo = ["ttft=1", "x:e2e=2"]\nttft-target = 0.5\ntrace-sample = 0\n'
     )
-    config = up.cluster_config(
-        parse("up", *access, "--random-weights", "/tiny.json", "--model-name", "tiny")
-    )
-    expected = RegistryConfig(
-        etcd="https://h:1", cluster="c", user="me", password_file=Path("/p"), ca_file=Path("/ca"),
-        cert_file=Path("/c"), key_file=Path("/k"),
+    monkeypatch.setenv("BATON_OPT_BLOCK_SIZE", "20")
+    monkeypatch.setenv("BATON_OPT_CHUNK_TOKENS", "30")
+    monkeypatch.setenv("BATON_OPT_MAX_QUEUE", "9")  # a router's
+    monkeypatch.setenv("BATON_OPT_GPU_MEMORY", "")  # as if it were not there
+    engine = settings("decode-worker", "--config", str(file), "--chunk-tokens", "40").engine
+    assert engine == EngineConfig(
+        max_batch=1, block_size=20, chunk_tokens=40, kv_cache_bytes=1024, cpus=(3, 4), threads=2,
+        graphs=False,
     )  # fmt: skip
-    assert config.registry("https://h:1") == expected
-    argv = commands.worker(config, "prefill", Share((), 1), "https://h:1", None)
-    worker = services.worker_config(parse(*argv))
-    argv = commands.router(config, 7701, "https://h:1", None)
-    router = services.router_config(parse(*argv))
-    assert worker.registry == router.registry == expected
-    assert (worker.engine.model, worker.engine.random_weights) == ("/tiny.json", True)
-    assert (router.model, router.random_weights) == ("/tiny.json", True)
-    assert worker.served_name == router.served_name == "tiny"
+    router = settings("router", "--config", str(file))
+    assert (router.slos, router.ttft_target_s) == (("ttft=1", "x:e2e=2"), 0.5)
+    assert (router.trace_sample, router.max_queue) == (0, 9)
+    child, _ = children()
+    assert child.max_queue == 9
+    monkeypatch.setenv("BATON_OPT_MAX_QUEUE", "10")  # what `baton up` has read is what holds
+    assert settings("router", "--config", options.to_json(child)).max_queue == 9
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max-bach = 1", "baton.toml: there is no option 'max-bach'; do you mean 'max-batch'?"),
+        ("[router]", "there is no option 'router'; do you mean 'routers'?"),
+        ("max-batch = 0", "--max-batch must be at least 1, not 0"),
+        ("max-batch = 'many'", "baton.toml: max-batch: 'many' is no whole number"),
+        ("kv-cache = '1XB'", "baton.toml: kv-cache: '1XB' is no size: write 512MiB, 2GiB or bytes"),
+        ("graphs = 2", "baton.toml: graphs: '2' is neither true nor false"),
+        ("dtype = 'int3'", "--dtype must be one of auto, float32, bfloat16"),
+        ("max-batch =", "baton.toml cannot be read"),
+        (None, "baton.toml cannot be read"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "baton.toml"
+    if content is not None:
+        file.write_text(content)
+    assert cli.main(["decode-worker", "--config", str(file)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_wrong_in_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, message in (
+        ("MAX_BACH", "BATON_OPT_… names no option 'max-bach'; do you mean 'max-batch'?"),
+        ("MAX_BATCH", "environment: max-batch: 'x' is no whole number"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"BATON_OPT_{name}", "x")
+            assert cli.main(["decode-worker"]) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["up", "router"])
+def test_milliseconds_are_told_from_seconds(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--ttft-target", "500"]) == 1
+    assert "must be between 0 and 60, not 500.0 (field ttft_target_s): it is in seconds" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "x", "--ttft-target", "500"])
+    assert "500 is over 60 s: it is in seconds, 0.5 for 500 ms" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["up", "router", "decode-worker", "generate"])
@@ -237,31 +268,28 @@ def test_times_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "write seconds above 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "x", "12XiB", "-1", "1.5GiB"])
-def test_sizes_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("up", f"--kv-cache={text}")
-    assert "write 512MiB" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("option", "text", "told"),
+    ("option", "text", "message"),
     [
+        ("--kv-cache", "12XiB", "'12XiB' is no size: write 512MiB"),
+        ("--kv-cache", "-1", "'-1' is no size"),
+        ("--kv-cache", "1.5GiB", "'1.5GiB' is no size"),
         ("--device", "gpu", "'gpu' is no device: write auto, cpu, cuda or cuda:1"),
         ("--device", "cuda:x", "'cuda:x' is no device"),
-        ("--gpu-memory", "0", "'0' is no share: write a number up to 1, as 0.9"),
-        ("--gpu-memory", "1.5", "'1.5' is no share"),
-        ("--gpu-memory", "nan", "'nan' is no share"),
-        ("--gpu-memory", "80GiB", "'80GiB' is no share"),
+        ("--gpu-memory", "80GiB", "'80GiB' is no number"),
+        ("--max-batch", "many", "'many' is no whole number"),
+        ("--dtype", "int3", "invalid choice: 'int3'"),
     ],
 )
-def test_devices_and_shares_are_checked(
-    option: str, text: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_read_is_bad_usage(
+    option: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("up", "prefill-worker"):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as end:
             parse(command, f"{option}={text}")
-        assert told in capsys.readouterr().err
+        assert end.value.code == 2
+        told = capsys.readouterr().err
+        assert f"argument {option}: " in told and message in told
 
 
 def test_threads_are_set_and_cores_checked(
@@ -529,6 +557,14 @@ def test_generate_fails_visibly(
     assert (captured.out, captured.err) == (out, err)
 
 
+@pytest.mark.parametrize(("asked", "warned"), [("2", False), ("9", True)])
+def test_generate_warns_of_a_completion_that_was_cut(
+    asked: str, warned: bool, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "x", "--max-tokens", asked]) == 0
+    assert ("--max-tokens 9 is more than the context" in capsys.readouterr().err) == warned
+
+
 def test_a_reader_that_leaves_is_no_traceback(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -548,6 +584,48 @@ def test_nobody_there_is_told_with_the_mend(
     target = f"127.0.0.1:{ports.free()}"
     assert cli.main([*command, "--target", target]) == 1
     assert f"error: no router answers at {target}: start one with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["status"]])
+def test_an_http_port_is_recognised(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            target = f"127.0.0.1:{server.server_port}"
+            assert cli.main([*command, "--target", target]) == 1
+        finally:
+            server.shutdown()
+            thread.join()
+    error = capsys.readouterr().err
+    assert f"{target} speaks HTTP" in error and "--target 127.0.0.1:7700" in error
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    """A server with HTTP, whatever is asked."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_an_interrupt_while_modules_are_imported_is_silent() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'baton.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from baton.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_package_shows_what_it_offers() -> None:
+    assert {"AsyncClient", "Client", "Completion", "errors"} <= set(dir(baton))
 
 
 def test_generate_local_needs_no_cluster(
@@ -613,7 +691,56 @@ def test_status_as_table_and_json(calls: Calls, capsys: pytest.CaptureFixture[st
     empty["router"] = {**STATUS["router"], "registry_connected": False}  # type: ignore[dict-item]
     assert "no workers" in status.render(empty)
     assert "REGISTRY UNREACHABLE" in status.render(empty)
-    silent = worker_status("decode", state="SILENT", reason="no sign of life for 1.6 s")
+    silent = worker_status("decode", state="SILENT", reason="no heartbeat for 1.6 s")
     lines = status.render({**STATUS, "workers": [worker_status("prefill"), silent]}).splitlines()
     assert lines[3].endswith("all  reason")
-    assert lines[5].endswith("  0  no sign of life for 1.6 s")
+    assert lines[5].endswith("  0  no heartbeat for 1.6 s")
+    assert lines[-1].startswith("SILENT: is connected, but without a heartbeat")
+
+
+Status = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[[int], str]]:
+    """serving(status) -> the address of a server that says so."""
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+
+    def say(status: int) -> str:
+        servicer.set("", status)
+        return f"127.0.0.1:{port}"
+
+    yield say
+    server.stop(None).wait()
+
+
+def test_health_is_0_when_it_takes_work(
+    serving: Callable[[int], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["health", "--target", serving(Status.SERVING)]) == 0
+    assert capsys.readouterr().out == "SERVING\n"
+
+
+def test_health_is_1_and_why_when_it_does_not(
+    serving: Callable[[int], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["health", "--target", serving(Status.NOT_SERVING)]) == 1
+    assert "NOT_SERVING" in capsys.readouterr().err
+
+
+def test_health_is_1_when_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:  # bound and not listening: nobody else can take the port
+        taken.bind(("127.0.0.1", 0))
+        assert cli.main(["health", "--target", f"127.0.0.1:{taken.getsockname()[1]}"]) == 1
+    assert "failed to connect" in capsys.readouterr().err
+
+
+def test_health_is_1_when_it_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert cli.main(["health", "--target", target, "--timeout", "0.3"]) == 1
+    assert capsys.readouterr().err.startswith("baton: error:")

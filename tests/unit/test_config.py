@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from baton.config import (
     split_address,
 )
 from baton.errors import ConfigError
+from baton.slo import Slo, parse_all
 
 NAN = float("nan")
 WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
@@ -35,20 +37,25 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (RegistryConfig, {"cert_file": Path("c")}, "--etcd-cert and --etcd-key go together"),
     (RegistryConfig, {"key_file": Path("k")}, "--etcd-cert and --etcd-key go together"),
     (EngineConfig, {"dtype": "float16"}, "--dtype must be one of auto, float32, bfloat16"),
-    (EngineConfig, {"device": "tpu"}, "--device must be one of auto, cpu, cuda, or a GPU's number"),
-    (EngineConfig, {"device": "cuda:"}, "as cuda:1, not 'cuda:'"),
-    (EngineConfig, {"device": "cuda:-1"}, "as cuda:1, not 'cuda:-1'"),
-    (EngineConfig, {"device": "cpu:0"}, "as cuda:1, not 'cpu:0'"),
+    (EngineConfig, {"device": "tpu"}, "'tpu' is no device: write auto, cpu, cuda or"),
+    (EngineConfig, {"device": "cuda:"}, "'cuda:' is no device"),
+    (EngineConfig, {"device": "cuda:-1"}, "'cuda:-1' is no device"),
+    (EngineConfig, {"device": "cpu:0"}, "'cpu:0' is no device"),
     (EngineConfig, {"device": "cuda:1", "simulate": "1,1"}, "leave --device cuda:1 out"),
     (EngineConfig, {"quantization": "int4"}, "--quantization must be one of none, int8, fp8"),
     (EngineConfig, {"kv_dtype": "none"}, "--kv-dtype must be one of auto, int8, fp8"),
     (EngineConfig, {"kernels": "cuda"}, "--kernels must be one of auto, native, torch, triton"),
-    (EngineConfig, {"gpu_memory": 0.0}, "--gpu-memory must be above 0 and at most 1, not 0.0"),
-    (EngineConfig, {"gpu_memory": 1.01}, "--gpu-memory must be above 0 and at most 1, not 1.01"),
-    (EngineConfig, {"gpu_memory": NAN}, "--gpu-memory must be above 0 and at most 1, not nan"),
+    (EngineConfig, {"gpu_memory": 0.0}, "--gpu-memory must be between 0.001 and 1, not 0.0"),
+    (EngineConfig, {"gpu_memory": 1.01}, "--gpu-memory must be between 0.001 and 1, not 1.01"),
+    (EngineConfig, {"gpu_memory": NAN}, "--gpu-memory must be between 0.001 and 1, not nan"),
     (EngineConfig, {"block_size": 0}, "--block-size must be at least 1, not 0"),
     (EngineConfig, {"kv_blocks": -1}, "--kv-blocks must be at least 0, not -1"),
-    (EngineConfig, {"kv_cache_bytes": -1}, "--kv-cache must be at least 0, not -1"),
+    (
+        EngineConfig,
+        {"kv_cache_bytes": -1},
+        "--kv-cache must be at least 0, not -1 (field kv_cache_bytes)",
+    ),
+    (RouterConfig, {"ttft_target_s": 500}, "0 and 60, not 500 (field ttft_target_s): it is in sec"),
     (EngineConfig, {"max_context": -5}, "--max-context must be at least 0, not -5"),
     (EngineConfig, {"max_context": 1}, "--max-context must be at least 2"),
     (EngineConfig, {"max_batch": 0}, "--max-batch must be at least 1, not 0"),
@@ -77,8 +84,8 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (ClusterConfig, {"transport": "x"}, "--transport must be one of auto"),
     (ClusterConfig, {"drain_s": -0.5}, "--drain-timeout must be at least 0, not -0.5"),
     (ClusterConfig, {"etcd": "x"}, "--etcd must be HOST:PORT, not 'x'"),
-    (ClusterConfig, {"etcd_user": "me"}, "need --etcd HOST:PORT"),
-    (ClusterConfig, {"etcd": "h:1", "etcd_key": Path("k")}, "--etcd-cert and --etcd-key go"),
+    (ClusterConfig, {"user": "me"}, "need --etcd HOST:PORT"),
+    (ClusterConfig, {"etcd": "h:1", "key_file": Path("k")}, "--etcd-cert and --etcd-key go"),
 ]
 
 
@@ -146,7 +153,14 @@ def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path: Path) -> None:
     assert RouterConfig(model=str(directory), model_name="mine").served_name == "mine"
 
 
-@pytest.mark.parametrize("model", ["", "/no/such/place", "no-such-model"])
+def test_a_name_on_the_hub_is_answered_with_the_way_to_get_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"hf download org/llama-3\.2 --local-dir llama-3\.2`, th"
+    ):
+        model_path("org/llama-3.2")
+
+
+@pytest.mark.parametrize("model", ["", "/no/such/place", "no-such-model", "./no/model"])
 def test_a_model_that_is_not_there_is_told(model: str) -> None:
     with pytest.raises(ConfigError, match="not found: give a Hugging Face model directory"):
         model_path(model)
@@ -193,3 +207,32 @@ def test_prices_and_targets_are_checked() -> None:
 def test_prompts_do_not_starve_beside_a_busy_process() -> None:
     """Each step of niceness is worth a quarter less of a core that is shared (sched(7))."""
     assert 1 / (1 + 1.25**ClusterConfig.prefill_nice) > 1 / 3
+
+
+def test_targets_of_a_class() -> None:
+    assert Slo.parse("ttft=0.5,tpot=0.05") == Slo("default", 0.5, 0.05, math.inf)
+    assert Slo.parse("batch: ttft=10, e2e=60") == Slo("batch", 10, math.inf, 60)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf", "speed=1", "a:", ":ttft=1",
+     "a b:ttft=1", "ttft=1,ttft=2", "ttft=1,", "a:b:ttft=1"],
+)  # fmt: skip
+def test_targets_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--slo"):
+        Slo.parse(text)
+
+
+def test_names_of_classes_are_unique() -> None:
+    assert [slo.name for slo in parse_all(("ttft=1", "fast:ttft=0.1"))] == ["default", "fast"]
+    with pytest.raises(ConfigError, match="default twice"):
+        parse_all(("ttft=1", "tpot=1"))
+
+
+def test_all_targets_must_be_met() -> None:
+    slo = Slo("x", ttft_s=1.0, tpot_s=0.1)
+    assert slo.met(1.0, 0.1, 1e9)
+    assert not slo.met(1.01, 0.1, 2.0)
+    assert not slo.met(1.0, 0.11, 2.0)
+    assert not Slo("x", e2e_s=5.0).met(0.1, 0.1, 5.1)

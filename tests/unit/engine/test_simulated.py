@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import EngineConfig, Pace
+from baton.config import EngineConfig, SimulatedSpeed
 from baton.engine import build
 from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampler
@@ -30,9 +30,11 @@ SETTINGS = EngineConfig(
 )
 
 
-def runner(dtype: torch.dtype = torch.float32, pace: str = "1e9,0") -> SimulatedRunner:
+def runner(dtype: torch.dtype = torch.float32, speed: str = "1e9,0") -> SimulatedRunner:
     pool = torch.zeros(16, 2, 2, 2, BLOCK, 8, dtype=dtype)
-    return SimulatedRunner(Pace.parse(pace), pool, Sampler(frozenset({EOS}), VOCAB), VOCAB)
+    return SimulatedRunner(
+        SimulatedSpeed.parse(speed), pool, Sampler(frozenset({EOS}), VOCAB), VOCAB
+    )
 
 
 def sequence(
@@ -76,7 +78,9 @@ class TestKv:
         """The hash of a token is the same whether it came with 5000 others or one by one."""
         tokens = [(7919 * i) % VOCAB for i in range(5000)]
         pool = torch.zeros(1300, 1, 2, 1, BLOCK, 8)
-        engine = SimulatedRunner(Pace.parse("1e9,0"), pool, Sampler(frozenset(), VOCAB), VOCAB)
+        engine = SimulatedRunner(
+            SimulatedSpeed.parse("1e9,0"), pool, Sampler(frozenset(), VOCAB), VOCAB
+        )
         blocks = list(range(1300))
         grown = Sequence("grown", tokens[:1], 5000, GREEDY, block_ids=blocks)
         for start, end in ((0, 1), (1, 2), (2, 2050), (2050, 4999), (4999, 5000)):
@@ -179,17 +183,17 @@ class TestTokens:
         assert set(tokens(dataclasses.replace(GREEDY, logit_bias={3: 99.0}))) == {3}
 
 
-class TestPace:
+class TestSimulatedSpeed:
     """A step takes what its prompt tokens and sequences cost."""
 
     def test_of_a_step(self) -> None:
-        pace = Pace.parse("1000,10,0.5")
-        assert pace.step_s(500, 0) == pytest.approx(0.5)
-        assert pace.step_s(0, 4) == pytest.approx(0.012)
-        assert pace.step_s(100, 1) == pytest.approx(0.1105)
+        speed = SimulatedSpeed.parse("1000,10,0.5")
+        assert speed.step_s(500, 0) == pytest.approx(0.5)
+        assert speed.step_s(0, 4) == pytest.approx(0.012)
+        assert speed.step_s(100, 1) == pytest.approx(0.1105)
 
     def test_is_kept(self) -> None:
-        engine, of = runner(pace="100,60"), sequence(11, [0, 1, 2])
+        engine, of = runner(speed="100,60"), sequence(11, [0, 1, 2])
         begin = time.monotonic()
         compute(engine, of, 0, 10)
         between = time.monotonic()
