@@ -96,7 +96,11 @@ def add_declared(
 
 def _add(group: Any, one: Option, text: str) -> None:
     told = "default" in text or one.default in (None, "", ()) or one.sets
-    default = {True: "yes", False: "no"}[one.default] if one.is_switch else one.default
+    default = one.default
+    if one.is_switch:
+        default = "yes" if default else "no"
+    elif isinstance(default, float):
+        default = f"{default:g}"
     text = (text if told else f"{text} (default: {default})").replace("%", "%%")
     kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if not one.is_switch:
