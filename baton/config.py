@@ -169,9 +169,9 @@ class ServedModel:
     random_weights: bool = option(
         False,
         "--random-weights CONFIG",
-        "for benchmarks: make weights up for this config.json or directory; where there is no "
-        "tokenizer beside it, prompts are token ids only",
-        parse=str,
+        "for benchmarks: make weights up for this config.json or directory; without a tokenizer "
+        "beside it prompts are token ids only",
+        str,
         sets="model",
     )
 
@@ -186,16 +186,12 @@ class CacheConfig(ServedModel):
         0, "--kv-blocks BLOCKS", "size of the KV cache instead (default: what fits --kv-cache)"
     )
     kv_cache_bytes: int = option(
-        0,
-        "--kv-cache SIZE",
-        "memory for KV blocks, as 512MiB or 2GiB (default: 512MiB on a CPU; on a GPU what "
-        "--gpu-memory leaves)",
+        0, "--kv-cache SIZE", "for KV, as 2GiB (default: 512MiB on a CPU, else by --gpu-memory)"
     )
     kv_dtype: str = option(
         "auto",
         "--kv-dtype",
-        "8 bits: half the memory and transfer, a little less exact; fp8 on a GPU that knows it "
-        "(default: as --dtype)",
+        "8 bits halve memory and transfer, a little less exact; fp8 on GPUs (default: --dtype)",
         choices=KV_DTYPES,
     )
     max_context: int = option(
@@ -205,9 +201,7 @@ class CacheConfig(ServedModel):
     chunk_tokens: int = option(
         512, "--chunk-tokens TOKENS", "of prompts and drafts in one engine step, at most", least=1
     )
-    prefix_cache: bool = option(
-        True, "--prefix-cache", "keep the KV of prompts that have run for those that begin alike"
-    )
+    prefix_cache: bool = option(True, "--prefix-cache", "keep the KV of prompts that have run")
 
 
 @dataclass(frozen=True)
@@ -219,47 +213,36 @@ class EngineConfig(CacheConfig):
     device: str = option(
         "auto",
         "--device auto|cpu|cuda|cuda:N",
-        "where it runs; auto is a GPU where torch sees one, cuda the first, cuda:N the Nth from"
-        " 0; `baton up` spreads its workers over all GPUs unless told a number",
-        parse=device_name,
+        "auto is a GPU where torch sees one, cuda the first, cuda:N the Nth from 0; `baton up` "
+        "spreads its workers over all GPUs unless told a number",
+        device_name,
     )
     threads: int = option(
-        0,
-        "--threads N",
-        "CPU threads of an engine (default: as many as its --cpus, else torch's choice)",
+        0, "--threads N", "CPU threads (default: as many as its --cpus, else torch's choice)"
     )
     cpus: tuple[int, ...] = option(
-        (),
-        "--cpus 0,1",
-        "pin the threads that compute to these cores (default: not pinned)",
-        parse=numbers,
+        (), "--cpus 0,1", "pin compute threads to these cores (default: not pinned)", numbers
     )
-    nice: int = option(
-        0,
-        "--nice N",
-        "from 0 to 19, the niceness of the threads that compute; `baton up` sets it for prefill"
-        " workers",
-        most=MAX_NICE,
-    )
+    nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=MAX_NICE)
     simulate: str = option(
         "",
         "--simulate TOKENS_PER_S,STEP_MS",
-        "try routing and failures with many workers and no GPU: compute nothing, take as long "
-        "as a model of this prefill rate and decode step (a third number: ms more per sequence "
-        "in it); blocks, caches and transfers are real, the tokens mean nothing",
+        "compute nothing and take as long as a model of this prefill rate and decode step (a third "
+        "number: ms more per sequence in it), to try routing and failures; blocks, caches and "
+        "transfers are real, the tokens mean nothing",
     )
     quantization: str = option(
         "none",
         "--quantization",
-        "weights and activations in 8 bits, faster and a little less exact: int8 anywhere, fp8 "
-        "on a GPU that computes with it",
+        "weights and activations in 8 bits, faster, a little less exact: int8 anywhere, fp8 on "
+        "GPUs that compute with it",
         choices=QUANTIZATIONS,
     )
     kernels: str = option(
         "auto",
         "--kernels",
-        "on a CPU native, compiled on first use by g++, or torch, which needs nothing; on a GPU"
-        " triton, or torch, which is slow (default: the first where it can be had)",
+        "on a CPU native (compiled on first use by g++), on a GPU triton, or torch, which needs "
+        "nothing and is slow on a GPU (default: the first where it can be had)",
         choices=KERNELS,
     )
     speculate: int = option(
@@ -271,15 +254,12 @@ class EngineConfig(CacheConfig):
     gpu_memory: float = option(
         0.9,
         "--gpu-memory SHARE",
-        "of a GPU's memory, for weights, activations, graphs and KV; `baton up` divides it "
-        "among the workers of a GPU",
+        "of a GPU, for weights, activations, graphs, KV; `baton up` divides it among workers",
         least=0.001,
         most=1,
     )
     graphs: bool = option(True, "--graphs", "on a GPU: replay decode steps as CUDA graphs")
-    overlap: bool = option(
-        True, "--overlap", "on a GPU: prepare a step while the one before it runs"
-    )
+    overlap: bool = option(True, "--overlap", "on a GPU: prepare a step while another runs")
 
     def __post_init__(self) -> None:
         options.check(self)
@@ -302,15 +282,12 @@ class TelemetryConfig:
     trace_sample: float = option(
         1.0,
         "--trace-sample SHARE",
-        "of traces to export, from 0 to 1; a caller who sends a trace decides for it; failed "
-        "and slow requests are exported in any case",
+        "of traces to export; a caller's trace decides for itself, and failed and slow requests "
+        "are exported in any case",
         most=1,
     )
     metrics_port: int | None = option(
-        None,
-        "--metrics-port PORT",
-        "serve metrics for Prometheus at http://HOST:PORT/metrics; 0 takes a free port "
-        "(default: do not)",
+        None, "--metrics-port PORT", "at http://HOST:PORT/metrics; 0: a free one (default: none)"
     )
     log_level: str = option("info", "--log-level", "of log lines on stderr", choices=LOG_LEVELS)
     log_format: str = option(
@@ -337,15 +314,10 @@ class WorkerServiceConfig(ServiceConfig):
     """What every worker of a cluster has."""
 
     transport: str = option(
-        "auto",
-        "--transport",
-        "how KV blocks travel; auto takes the fastest that both workers can use",
-        choices=TRANSPORTS,
+        "auto", "--transport", "for KV blocks; auto: the fastest both have", choices=TRANSPORTS
     )
     price_per_hour: float = option(
-        0.0,
-        "--worker-price PRICE",
-        "of a worker for an hour, in whatever currency: shows what tokens cost",
+        0.0, "--worker-price PRICE", "of a worker for an hour, in any currency, for cost metrics"
     )
 
 
@@ -358,15 +330,10 @@ class WorkerConfig(WorkerServiceConfig):
     registry: RegistryConfig = part(RegistryConfig)
     port: int = option(0, "--port PORT", "port to listen on (default: a free one)")
     advertise: str = option(
-        "",
-        "--advertise HOST:PORT",
-        "address that others reach it at (default: --host and the port)",
+        "", "--advertise HOST:PORT", "what others reach it at (default: --host and the port)"
     )
     lease_s: float = option(
-        30.0,
-        "--reservation-lease SECONDS",
-        "that a handoff may take before its blocks are freed",
-        least=0.01,
+        30.0, "--reservation-lease SECONDS", "for a handoff; then its blocks are freed", least=0.01
     )
     transfer_timeout_s: float = option(
         10.0, "--transfer-timeout SECONDS", "for one transfer of KV blocks", least=0.001
@@ -403,7 +370,7 @@ class RouterLimits:
     ttft_target_s: float = option(
         0.0,
         "--ttft-target SECONDS",
-        "refuse at once what cannot have its first token in this time, as 0.5 (default: no target)",
+        "refuse at once what cannot have its first token in this time (default: no target)",
         most=MAX_TTFT_TARGET_S,
         hint=TTFT_HINT,
     )
@@ -411,43 +378,32 @@ class RouterLimits:
         0, "--max-prompt-tokens TOKENS", "of a prompt (default: what the context holds)"
     )
     tenants_file: Path | None = option(
-        None,
-        "--tenants FILE",
-        "TOML file with tenants, their keys, shares and limits (default: one, unlimited)",
+        None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"
     )
     silence_s: float = option(
         1.5, "--silence SECONDS", "without a heartbeat until a worker counts as lost", least=0.3
     )
     stall_s: float = option(
-        10.0,
-        "--stall SECONDS",
-        "for one engine step, unless the worker's steps are long, until it counts as stalled",
-        least=0.1,
+        10.0, "--stall SECONDS", "that an engine step may take if it is no usual one", least=0.1
     )
     recovery_s: float = option(
-        30.0,
-        "--recovery-timeout SECONDS",
-        "that accepted requests wait for a lost worker to come back",
+        30.0, "--recovery-timeout SECONDS", "that requests wait for a lost worker to come back"
     )
     slos: tuple[str, ...] = option(
         (),
         "--slo [NAME:]ttft=S,tpot=S",
-        "count how many requests met these targets (also e2e=S); once for each class",
-        parse=str,
+        "count requests that met these targets (also e2e=S); once for each class",
+        str,
         many=True,
     )
     trace_slow_s: float = option(
-        2.0,
-        "--trace-slow SECONDS",
-        "to a first token: traces of slower requests are kept in any case",
+        2.0, "--trace-slow SECONDS", "to a first token: slower requests' traces are always kept"
     )
     # Measured by scripts/local_prefill.py on two CPU cores: up to 64 tokens decode is sooner and
     # the streams beside it do not notice; from 80 on they do. Half of that, because models whose
     # prompts take longer, next to their steps, disturb streams sooner.
     local_prefill_max_tokens: int = option(
-        32,
-        "--local-prefill-max TOKENS",
-        "decode computes a prompt itself when no more than this is left of it",
+        32, "--local-prefill-max TOKENS", "at most, left of a prompt, that decode computes"
     )
 
     def __post_init__(self) -> None:
@@ -487,35 +443,27 @@ class ClusterConfig(WorkerServiceConfig, EtcdAccess):
     prefill_nice: int = option(
         2,
         "--prefill-nice N",
-        "from 0 to 19, the niceness of prefill workers next to decode workers and routers on "
-        "the same cores, but to every other busy process too: at 10 they get a tenth of a core "
-        "beside one",
+        "niceness of prefill workers, up to 19: they give way to decode workers and routers on the "
+        "same cores, but to every other busy process too (at 10: a tenth of a core beside one)",
         most=MAX_NICE,
     )
     routers: int = option(1, "--routers N", "routers", least=1)
-    host: str = redeclared(
-        ServiceConfig,
-        "host",
-        "127.0.0.1",
-        help="address the routers listen on; workers and etcd listen on loopback",
-    )
+    host: str = redeclared(ServiceConfig, "host", "127.0.0.1", help="address routers listen on")
     port: int = option(
         7700, "--port PORT", "the first router's port, others follow; 0 takes free ones"
     )
     http_port: int | None = option(
         None,
         "--http-port PORT",
-        "OpenAI's HTTP API at the first router, others follow; 0 for none "
-        f"(default: {HTTP_PORT}; none where --port is 0)",
+        f"OpenAI's HTTP API, like --port; 0: none (default: {HTTP_PORT}; none where --port is 0)",
+        int,
     )
     etcd: str | None = option(
         None, "--etcd HOST:PORT", "use this etcd (default: start one for the cluster)"
     )
     trace: bool = option(False, "--trace", "draw the trace of each request here")
     keep_traces: int = option(
-        1000,
-        "--keep-traces N",
-        "of the last requests, in memory, for `baton trace`, unless --otlp sends them away",
+        1000, "--keep-traces N", "last requests' traces to keep for `baton trace`, unless --otlp"
     )
     restart: bool = option(True, "--restart", "start a process that ended again, later each time")
     drain_s: float = redeclared(ServiceConfig, "drain_s", 5.0)

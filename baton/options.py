@@ -39,7 +39,7 @@ class Option:
     flag: str  # --name
     metavar: str  # what its value is, for people
     help: str
-    parse: Callable[[str], Any]  # raises ConfigError
+    parse: Callable[[str], Any]  # raises ConfigError or ValueError
     default: Any
     field: str = ""
     group: str = ""  # heading in the help: GROUP of the class that declares the field
@@ -62,7 +62,7 @@ class Option:
 
     def check(self, value: Any) -> None:
         """Raises ConfigError, naming the flag and the field, for a value it may not have."""
-        if isinstance(value, str) and not self.choices and not self.many:
+        if isinstance(value, str):
             self.parse(value)
         if self.choices and value not in self.choices:
             must = f"one of {', '.join(self.choices)}"
@@ -86,8 +86,8 @@ def option(
     Without `parse` the metavar tells what a value is, else the default's type.
     """
     flag, _, metavar = usage.partition(" ")
-    by_metavar: dict[str, Callable[[str], Any]] = {"FILE": Path, "SIZE": size, "PORT": whole}
-    by_type: dict[type, Callable[[str], Any]] = {bool: switch, int: whole, float: number}
+    by_metavar: dict[str, Callable[[str], Any]] = {"FILE": Path, "SIZE": size, "PORT": int}
+    by_type: dict[type, Callable[[str], Any]] = {bool: switch, int: int, float: float}
     parse = parse or by_metavar.get(metavar) or by_type.get(type(default), str)
     if metavar == "PORT":
         more["most"] = MAX_PORT
@@ -146,7 +146,7 @@ def to_json(settings: Any) -> str:
 def from_json(options: Mapping[str, Option], text: str) -> Values:
     """What `to_json` wrote. Raises ConfigError."""
     try:
-        return typed(options, json.loads(text), "--config")
+        return typed(options, json.loads(text), options, "--config: there is no option")
     except json.JSONDecodeError as error:
         raise ConfigError(f"--config is no JSON object: {error}") from None
 
@@ -154,42 +154,38 @@ def from_json(options: Mapping[str, Option], text: str) -> Values:
 def from_environment(
     environ: Mapping[str, str], options: Mapping[str, Option], known: Collection[str]
 ) -> Values:
-    """What variables say of options; an empty one says nothing. Raises ConfigError.
-
-    Variables of options in `known` that are none of these are passed over.
-    """
-    names = {name: name.removeprefix(PREFIX).lower().replace("_", "-") for name in environ}
-    told = {names[n]: environ[n] for n in environ if n.startswith(PREFIX) and environ[n]}
-    refuse_unknown(told, known, f"environment: {PREFIX}… names no option")
-    own = {key: text for key, text in told.items() if key in options}
-    return typed(options, own, "environment")
+    """What variables say of options; an empty one says nothing. See `typed`."""
+    ours = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text}
+    keys = {name: name.removeprefix(PREFIX).lower().replace("_", "-") for name in ours}
+    raw = {keys[name]: text for name, text in ours.items()}
+    return typed(options, raw, known, f"environment: {PREFIX}… names no option")
 
 
 def from_file(path: Path, options: Mapping[str, Option], known: Collection[str]) -> Values:
-    """What a TOML file says of options; keys in `known` that are none of them are passed over."""
+    """What a TOML file says of options. See `typed`."""
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
-    refuse_unknown(content, known, f"{path}: there is no option")
-    own = {key: value for key, value in content.items() if key in options}
-    return typed(options, own, str(path))
+    return typed(options, content, known, f"{path}: there is no option")
 
 
-def refuse_unknown(names: Collection[str], known: Collection[str], what: str) -> None:
-    """Raises ConfigError for the first name that is not known, naming the nearest that is."""
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(f"{what} {name!r}" + (f"; do you mean {near[0]!r}?" if near else ""))
+def typed(
+    options: Mapping[str, Option], raw: Mapping[str, Any], known: Collection[str], unknown: str
+) -> Values:
+    """Values as fields have them, of texts, numbers and lists; no value of other `known` options.
 
-
-def typed(options: Mapping[str, Option], raw: Mapping[str, Any], where: str) -> Values:
-    """Values as the fields have them, from texts, numbers and lists. Raises ConfigError."""
-    refuse_unknown(raw, options, f"{where}: there is no option")
+    Raises ConfigError, for a name that is not known with the nearest that is.
+    """
     found: Values = {}
     for key, value in raw.items():
-        one = options[key]
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise ConfigError(
+                f"{unknown} {key!r}" + (f"; do you mean {near[0]!r}?" if near else "")
+            )
+        if not (one := options.get(key)):
+            continue
         try:
             if one.many:
                 texts = value.split(";") if isinstance(value, str) else value
@@ -198,7 +194,7 @@ def typed(options: Mapping[str, Option], raw: Mapping[str, Any], where: str) -> 
                 text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
                 found[key] = one.parse(text)
         except (ConfigError, ValueError, TypeError) as error:
-            raise ConfigError(f"{where}: {key}: {error}") from error
+            raise ConfigError(f"{unknown.partition(':')[0]}: {key}: {error}") from error
     return found
 
 
@@ -207,22 +203,6 @@ def switch(text: str) -> bool:
     if text.lower() not in ("true", "false", "yes", "no", "on", "off", "1", "0"):
         raise ConfigError(f"{text!r} is neither true nor false")
     return text.lower() in ("true", "yes", "on", "1")
-
-
-def whole(text: str) -> int:
-    """A whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{text!r} is no whole number") from None
-
-
-def number(text: str) -> float:
-    """A number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{text!r} is no number") from None
 
 
 def size(text: str) -> int:
@@ -242,15 +222,14 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def _own(cls: type[Any]) -> list[Option]:
     """The options of a dataclass without its parts'."""
+    owners: dict[str, Any] = {
+        name: base for base in reversed(cls.__mro__) for name in base.__dict__
+    }
     return [
-        replace(one, field=field.name, group=one.group or _owner(cls, field.name).GROUP)
+        replace(one, field=field.name, group=one.group or owners[field.name].GROUP)
         for field in dataclasses.fields(cls)
         if (one := field.metadata.get("option"))
     ]
-
-
-def _owner(cls: type[Any], field: str) -> Any:
-    return next(base for base in cls.__mro__ if field in vars(base).get("__annotations__", {}))
 
 
 def _values(settings: Any) -> Values:

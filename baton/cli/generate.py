@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,11 +151,18 @@ def _add_cluster_options(where: options.Options) -> None:
 def _run(args: argparse.Namespace) -> int:
     _check_usage(args)
     prompt = prompt_of(args)
-    output = _Output(is_shown=not args.json)
+    shown: list[str] = []
+
+    def show(text: str) -> None:
+        if text and not args.json:
+            shown.append(text)
+            print(text, end="", flush=True)
+
     try:
-        completion = (_run_local if args.local else _run_remote)(args, prompt, output)
+        completion = (_run_local if args.local else _run_remote)(args, prompt, show)
     finally:
-        output.end_line()
+        if shown:  # whatever comes next begins on a line of its own
+            print(flush=True)
     if args.json:
         print(json.dumps(completion.to_dict(), ensure_ascii=False))
     elif not completion.text:
@@ -192,7 +200,7 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
+def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], None]) -> Completion:
     from baton import Client
 
     asked = {"model": getattr(args, "model", None), "stop": args.stop, **_sampling(args)}
@@ -205,7 +213,7 @@ def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Compl
         client.stream(prompt, **asked) as stream,
     ):
         for delta in stream:
-            output.show(delta.text)
+            show(delta.text)
         return stream.completion
 
 
@@ -222,7 +230,7 @@ def api_key_of(path: Path | None, default: str | None) -> str | None:
     return key
 
 
-def _run_local(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
+def _run_local(args: argparse.Namespace, prompt: Any, show: Callable[[str], None]) -> Completion:
     engine = with_threads(options.settings(EngineConfig, "generate", args))
     args.extra = "worker"  # whichever of its libraries is missing
     from baton.local.model_check import check_model
@@ -231,24 +239,4 @@ def _run_local(args: argparse.Namespace, prompt: Any, output: _Output) -> Comple
     limit_cpu(engine.threads, engine.cpus)
     from baton.local.single import run_local
 
-    return run_local(
-        engine, prompt, SamplingParams(**_sampling(args)), args.stop or [], output.show
-    )
-
-
-class _Output:
-    """The text on stdout, each part flushed as it comes; nothing when it is not to be shown."""
-
-    def __init__(self, *, is_shown: bool) -> None:
-        self._is_shown = is_shown
-        self._has_begun = False
-
-    def show(self, text: str) -> None:
-        if text and self._is_shown:
-            self._has_begun = True
-            print(text, end="", flush=True)
-
-    def end_line(self) -> None:
-        """So that whatever comes next begins on a line of its own."""
-        if self._has_begun:
-            print(flush=True)
+    return run_local(engine, prompt, SamplingParams(**_sampling(args)), args.stop or [], show)

@@ -128,16 +128,19 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
     mine = options.declared(CONFIGS[command])
     line = {key: vars(args)[key] for key in mine if key in vars(args)}
     line = {key: tuple(value) if mine[key].many else value for key, value in line.items()}
-    if (args.config or "").startswith("{"):
-        return options.build(cls, options.from_json(mine, args.config) | line, **given)
-    known = {key for config in CONFIGS.values() for key in options.declared(config)}
-    file = options.from_file(Path(args.config), mine, known) if args.config else {}
+    source: str = args.config or os.environ.get(f"{options.PREFIX}CONFIG", "")
+    if source.startswith("{"):
+        return options.build(cls, options.from_json(mine, source) | line, **given)
+    known = {"config"}.union(*(options.declared(config) for config in CONFIGS.values()))
+    file = options.from_file(Path(source), mine, known) if source else {}
     environment = options.from_environment(os.environ, mine, known)
     return options.build(cls, file | environment | line, **given)
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser as argparse wants it: what is wrong is told with the option's name and the usage."""
+    """A parser as argparse wants it, whose errors it shows with the option's name."""
+    if parse in (int, float, str, Path):
+        return parse
 
     def parsed(text: str) -> Any:
         try:
