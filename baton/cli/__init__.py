@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from baton.cli import bench, doctor, generate, services, status, top, trace
-from baton.cli.extras import fix_for
 from baton.cli.options import HelpFormatter
+from baton.cli.services import fix_for
 from baton.errors import BatonError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +29,29 @@ _EXAMPLES = """\
   baton generate --token-ids 1,52,311 --json
   baton generate 'class Stack:' --local            without a cluster: the same tokens"""
 
-# Asked for by an option, by these names in both the SDK's options and SamplingParams.
+_SAMPLING_OPTIONS = (
+    ("--max-tokens", int, "TOKENS", "in the completion (default: 64)"),
+    ("--temperature", float, "T", "0 takes the most likely token (default: 0)"),
+    ("--top-k", int, "K", "sample from the K most likely tokens (default: all)"),
+    ("--top-p", float, "P", "sample from the fewest tokens that reach P (default: 1)"),
+    ("--min-p", float, "P", "drop tokens below P times the most likely (default: 0)"),
+    ("--seed", int, "N", "makes sampling repeatable (default: a random one)"),
+    ("--min-tokens", int, "TOKENS", "before an end of sequence counts (default: 0)"),
+    ("--logprobs", int, "N", "report log-probabilities with N alternatives (with --json)"),
+)
+_CLUSTER_OPTIONS = (
+    ("--timeout", options.seconds, "SECONDS", "for the whole request (default: none)"),
+    ("--ttft-target", options.ttft_target, "SECONDS",
+     "until the first token, else it is refused at once (default: the router's)"),
+    ("--api-key-file", Path, "FILE",
+     "with the key to show the router (default: the variable BATON_API_KEY, if set)"),
+)  # fmt: skip
+# By these names in both the SDK's options and SamplingParams.
 _SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
     *("min_tokens", "ignore_eos", "logprobs"),
 )
-# Asked for by an option, by these names in the SDK's options; they mean something to a cluster.
-_OF_A_CLUSTER = ("timeout", "priority", "ttft_target")
-
-
-_COMPUTE = (
-    *("model", "random-weights", "dtype", "quantization", "device", "kernels", "speculate"),
-    *("threads", "cpus", "gpu-memory", "graphs", "overlap"),
-)
+_OF_A_CLUSTER = ("timeout", "priority", "ttft_target")  # by these names in the SDK's options
 _MODEL_TEXT = (
     "the model's name in requests (default: whichever the router serves); with --local its "
     "directory (default: demo)"
@@ -52,13 +62,25 @@ def add_commands(commands: options.Commands) -> None:
     """Adds `generate`."""
     parser = options.add_command(commands, "generate", "complete a prompt", _TEXT, _EXAMPLES)
     add_prompt_options(parser)
-    _add_sampling_options(parser)
+    sampling = parser.add_argument_group("sampling")
+    _add_options(sampling, _SAMPLING_OPTIONS)
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="ends it; may be repeated"
+    )
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
+    )
     where = parser.add_argument_group("where")
     options.add_target_option(where)
-    _add_cluster_options(where)
+    _add_options(where, _CLUSTER_OPTIONS)
+    where.add_argument(
+        "--priority",
+        choices=("low", "normal", "high"),
+        help="next to other requests that wait (default: the tenant's)",
+    )
     where.add_argument("--local", action="store_true", help="run the engine in this process")
     where.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    options.add_declared(parser, EngineConfig, _COMPUTE, "with --local", {"model": _MODEL_TEXT})
+    options.add_declared(parser, EngineConfig, "with --local", {"model": _MODEL_TEXT})
     options.add_config_option(parser)
     parser.set_defaults(run=_run)
 
@@ -103,49 +125,9 @@ def _from_stdin() -> str:
         raise InvalidRequest(f"stdin is not text: {error}") from error
 
 
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    for option, kind, unit, text in (
-        ("--max-tokens", int, "TOKENS", "in the completion (default: 64)"),
-        ("--temperature", float, "T", "0 takes the most likely token (default: 0)"),
-        ("--top-k", int, "K", "sample from the K most likely tokens (default: all)"),
-        ("--top-p", float, "P", "sample from the fewest tokens that reach P (default: 1)"),
-        ("--min-p", float, "P", "drop tokens below P times the most likely (default: 0)"),
-        ("--seed", int, "N", "makes sampling repeatable (default: a random one)"),
-        ("--min-tokens", int, "TOKENS", "before an end of sequence counts (default: 0)"),
-        ("--logprobs", int, "N", "report log-probabilities with N alternatives (with --json)"),
-    ):
-        group.add_argument(option, type=kind, metavar=unit, help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends it; may be repeated")
-    group.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
-    )
-
-
-def _add_cluster_options(where: options.Options) -> None:
-    where.add_argument(
-        "--timeout",
-        type=options.seconds,
-        metavar="SECONDS",
-        help="for the whole request (default: none)",
-    )
-    where.add_argument(
-        "--ttft-target",
-        type=options.ttft_target,
-        metavar="SECONDS",
-        help="until the first token, else it is refused at once (default: the router's)",
-    )
-    where.add_argument(
-        "--priority",
-        choices=("low", "normal", "high"),
-        help="next to other requests that wait (default: the tenant's)",
-    )
-    where.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the key to show the router (default: the variable BATON_API_KEY, if set)",
-    )
+def _add_options(group: options.Options, rows: Iterable[tuple[str, Any, str, str]]) -> None:
+    for flag, parse, metavar, text in rows:
+        group.add_argument(flag, type=parse, metavar=metavar, help=text)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import http.client
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -70,7 +70,6 @@ def add_command(commands: Commands, name: str, summary: str, text: str, examples
 def add_declared(
     parser: argparse.ArgumentParser,
     cls: type[Any],
-    only: Collection[str] = (),
     group: str = "",
     texts: Mapping[str, str] | None = None,
 ) -> None:
@@ -81,8 +80,6 @@ def add_declared(
     first = group or cls.GROUP
     groups: dict[str, Any] = {first: parser.add_argument_group(first)}
     for one in options.declared(cls).values():
-        if only and one.key not in only:
-            continue
         title = group or one.group
         if title not in groups:
             groups[title] = parser.add_argument_group(title)

