@@ -10,10 +10,9 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -279,11 +278,8 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
     monkeypatch.setattr(importlib.import_module(parent), child, module, raising=False)
 
 
-def failing_router(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(config: RouterConfig, frontends: object) -> int:
-        raise error
-
-    install(monkeypatch, "router.main", run=run)
+def failing_router(monkeypatch, error):
+    install(monkeypatch, "router.main", run=mock.Mock(side_effect=error))
 
 
 MISSING = "{} is not installed: pip install 'baton-serving[{}]'".format
@@ -324,11 +320,8 @@ def test_a_model_is_looked_at_before_torch_is_imported(argv, module, tmp_path, m
 
 def test_what_a_whole_cluster_needs_is_told_at_once(monkeypatch, capsys):
     """Not first the router's extra, then the worker's, then etcd's."""
-
-    async def run(config: ClusterConfig) -> int:
-        raise ModuleNotFoundError("no", name="grpc_health.v1")
-
-    install(monkeypatch, "baton.local.up", run=run)
+    missing = mock.AsyncMock(side_effect=ModuleNotFoundError(name="grpc_health.v1"))
+    install(monkeypatch, "baton.local.up", run=missing)
     assert cli.main(["up"]) == 1
     assert "pip install 'baton-serving[local]'" in capsys.readouterr().err
 
@@ -340,57 +333,25 @@ def test_bugs_keep_their_traceback(monkeypatch):
             cli.main(["router"])
 
 
-@dataclass
-class StreamOf:
-    """What a client streams: deltas, then a completion or an error."""
-
-    texts: list[str] = field(default_factory=list)
-    end: BaseException | None = None
-    completion: Completion = DONE
-    closed: bool = False
-
-    def __iter__(self) -> Iterator[Delta]:
-        for text in self.texts:
-            yield Delta(text, (1,), ())
-        if self.end:
-            raise self.end
-
-    def __enter__(self) -> "StreamOf":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.closed = True
-
-
-class Calls(list[tuple[Any, dict[str, Any]]]):
-    """What was asked of the client that stands in for the SDK's."""
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Calls:
-    seen = Calls()
-    stream: StreamOf = getattr(request, "param", StreamOf([" d", "", "ef"]))
+def client(monkeypatch, request):
+    """Stands in for the SDK's client: streams texts, then has a completion or raises an error."""
+    texts, end, completion = getattr(request, "param", ([" d", "", "ef"], None, DONE))
 
-    class Client:
-        def __init__(self, target: str, *, api_key: str | None = None) -> None:
-            self.target = target
-            self.api_key = api_key
+    def deltas():
+        yield from (Delta(text, (1,), ()) for text in texts)
+        if end:
+            raise end
 
-        def __enter__(self) -> "Client":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            assert stream.closed or not seen
-
-        def stream(self, prompt: Any, **options: Any) -> StreamOf:
-            seen.append((prompt, {"target": self.target, "api_key": self.api_key, **options}))
-            return stream
-
-        def status(self, *, timeout: float) -> dict[str, Any]:
-            return STATUS
-
-    monkeypatch.setattr(baton, "Client", Client, raising=False)
-    return seen
+    cls = mock.MagicMock()
+    opened = cls.return_value.__enter__.return_value
+    stream = opened.stream.return_value.__enter__.return_value
+    stream.__iter__.side_effect = deltas
+    stream.completion = completion
+    opened.status.return_value = STATUS
+    monkeypatch.setattr(baton, "Client", cls, raising=False)
+    yield cls
+    assert opened.stream.return_value.__exit__.call_count == opened.stream.call_count
 
 
 @pytest.mark.parametrize(
@@ -398,32 +359,34 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ca
     [
         (["x =", "--seed", "0", "--stop", "a", "--stop", "b"], "x =",
          {"seed": 0, "stop": ["a", "b"]}),
-        (["--token-ids", "3,4", "--json", "--target", "h:1"], [3, 4], {"target": "h:1"}),
+        (["--token-ids", "3,4", "--json", "--target", "h:1"], [3, 4], {}),
         (["x", "--priority", "high", "--ttft-target", "1.5", "--timeout", "9", "--model", "m"], "x",
          {"priority": "high", "ttft_target": 1.5, "timeout": 9.0, "model": "m"}),
         (["-"], "two\nlines\n", {}),
         (["--chat", "hello"], [{"role": "user", "content": "hello"}], {}),
     ],
 )  # fmt: skip
-def test_generate_asks_for_what_it_is_told(argv, prompt, asked, calls, monkeypatch, capsys):
+def test_generate_asks_for_what_it_is_told(argv, prompt, asked, client, monkeypatch, capsys):
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert cli.main(["generate", *argv]) == 0
     out = capsys.readouterr().out
     assert json.loads(out) == DONE.to_dict() if "--json" in argv else out == " def\n"
-    ((sent, options),) = calls
-    told = {name: value for name, value in options.items() if value is not None}
-    assert (sent, told) == (prompt, {"target": "127.0.0.1:7700", **asked})
+    call = client.return_value.__enter__.return_value.stream.call_args
+    told = {name: value for name, value in call.kwargs.items() if value is not None}
+    assert (call.args, told) == ((prompt,), asked)
+    target = argv[argv.index("--target") + 1] if "--target" in argv else "127.0.0.1:7700"
+    assert client.call_args == mock.call(target, api_key=None)
 
 
-def test_generate_shows_a_key_from_the_file_or_the_environment(calls, monkeypatch, tmp_path):
+def test_generate_shows_a_key_from_the_file_or_the_environment(client, monkeypatch, tmp_path):
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     (tmp_path / "key").write_text("from the file\n")
     assert cli.main(["generate", "x"]) == 0
     monkeypatch.setenv("BATON_API_KEY", "from the environment")
     assert cli.main(["generate", "x"]) == 0
     assert cli.main(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 0
-    keys = [options["api_key"] for _, options in calls]
+    keys = [call.kwargs["api_key"] for call in client.call_args_list]
     assert keys == [None, "from the environment", "from the file"]
 
 
@@ -431,7 +394,7 @@ def test_generate_shows_a_key_from_the_file_or_the_environment(calls, monkeypatc
     ("content", "told"),
     [(None, "cannot be read"), ("", "one key"), ("two\nlines", "one key"), ("\u00fc", "ASCII")],
 )
-def test_generate_tells_of_a_key_file_that_is_none(calls, tmp_path, capsys, content, told):
+def test_generate_tells_of_a_key_file_that_is_none(client, tmp_path, capsys, content, told):
     if content is not None:
         (tmp_path / "key").write_text(content)
     assert cli.main(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 1
@@ -440,34 +403,30 @@ def test_generate_tells_of_a_key_file_that_is_none(calls, tmp_path, capsys, cont
 
 
 @pytest.mark.parametrize(
-    ("calls", "exit_status", "out", "err"),
+    ("client", "exit_status", "out", "err"),
     [
-        (StreamOf(["half"], Overloaded("full")), 1, "half\n", "baton: error: full\n"),
-        (StreamOf([], InternalError("")), 1, "", "baton: error: InternalError\n"),
-        (StreamOf(["half"], KeyboardInterrupt()), 130, "half\n", ""),
-        (StreamOf(["x"], None, Completion("x", (1,), None)), 1, "x\n", ""),
-        (
-            StreamOf([""], None, Completion("", (1, 2), "length")),
-            0,
-            "",
-            "baton: no text, but 2 tokens: --json shows them\n",
-        ),
+        ((["half"], Overloaded("full"), None), 1, "half\n", "baton: error: full\n"),
+        (([], InternalError(""), None), 1, "", "baton: error: InternalError\n"),
+        ((["half"], KeyboardInterrupt(), None), 130, "half\n", ""),
+        ((["x"], None, Completion("x", (1,), None)), 1, "x\n", ""),
+        (([""], None, Completion("", (1, 2), "length")), 0, "",
+         "baton: no text, but 2 tokens: --json shows them\n"),
     ],
-    indirect=["calls"],
-)
-def test_generate_fails_visibly(calls, exit_status, out, err, capsys):
+    indirect=["client"],
+)  # fmt: skip
+def test_generate_fails_visibly(client, exit_status, out, err, capsys):
     assert cli.main(["generate", "x"]) == exit_status
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == (out, err)
 
 
 @pytest.mark.parametrize(("asked", "warned"), [("2", False), ("9", True)])
-def test_generate_warns_of_a_completion_that_was_cut(asked, warned, calls, capsys):
+def test_generate_warns_of_a_completion_that_was_cut(asked, warned, client, capsys):
     assert cli.main(["generate", "x", "--max-tokens", asked]) == 0
     assert ("--max-tokens 9 is more than the context" in capsys.readouterr().err) == warned
 
 
-def test_a_reader_that_leaves_is_no_traceback(calls, tmp_path, monkeypatch, capsys):
+def test_a_reader_that_leaves_is_no_traceback(client, tmp_path, monkeypatch, capsys):
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w") as pipe, open(os.devnull, "w") as safe:  # noqa: PTH123
@@ -487,25 +446,22 @@ def test_nobody_there_is_told_with_the_mend(command, capsys):
 @pytest.mark.parametrize("command", [["generate", "x"], ["status"]])
 def test_an_http_port_is_recognised(command, capsys):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            target = f"127.0.0.1:{server.server_port}"
-            assert cli.main([*command, "--target", target]) == 1
-        finally:
-            server.shutdown()
-            thread.join()
+        threading.Thread(target=server.serve_forever).start()
+        target = f"127.0.0.1:{server.server_port}"
+        exit_status = cli.main([*command, "--target", target])
+        server.shutdown()
     error = capsys.readouterr().err
+    assert exit_status == 1
     assert f"{target} speaks HTTP" in error and "--target 127.0.0.1:7700" in error
 
 
 class Answering(http.server.BaseHTTPRequestHandler):
-    """A server with HTTP, whatever is asked."""
+    """HTTP's answer to whatever is asked."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.send_error(404)
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, *args):
         pass
 
 
@@ -527,20 +483,14 @@ def test_the_package_shows_what_it_offers():
 
 
 def test_generate_local_needs_no_cluster(monkeypatch, capsys):
-    asked: list[Any] = []
-
-    def run_local(engine: Any, prompt: Any, sampling: Any, stop: Any, on_text: Any) -> Completion:
-        asked.append((engine, prompt, sampling, stop))
-        on_text(" def")
-        return DONE
-
+    run_local = mock.Mock(side_effect=lambda *told: told[-1](" def") or DONE)
     install(monkeypatch, "baton.local.single", run_local=run_local)
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setenv("MKL_NUM_THREADS", "")
     argv = ["generate", "x", "--local", "--dtype", "float32", "--threads", "1", "--top-k", "3"]
     assert cli.main(argv) == 0
     assert capsys.readouterr().out == " def\n"
-    ((engine, prompt, sampling, stop),) = asked
+    engine, prompt, sampling, stop, _ = run_local.call_args.args
     assert engine == EngineConfig(dtype="float32", threads=1)
     assert (prompt, sampling.top_k, sampling.max_tokens, stop) == ("x", 3, 64, [])
     assert os.environ["OMP_NUM_THREADS"] == "1"
@@ -578,7 +528,7 @@ prefill1  decode1  -          OPEN
 """
 
 
-def test_status_as_table_and_json(calls, capsys):
+def test_status_as_table_and_json(client, capsys):
     assert cli.main(["status"]) == 0
     assert capsys.readouterr().out == TABLE
     assert cli.main(["status", "--json"]) == 0
@@ -594,30 +544,19 @@ def test_status_as_table_and_json(calls, capsys):
     assert lines[-1].startswith("SILENT: is connected, but without a heartbeat")
 
 
-@pytest.fixture
-def serving() -> Iterator[Callable[[int], str]]:
-    """serving(status) -> the address of a server that says so."""
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    servicer = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-
-    def say(status: int) -> str:
-        servicer.set("", status)
-        return f"127.0.0.1:{port}"
-
-    yield say
-    server.stop(None).wait()
-
-
-def test_health_is_what_the_process_says(serving, capsys):
+def test_health_is_what_the_process_says(capsys):
     """Its exit status is what a container's health check sees."""
-    said = health_pb2.HealthCheckResponse
-    assert cli.main(["health", "--target", serving(said.SERVING)]) == 0
-    assert capsys.readouterr().out == "SERVING\n"
-    assert cli.main(["health", "--target", serving(said.NOT_SERVING)]) == 1
-    assert "NOT_SERVING" in capsys.readouterr().err
+    server, servicer = grpc.server(futures.ThreadPoolExecutor(2)), health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    told = []
+    for said in ("SERVING", "NOT_SERVING"):
+        servicer.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(said))
+        told.append((cli.main(["health", "--target", target]), *capsys.readouterr()))
+    server.stop(None).wait()
+    error = f"baton: error: {target} says NOT_SERVING\n"
+    assert told == [(0, "SERVING\n", ""), (1, "", error)]
 
 
 @pytest.mark.parametrize(("listens", "message"), [(False, "failed to connect"), (True, "error:")])
