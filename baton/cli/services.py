@@ -76,10 +76,8 @@ def add_commands(commands: options.Commands) -> None:
         if name in options.CONFIGS:
             options.add_declared(parser, options.CONFIGS[name])
             options.add_config_option(parser)
-            # For supervisors: the process ends when the one that started it does.
-            parser.add_argument(
-                "--die-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS
-            )
+        if name in ("router", "prefill-worker", "decode-worker"):  # for the process that starts it
+            parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
 
 
 def cluster_config(args: argparse.Namespace) -> ClusterConfig:

@@ -73,14 +73,6 @@ async def test_a_route_is_told(cluster_factory):
     assert short["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0}
 
 
-async def test_a_prompt_from_stdin(cluster_factory):
-    """`-` reads text as it is, line ends and all."""
-    cluster = await cluster_factory()
-    options = ("--target", cluster.address, "--max-tokens", "8")
-    piped = await generate("-", *options, stdin=PROMPT + "\n")
-    assert piped["token_ids"] == (await generate(PROMPT + "\n", *options))["token_ids"]
-
-
 async def test_a_stop_string_ends_the_text(cluster_factory):
     cluster = await cluster_factory()
     options = (PROMPT, "--target", cluster.address, "--max-tokens", "40", "--ignore-eos")
@@ -131,13 +123,6 @@ async def test_what_cannot_be_is_one_line_and_status_1(cluster_factory, argv, me
     assert refused.status == 1
     assert re.fullmatch(r"baton: error: [^\n]*\n", refused.err), refused.err
     assert message in refused.err
-
-
-@pytest.mark.parametrize("argv", [["generate"], ["generate", "x", "--timeout", "0"], ["what"]])
-async def test_bad_usage_is_status_2(argv):
-    refused = await baton(*argv)
-    assert (refused.status, refused.out) == (2, "")
-    assert refused.err.startswith("usage: baton")
 
 
 async def test_a_taken_port_is_told_before_anything_starts(cluster_factory):
