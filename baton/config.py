@@ -25,7 +25,7 @@ KERNELS = ("auto", "native", "torch", "triton")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, where nobody says how much memory may be taken
+CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_NICE = 19
 MAX_TTFT_TARGET_S = 60  # who writes more means milliseconds
 HTTP_PORT = 7780
@@ -214,7 +214,7 @@ class EngineConfig(CacheConfig):
         "auto",
         "--device auto|cpu|cuda|cuda:N",
         "auto is a GPU where torch sees one, cuda the first, cuda:N the Nth from 0; `baton up` "
-        "spreads its workers over all GPUs unless told a number",
+        "spreads its workers over all GPUs unless given a number",
         device_name,
     )
     threads: int = option(

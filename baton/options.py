@@ -83,7 +83,7 @@ def option(
 ) -> Any:
     """A field with this default. `usage` is "--flag METAVAR", or "--flag" for a switch or choice.
 
-    Without `parse` the metavar tells what a value is, else the default's type.
+    Without `parse` the metavar gives the type of a value, else the default's type.
     """
     flag, _, metavar = usage.partition(" ")
     by_metavar: dict[str, Callable[[str], Any]] = {"FILE": Path, "SIZE": size, "PORT": int}

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         "  baton demo                       see it all once: cluster, completion, trace\n"
         "  baton up                         a cluster on this machine\n"
         "  baton generate 'class Stack:'    a completion from it\n\n"
-        "`baton COMMAND --help` tells each command's options.",
+        "`baton COMMAND --help` shows the options of a command.",
         formatter_class=HelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"baton {_version()}")

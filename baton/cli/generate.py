@@ -200,7 +200,7 @@ def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], Non
 
 
 def api_key_of(path: Path | None, default: str | None) -> str | None:
-    """The key in the file, else the default, if it is not empty; never told in messages."""
+    """The key in the file, else the default, if it is not empty; never shown in messages."""
     if path is None:
         return default or None
     try:

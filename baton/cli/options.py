@@ -50,10 +50,10 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
-        is_told = "default" in text or not action.option_strings
+        is_stated = "default" in text or not action.option_strings
         has_default = action.default not in (None, "", argparse.SUPPRESS)
         silent = action.nargs == 0 or not has_default or action.default is False
-        return text if silent or is_told else f"{text} (default: %(default)s)"
+        return text if silent or is_stated else f"{text} (default: %(default)s)"
 
 
 def add_command(commands: Commands, name: str, summary: str, text: str, examples: str) -> Any:
@@ -92,13 +92,13 @@ def add_declared(
 
 
 def _add(group: Any, one: Option, text: str) -> None:
-    told = "default" in text or one.default in (None, "", ()) or one.sets
+    is_stated = "default" in text or one.default in (None, "", ()) or one.sets
     default = one.default
     if one.is_switch:
         default = "yes" if default else "no"
     elif isinstance(default, float):
         default = f"{default:g}"
-    text = (text if told else f"{text} (default: {default})").replace("%", "%%")
+    text = (text if is_stated else f"{text} (default: {default})").replace("%", "%%")
     kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if not one.is_switch:
         kind = {"action": "append" if one.many else "store", "type": argument(one.parse)}

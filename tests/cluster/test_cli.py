@@ -41,7 +41,7 @@ async def generate(*argv: str, stdin: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sampling", [(), SAMPLED], ids=["greedy", "seeded"])
-async def test_a_cluster_says_what_one_process_says(cluster_factory, sampling):
+async def test_a_cluster_equals_one_process(cluster_factory, sampling):
     """`generate --json` against a cluster and with --local: the same text, tokens and keys."""
     cluster = await cluster_factory()
     target = ("--target", cluster.address)
@@ -59,7 +59,7 @@ async def test_a_cluster_says_what_one_process_says(cluster_factory, sampling):
     assert (streamed.status, streamed.out, streamed.err) == (0, there["text"] + "\n", "")
 
 
-async def test_a_route_is_told(cluster_factory):
+async def test_the_route_is_reported(cluster_factory):
     """A long prompt goes over both workers, a short one is decoded where it is prefilled."""
     cluster = await cluster_factory()
     target = ("--target", cluster.address, "--max-tokens", "2")
@@ -117,7 +117,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED, ids=[m[:12] for _, m in REFUSED])
-async def test_what_cannot_be_is_one_line_and_status_1(cluster_factory, argv, message):
+async def test_refused_requests_are_one_line_and_status_1(cluster_factory, argv, message):
     cluster = await cluster_factory()
     refused = await baton("generate", *argv, "--target", cluster.address)
     assert refused.status == 1
@@ -125,7 +125,7 @@ async def test_what_cannot_be_is_one_line_and_status_1(cluster_factory, argv, me
     assert message in refused.err
 
 
-async def test_a_taken_port_is_told_before_anything_starts(cluster_factory):
+async def test_a_port_in_use_is_an_error_before_anything_starts(cluster_factory):
     cluster = await cluster_factory()
     port = cluster.address.rpartition(":")[2]
     refused = await baton("up", "--port", port)

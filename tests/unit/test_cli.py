@@ -39,7 +39,7 @@ def parse(*argv: str) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_tells_what_defaults_and_examples(command, capsys):
+def test_help_has_defaults_and_examples(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
     text = capsys.readouterr().out
@@ -91,7 +91,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "exit_status", "message"), WRONG)
-def test_what_is_wrong_is_told(line, exit_status, message, capsys):
+def test_bad_input_is_an_error(line, exit_status, message, capsys):
     try:
         ended: Any = cli.main(line.split())
     except SystemExit as end:
@@ -189,7 +189,7 @@ def test_http_ports():
     assert settings(*argv).http_port == 100
 
 
-def test_the_line_goes_before_the_environment_before_the_file(tmp_path, monkeypatch):
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path, monkeypatch):
     file = tmp_path / "baton.toml"
     file.write_text(
         'max-batch = 1\nblock-size = 2\nkv-cache = "1KiB"\ncpus = [3, 4]\ngraphs = false\n'
@@ -228,7 +228,7 @@ def test_the_line_goes_before_the_environment_before_the_file(tmp_path, monkeypa
         (None, "baton.toml cannot be read"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(content, message, tmp_path, capsys):
+def test_errors_in_a_file_are_named(content, message, tmp_path, capsys):
     file = tmp_path / "baton.toml"
     if content is not None:
         file.write_text(content)
@@ -243,7 +243,7 @@ def test_what_is_wrong_in_a_file_is_named(content, message, tmp_path, capsys):
         ("MAX_BATCH", "environment: max-batch: invalid literal for int()"),
     ],
 )
-def test_what_is_wrong_in_the_environment_is_named(name, message, monkeypatch, capsys):
+def test_errors_in_the_environment_are_named(name, message, monkeypatch, capsys):
     monkeypatch.setenv(f"BATON_OPT_{name}", "x")
     assert cli.main(["decode-worker"]) == 1
     assert message in capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_errors_on_purpose_have_no_traceback(error, message, monkeypatch, capsys
         (["generate", "x", "--local"], "baton.local.single"),
     ],
 )
-def test_a_model_is_looked_at_before_torch_is_imported(argv, module, tmp_path, monkeypatch, capsys):
+def test_a_model_is_checked_before_torch_is_imported(argv, module, tmp_path, monkeypatch, capsys):
     started: list[Any] = []
     install(monkeypatch, module, run=started.append, run_local=lambda *args: started.append(args))
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
@@ -313,7 +313,7 @@ def test_a_model_is_looked_at_before_torch_is_imported(argv, module, tmp_path, m
     assert not started
 
 
-def test_what_a_whole_cluster_needs_is_told_at_once(monkeypatch, capsys):
+def test_a_cluster_names_all_missing_packages_at_once(monkeypatch, capsys):
     """Not first the router's extra, then the worker's, then etcd's."""
     missing = mock.AsyncMock(side_effect=ModuleNotFoundError(name="grpc_health.v1"))
     install(monkeypatch, "baton.local.up", run=missing)
@@ -361,7 +361,7 @@ def client(monkeypatch, request):
         (["--chat", "hello"], [{"role": "user", "content": "hello"}], {}),
     ],
 )  # fmt: skip
-def test_generate_asks_for_what_it_is_told(argv, prompt, asked, client, monkeypatch, capsys):
+def test_generate_options_reach_the_client(argv, prompt, asked, client, monkeypatch, capsys):
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert cli.main(["generate", *argv]) == 0
@@ -374,7 +374,7 @@ def test_generate_asks_for_what_it_is_told(argv, prompt, asked, client, monkeypa
     assert client.call_args == mock.call(target, api_key=None)
 
 
-def test_generate_shows_a_key_from_the_file_or_the_environment(client, monkeypatch, tmp_path):
+def test_generate_reads_the_key_from_file_or_environment(client, monkeypatch, tmp_path):
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     (tmp_path / "key").write_text("from the file\n")
     assert cli.main(["generate", "x"]) == 0
@@ -389,7 +389,7 @@ def test_generate_shows_a_key_from_the_file_or_the_environment(client, monkeypat
     ("content", "told"),
     [(None, "cannot be read"), ("", "one key"), ("two\nlines", "one key"), ("\u00fc", "ASCII")],
 )
-def test_generate_tells_of_a_key_file_that_is_none(client, tmp_path, capsys, content, told):
+def test_bad_key_files_are_errors(client, tmp_path, capsys, content, told):
     if content is not None:
         (tmp_path / "key").write_text(content)
     assert cli.main(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 1
@@ -421,7 +421,7 @@ def test_generate_warns_of_a_completion_that_was_cut(asked, warned, client, caps
     assert ("--max-tokens 9 is more than the context" in capsys.readouterr().err) == warned
 
 
-def test_a_reader_that_leaves_is_no_traceback(client, tmp_path, monkeypatch, capsys):
+def test_a_closed_pipe_is_no_traceback(client, tmp_path, monkeypatch, capsys):
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w") as pipe, open(os.devnull, "w") as safe:  # noqa: PTH123
@@ -473,7 +473,7 @@ def test_an_interrupt_while_modules_are_imported_is_silent():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_the_package_shows_what_it_offers():
+def test_dir_lists_the_sdk():
     assert {"AsyncClient", "Client", "Completion", "errors"} <= set(dir(baton))
 
 

@@ -95,7 +95,7 @@ def test_addresses(address, parts):
 
 
 @pytest.mark.parametrize("address", ["", "h", ":1", "h:", "h:x", "h:-1", "h:65536", "h:1 "])
-def test_addresses_that_are_none(address):
+def test_malformed_addresses(address):
     with pytest.raises(ConfigError, match="--there must be HOST:PORT"):
         split_address(address, "--there")
 
@@ -129,7 +129,7 @@ def test_a_name_on_the_hub_is_answered_with_the_way_to_get_it():
 
 
 @pytest.mark.parametrize("model", ["", "/no/such/place", "no-such-model", "./no/model"])
-def test_a_model_that_is_not_there_is_told(model):
+def test_a_missing_model_is_an_error(model):
     with pytest.raises(ConfigError, match="not found: give a Hugging Face model directory"):
         model_path(model)
 
@@ -163,7 +163,7 @@ def test_targets_of_a_class():
     ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf", "speed=1", "a:", ":ttft=1",
      "a b:ttft=1", "ttft=1,ttft=2", "ttft=1,", "a:b:ttft=1"],
 )  # fmt: skip
-def test_targets_that_are_none(text):
+def test_malformed_slos(text):
     with pytest.raises(ConfigError, match="--slo"):
         Slo.parse(text)
 
