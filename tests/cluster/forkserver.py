@@ -21,7 +21,7 @@ import sys
 import traceback
 from typing import Any
 
-PRELOADED = ("prefill_worker.main", "decode_worker.main", "router.main", "baton.gateway")
+PRELOADED = ("prefill_worker.worker", "decode_worker.worker", "router.main", "baton.gateway")
 _MODULES = {"baton": "baton.__main__", "tests.chaos.process": "tests.chaos.process"}
 _MAX_MESSAGE = 1 << 17
 
