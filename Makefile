@@ -62,7 +62,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 	@$(BIN)/python scripts/protos.py --check
 	@$(BIN)/python scripts/check_deployment.py
-	@$(BIN)/python scripts/metrics_doc.py --check
+	@$(BIN)/python scripts/reference.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff format .

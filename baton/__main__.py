@@ -1,8 +1,19 @@
-"""`python -m baton` is the `baton` command."""
+"""The `baton` command, also as `python -m baton`."""
 
 import sys
 
-from baton.cli import main
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main() -> int:
+    """Runs one command. Ctrl-C is silent also while modules are still being imported."""
+    try:
+        from baton import cli  # noqa: PLC0415 - below the `try`
+
+        return cli.main()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

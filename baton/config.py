@@ -1,6 +1,7 @@
 """Settings: one frozen dataclass for each kind of process, validated once, at the start.
 
-The command line (`baton.cli`) fills them in; nothing else reads options or the environment.
+Each field declares its option (`baton.options`); the command line (`baton.cli`) fills them in, and
+nothing else reads options or the environment.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from baton import slo
+from baton import options, slo
 from baton.errors import ConfigError
+from baton.options import MAX_PORT, numbers, option, part, redeclared
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")  # or one GPU by its number: cuda:1
@@ -21,25 +23,35 @@ QUANTIZATIONS = ("none", "int8", "fp8")
 KV_DTYPES = ("auto", "int8", "fp8")
 KERNELS = ("auto", "native", "torch", "triton")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
-CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, where nobody says how much memory may be taken
-MAX_PORT = 65535
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_NICE = 19
+MAX_TTFT_TARGET_S = 60  # who writes more means milliseconds
 HTTP_PORT = 7780
+_EACH_ROLE = "a cluster serves with a worker of each role"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
+TTFT_HINT = "it is in seconds, 0.5 for 500 ms"
 
 
 def model_path(model: str) -> Path:
     """The directory (or, for random weights, the config file) that `--model` names.
 
-    Raises ConfigError when there is nothing there.
+    Raises ConfigError when there is nothing there, with the way to get it for a name on the Hub.
     """
     path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
-    if not model or not path.exists():
+    if model and path.exists():
+        return path.resolve()
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
+        directory = model.partition("/")[2]
         raise ConfigError(
-            f"model {model!r} not found: give a Hugging Face model directory (config.json, "
-            "*.safetensors, tokenizer.json) or 'demo'"
+            f"model {model!r} not found: it is no directory here. If it is a name on the Hugging "
+            f"Face Hub: `hf download {model} --local-dir {directory}`, then --model {directory}"
         )
-    return path.resolve()
+    raise ConfigError(
+        f"model {model!r} not found: give a Hugging Face model directory (config.json, "
+        "*.safetensors, tokenizer.json) or 'demo'"
+    )
 
 
 def default_model_name(model: str) -> str:
@@ -50,11 +62,11 @@ def default_model_name(model: str) -> str:
     return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
-def split_address(address: str, option: str = "address") -> tuple[str, int]:
-    """(host, port) of "host:port"; raises ConfigError naming the option."""
+def split_address(address: str, flag: str = "address") -> tuple[str, int]:
+    """(host, port) of "host:port"; raises ConfigError naming the flag."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > MAX_PORT:
-        raise ConfigError(f"{option} must be HOST:PORT, not {address!r}")
+        raise ConfigError(f"{flag} must be HOST:PORT, not {address!r}")
     return host, int(port)
 
 
@@ -65,49 +77,11 @@ def host_id() -> str:
     return f"{boot}/{namespace}/{os.getuid()}"
 
 
-def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{option} must be one of {', '.join(allowed)}, not {value!r}")
-
-
-def is_device(name: str) -> bool:
-    """Whether `--device` may say this: one of `DEVICES`, or a GPU by its number, as cuda:1."""
-    return name in DEVICES or re.fullmatch(r"cuda:\d+", name) is not None
-
-
-def _device(name: str) -> None:
-    if not is_device(name):
-        raise ConfigError(
-            f"--device must be one of {', '.join(DEVICES)}, or a GPU's number as cuda:1, "
-            f"not {name!r}"
-        )
-
-
-def _at_least(option: str, value: float, least: float) -> None:
-    if not value >= least:  # so that NaN is refused
-        raise ConfigError(f"{option} must be at least {least}, not {value}")
-
-
-def _nice(option: str, nice: int) -> None:
-    if not 0 <= nice <= MAX_NICE:
-        raise ConfigError(f"{option} must be between 0 and {MAX_NICE}, not {nice}")
-
-
-def _port(port: int) -> None:
-    if not 0 <= port <= MAX_PORT:
-        raise ConfigError(f"--port must be between 0 and {MAX_PORT}, not {port}")
-
-
-def _http_port(port: int | None) -> None:
-    if port is not None and not 0 <= port <= MAX_PORT:
-        raise ConfigError(f"--http-port must be between 0 and {MAX_PORT}, not {port}")
-
-
-def _metrics(port: int | None, trace_sample: float) -> None:
-    if port is not None and not 0 <= port <= MAX_PORT:
-        raise ConfigError(f"--metrics-port must be between 0 and {MAX_PORT}, not {port}")
-    if not 0 <= trace_sample <= 1:
-        raise ConfigError(f"--trace-sample must be between 0 and 1, not {trace_sample}")
+def device_name(text: str) -> str:
+    """One of `DEVICES`, or a GPU by its number, as cuda:1. Raises ConfigError."""
+    if text not in DEVICES and not re.fullmatch(r"cuda:\d+", text):
+        raise ConfigError(f"{text!r} is no device: write {', '.join(DEVICES)} or cuda:1")
+    return text
 
 
 @dataclass(frozen=True)
@@ -139,23 +113,40 @@ class SimulatedSpeed:
         return prompt_tokens / self.prefill_tokens_per_s + decode_ms / 1e3
 
 
+@dataclass(frozen=True, kw_only=True)
+class EtcdAccess:
+    """How a process proves itself to etcd and knows it, and which cluster of it is meant."""
+
+    GROUP: ClassVar[str] = "registry"
+    cluster: str = option("default", "--cluster NAME", "keeps clusters on one etcd apart")
+    user: str = option("", "--etcd-user NAME", "user of etcd")
+    password_file: Path | None = option(
+        None, "--etcd-password-file FILE", "file with the user's password"
+    )
+    ca_file: Path | None = option(
+        None, "--etcd-ca FILE", "PEM file with the authority that signed etcd's certificate"
+    )
+    cert_file: Path | None = option(None, "--etcd-cert FILE", "PEM file with our certificate")
+    key_file: Path | None = option(None, "--etcd-key FILE", "PEM file with our certificate's key")
+
+
 @dataclass(frozen=True)
-class RegistryConfig:
+class RegistryConfig(EtcdAccess):
     """Where members are kept."""
 
-    etcd: str = "127.0.0.1:2379"
-    cluster: str = "default"
-    lease_ttl_s: int = 5
-    user: str = ""
-    password_file: Path | None = None
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
+    etcd: str = option(
+        "127.0.0.1:2379",
+        "--etcd HOST:PORT",
+        "etcd's address, several separated by commas; https:// in front for TLS",
+    )
+    lease_ttl_s: int = option(
+        5, "--lease-ttl SECONDS", "until a member without a heartbeat counts as gone", least=1
+    )
 
     def __post_init__(self) -> None:
+        options.check(self)
         for address in self.etcd.split(","):
             split_address(address.removeprefix("http://").removeprefix("https://"), "--etcd")
-        _at_least("--lease-ttl", self.lease_ttl_s, 1)
         if not self.cluster or "/" in self.cluster:
             raise ConfigError(f"--cluster must be a name without '/', not {self.cluster!r}")
         if bool(self.cert_file) != bool(self.key_file):
@@ -168,51 +159,112 @@ class RegistryConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How one engine runs a model. Counts are tokens unless the name says otherwise."""
+class ServedModel:
+    """Which model, real or with made-up weights."""
 
-    model: str = "demo"
-    random_weights: bool = False
-    dtype: str = "auto"
-    device: str = "auto"
-    block_size: int = 16
-    kv_blocks: int = 0  # 0: as many as fit `kv_cache_bytes`
-    kv_cache_bytes: int = 0  # 0: CPU_KV_CACHE_BYTES; on a GPU what `gpu_memory` leaves
-    max_context: int = 0  # 0: the model's own
-    max_batch: int = 64
-    chunk_tokens: int = 512
-    prefix_cache: bool = True
-    threads: int = 0  # 0: torch's own choice
-    cpus: tuple[int, ...] = ()  # cores that its threads are pinned to; none: not pinned
-    nice: int = 0  # how far its threads stand back where they share a core; 19: the most
-    simulate: str = ""  # "PREFILL_TOKENS_PER_S,STEP_MS": compute nothing, take that long
-    quantization: str = "none"  # of weights, and of what they are multiplied with
-    kv_dtype: str = "auto"  # auto: the compute type
-    kernels: str = "auto"  # auto: native where they can be built, on a GPU triton
-    speculate: int = 0  # tokens drafted from the sequence's own text for one step; 0: none
-    gpu_memory: float = 0.9  # share of the GPU's memory for weights, activations, graphs and KV
-    graphs: bool = True  # on a GPU: decode steps are replayed as CUDA graphs
-    overlap: bool = True  # on a GPU: a step is prepared while the one before it runs
+    GROUP: ClassVar[str] = "model"
+    model: str = option(
+        "demo", "--model DIR", "Hugging Face model directory, or 'demo' for the built-in one"
+    )
+    random_weights: bool = option(
+        False,
+        "--random-weights CONFIG",
+        "for benchmarks: make weights up for this config.json or directory; without a tokenizer "
+        "beside it prompts are token ids only",
+        str,
+        sets="model",
+    )
+
+
+@dataclass(frozen=True)
+class CacheConfig(ServedModel):
+    """The KV cache and the batch of an engine. Counts are tokens unless the name says otherwise."""
+
+    GROUP: ClassVar[str] = "KV cache and batch"
+    block_size: int = option(16, "--block-size TOKENS", "in one KV block", least=1)
+    kv_blocks: int = option(
+        0, "--kv-blocks BLOCKS", "size of the KV cache instead (default: what fits --kv-cache)"
+    )
+    kv_cache_bytes: int = option(
+        0, "--kv-cache SIZE", "for KV, as 2GiB (default: 512MiB on a CPU, else by --gpu-memory)"
+    )
+    kv_dtype: str = option(
+        "auto",
+        "--kv-dtype",
+        "8 bits halve memory and transfer, a little less exact; fp8 on GPUs (default: --dtype)",
+        choices=KV_DTYPES,
+    )
+    max_context: int = option(
+        0, "--max-context TOKENS", "of prompt and output together (default: the model's)"
+    )
+    max_batch: int = option(64, "--max-batch SEQUENCES", "in one engine step", least=1)
+    chunk_tokens: int = option(
+        512, "--chunk-tokens TOKENS", "of prompts and drafts in one engine step, at most", least=1
+    )
+    prefix_cache: bool = option(True, "--prefix-cache", "keep the KV of prompts that have run")
+
+
+@dataclass(frozen=True)
+class EngineConfig(CacheConfig):
+    """How one engine runs a model."""
+
+    GROUP: ClassVar[str] = "engine"
+    dtype: str = option("auto", "--dtype", "of weights and KV", choices=DTYPES)
+    device: str = option(
+        "auto",
+        "--device auto|cpu|cuda|cuda:N",
+        "auto is a GPU where torch sees one, cuda the first, cuda:N the Nth from 0; `baton up` "
+        "spreads its workers over all GPUs unless given a number",
+        device_name,
+    )
+    threads: int = option(
+        0, "--threads N", "CPU threads (default: as many as its --cpus, else torch's choice)"
+    )
+    cpus: tuple[int, ...] = option(
+        (), "--cpus 0,1", "pin compute threads to these cores (default: not pinned)", numbers
+    )
+    nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=MAX_NICE)
+    simulate: str = option(
+        "",
+        "--simulate TOKENS_PER_S,STEP_MS",
+        "compute nothing and take as long as a model of this prefill rate and decode step (a third "
+        "number: ms more per sequence in it), to try routing and failures; blocks, caches and "
+        "transfers are real, the tokens mean nothing",
+    )
+    quantization: str = option(
+        "none",
+        "--quantization",
+        "weights and activations in 8 bits, faster, a little less exact: int8 anywhere, fp8 on "
+        "GPUs that compute with it",
+        choices=QUANTIZATIONS,
+    )
+    kernels: str = option(
+        "auto",
+        "--kernels",
+        "on a CPU native (compiled on first use by g++), on a GPU triton, or torch, which needs "
+        "nothing and is slow on a GPU (default: the first where it can be had)",
+        choices=KERNELS,
+    )
+    speculate: int = option(
+        0,
+        "--speculate TOKENS",
+        "propose up to so many tokens a step from the text so far (n-grams) and verify them at "
+        "once: the same tokens, sooner where texts repeat themselves (default: 0, none)",
+    )
+    gpu_memory: float = option(
+        0.9,
+        "--gpu-memory SHARE",
+        "of a GPU, for weights, activations, graphs, KV; `baton up` divides it among workers",
+        least=0.001,
+        most=1,
+    )
+    graphs: bool = option(True, "--graphs", "on a GPU: replay decode steps as CUDA graphs")
+    overlap: bool = option(True, "--overlap", "on a GPU: prepare a step while another runs")
 
     def __post_init__(self) -> None:
-        _choice("--dtype", self.dtype, DTYPES)
-        _device(self.device)
-        _choice("--quantization", self.quantization, QUANTIZATIONS)
-        _choice("--kv-dtype", self.kv_dtype, KV_DTYPES)
-        _choice("--kernels", self.kernels, KERNELS)
-        _at_least("--speculate", self.speculate, 0)
-        _at_least("--block-size", self.block_size, 1)
-        _at_least("--kv-blocks", self.kv_blocks, 0)
-        _at_least("--kv-cache", self.kv_cache_bytes, 0)
-        _at_least("--max-context", self.max_context, 0)
+        options.check(self)
         if self.max_context == 1:
             raise ConfigError("--max-context must be at least 2: a prompt token and an output one")
-        _at_least("--max-batch", self.max_batch, 1)
-        _at_least("--chunk-tokens", self.chunk_tokens, 1)
-        _at_least("--threads", self.threads, 0)
-        _nice("--nice", self.nice)
-        if not 0 < self.gpu_memory <= 1:
-            raise ConfigError(f"--gpu-memory must be above 0 and at most 1, not {self.gpu_memory}")
         if self.simulate:
             SimulatedSpeed.parse(self.simulate)
             if self.device.startswith("cuda"):
@@ -229,36 +281,87 @@ def new_incarnation(name: str) -> str:
     return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """What a process reports of itself."""
+
+    GROUP: ClassVar[str] = "telemetry"
+    otlp: str | None = option(
+        None,
+        "--otlp URL",
+        "export traces to this OTLP/gRPC address, as http://HOST:4317; several separated by commas",
+    )
+    trace_sample: float = option(
+        1.0,
+        "--trace-sample SHARE",
+        "of traces to export; a caller's trace decides for itself, and failed and slow requests "
+        "are exported in any case",
+        most=1,
+    )
+    metrics_port: int | None = option(
+        None, "--metrics-port PORT", "at http://HOST:PORT/metrics; 0: a free one (default: none)"
+    )
+    log_level: str = option("info", "--log-level", "of log lines on stderr", choices=LOG_LEVELS)
+    log_format: str = option(
+        "text", "--log-format", "lines for people, or JSON objects", choices=LOG_FORMATS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig(TelemetryConfig):
+    """What every service of a cluster has."""
+
+    GROUP: ClassVar[str] = "service"
+    host: str = option("127.0.0.1", "--host", "address to listen on")
+    model_name: str = option(
+        "", "--model-name NAME", "name that requests use (default: the model directory's)"
+    )
+    drain_s: float = option(
+        30.0, "--drain-timeout SECONDS", "for running requests to end after SIGTERM"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerServiceConfig(ServiceConfig):
+    """What every worker of a cluster has."""
+
+    transport: str = option(
+        "auto", "--transport", "for KV blocks; auto: the fastest both have", choices=TRANSPORTS
+    )
+    price_per_hour: float = option(
+        0.0, "--worker-price PRICE", "of a worker for an hour, in any currency, for cost metrics"
+    )
+
+
 @dataclass(frozen=True)
-class WorkerConfig:
+class WorkerConfig(WorkerServiceConfig):
     """One prefill or decode worker."""
 
     role: str
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""  # host:port others use; empty: host and the bound port
-    model_name: str = ""  # empty: the model directory's name
-    transport: str = "auto"
-    otlp: str | None = None
-    drain_s: float = 30.0
-    lease_s: float = 30.0
-    transfer_timeout_s: float = 10.0
-    metrics_port: int | None = None  # None: not served; 0: a free one
-    trace_sample: float = 1.0  # of traces that begin here
-    price_per_hour: float = 0.0  # of this worker, in whatever currency
+    engine: EngineConfig = part(EngineConfig)
+    registry: RegistryConfig = part(RegistryConfig)
+    port: int = option(0, "--port PORT", "port to listen on (default: a free one)")
+    advertise: str = option(
+        "", "--advertise HOST:PORT", "what others reach it at (default: --host and the port)"
+    )
+    lease_s: float = option(
+        30.0, "--reservation-lease SECONDS", "for a handoff; then its blocks are freed", least=0.01
+    )
+    transfer_timeout_s: float = option(
+        10.0, "--transfer-timeout SECONDS", "for one transfer of KV blocks", least=0.001
+    )
+    name: str = option(
+        "",
+        "--name NAME",
+        "of this process in status, traces and logs, which append an id of its run to it "
+        "(default: its role)",
+    )
     incarnation: str = field(default_factory=lambda: new_incarnation("worker"))
 
     def __post_init__(self) -> None:
-        _choice("role", self.role, ("prefill", "decode"))
-        _choice("--transport", self.transport, TRANSPORTS)
-        _port(self.port)
-        _at_least("--drain-timeout", self.drain_s, 0)
-        _at_least("--reservation-lease", self.lease_s, 0.01)
-        _at_least("--transfer-timeout", self.transfer_timeout_s, 0.001)
-        _metrics(self.metrics_port, self.trace_sample)
-        _at_least("--worker-price", self.price_per_hour, 0)
+        if self.role not in ("prefill", "decode"):
+            raise ConfigError(f"role must be one of prefill, decode, not {self.role!r}")
+        options.check(self)
         if self.advertise:
             split_address(self.advertise, "--advertise")
 
@@ -272,59 +375,77 @@ class WorkerConfig:
 class RouterLimits:
     """What a router accepts and how long it waits: the same for every router of a cluster."""
 
-    max_queue: int = 1024
-    max_attempts: int = 4
-    default_timeout_s: float = 600.0
-    ttft_target_ms: int = 0  # 0: none; a request's own goes first
-    max_prompt_tokens: int = 0  # 0: what the context holds
-    tenants_file: Path | None = None  # None: one tenant, no keys, no limits
-    silence_s: float = 1.5  # until a worker without a heartbeat counts as lost
-    stall_s: float = 10.0  # for one engine step, unless the worker's steps are long
-    recovery_s: float = 30.0  # that accepted requests wait for a worker to come back
-    slos: tuple[str, ...] = ()  # what classes of callers were promised: "NAME:ttft=0.5,tpot=0.05"
-    trace_slow_s: float = 2.0  # to the first token: such a request's trace is kept in any case
+    GROUP: ClassVar[str] = "limits"
+    max_queue: int = option(
+        1024, "--max-queue REQUESTS", "waiting; one more is refused at once", least=1
+    )
+    max_attempts: int = option(
+        4, "--max-attempts N", "in a row without a token before a request fails", least=1
+    )
+    default_timeout_s: float = option(
+        600.0, "--default-timeout SECONDS", "for requests without a deadline", least=0.001
+    )
+    ttft_target_s: float = option(
+        0.0,
+        "--ttft-target SECONDS",
+        "refuse at once what cannot have its first token in this time (default: no target)",
+        most=MAX_TTFT_TARGET_S,
+        hint=TTFT_HINT,
+    )
+    max_prompt_tokens: int = option(
+        0, "--max-prompt-tokens TOKENS", "of a prompt (default: what the context holds)"
+    )
+    tenants_file: Path | None = option(
+        None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"
+    )
+    silence_s: float = option(
+        1.5, "--silence SECONDS", "without a heartbeat until a worker counts as lost", least=0.3
+    )
+    stall_s: float = option(
+        10.0, "--stall SECONDS", "that an engine step may take if it is no usual one", least=0.1
+    )
+    recovery_s: float = option(
+        30.0, "--recovery-timeout SECONDS", "that requests wait for a lost worker to come back"
+    )
+    slos: tuple[str, ...] = option(
+        (),
+        "--slo [NAME:]ttft=S,tpot=S",
+        "count requests that met these targets (also e2e=S); once for each class",
+        str,
+        many=True,
+    )
+    trace_slow_s: float = option(
+        2.0, "--trace-slow SECONDS", "to a first token: slower requests' traces are always kept"
+    )
     # Measured (python -m benchmarks local_prefill) on two CPU cores: up to 64 tokens decode is
     # sooner and the streams beside it do not notice; from 80 on they do. Half of that, because
     # models whose prompts take longer, next to their steps, disturb streams sooner.
-    local_prefill_max_tokens: int = 32
+    local_prefill_max_tokens: int = option(
+        32, "--local-prefill-max TOKENS", "at most, left of a prompt, that decode computes"
+    )
 
     def __post_init__(self) -> None:
-        _at_least("--max-queue", self.max_queue, 1)
-        _at_least("--max-attempts", self.max_attempts, 1)
-        _at_least("--local-prefill-max", self.local_prefill_max_tokens, 0)
-        _at_least("--default-timeout", self.default_timeout_s, 0.001)
-        _at_least("--ttft-target", self.ttft_target_ms, 0)
-        _at_least("--max-prompt-tokens", self.max_prompt_tokens, 0)
-        _at_least("--silence", self.silence_s, 0.3)
-        _at_least("--stall", self.stall_s, 0.1)
-        _at_least("--recovery-timeout", self.recovery_s, 0)
-        _at_least("--trace-slow", self.trace_slow_s, 0)
+        options.check(self)
         slo.parse_all(self.slos)
 
 
 @dataclass(frozen=True)
-class RouterConfig(RouterLimits):
-    """One router."""
+class RouterConfig(RouterLimits, ServedModel, ServiceConfig):
+    """One router. Of a model it needs the tokenizer; made-up weights may come without one."""
 
-    model: str = "demo"
-    random_weights: bool = False  # the model is a config: without a tokenizer, token ids only
-    model_name: str = ""
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    host: str = "127.0.0.1"
-    port: int = 7700
-    http_port: int = 0  # of the OpenAI API; 0: none
-    metrics_port: int | None = None  # None: not served; 0: a free one
-    trace_sample: float = 1.0  # of traces that begin here
-    otlp: str | None = None
-    drain_s: float = 30.0
+    GROUP: ClassVar[str] = "service"
+    registry: RegistryConfig = part(RegistryConfig)
+    port: int = option(7700, "--port PORT", "port to listen on")
+    http_port: int = option(
+        0, "--http-port PORT", "serve OpenAI's HTTP API at this port too (default: 0, no)"
+    )
+    name: str = option(
+        "",
+        "--name NAME",
+        "of this process in status, traces and logs, which append an id of its run to it "
+        "(default: its role)",
+    )
     incarnation: str = field(default_factory=lambda: new_incarnation("router"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _port(self.port)
-        _http_port(self.http_port)
-        _metrics(self.metrics_port, self.trace_sample)
-        _at_least("--drain-timeout", self.drain_s, 0)
 
     @property
     def served_name(self) -> str:
@@ -333,65 +454,54 @@ class RouterConfig(RouterLimits):
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(WorkerServiceConfig, EtcdAccess):
     """A whole cluster on this machine, as `baton up` starts it."""
 
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    limits: RouterLimits = field(default_factory=RouterLimits)
-    prefill: int = 1
-    decode: int = 1
-    # Prompts stand back for streams, and for whatever serves both. Not far: beside a busy process
+    GROUP: ClassVar[str] = "cluster"
+    engine: EngineConfig = part(EngineConfig, without=("cpus", "nice"))
+    limits: RouterLimits = part(RouterLimits)
+    prefill: int = option(1, "--prefill N", "prefill workers", least=1, hint=_EACH_ROLE)
+    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)
+    # Prompts give way to streams, and to whatever serves both. Not far: beside a busy process
     # at 0 a core gives 39 % of its time to 2, but 10 % to 10: prompts took five times as long.
-    prefill_nice: int = 2
-    routers: int = 1
-    host: str = "127.0.0.1"  # the routers'; workers and etcd listen on loopback
-    port: int = 7700  # the first router's, the others follow; 0: free ones
-    http_port: int | None = (
-        None  # the same for HTTP; 0: none; None: HTTP_PORT, or none if port is 0
+    prefill_nice: int = option(
+        2,
+        "--prefill-nice N",
+        "niceness of prefill workers, up to 19: they give way to decode workers and routers on the "
+        "same cores, but to every other busy process too (at 10: a tenth of a core beside one)",
+        most=MAX_NICE,
     )
-    transport: str = "auto"
-    etcd: str | None = None  # None: start an embedded one
-    etcd_user: str = ""
-    etcd_password_file: Path | None = None
-    etcd_ca: Path | None = None
-    etcd_cert: Path | None = None
-    etcd_key: Path | None = None
-    cluster: str = "default"
-    model_name: str = ""  # empty: the model directory's name
-    metrics_port: int | None = None  # the first router's, all others follow; 0: free ones
-    trace_sample: float = 1.0
-    price_per_hour: float = 0.0  # of each worker
-    otlp: str | None = None
-    trace: bool = False
-    keep_traces: int = 1000  # of the last requests, for `baton trace`; 0: none
-    restart: bool = True
-    drain_s: float = 5.0
-    log_level: str = "warning"
-    log_format: str = "text"
+    routers: int = option(1, "--routers N", "routers", least=1)
+    host: str = redeclared(ServiceConfig, "host", "127.0.0.1", help="address routers listen on")
+    port: int = option(
+        7700, "--port PORT", "the first router's port, others follow; 0 takes free ones"
+    )
+    http_port: int | None = option(
+        None,
+        "--http-port PORT",
+        f"OpenAI's HTTP API, like --port; 0: none (default: {HTTP_PORT}; none where --port is 0)",
+        int,
+    )
+    etcd: str | None = option(
+        None, "--etcd HOST:PORT", "use this etcd (default: start one for the cluster)"
+    )
+    trace: bool = option(False, "--trace", "draw the trace of each request here")
+    keep_traces: int = option(
+        1000, "--keep-traces N", "last requests' traces to keep for `baton trace`, unless --otlp"
+    )
+    restart: bool = option(True, "--restart", "start a process that ended again, later each time")
+    drain_s: float = redeclared(ServiceConfig, "drain_s", 5.0)
+    log_level: str = redeclared(ServiceConfig, "log_level", "warning")
 
     def __post_init__(self) -> None:
-        _port(self.port)
-        _at_least("--drain-timeout", self.drain_s, 0)
-        _at_least("--routers", self.routers, 1)
-        _at_least("--keep-traces", self.keep_traces, 0)
-        _nice("--prefill-nice", self.prefill_nice)
+        options.check(self)
         if self.port + self.routers - 1 > MAX_PORT:
             raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
-        _http_port(self.http_port)
         if self.first_http_port + self.routers - 1 > MAX_PORT:
             raise ConfigError(f"--http-port {self.http_port} leaves no ports for all routers")
-        for option, workers in (("--prefill", self.prefill), ("--decode", self.decode)):
-            if workers < 1:
-                raise ConfigError(
-                    f"{option} must be at least 1, not {workers}: "
-                    "a cluster serves with a worker of each role"
-                )
-        _choice("--transport", self.transport, TRANSPORTS)
-        _metrics(self.metrics_port, self.trace_sample)
-        _at_least("--worker-price", self.price_per_hour, 0)
-        if self.etcd is None and any(self._etcd_access.values()):
+        registry = self.registry(self.etcd or RegistryConfig.etcd)
+        if self.etcd is None and registry != RegistryConfig(cluster=self.cluster):
             raise ConfigError("--etcd-user, -ca, -cert and their like need --etcd HOST:PORT")
-        self.registry(self.etcd or RegistryConfig.etcd)
 
     @property
     def first_http_port(self) -> int:
@@ -401,14 +511,5 @@ class ClusterConfig:
 
     def registry(self, etcd: str) -> RegistryConfig:
         """The registry's settings when etcd is at `etcd`; raises ConfigError."""
-        return RegistryConfig(etcd=etcd, cluster=self.cluster, **self._etcd_access)
-
-    @property
-    def _etcd_access(self) -> dict[str, Any]:
-        return {
-            "user": self.etcd_user,
-            "password_file": self.etcd_password_file,
-            "ca_file": self.etcd_ca,
-            "cert_file": self.etcd_cert,
-            "key_file": self.etcd_key,
-        }
+        access = {field.name: getattr(self, field.name) for field in fields(EtcdAccess)}
+        return RegistryConfig(etcd=etcd, **access)

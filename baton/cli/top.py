@@ -6,7 +6,7 @@ import argparse
 import asyncio
 
 from baton.cli import options
-from baton.cli.values import count, seconds
+from baton.cli.options import count, seconds
 
 _TEXT = """\
 Shows what routers and workers do now: requests and goodput a second, batches, KV blocks, tokens a

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
+from baton.cli.options import count, seconds
 from baton.cli.status import table
-from baton.cli.values import count, seconds
 from baton.errors import InvalidRequest, Stale
 
 if TYPE_CHECKING:

@@ -156,8 +156,8 @@ def _on_cpu(
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     pool = allocate_pool(layout, allocate, device)
     if settings.simulate:
-        pace = SimulatedSpeed.parse(settings.simulate)
-        return Parts(SimulatedRunner(pace, pool, sampler, config.vocab_size), layout)
+        speed = SimulatedSpeed.parse(settings.simulate)
+        return Parts(SimulatedRunner(speed, pool, sampler, config.vocab_size), layout)
     # What a model keeps for each position, it keeps for those that can be had here.
     slots = layout.num_blocks * layout.block_size
     config = replace(config, max_context=min(longest_context(settings, config), slots))

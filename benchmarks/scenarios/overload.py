@@ -60,7 +60,7 @@ async def overload(args: argparse.Namespace) -> int:
     met.
     """
     sizes = Workload(prompt_lengths=args.prompt_tokens, output_lengths=args.new_tokens)
-    target = ["--ttft-target", str(args.ttft_target)]
+    target = ["--ttft-target", str(args.ttft_target / 1e3)]
     async with cluster(args, target) as local, connected(local.address) as server:
         async with connected(local.address, ttft_target_ms=_NO_TARGET_MS) as patient:
             rates = [

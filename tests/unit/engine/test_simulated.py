@@ -30,10 +30,10 @@ SETTINGS = EngineConfig(
 )
 
 
-def runner(dtype: torch.dtype = torch.float32, pace: str = "1e9,0") -> SimulatedRunner:
+def runner(dtype: torch.dtype = torch.float32, speed: str = "1e9,0") -> SimulatedRunner:
     pool = torch.zeros(16, 2, 2, 2, BLOCK, 8, dtype=dtype)
     return SimulatedRunner(
-        SimulatedSpeed.parse(pace), pool, Sampler(frozenset({EOS}), VOCAB), VOCAB
+        SimulatedSpeed.parse(speed), pool, Sampler(frozenset({EOS}), VOCAB), VOCAB
     )
 
 
@@ -183,7 +183,7 @@ class TestTokens:
         assert set(tokens(dataclasses.replace(GREEDY, logit_bias={3: 99.0}))) == {3}
 
 
-class TestPace:
+class TestSimulatedSpeed:
     """A step takes what its prompt tokens and sequences cost."""
 
     def test_of_a_step(self) -> None:
@@ -193,7 +193,7 @@ class TestPace:
         assert pace.step_s(100, 1) == pytest.approx(0.1105)
 
     def test_is_kept(self) -> None:
-        engine, of = runner(pace="100,60"), sequence(11, [0, 1, 2])
+        engine, of = runner(speed="100,60"), sequence(11, [0, 1, 2])
         begin = time.monotonic()
         compute(engine, of, 0, 10)
         between = time.monotonic()

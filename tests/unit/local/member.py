@@ -6,6 +6,7 @@ options: "--fail" exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -64,8 +65,7 @@ async def main() -> None:
     die_with_parent()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("role")
-    for option in ("--etcd", "--cluster", "--port"):
-        parser.add_argument(option)
+    parser.add_argument("--config", type=json.loads)
     for option in ("--fail", "--deaf", "--hasty"):
         parser.add_argument(option, action="store_true")
     args, _ = parser.parse_known_args()
@@ -76,9 +76,9 @@ async def main() -> None:
     on_term = (lambda: None) if args.deaf else stop.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_term)
     print(f"{role} begins", flush=True)
-    config = RegistryConfig(etcd=args.etcd, cluster=args.cluster)
+    config = RegistryConfig(etcd=args.config["etcd"], cluster=args.config.get("cluster", "default"))
     if role == "router":
-        await route(int(args.port), config, stop)
+        await route(args.config["port"], config, stop)
     else:
         await work(role, config, stop)
     print(f"{role} ended by itself", flush=True)

@@ -1,6 +1,7 @@
 """LocalCluster with real processes that have no model: start, failure, restart, stop."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -20,7 +21,6 @@ from baton.local.supervisor import restart_delay_s
 from tests.waiting import eventually
 
 MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
-DEVICE_OPTIONS = ("--device", "--gpu-memory")
 MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
 
 
@@ -78,10 +78,11 @@ async def test_workers_are_told_their_gpus(monkeypatch: pytest.MonkeyPatch) -> N
     places = {}
     for name, argv in argvs.items():
         if name != "router":
-            device, memory = (argv[argv.index(option) + 1] for option in DEVICE_OPTIONS)
-            places[name] = device, float(memory)
-            assert "--cpus" not in argv
-        assert started.metrics[name] == f"127.0.0.1:{argv[argv.index('--metrics-port') + 1]}"
+            settings = json.loads(argv[argv.index("--config") + 1])
+            places[name] = settings["device"], settings.get("gpu-memory", 0.9)
+            assert "cpus" not in settings
+        metrics = json.loads(argv[argv.index("--config") + 1])["metrics-port"]
+        assert started.metrics[name] == f"127.0.0.1:{metrics}"
     assert places == {
         "prefill-0": ("cuda:0", 0.9), "decode-0": ("cuda:1", 0.45), "decode-1": ("cuda:1", 0.45)
     }  # fmt: skip
@@ -179,9 +180,9 @@ async def test_several_routers() -> None:
         assert started.address == started.addresses[0]
         assert started.targets == ",".join(started.addresses)
         for name, address in zip(names, started.addresses, strict=True):
-            port = address.rpartition(":")[2]
             argv = started.processes[name].argv
-            assert argv[argv.index("--port") + 1] == port
+            settings = json.loads(argv[argv.index("--config") + 1])
+            assert str(settings["port"]) == address.rpartition(":")[2]
         with pytest.raises(DeadlineExceeded, match="missing: router-1"):
             started.kill("router-1")  # the others still serve
             await started.wait_ready(timeout_s=0.2)

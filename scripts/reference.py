@@ -1,21 +1,25 @@
-"""Writes docs/metrics.md from the one table of metrics, or checks that it is up to date.
+"""Writes the reference pages, or checks that they are up to date: `make lint` runs `--check`.
 
-`make lint` runs `--check`.
+docs/metrics.md comes from the one table of metrics, docs/reference-cli.md from the command line.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from baton import cli, options
+from baton.cli.options import CONFIGS
 from baton.metrics import table
 from baton.metrics.table import Instrument
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 _HEAD = """\
-<!-- Written by scripts/metrics_doc.py from baton/metrics/table.py: change it there, and run it. -->
+<!-- Written by scripts/reference.py from baton/metrics/table.py: change it there, and run it. -->
 # Metrics
 
 With `--metrics-port` a process serves its metrics for Prometheus at `http://HOST:PORT/metrics`;
@@ -80,8 +84,63 @@ others meanwhile, or that the router could not reach; and spans of the caller's 
 """
 
 
-def page() -> str:
-    """The whole page."""
+_CLI_HEAD = f"""\
+<!-- Written by scripts/reference.py from the options' declarations: change them, and run it. -->
+# Command line
+
+`baton COMMAND --help` shows the same. Times are in seconds. Exit status: 0 when it did what it was
+asked to, 1 for an error (one line on stderr), 2 for bad usage, 130 after ctrl-C.
+
+Options of {", ".join(f"`{name}`" for name in CONFIGS)}
+(there those for `--local`) can also come from the environment and from a file. The command line
+goes first, then the environment, then the file:
+
+* `--max-batch 32` on the command line;
+* `{options.PREFIX}MAX_BATCH=32` in the environment: the flag in capitals, with `_` for `-`;
+* `max-batch = 32` in the TOML file that `--config` names.
+
+A switch is `--graphs` or `--no-graphs`, and `true` or `false` elsewhere. What can be repeated is a
+list in the file and separated by `;` in the environment. One file or environment may serve all
+commands: each takes the options it has. A name that no command has is an error.
+"""
+
+
+def cli_page() -> str:
+    """Each command's options, as its parser has them."""
+    parts = [_CLI_HEAD]
+    for name, parser in _commands("", cli.parser()):
+        parts.append(f"## baton {name}\n\n{parser.description}\n")
+        for group in parser._action_groups:
+            shown = [one for one in group._group_actions if one.help != argparse.SUPPRESS]
+            rows = [_option_row(one) for one in shown if "--help" not in one.option_strings]
+            if rows:
+                title = group.title or ""
+                parts.append("\n".join([f"| {title} | |", "|---|---|", *rows, ""]))
+        parts.append(
+            f"```sh\n{parser.epilog.removeprefix('examples:')}\n```\n".replace("\n\n", "\n")
+        )
+    return "\n".join(parts)
+
+
+def _commands(prefix: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
+    """All commands with their parsers, `bench serve` for a command of a command."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                inner = list(_commands(f"{prefix}{name} ", command))
+                yield from inner or [(f"{prefix}{name}", command)]
+
+
+def _option_row(one: argparse.Action) -> str:
+    formatter = cli.options.HelpFormatter("")
+    value = "" if one.nargs == 0 else " " + formatter._format_args(one, (one.dest or "").upper())
+    names = " / ".join(one.option_strings)
+    usage = f"{names}{value}" if names else value.strip()
+    return f"| `{usage}` | {formatter._expand_help(one)} |".replace("|cpu|cuda|", r"\|cpu\|cuda\|")
+
+
+def metrics_page() -> str:
+    """The table of metrics, and what can be asked of it."""
     parts = [_HEAD]
     for title, process in (
         ("The router", table.ROUTER),
@@ -120,12 +179,15 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
-    if not parser.parse_args().check:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        sys.exit("docs/metrics.md is stale: run scripts/metrics_doc.py")
-    else:
-        print("docs/metrics.md is up to date")
+    check = parser.parse_args().check
+    for name, text in (("metrics.md", metrics_page()), ("reference-cli.md", cli_page())):
+        page = DOCS / name
+        if not check:
+            page.write_text(text)
+        elif not page.exists() or page.read_text() != text:
+            sys.exit(f"docs/{name} is stale: run scripts/reference.py")
+        else:
+            print(f"docs/{name} is up to date")
 
 
 if __name__ == "__main__":

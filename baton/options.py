@@ -1,0 +1,246 @@
+"""Options, each declared once: a dataclass field says its flag, its help and what it may be.
+
+    max_batch: int = option(64, "--max-batch SEQUENCES", "in one engine step", least=1)
+
+is the flag `--max-batch`, the environment variable `BATON_OPT_MAX_BATCH`, the key `max-batch` of a
+configuration file, a check whenever the dataclass is made, and a line of docs/reference-cli.md. A
+child process gets its settings as one JSON object with the same keys.
+
+Knows neither argparse (`baton.cli.options`) nor any of the options (`baton.config`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from baton.errors import ConfigError
+
+PREFIX = "BATON_OPT_"
+MAX_PORT = 65535
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+C = TypeVar("C")
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field of a settings dataclass says of itself."""
+
+    flag: str  # --name
+    metavar: str  # what its value is, for people
+    help: str
+    parse: Callable[[str], Any]  # raises ConfigError or ValueError
+    default: Any
+    field: str = ""
+    group: str = ""  # heading in the help: GROUP of the class that declares the field
+    choices: tuple[str, ...] = ()
+    least: float = 0  # a number's bounds
+    most: float = math.inf
+    hint: str = ""  # added to the error when it is out of bounds
+    many: bool = False  # may be given several times: the field is a tuple
+    sets: str = ""  # another field that gets its value, while this one becomes True
+
+    @property
+    def key(self) -> str:
+        """Its name in a configuration file."""
+        return self.flag.removeprefix("--")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is given as --name or --no-name, without a value."""
+        return self.parse is switch
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError, naming the flag and the field, for a value it may not have."""
+        if isinstance(value, str):
+            self.parse(value)
+        if self.choices and value not in self.choices:
+            must = f"one of {', '.join(self.choices)}"
+        elif not isinstance(value, int | float) or self.least <= value <= self.most:
+            return
+        elif self.most == math.inf:
+            must = f"at least {self.least}"
+        else:
+            must = f"between {self.least} and {self.most}"
+        renamed = self.key != self.field.replace("_", "-")
+        field = f" (field {self.field})" if renamed else ""
+        hint = f": {self.hint}" if self.hint else ""
+        raise ConfigError(f"{self.flag} must be {must}, not {value!r}{field}{hint}")
+
+
+def option(
+    default: Any, usage: str, help: str, parse: Callable[[str], Any] | None = None, **more: Any
+) -> Any:
+    """A field with this default. `usage` is "--flag METAVAR", or "--flag" for a switch or choice.
+
+    Without `parse` the metavar gives the type of a value, else the default's type.
+    """
+    flag, _, metavar = usage.partition(" ")
+    by_metavar: dict[str, Callable[[str], Any]] = {"FILE": Path, "SIZE": size, "PORT": int}
+    by_type: dict[type, Callable[[str], Any]] = {bool: switch, int: int, float: float}
+    parse = parse or by_metavar.get(metavar) or by_type.get(type(default), str)
+    if metavar == "PORT":
+        more["most"] = MAX_PORT
+    declared = Option(flag, metavar, help, parse, default, **more)
+    return dataclasses.field(default=default, metadata={"option": declared})
+
+
+def redeclared(cls: type[Any], field: str, default: Any, **changes: Any) -> Any:
+    """A base class's field with another default, and what else is to differ of its option."""
+    (one,) = (one for one in _own(cls) if one.field == field)
+    one = replace(one, default=default, **changes)
+    return dataclasses.field(default=default, metadata={"option": one})
+
+
+def part(cls: type[Any], without: Collection[str] = ()) -> Any:
+    """A field that is a settings dataclass of its own; fields `without` have no options here."""
+    metadata = {"part": cls, "without": frozenset(without)}
+    return dataclasses.field(default_factory=cls, metadata=metadata)
+
+
+def declared(cls: type[Any], without: Collection[str] = ()) -> dict[str, Option]:
+    """The options of a settings dataclass and its parts, by key."""
+    found: dict[str, Option] = {}
+    for field in dataclasses.fields(cls):
+        if "part" in field.metadata:
+            found |= declared(field.metadata["part"], field.metadata["without"])
+    return found | {one.key: one for one in _own(cls) if one.field not in without}
+
+
+def check(settings: Any) -> None:
+    """Raises ConfigError when a field is out of its option's bounds; parts check themselves."""
+    for one in _own(type(settings)):
+        one.check(getattr(settings, one.field))
+
+
+def build(cls: type[C], values: Mapping[str, Any], **given: Any) -> C:
+    """The dataclass from values by key, and fields that are `given`. Raises ConfigError."""
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if "part" in field.metadata:
+            given.setdefault(field.name, build(field.metadata["part"], values))
+    for one in _own(cls):
+        if one.key in values and one.sets:
+            if one.sets in values:
+                raise ConfigError(f"--{one.sets} and {one.flag} do not go together")
+            given |= {one.sets: values[one.key], one.field: True}
+        elif one.key in values:
+            given[one.field] = values[one.key]
+    return cls(**given)
+
+
+def to_json(settings: Any) -> str:
+    """What differs from the defaults, as an object that `from_json` reads."""
+    return json.dumps(_values(settings))
+
+
+def from_json(options: Mapping[str, Option], text: str) -> Values:
+    """What `to_json` wrote. Raises ConfigError."""
+    try:
+        return typed(options, json.loads(text), options, "--config: there is no option")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--config is no JSON object: {error}") from None
+
+
+def from_environment(
+    environ: Mapping[str, str], options: Mapping[str, Option], known: Collection[str]
+) -> Values:
+    """What variables say of options; an empty one says nothing. See `typed`."""
+    ours = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text}
+    keys = {name: name.removeprefix(PREFIX).lower().replace("_", "-") for name in ours}
+    raw = {keys[name]: text for name, text in ours.items()}
+    return typed(options, raw, known, f"environment: {PREFIX}… names no option")
+
+
+def from_file(path: Path, options: Mapping[str, Option], known: Collection[str]) -> Values:
+    """What a TOML file says of options. See `typed`."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    return typed(options, content, known, f"{path}: there is no option")
+
+
+def typed(
+    options: Mapping[str, Option], raw: Mapping[str, Any], known: Collection[str], unknown: str
+) -> Values:
+    """Values as fields have them, of texts, numbers and lists; no value of other `known` options.
+
+    Raises ConfigError, for a name that is not known with the nearest that is.
+    """
+    found: Values = {}
+    for key, value in raw.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise ConfigError(
+                f"{unknown} {key!r}" + (f"; do you mean {near[0]!r}?" if near else "")
+            )
+        if not (one := options.get(key)):
+            continue
+        try:
+            if one.many:
+                texts = value.split(";") if isinstance(value, str) else value
+                found[key] = tuple(map(one.parse, texts))
+            else:
+                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                found[key] = one.parse(text)
+        except (ConfigError, ValueError, TypeError) as error:
+            raise ConfigError(f"{unknown.partition(':')[0]}: {key}: {error}") from error
+    return found
+
+
+def switch(text: str) -> bool:
+    """Of "true" or "false" (yes, no, on, off, 1, 0)."""
+    if text.lower() not in ("true", "false", "yes", "no", "on", "off", "1", "0"):
+        raise ConfigError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "yes", "on", "1")
+
+
+def size(text: str) -> int:
+    """Bytes from "512MiB", "2GiB" or "1048576"."""
+    match = re.fullmatch(r"(\d+)\s*(|KiB|MiB|GiB)", text)
+    if not match:
+        raise ConfigError(f"{text!r} is no size: write 512MiB, 2GiB or bytes")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers from "1,2,3"."""
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+        raise ConfigError(f"{text!r} is no list of numbers: write 1,2,3")
+    return tuple(int(number) for number in text.split(","))
+
+
+def _own(cls: type[Any]) -> list[Option]:
+    """The options of a dataclass without its parts'."""
+    owners: dict[str, Any] = {
+        name: base for base in reversed(cls.__mro__) for name in base.__dict__
+    }
+    return [
+        replace(one, field=field.name, group=one.group or owners[field.name].GROUP)
+        for field in dataclasses.fields(cls)
+        if (one := field.metadata.get("option"))
+    ]
+
+
+def _values(settings: Any) -> Values:
+    found: Values = {}
+    for field in dataclasses.fields(settings):
+        if "part" in field.metadata:
+            found |= _values(getattr(settings, field.name))
+    for one in _own(type(settings)):
+        value = getattr(settings, one.field)
+        if value != one.default:
+            found[one.key] = str(value) if isinstance(value, Path) else value
+            if one.sets:
+                found[one.key] = found.pop(one.sets, getattr(settings, one.sets))
+    return found
