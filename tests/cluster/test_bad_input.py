@@ -89,9 +89,9 @@ async def test_closing_the_stream_stops_the_work(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_no_worker_of_a_role(repaired_cluster: ClusterFactory, role: str) -> None:
+async def test_no_worker_of_a_role(own_cluster: ClusterFactory, role: str) -> None:
     """UNAVAILABLE with RetryInfo, and the router's readiness says NOT_SERVING."""
-    cluster = await repaired_cluster()
+    cluster = await own_cluster(restart=False)
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
         cluster.kill(f"{role}-0")
         await eventually(
