@@ -13,6 +13,9 @@ import sys
 COMMANDS = {
     "engine": ("benchmarks.engine.compare", "decode steps and prompts, no server around them"),
     "serve": ("benchmarks.serve", "servers under load: interference and a mixed load"),
+    "step-profile": ("benchmarks.scenarios.step_profile", "where the time of a decode step goes"),
+    "speculation": ("benchmarks.scenarios.speculation", "what n-gram speculation gains and costs"),
+    "quality": ("benchmarks.scenarios.quality", "how well a model predicts text at low precision"),
     "gpu": ("benchmarks.gpu.run", "kernels, engine and cluster on this machine's GPU"),
 }
 SCENARIOS = {
@@ -39,7 +42,12 @@ def parser(name: str) -> argparse.ArgumentParser:
             kinds.add_parser(other, help=text)
     if name in COMMANDS:
         module = importlib.import_module(COMMANDS[name][0])
-        command = kinds.add_parser(name, help=COMMANDS[name][1], description=module.__doc__)
+        command = kinds.add_parser(
+            name,
+            help=COMMANDS[name][1],
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         module.add_options(command)
         command.set_defaults(main=module.main)
     elif name in SCENARIOS:

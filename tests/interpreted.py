@@ -1,7 +1,7 @@
 """Lets this process run Triton's kernels on the CPU, in its interpreter: import it before a kernel.
 
 Triton decides when a kernel is decorated, and for its own library when it is imported; the
-environment tells it. Here triton is imported and told, and the variable is taken out again, so that
+environment decides. Here triton is imported with it set, and it is removed again, so that
 no process that a test starts inherits it: one of those compiles kernels, and a worker may find a
 GPU. `TRITON_INTERPRET=0` in the environment leaves kernels to the GPU, for tests that need one.
 

@@ -1,4 +1,4 @@
-"""Waiting for another process's state to become visible: bounded, and it says what it saw last."""
+"""Waiting for another process's state to become visible: bounded, and it reports the last state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 async def eventually(
     look: Callable[[], Awaitable[T]],
     good: Callable[[T], bool],
-    complaint: str,
+    message: str,
     timeout_s: float = 10.0,
 ) -> T:
     """Looks until what is seen is good. For state of other processes, which sends no event here."""
     end = asyncio.get_running_loop().time() + timeout_s
     while not good(seen := await look()):
-        assert asyncio.get_running_loop().time() < end, f"{complaint}: {seen}"
+        assert asyncio.get_running_loop().time() < end, f"{message}: {seen}"
         await asyncio.sleep(0.05)
     return seen

@@ -7,7 +7,7 @@ learning rate warms up, stays, and falls to zero over the last steps. While it s
 everything; while it falls, the test suites are left out, so that the model ends on library code;
 the very last steps read windows of the model's full context. The batch of a step depends on the
 seed, the schedule and the step's number only: a run that is stopped and started again sees the same
-text as one that is not. `python scripts/quality.py` scores the result on the held-out files.
+text as one that is not. `python -m benchmarks quality` scores the result on the held-out files.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What must hold of a cluster when chaos is over: no block held, nothing leaked, everybody back.
+"""What must hold of a cluster after chaos: no block held, nothing leaked, no process left.
 
 Looks at the processes from outside, and asks the workers themselves, not the router.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -24,20 +26,25 @@ from tests.waiting import eventually
 
 IDLE_S = 45.0  # a reservation's lease is 30 s, and nothing may be held after it
 ANSWER_S = 10.0
-LET_GO_S = 15.0
+RELEASE_S = 15.0
 # What a process may hold more than after its warm-up: connections to processes that came later.
 SLACK = {"tasks": 12, "threads": 6, "files": 16}
 
-Held = dict[str, dict[str, int]]  # kind of thing -> name -> count
+Found = TypeVar("Found")
+Holdings = dict[str, dict[str, int]]  # kind of thing -> name -> count
+
+
+async def _until_empty(look: Callable[[], Awaitable[Found]], timeout_s: float) -> Found:
+    """Looks until nothing is found, or returns what is still found after the timeout."""
+    try:
+        return await eventually(look, lambda found: not found, "", timeout_s)
+    except AssertionError:
+        return await look()
 
 
 async def wait_idle(cluster: LocalCluster) -> dict[str, str]:
     """Waits until no worker holds anything; what is still held then, by worker."""
-    try:
-        await eventually(lambda: busy_workers(cluster), lambda busy: not busy, "", IDLE_S)
-    except AssertionError:
-        return await busy_workers(cluster)
-    return {}
+    return await _until_empty(lambda: busy_workers(cluster), IDLE_S)
 
 
 async def busy_workers(cluster: LocalCluster) -> dict[str, str]:
@@ -58,7 +65,7 @@ async def _describe(address: str) -> str:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
     except BatonError as error:
-        return f"does not answer: {error}"
+        return f"does not respond: {error}"
     load = answer.load
     counts = {
         "held": load.blocks_held,
@@ -84,19 +91,16 @@ async def busy_routers(addresses: Iterable[str]) -> dict[str, str]:
                 found[address] = f"{router['queued']} queued, {router['running']} running"
         return found
 
-    try:
-        return await eventually(busy, lambda seen: not seen, "", IDLE_S)
-    except AssertionError:
-        return await busy()
+    return await _until_empty(busy, IDLE_S)
 
 
-async def holdings(cluster: LocalCluster, directory: Path) -> dict[int, Held]:
+async def holdings(cluster: LocalCluster, directory: Path) -> dict[int, Holdings]:
     """What each process of `tests.chaos.process` holds now, by pid."""
     pids = [process.pid for process in cluster.processes.values() if process.running]
     return dict(zip(pids, [await _holding(pid, directory) for pid in pids], strict=True))
 
 
-async def _holding(pid: int, directory: Path) -> Held:
+async def _holding(pid: int, directory: Path) -> Holdings:
     path = directory / f"{pid}.json"
     path.unlink(missing_ok=True)
     os.kill(pid, signal.SIGUSR1)
@@ -104,26 +108,23 @@ async def _holding(pid: int, directory: Path) -> Held:
     async def written() -> bool:
         return path.exists()
 
-    await eventually(written, bool, f"process {pid} does not answer SIGUSR1")
-    held: Held = json.loads(path.read_text())
+    await eventually(written, bool, f"process {pid} does not respond SIGUSR1")
+    held: Holdings = json.loads(path.read_text())
     return held
 
 
 async def wait_no_leaks(
-    cluster: LocalCluster, directory: Path, before: Mapping[int, Held]
+    cluster: LocalCluster, directory: Path, before: Mapping[int, Holdings]
 ) -> list[str]:
-    """Waits until nobody holds more than before: connections end on their own time, leaks never."""
+    """Waits until no process holds more than before; what is still held."""
 
     async def found() -> list[str]:
         return leaks(before, await holdings(cluster, directory))
 
-    try:
-        return await eventually(found, lambda more: not more, "", LET_GO_S)
-    except AssertionError:
-        return await found()
+    return await _until_empty(found, RELEASE_S)
 
 
-def leaks(before: Mapping[int, Held], after: Mapping[int, Held]) -> list[str]:
+def leaks(before: Mapping[int, Holdings], after: Mapping[int, Holdings]) -> list[str]:
     """What processes that lived through it hold more than before, beyond the slack."""
     found = []
     for pid in before.keys() & after.keys():
@@ -136,34 +137,26 @@ def leaks(before: Mapping[int, Held], after: Mapping[int, Held]) -> list[str]:
     return found
 
 
-async def memory_of_the_dead(cluster: LocalCluster) -> list[str]:
-    """Pools that stay mapped although the workers they belonged to are gone: one each is right."""
+async def stale_mappings(cluster: LocalCluster) -> list[str]:
+    """KV pools that stay mapped although their workers are gone; one for each worker is right."""
 
     async def found() -> list[str]:
-        return _memory_of_the_dead(cluster)
+        workers = [p.pid for p in cluster.processes.values() if p.running and p.role != "router"]
+        mapped = {pid: _mapped(pid) for pid in workers}
+        pools = set().union(*mapped.values())
+        if len(pools) <= len(workers):
+            return []
+        counts = {pid: len(names) for pid, names in mapped.items()}
+        return [f"{len(pools)} pools of {len(workers)} workers are mapped, by pid {counts}"]
 
-    try:
-        return await eventually(found, lambda more: not more, "", LET_GO_S)
-    except AssertionError:
-        return await found()
-
-
-def _memory_of_the_dead(cluster: LocalCluster) -> list[str]:
-    workers = [p.pid for p in cluster.processes.values() if p.running and p.role != "router"]
-    mapped = {pid: _mapped(pid) for pid in workers}
-    pools = set().union(*mapped.values())
-    if len(pools) <= len(workers):
-        return []
-    counts = {pid: len(names) for pid, names in mapped.items()}
-    return [f"{len(pools)} pools of {len(workers)} workers are mapped, by pid {counts}"]
+    return await _until_empty(found, RELEASE_S)
 
 
 def _mapped(pid: int) -> set[str]:
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line[line.index("/memfd:") :] for line in lines if "/memfd:" in line}
+    return set(re.findall("/memfd:.*", Path(f"/proc/{pid}/maps").read_text()))
 
 
-def left_behind(processes: Iterable[psutil.Process], used_ports: Iterable[int]) -> list[str]:
+def leftovers(processes: Iterable[psutil.Process], used_ports: Iterable[int]) -> list[str]:
     """Processes and ports of a stopped cluster that are still there."""
     found = [f"process {process.pid} still runs" for process in processes if _runs(process)]
     for port in used_ports:

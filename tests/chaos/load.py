@@ -1,7 +1,6 @@
-"""Callers: each asks for one wish after the other, sometimes for many, and times the answers.
+"""Load: callers that send one request after the other, sometimes a burst, and time the answers.
 
-Uses the SDK as a program would, and HTTP as programs in other languages do. Judges nothing: endings
-go to whoever wants them.
+Requests go through the SDK, and over HTTP as from other languages. Outcomes are not judged here.
 """
 
 from __future__ import annotations
@@ -27,7 +26,16 @@ from baton.errors import (
     RetryableError,
     Unavailable,
 )
-from tests.chaos.wishes import CUT, REFUSED, TOLD, UNREACHED, Ending, Run, Wish, wish
+from tests.chaos.requests import (
+    CUT,
+    ERROR_EVENT,
+    REFUSED,
+    UNREACHED,
+    ChaosRequest,
+    Outcome,
+    Run,
+    next_request,
+)
 
 SLACK_S = 10.0  # after its deadline, until a request counts as one that never ends
 BURST = 12
@@ -38,13 +46,13 @@ PAUSE_AFTER_FAILURE_S = 1.5
 _STATUSES = {429: Overloaded, 503: Unavailable, 504: DeadlineExceeded}
 _TYPES = {"service_unavailable_error": Unavailable, "timeout_error": DeadlineExceeded}
 
-OnEnd = Callable[[Wish, Ending], None]
+OnEnd = Callable[[ChaosRequest, Outcome], None]
 
 
 class Load:
-    """`callers` of them; `running` and `ended` count requests.
+    """`callers` clients; `running` and `ended` count requests.
 
-    `gateways` are addresses by router's name, asked in turn.
+    `gateways` are HTTP addresses by router's name, used in turn.
     """
 
     def __init__(
@@ -66,7 +74,7 @@ class Load:
         self._on_end = on_end
 
     async def run(self, until_s: float) -> None:
-        """Asks until the loop's clock says `until_s`; returns when the last request has ended."""
+        """Sends until the loop's clock says `until_s`; returns when the last request has ended."""
         callers = (self._caller(number, until_s) for number in range(self._callers))
         await asyncio.gather(*callers)
 
@@ -75,66 +83,65 @@ class Load:
         clock = asyncio.get_running_loop().time
         while clock() < until_s:
             count = BURST if dice.random() < BURST_SHARE else 1
-            asked = (self._ask(wish(dice, self._runs)) for _ in range(count))
-            endings = await asyncio.gather(*asked)
-            failed = any(isinstance(one.error, RetryableError) for one in endings)
+            asked = (self._send(next_request(dice, self._runs)) for _ in range(count))
+            outcomes = await asyncio.gather(*asked)
+            failed = any(isinstance(one.error, RetryableError) for one in outcomes)
             await asyncio.sleep(PAUSE_AFTER_FAILURE_S if failed else dice.random() * PAUSE_S)
 
-    async def _ask(self, wish: Wish) -> Ending:
+    async def _send(self, request: ChaosRequest) -> Outcome:
         self.running += 1
         try:
-            if wish.http:
-                ending = await ask_over_http(*next(self._gateways), wish)
+            if request.http:
+                outcome = await send_http(*next(self._gateways), request)
             else:
-                ending = await ask(self._client, wish)
+                outcome = await send(self._client, request)
         finally:
             self.running -= 1
         self.ended += 1
-        self._on_end(wish, ending)
-        return ending
+        self._on_end(request, outcome)
+        return outcome
 
 
-async def ask(client: AsyncClient, wish: Wish) -> Ending:
+async def send(client: AsyncClient, request: ChaosRequest) -> Outcome:
     """Runs one request to whatever end it has."""
     clock = asyncio.get_running_loop().time
-    seen = _Seen(clock())
-    stream = client.stream(wish.run.prompt, **wish.options)
+    received = _Received(clock())
+    stream = client.stream(request.run.prompt, **request.options)
     try:
-        async with asyncio.timeout(wish.timeout_s + SLACK_S):
-            cancelled = await _read(stream, wish, seen)
+        async with asyncio.timeout(request.timeout_s + SLACK_S):
+            cancelled = await _read(stream, request, received)
     except BatonError as error:
-        return seen.ending(clock(), error=error)
+        return received.outcome(clock(), error=error)
     except TimeoutError:
-        return seen.ending(clock(), over=False)
+        return received.outcome(clock(), over=False)
     if cancelled:
-        return seen.ending(clock(), cancelled=True)
-    return seen.ending(clock(), completion=stream.completion)
+        return received.outcome(clock(), cancelled=True)
+    return received.outcome(clock(), completion=stream.completion)
 
 
-async def _read(stream: AsyncStream, wish: Wish, seen: _Seen) -> bool:
-    """Reads until the end or until the caller has enough; whether it had."""
+async def _read(stream: AsyncStream, request: ChaosRequest, received: _Received) -> bool:
+    """Reads until the end or until the caller cancels; whether it did."""
     clock = asyncio.get_running_loop().time
     async with stream:
         async for delta in stream:
-            seen.times.append(clock())
-            seen.token_ids += delta.token_ids
-            if wish.cancel_after is not None and len(seen.token_ids) > wish.cancel_after:
+            received.times.append(clock())
+            received.token_ids += delta.token_ids
+            if request.cancel_after is not None and len(received.token_ids) > request.cancel_after:
                 return True
     return False
 
 
 @dataclass
-class _Seen:
-    """What has come of one answer, and when."""
+class _Received:
+    """What has arrived of one response, and when."""
 
     began_s: float
     times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
-    def ending(self, ended_s: float, **how: Any) -> Ending:
-        """All of it, at the end."""
+    def outcome(self, ended_s: float, **how: Any) -> Outcome:
         gaps = (after - before for before, after in zip(self.times, self.times[1:], strict=False))
-        return Ending(
+        return Outcome(
             tuple(self.token_ids),
             self.began_s,
             ended_s,
@@ -145,10 +152,10 @@ class _Seen:
 
 
 @dataclass
-class _HttpSeen(_Seen):
-    """The same of a stream over HTTP, put together from its events."""
+class _HttpReceived(_Received):
+    """A stream over HTTP, put together from its events."""
 
-    opened: bool = False  # its first bytes are there
+    opened: bool = False  # its first bytes have arrived
     trace_id: str = ""
     text: str = ""
     reason: Any = None
@@ -157,8 +164,8 @@ class _HttpSeen(_Seen):
 
     def take(self, event: Mapping[str, Any]) -> None:
         """One event's data."""
-        if told := event.get("error"):
-            self.error = _TYPES.get(told["type"], InternalError)(f"{TOLD}: {told}")
+        if error := event.get("error"):
+            self.error = _TYPES.get(error["type"], InternalError)(f"{ERROR_EVENT}: {error}")
         for choice in event.get("choices", ()):
             self.times.append(asyncio.get_running_loop().time())
             self.token_ids += choice["token_ids"]
@@ -167,62 +174,67 @@ class _HttpSeen(_Seen):
         if usage := event.get("usage"):
             self.usage = Usage(usage["prompt_tokens"], usage["completion_tokens"])
 
-    def how(self, wish: Wish) -> dict[str, Any]:
+    def how(self, request: ChaosRequest) -> dict[str, Any]:
         """How a stream ended that came to its [DONE]."""
         if self.error is not None:
-            return {"broke": TOLD, "error": self.error}
+            return {"failure": ERROR_EVENT, "error": self.error}
         done = Completion(
             self.text,
             tuple(self.token_ids),
             self.reason,
-            stop=wish.stop if self.reason == "stop" else "",  # HTTP does not tell
+            stop=request.stop if self.reason == "stop" else "",  # HTTP does not say which
             usage=self.usage,
             trace_id=self.trace_id,
         )
         return {"completion": done}
 
 
-async def ask_over_http(router: str, address: str, wish: Wish) -> Ending:
-    """The same as a stream of one router's gateway, on a connection of its own."""
+async def send_http(router: str, address: str, request: ChaosRequest) -> Outcome:
+    """Runs one request as a stream of one router's gateway, on its own connection."""
     clock = asyncio.get_running_loop().time
-    seen = _HttpSeen(clock())
+    received = _HttpReceived(clock())
     how: dict[str, Any] = {}
-    headers = {"x-request-timeout": str(wish.timeout_s)}
+    headers = {"x-request-timeout": str(request.timeout_s)}
     try:
         async with (
-            asyncio.timeout(wish.timeout_s + SLACK_S),
+            asyncio.timeout(request.timeout_s + SLACK_S),
             httpx.AsyncClient(
                 base_url=f"http://{address}", timeout=None, headers=headers
             ) as client,
-            client.stream("POST", "/v1/completions", json=wish.body) as response,
+            client.stream("POST", "/v1/completions", json=request.body) as response,
         ):
-            seen.trace_id = response.headers.get("x-trace-id", "")
+            received.trace_id = response.headers.get("x-trace-id", "")
             if response.status_code != 200:
                 await response.aread()
-                how = {"broke": REFUSED, "error": _refusal(response)}
+                how = {"failure": REFUSED, "error": _refusal(response)}
             else:
-                seen.opened = True
-                how = await _read_events(response, wish, seen)
+                received.opened = True
+                how = await _read_events(response, request, received)
     except TimeoutError:
         how = {"over": False}
     except httpx.TransportError as error:
-        broke = CUT if seen.opened else UNREACHED
-        how = {"broke": broke, "error": Unavailable(f"{broke}: {error or type(error).__name__}")}
-    return seen.ending(clock(), router=router, **how)
+        failure = CUT if received.opened else UNREACHED
+        how = {
+            "failure": failure,
+            "error": Unavailable(f"{failure}: {error or type(error).__name__}"),
+        }
+    return received.outcome(clock(), router=router, **how)
 
 
-async def _read_events(response: httpx.Response, wish: Wish, seen: _HttpSeen) -> dict[str, Any]:
-    """Reads until the end or until the caller has enough; how it ended."""
+async def _read_events(
+    response: httpx.Response, request: ChaosRequest, received: _HttpReceived
+) -> dict[str, Any]:
+    """Reads until the end or until the caller cancels; how it ended."""
     events = EventReader()
     async with contextlib.aclosing(response.aiter_bytes()) as chunks:
         async for chunk in chunks:
             for data in events.feed(chunk):
                 if data == b"[DONE]":
-                    return seen.how(wish)
-                seen.take(json.loads(data))
-            if wish.cancel_after is not None and len(seen.token_ids) > wish.cancel_after:
+                    return received.how(request)
+                received.take(json.loads(data))
+            if request.cancel_after is not None and len(received.token_ids) > request.cancel_after:
                 return {"cancelled": True}
-    return {"broke": CUT, "error": Unavailable(f"{CUT}: the stream ended without [DONE]")}
+    return {"failure": CUT, "error": Unavailable(f"{CUT}: the stream ended without [DONE]")}
 
 
 def _refusal(response: httpx.Response) -> BatonError:

@@ -1,6 +1,6 @@
-"""`python -m tests.chaos.process router|prefill-worker|decode-worker …`: baton to be looked at.
+"""`python -m tests.chaos.process router|prefill-worker|decode-worker …`: baton for chaos.
 
-The real command with two additions. KV bytes may suffer on their way (`tests.chaos.kv`). On SIGUSR1
+The real command with two additions: KV transfers may fail (`tests.chaos.kv_faults`), and on SIGUSR1
 it writes what it holds (tasks, threads, file descriptors) to the file BATON_CHAOS_HELD/<pid>.json.
 """
 
@@ -46,7 +46,7 @@ def _write_held(directory: Path) -> None:
     path = directory / f"{os.getpid()}.json"
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(held()))
-    draft.rename(path)  # whoever waits for the file finds all of it
+    draft.rename(path)  # a reader never sees half of it
 
 
 def _answer_signals(directory: Path) -> None:
@@ -69,9 +69,9 @@ def _main() -> int:
         _answer_signals(Path(directory))
     if (path := os.environ.get("BATON_CHAOS_KV")) and sys.argv[1].endswith("-worker"):
         # Imports torch, which a router does without.
-        from tests.chaos import kv  # noqa: PLC0415
+        from tests.chaos import kv_faults  # noqa: PLC0415
 
-        kv.install(Path(path))
+        kv_faults.install(Path(path))
     from baton.cli import main  # noqa: PLC0415 - after what it runs has been changed
 
     return main()

@@ -1,8 +1,8 @@
-"""A TCP proxy in front of one worker: cuts, holds or slows the connections of one caller or of all.
+"""A TCP proxy in front of one worker: cuts, holds or slows the connections of one peer or of all.
 
-It stands outside of the processes under test: a worker is told to advertise the proxy's address, so
-that routers and prefill workers reach it through here. Cut connections end with a reset; held ones
-stay open and silent, as behind a partition, and so do new ones until `release`.
+It runs outside of the processes under test: a worker advertises the proxy's address, so that
+routers and prefill workers connect through it. Cut connections end with a reset; held ones stay
+open and silent, as in a network partition, and so do new ones until `release`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
+from pathlib import Path
 from typing import Self
 
 _PIECE_BYTES = 1 << 14
@@ -38,7 +38,7 @@ class _Connection:
 
 
 class Proxy:
-    """Forwards a free loopback port to `port`; `name_of(port)` tells whose that local port is."""
+    """Forwards a free loopback port to `port`; `name_of(port)` names a port's process."""
 
     def __init__(self, port: int, name_of: Callable[[int], str]) -> None:
         self.port = port
@@ -55,12 +55,7 @@ class Proxy:
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         assert self._server is not None
         self._server.close()
         for task in self._tasks:
@@ -70,7 +65,7 @@ class Proxy:
 
     @property
     def callers(self) -> list[str]:
-        """Who is connected, once for each connection."""
+        """The caller of each connection."""
         return sorted(connection.caller for connection in self._connections)
 
     def cut(self, caller: str = "") -> int:
@@ -126,7 +121,7 @@ class Proxy:
         try:
             far_reader, connection.far = await asyncio.open_connection("127.0.0.1", self.port)
         except OSError:
-            return  # nobody listens there now
+            return  # nothing listens there now
         pumps = [
             asyncio.create_task(_pump(connection, reader, connection.far)),
             asyncio.create_task(_pump(connection, far_reader, connection.near)),
@@ -161,3 +156,31 @@ def _reset(writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     writer.transport.abort()
+
+
+_TABLE = Path("/proc/net/tcp")
+_LOCAL, _INODE = 1, 9  # columns of the table
+
+
+def owner(port: int, pids: Mapping[str, int]) -> str:
+    """The one of `pids`, by name, that has a connection from 127.0.0.1:`port`; "unknown" else."""
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
+    for name, pid in pids.items():
+        if sockets & _open_files(pid):
+            return name
+    return "unknown"
+
+
+def _inodes(port: int) -> set[str]:
+    wanted = f"0100007F:{port:04X}"  # addresses are little-endian
+    rows = (line.split() for line in _TABLE.read_text().splitlines() if wanted in line)
+    return {row[_INODE] for row in rows if row[_LOCAL] == wanted}
+
+
+def _open_files(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it has just been closed
+                found.add(str(link.readlink()))
+    return found

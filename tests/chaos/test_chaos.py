@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.arena import Arena, ArenaConfig, logs
-from tests.chaos.wishes import Run, oracle_runs
+from tests.chaos.harness import Harness, HarnessConfig, logs
+from tests.chaos.requests import Run, oracle_runs
 
 SECONDS = 15.0
 NEW_TOKENS = 60
@@ -24,21 +24,21 @@ def runs() -> list[Run]:
 @pytest.mark.parametrize(
     ("seed", "config"),
     [
-        (11, ArenaConfig(transport="shm", callers=6)),
-        (12, ArenaConfig(transport="gloo", callers=6, routers=1)),
+        (11, HarnessConfig(transport="shm", callers=6)),
+        (12, HarnessConfig(transport="gloo", callers=6, routers=1)),
     ],
     ids=["shm", "gloo-1-router"],
 )
 async def test_every_request_ends_right_and_nothing_is_kept(
-    runs: list[Run], seed: int, config: ArenaConfig
+    runs: list[Run], seed: int, config: HarnessConfig
 ) -> None:
     said: list[str] = []
-    arena = Arena(config, said.append)
-    async with arena:
-        await arena.warm_up(runs)
-        tally = await arena.round(runs, seed, SECONDS)
-        story = "\n".join((*said, tally.render(), *tally.violations))
-        print(story, logs(arena) if tally.violations else "", sep="\n\n")
-    assert not tally.violations
-    assert tally.endings["complete"] and tally.faults  # however busy the machine is
-    assert not arena.left_behind()
+    harness = Harness(config, said.append)
+    async with harness:
+        await harness.warm_up(runs)
+        stats = await harness.round(runs, seed, SECONDS)
+        story = "\n".join((*said, stats.render(), *stats.violations))
+        print(story, logs(harness) if stats.violations else "", sep="\n\n")
+    assert not stats.violations
+    assert stats.outcomes["complete"] and stats.faults  # however busy the machine is
+    assert not harness.leftovers()

@@ -1,4 +1,4 @@
-"""The `baton` command as a user runs it: a process of its own, with what it says and its status."""
+"""The `baton` command as a user runs it: a process of its own, its output and exit status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def baton(*argv: str, stdin: str = "", timeout_s: float = 60.0) -> Ended:
 
 @dataclass
 class Running:
-    """A command that goes on; `lines` is what it has said, on stdout and stderr."""
+    """A command that goes on; `lines` is its output so far, stdout and stderr."""
 
     process: asyncio.subprocess.Process
     lines: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Clusters of real processes for these tests, and proof that nothing of them stays behind.
+"""Clusters of real processes for these tests, and a check that nothing of them is left.
 
     async def test_it(cluster_factory):
         cluster = await cluster_factory(prefill=2, transport="gloo")   # shared, started once
@@ -138,7 +138,7 @@ async def cluster_factory(fork_server: None) -> AsyncIterator[ClusterFactory]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def repaired_cluster(cluster_factory: ClusterFactory) -> AsyncIterator[ClusterFactory]:
-    """Shared clusters whose processes a test may kill; after it, all of them serve again.
+    """Shared clusters whose processes a test may kill; afterwards they are started again.
 
     Nothing is restarted while the test runs, unless it asks for `restart=True`.
     """

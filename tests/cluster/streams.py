@@ -1,4 +1,4 @@
-"""Many streams at once, each compared with the oracle; what their callers feel of an accident."""
+"""Many streams at once, each compared with the oracle; the largest gap between two messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.client import AsyncClient, Completion
+from baton.local.cluster import LocalCluster
 from tests.cluster.oracle import Case, Oracle
+from tests.waiting import eventually
 
-TOKENS_BEFORE_ACCIDENT = 10
-# Beyond a promised bound: recomputing what was lost, and a machine with more to do than cores.
+TOKENS_BEFORE_FAULT = 10
+# Added to a promised bound: recomputing lost tokens, and a busy machine.
 SLACK_S, LAGS, _TICK_S = 1.0, 5.0, 0.02
 
 
@@ -26,12 +28,23 @@ def mixed_cases(oracle: Oracle, count: int, new_tokens: int = 150) -> list[Case]
     return cases
 
 
+async def decoding_process(cluster: LocalCluster, client: AsyncClient) -> str:
+    """The name of the decode worker that runs the only stream."""
+
+    async def pids() -> set[int]:
+        workers = (await client.status())["workers"]
+        return {w["pid"] for w in workers if w["role"] == "decode" and w["running"]}
+
+    (pid,) = await eventually(pids, bool, "no worker decodes", 20.0)
+    return next(name for name, process in cluster.processes.items() if process.pid == pid)
+
+
 @dataclass
 class Streams:
     """Runs all cases at once; `midway` is set once half of them have ten tokens.
 
     `largest_gap_s` is the longest time between two messages of one stream so far, and
-    `largest_lag_s` the longest delay of this process's own loop: what a busy machine adds.
+    `largest_lag_s` the longest delay of this process's own loop: the share of a busy machine.
     """
 
     client: AsyncClient
@@ -41,9 +54,15 @@ class Streams:
     midway: asyncio.Event = field(default_factory=asyncio.Event)
     largest_gap_s: float = 0.0
     largest_lag_s: float = 0.0
-    # Shared clusters have run the same prompts before: nothing of them may be cached.
+    # Shared clusters have run the same prompts before: they must not be cached.
     salt: int = field(default_factory=itertools.count().__next__)
     _underway: int = 0
+
+    async def start(self) -> asyncio.Task[list[Completion]]:
+        """Runs them in a task; returns it once they are midway."""
+        task = asyncio.create_task(self.run())
+        await self.midway.wait()
+        return task
 
     async def run(self) -> list[Completion]:
         """What came; each has the oracle's tokens."""
@@ -87,6 +106,6 @@ class Streams:
         return done
 
     def _note(self, before: int, after: int) -> None:
-        self._underway += before < TOKENS_BEFORE_ACCIDENT <= after
+        self._underway += before < TOKENS_BEFORE_FAULT <= after
         if self._underway >= len(self.cases) // 2:
             self.midway.set()

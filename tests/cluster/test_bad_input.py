@@ -1,4 +1,4 @@
-"""What cannot work is refused before any work, with its exact status and the part that is wrong."""
+"""Malformed requests are refused before any work, with the exact status and field."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_no_worker_of_a_role(own_cluster: ClusterFactory, role: str) -> No
         assert refused.value.retry_after_s > 0
 
 
-async def test_a_plain_grpc_client_can_look_around(cluster_factory: ClusterFactory) -> None:
+async def test_health_and_reflection(cluster_factory: ClusterFactory) -> None:
     """Health and reflection answer on the router and on every worker."""
     cluster = await cluster_factory()
     addresses = [record.address for record in cluster.membership.records.values()]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,119 +48,96 @@ async def etcd() -> AsyncIterator[str]:
         yield running.address
 
 
-def truncate(directory: Path) -> None:
-    file = directory / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-1000])
+def damage(directory: Path, what: str) -> None:
+    """Breaks a checkpoint in one way."""
+    weights, config = directory / WEIGHTS, directory / "config.json"
+    tensors = load_file(weights)
+    match what:
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "lost tensor":
+            del tensors["model.layers.1.mlp.down_proj.weight"]
+            save_file(tensors, weights)
+        case "reshaped tensor":
+            name = "model.layers.0.self_attn.k_proj.weight"
+            save_file({**tensors, name: tensors[name][:-16].clone()}, weights)
+        case "pickle only":
+            weights.rename(directory / "pytorch_model.bin")
+        case "lost shard":
+            weights.unlink()
+            index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "no config":
+            config.unlink()
+        case "broken config":
+            config.write_text('{"architectures": ["LlamaForCausalLM"]')
+        case "unknown architecture":
+            changed = {**json.loads(config.read_text()), "architectures": ["MambaForCausalLM"]}
+            config.write_text(json.dumps(changed))
 
 
-def edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(directory / WEIGHTS)
-    change(tensors)
-    save_file(tensors, directory / WEIGHTS)
+BROKEN = {
+    "truncated": [WEIGHTS, "truncated", "tensor"],
+    "lost tensor": ["lacks tensor model.layers.1.mlp.down_proj.weight", "config.json"],
+    "reshaped tensor": [WEIGHTS, "model.layers.0.self_attn.k_proj.weight", "[16, 64]"],
+    "pickle only": ["pytorch_model.bin", "never read", "safetensors"],
+    "lost shard": ["model-00001-of-00002.safetensors", "missing"],
+    "no config": ["config.json", "missing"],
+    "broken config": ["config.json", "JSON"],
+    "unknown architecture": ["config.json", "MambaForCausalLM"],
+}
 
 
-def lose_a_tensor(directory: Path) -> None:
-    edit(directory, lambda tensors: tensors.__delitem__("model.layers.1.mlp.down_proj.weight"))
+@pytest.fixture
+def copy(tmp_path: Path, whole: Path) -> Path:
+    """A copy of the checkpoint to break."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
-def reshape_a_tensor(directory: Path) -> None:
-    name = "model.layers.0.self_attn.k_proj.weight"
-    edit(directory, lambda tensors: tensors.update({name: tensors[name][:-16].clone()}))
-
-
-def pickle_only(directory: Path) -> None:
-    (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
-
-
-def lose_a_shard(directory: Path) -> None:
-    (directory / WEIGHTS).unlink()
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def no_config(directory: Path) -> None:
-    (directory / "config.json").unlink()
-
-
-def broken_config(directory: Path) -> None:
-    (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]')
-
-
-def foreign_architecture(directory: Path) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    config["architectures"] = ["MambaForCausalLM"]
-    (directory / "config.json").write_text(json.dumps(config))
-
-
-BROKEN = [
-    (truncate, [WEIGHTS, "truncated", "tensor"]),
-    (lose_a_tensor, ["lacks tensor model.layers.1.mlp.down_proj.weight", "config.json"]),
-    (reshape_a_tensor, [WEIGHTS, "model.layers.0.self_attn.k_proj.weight", "[16, 64]"]),
-    (pickle_only, ["pytorch_model.bin", "never read", "safetensors"]),
-    (lose_a_shard, ["model-00001-of-00002.safetensors", "missing"]),
-    (no_config, ["config.json", "missing"]),
-    (broken_config, ["config.json", "JSON"]),
-    (foreign_architecture, ["config.json", "MambaForCausalLM"]),
-]
-
-
-@pytest.mark.parametrize(("damage", "told"), BROKEN, ids=[d.__name__ for d, _ in BROKEN])
-def test_the_loader_refuses_a_broken_checkpoint(
-    tmp_path: Path, whole: Path, damage: Callable[[Path], None], told: list[str]
-) -> None:
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_loader_refuses_a_broken_checkpoint(copy: Path, what: str) -> None:
     """The error names the file and the tensor."""
-    directory = tmp_path / "model"
-    shutil.copytree(whole, directory)
-    damage(directory)
-    with pytest.raises(CheckpointError, match=f"^{directory}") as refused:
-        build.load(EngineConfig(model=str(directory), device="cpu"))
-    for part in told:
+    damage(copy, what)
+    with pytest.raises(CheckpointError, match=f"^{copy}") as refused:
+        build.load(EngineConfig(model=str(copy), device="cpu"))
+    for part in BROKEN[what]:
         assert part in str(refused.value)
 
 
-@pytest.mark.parametrize(("damage", "told"), BROKEN[:2], ids=[d.__name__ for d, _ in BROKEN[:2]])
-async def test_a_worker_refuses_a_broken_checkpoint(
-    tmp_path: Path, whole: Path, etcd: str, damage: Callable[[Path], None], told: list[str]
-) -> None:
+@pytest.mark.parametrize("what", ["truncated", "lost tensor"])
+async def test_a_worker_refuses_a_broken_checkpoint(copy: Path, etcd: str, what: str) -> None:
     """Exit status 1, soon, and the last line of stderr names the file and the tensor."""
-    directory = tmp_path / "model"
-    shutil.copytree(whole, directory)
-    damage(directory)
+    damage(copy, what)
     began = time.monotonic()
     refused = await baton(
-        "decode-worker", "--model", str(directory), "--etcd", etcd, "--log-level", "error"
+        "decode-worker", "--model", str(copy), "--etcd", etcd, "--log-level", "error"
     )
     assert time.monotonic() - began < QUICK_S
     assert refused.status == 1 and refused.out == ""
-    assert refused.err.startswith(f"baton: error: {directory}"), refused.err
+    assert refused.err.startswith(f"baton: error: {copy}"), refused.err
     assert refused.err.count("\n") == 1
-    for part in told:
+    for part in BROKEN[what]:
         assert part in refused.err
 
 
 @pytest.mark.parametrize("content", [None, "{}"], ids=["missing", "broken"])
 async def test_a_router_refuses_a_model_without_a_tokenizer(
-    tmp_path: Path, whole: Path, etcd: str, content: str | None
+    copy: Path, etcd: str, content: str | None
 ) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(whole, directory)
-    (directory / "tokenizer.json").unlink()
+    tokenizer = copy / "tokenizer.json"
+    tokenizer.unlink()
     if content is not None:
-        (directory / "tokenizer.json").write_text(content)
-    refused = await baton("router", "--model", str(directory), "--port", "0", "--etcd", etcd)
+        tokenizer.write_text(content)
+    refused = await baton("router", "--model", str(copy), "--port", "0", "--etcd", etcd)
     assert refused.status == 1
-    assert refused.err.startswith(f"baton: error: {directory / 'tokenizer.json'}"), refused.err
+    assert refused.err.startswith(f"baton: error: {tokenizer}"), refused.err
 
 
-async def test_up_refuses_a_broken_checkpoint_before_it_starts_anything(
-    tmp_path: Path, whole: Path
-) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(whole, directory)
-    truncate(directory)
-    refused = await baton("up", "--port", "0", "--model", str(directory))
+async def test_up_refuses_a_broken_checkpoint_before_it_starts_anything(copy: Path) -> None:
+    damage(copy, "truncated")
+    refused = await baton("up", "--port", "0", "--model", str(copy))
     assert (refused.status, refused.out) == (1, "")
-    assert f"baton: error: {directory / WEIGHTS} is truncated" in refused.err
+    assert f"baton: error: {copy / WEIGHTS} is truncated" in refused.err
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "MistralForCausalLM"])
@@ -190,10 +168,10 @@ async def test_a_sharded_checkpoint_serves(
     assert there.text == here.text
 
 
-async def test_made_up_weights_serve_token_ids(
+async def test_random_weights_serve_token_ids(
     tmp_path: Path, whole: Path, own_cluster: ClusterFactory
 ) -> None:
-    """A bare config.json is enough for a benchmark; workers make the same weights up."""
+    """A bare config.json is enough for a benchmark; all workers make the same weights."""
     config = tmp_path / "tiny.json"
     shutil.copy(whole / "config.json", config)
     engine = EngineConfig(model=str(config), random_weights=True, dtype="float32", kv_blocks=64)
@@ -209,7 +187,7 @@ async def test_made_up_weights_serve_token_ids(
 
 
 async def statuses(cluster: LocalCluster) -> list[tuple[str, str]]:
-    """(state, reason) of each worker, as the router tells operators."""
+    """(state, reason) of each worker, as the router's status shows it."""
     async with rpc.channel(cluster.address) as channel:
         stub = fleet_pb2_grpc.FleetServiceStub(channel)
         response = await stub.GetStatus(
@@ -228,7 +206,7 @@ async def start_on(cluster: LocalCluster, name: str, model: Path) -> None:
 
 
 async def refusal(cluster: LocalCluster) -> str:
-    """What a request gets that no pair of workers can serve."""
+    """The error of a request that no pair of workers can serve."""
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
         with pytest.raises(Unavailable) as refused:
             await client.generate(list(range(2, 42)), max_tokens=4, timeout=30.0)
@@ -247,10 +225,9 @@ async def test_workers_with_another_tokenizer_than_the_router(
     (other / "tokenizer.json").write_text(tokenizer.replace("</s>", "<|end|>"))
     await start_on(cluster, "router", other)
 
-    async def look() -> list[tuple[str, str]]:
-        return await statuses(cluster)
-
-    seen = await eventually(look, lambda workers: len(workers) == 2, "workers", 30.0)
+    seen = await eventually(
+        partial(statuses, cluster), lambda workers: len(workers) == 2, "workers", 30.0
+    )
     for state, reason in seen:
         assert state == "MISMATCH"
         assert "tokenizer" in reason and "start both with the same model" in reason
@@ -262,7 +239,7 @@ async def test_workers_with_another_tokenizer_than_the_router(
 async def test_workers_with_different_models(
     tmp_path: Path, whole: Path, own_cluster: ClusterFactory
 ) -> None:
-    """Same tokenizer, other weights: their KV must never meet, and both sides are named."""
+    """Same tokenizer, other weights: they are not paired, and the error names both."""
     engine = EngineConfig(model=str(whole), dtype="float32", kv_blocks=64)
     cluster = await own_cluster(engine=engine, restart=False)
     other = tmp_path / "other"
@@ -270,11 +247,10 @@ async def test_workers_with_different_models(
     await start_on(cluster, "decode-0", other)
     await cluster.wait_ready()
 
-    async def look() -> list[tuple[str, str]]:
-        return await statuses(cluster)
-
     both_ready = [("READY", "")] * 2
-    await eventually(look, lambda workers: workers == both_ready, "workers", 30.0)
+    await eventually(
+        partial(statuses, cluster), lambda workers: workers == both_ready, "workers", 30.0
+    )
     message = await refusal(cluster)
     names = {record.pid: name for name, record in cluster.membership.records.items()}
     for role in ("prefill", "decode"):

@@ -1,4 +1,4 @@
-"""Workers that die, drain or are replaced, etcd gone, KV lost or spoilt: none costs a token."""
+"""Workers killed, drained or replaced, etcd down, KV lost or corrupted: no token changes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from baton.client import AsyncClient
+from baton.config import EngineConfig
 from baton.engine.ops.native import library
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.local import ports
-from tests.chaos import kv
-from tests.cluster.conftest import ENGINE, ClusterFactory
+from tests.chaos import kv_faults
+from tests.cluster.conftest import ENGINE, USED_PORTS, ClusterFactory
+from tests.cluster.etcd_members import EtcdMembers
 from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
 from tests.waiting import eventually
@@ -32,8 +36,7 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
     cluster = await repaired_cluster(prefill=2, decode=2)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 24))
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         cluster.kill("prefill-0")
         cluster.kill("decode-0")
         done = await running
@@ -42,18 +45,26 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
         await all_blocks_free(client)
 
 
-@pytest.mark.skipif(library.load() is None, reason="no native library can be built here")
-async def test_low_precision_streams_go_on_elsewhere_with_the_same_tokens(
-    own_cluster: ClusterFactory,
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(
+            replace(ENGINE, dtype="bfloat16", quantization="int8", kv_dtype="int8"),
+            marks=pytest.mark.skipif(library.load() is None, reason="no native library here"),
+            id="int8",  # native kernels give a row the same bits beside any other rows
+        ),
+        pytest.param(replace(ENGINE, speculate=4), id="speculation"),
+    ],
+)
+async def test_a_killed_decode_worker_changes_no_token(
+    own_cluster: ClusterFactory, engine: EngineConfig
 ) -> None:
-    """Native kernels give a row the same bits recomputed on another worker, beside others."""
-    engine = replace(ENGINE, dtype="bfloat16", quantization="int8", kv_dtype="int8")
-    cluster = await own_cluster(prefill=2, decode=2, restart=False, engine=engine)
-    with Oracle(engine) as oracle:
+    """At low precision and with speculation, too: the streams resume on the other worker."""
+    cluster = await own_cluster(decode=2, restart=False, engine=engine)
+    with Oracle(replace(engine, speculate=0)) as oracle:
         async with AsyncClient(cluster.address) as client:
             streams = Streams(client, oracle, mixed_cases(oracle, 16))
-            running = asyncio.ensure_future(streams.run())
-            await streams.midway.wait()
+            running = await streams.start()
             cluster.kill("decode-0")
             done = await running
             assert any(one.route.attempts > 1 for one in done)
@@ -62,7 +73,7 @@ async def test_low_precision_streams_go_on_elsewhere_with_the_same_tokens(
 
 @pytest.fixture(scope="module")
 def fixed_ports() -> dict[str, int]:
-    """Where those workers listen that are replaced."""
+    """Ports of the workers that are replaced."""
     return {name: ports.free() for name in ("prefill-0", "decode-0")}
 
 
@@ -70,14 +81,13 @@ def fixed_ports() -> dict[str, int]:
 async def test_a_replacement_at_the_same_address_is_another_worker(
     repaired_cluster: ClusterFactory, oracle: Oracle, fixed_ports: dict[str, int], victim: str
 ) -> None:
-    """While etcd still lists the dead one, its successor answers at its address."""
+    """While etcd still lists the dead one, its successor serves at its address."""
     extra_args = {name: ["--port", str(port)] for name, port in fixed_ports.items()}
     cluster = await repaired_cluster(prefill=2, decode=2, extra_args=extra_args)
     cases = mixed_cases(oracle, 8)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, cases)
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         before = {w["incarnation"] for w in (await client.status())["workers"]}
         cluster.kill(victim)
         await cluster.processes[victim].wait()
@@ -94,7 +104,7 @@ async def test_a_replacement_at_the_same_address_is_another_worker(
 
 @pytest.fixture
 def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says how KV suffers: the same for each test, so that they share clusters."""
+    """The control file of KV faults: one for all tests, so that they share clusters."""
     folder = tmp_path_factory.getbasetemp() / "kv-faults"
     folder.mkdir(exist_ok=True)
     for file in folder.iterdir():
@@ -103,7 +113,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def set_fault(control: Path, fault: str) -> None:
-    """From now on every second transfer suffers."""
+    """From now on every second transfer is faulty."""
     control.write_text(json.dumps({"fault": fault, "every": 2}))
 
 
@@ -115,7 +125,7 @@ def end_faults(control: Path) -> str:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("fault", ["corrupt", "lose", "fail"])
-async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
+async def test_corrupted_or_lost_kv_is_detected_and_sent_again(
     cluster_factory: ClusterFactory, oracle: Oracle, control: Path, fault: str, transport: str
 ) -> None:
     """Every second transfer is changed, short or broken off on its way: tokens are the same."""
@@ -123,7 +133,7 @@ async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
         transport=transport,
         restart=False,
         programs={"prefill": [sys.executable, "-m", "tests.chaos.process"]},
-        env={kv.VARIABLE: str(control)},
+        env={kv_faults.VARIABLE: str(control)},
     )
     set_fault(control, fault)
     async with AsyncClient(cluster.address) as client:
@@ -138,7 +148,7 @@ async def test_kv_that_arrives_wrong_is_noticed_and_made_good(
 async def test_a_reservation_that_expires_is_made_elsewhere(
     own_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
-    """decode-0 forgets a reservation before the prompt in front is computed."""
+    """decode-0's reservation expires before the prompt in front is computed."""
     cluster = await own_cluster(
         prefill=1,
         decode=2,
@@ -185,11 +195,10 @@ async def test_a_drained_worker_finishes_and_exits_0(
     cases = mixed_cases(oracle, 8)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, cases)
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         cluster.kill(victim, signal.SIGTERM)
         done = await running
-        assert {one.route.attempts for one in done} == {1}, "drain hands nothing over in time"
+        assert {one.route.attempts for one in done} == {1}, "a drained worker's stream moved"
         assert await asyncio.wait_for(cluster.processes[victim].wait(), 20) == 0
         await all_blocks_free(client)
 
@@ -202,8 +211,7 @@ async def test_a_router_drains_and_exits_0(
     oracle.tokens(case)
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, [case] * 3)
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         cluster.kill("router", signal.SIGTERM)
         await running
         assert await asyncio.wait_for(cluster.processes["router"].wait(), 20) == 0
@@ -211,7 +219,7 @@ async def test_a_router_drains_and_exits_0(
             await client.generate(case.prompt, max_tokens=4, timeout=1.0)
 
 
-async def test_etcd_down_for_ten_seconds_goes_unnoticed(
+async def test_etcd_down_for_ten_seconds_fails_no_request(
     own_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """Streams before, during and after the outage; members again afterwards, and new ones join."""
@@ -248,4 +256,37 @@ async def test_etcd_down_for_ten_seconds_goes_unnoticed(
         assert before < {worker["incarnation"] for worker in after["workers"]}
         for case in cases:
             await check(client, oracle, case, cache_salt="after")
+        await all_blocks_free(client)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def etcd_members() -> AsyncIterator[EtcdMembers]:
+    async with EtcdMembers() as members:
+        USED_PORTS.update(members.peer_ports)
+        yield members
+
+
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+async def test_one_of_three_etcd_members_killed_under_streams(
+    etcd_members: EtcdMembers, own_cluster: ClusterFactory, oracle: Oracle, victim: str
+) -> None:
+    """Streams are not disturbed, a new worker joins, and the router's registry is connected."""
+    cluster = await own_cluster(restart=False, etcd=etcd_members.addresses)
+    leader = await etcd_members.leader()
+    killed = next(m for m in etcd_members.members if (m is leader) == (victim == "leader"))
+    async with AsyncClient(cluster.address) as client:
+        streams = Streams(client, oracle, mixed_cases(oracle, 4))
+        running = await streams.start()
+        await killed.kill()
+        assert {one.route.attempts for one in await running} == {1}
+        await cluster.add_worker("decode")
+        status = await eventually(
+            client.status,
+            lambda s: sum(w["state"] == "READY" for w in s["workers"]) == 3,
+            "the new worker is not a member",
+            30.0,
+        )
+        assert status["router"]["registry_connected"]
+        await killed.start()
+        await asyncio.gather(*(check(client, oracle, c, cache_salt="after") for c in streams.cases))
         await all_blocks_free(client)

@@ -1,4 +1,4 @@
-"""Every process may be restarted, and some may be killed, while requests run: none is lost."""
+"""Processes may be restarted, and some killed, while requests run: no request is lost."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_etcd_restarts_under_load(repaired_cluster: ClusterFactory, oracle
             assert {worker["incarnation"] for worker in status["workers"]} == members
 
 
-async def test_the_only_router_killed_comes_back_and_its_streams_go_on(
+async def test_streams_resume_after_the_only_router_is_restarted(
     repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """It is started again at its address, and the stream goes on there, token for token."""
@@ -139,7 +139,7 @@ async def test_one_of_two_routers_killed(repaired_cluster: ClusterFactory, oracl
             await all_blocks_free(client)
 
 
-async def test_the_only_decode_worker_crashes_and_comes_back(
+async def test_streams_resume_after_the_only_decode_worker_is_restarted(
     repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """Streams wait for its restart and go on where they were."""
@@ -162,7 +162,7 @@ async def test_the_only_decode_worker_crashes_and_comes_back(
 
 
 async def test_up_restarts_everything_on_sighup(tmp_path: Path) -> None:
-    """One process after the other, said aloud; then the cluster stops as ever."""
+    """One process after the other, each logged; then the cluster stops as usual."""
     argv = ("up", "--routers", "2", "--port", "0", "--dtype", "float32", "--kv-cache", "64MiB")
     async with running(*argv, env={"TMPDIR": str(tmp_path)}) as up:
         ready = await up.says("ready: ")

@@ -1,6 +1,6 @@
-"""The stack of compose/, up for real: asked from outside, scaled, hurt, watched, stopped.
+"""The stack of compose/ under Docker: requests from outside, scaling, faults, metrics, shutdown.
 
-The tests follow one another on one stack and each leaves it whole. `make compose-test` runs them.
+The tests follow one another on one stack and each restores it. `make compose-test` runs them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def serving(stack: Stack) -> Iterator[Stack]:
 
 @pytest.fixture
 def two_decoders(serving: Stack) -> Iterator[Stack]:
-    """With a second decode worker; what was hurt is whole again afterwards."""
+    """With a second decode worker; stopped containers are started again afterwards."""
     serving.up(*OURS, decode=2)
     eventually(lambda: counts(serving), lambda seen: seen == (1, 2), "not two decode workers")
     yield serving
@@ -107,15 +107,15 @@ def test_containers_run_without_privileges(serving: Stack) -> None:
         assert {process.split()[1] for process in processes} == {"10001"}
 
 
-@pytest.mark.parametrize("hurt", ["kill", "pause"])
-def test_a_stream_outlives_its_decode_container(two_decoders: Stack, hurt: str) -> None:
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+def test_a_stream_outlives_its_decode_container(two_decoders: Stack, fault: str) -> None:
     stack = two_decoders
     with Client(stack.target(1)) as client:
         expected = client.generate(PROMPT, **LONG)
         with client.stream(PROMPT, **LONG) as stream:
             seen = [next(stream) for _ in range(20)]
             (busy,) = [worker for worker in ready(stack)["decode"] if worker["running"]]
-            run(["docker", hurt, busy["address"].partition(":")[0]])
+            run(["docker", fault, busy["address"].partition(":")[0]])
             seen += list(stream)
             completion: Completion = stream.completion
     assert completion.route.attempts > 1

@@ -1,15 +1,14 @@
-"""The tool that takes the times of a step's parts reaches every part of a real engine."""
+"""The step profile times every part of a real engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from step_profile import PARTS, WARM_UP, Instant, profile
-
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.runner import Runner
 from baton.sampling import SamplingParams
+from benchmarks.scenarios.step_profile import PARTS, WARM_UP, Instant, profile
 from tests.unit.engine.checkpoints import make_checkpoint
 
 

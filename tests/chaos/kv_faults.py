@@ -1,4 +1,4 @@
-"""KV bytes that suffer on their way: a wrapper around the real transports of a worker.
+"""Faulty KV transfers: a wrapper around the real transports of a worker.
 
 The prefill worker's end of a link is wrapped. What happens to a put is decided by a file, read
 before each put, whose path is in the environment variable BATON_CHAOS_KV: a JSON object such as
@@ -32,7 +32,7 @@ _NOISE = 0x2A  # on every byte: a number becomes quite another one
 
 
 class Control:
-    """Which fault the next put suffers, and the record of those that were done."""
+    """The fault of the next put, and the record of those that were done."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,8 +56,8 @@ class Control:
             file.write(f"{fault}\n")
 
 
-class SufferingTransport(Transport):
-    """Another transport whose puts suffer."""
+class FaultyTransport(Transport):
+    """Another transport whose puts may fail."""
 
     def __init__(self, inner: Transport, control: Control) -> None:
         self.name, self.kind, self.one_sided = inner.name, inner.kind, inner.one_sided
@@ -69,10 +69,10 @@ class SufferingTransport(Transport):
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         source = pool if self.one_sided else _StagedPool(pool.tensor, pool.area)
         link = self._inner.connect(source, endpoint, pid, timeout_s)
-        return _SufferingLink(link, pool, self.one_sided, self._control)
+        return _FaultyLink(link, pool, self.one_sided, self._control)
 
 
-class _SufferingLink(Link):
+class _FaultyLink(Link):
     def __init__(self, inner: Link, pool: KvPool, one_sided: bool, control: Control) -> None:
         self._inner, self._pool = inner, pool
         self._one_sided, self._control = one_sided, control
@@ -88,9 +88,9 @@ class _SufferingLink(Link):
             self._control.done(fault)
             self._break(local, remote, timeout_s)
         elif self._one_sided:
-            stats = self._spoil_written(fault, local, remote, digest, timeout_s)
+            stats = self._corrupt_written(fault, local, remote, digest, timeout_s)
         else:
-            stats = self._inner.put(local, remote, _SpoilingDigest(digest, fault), timeout_s)
+            stats = self._inner.put(local, remote, _CorruptingDigest(digest, fault), timeout_s)
         if fault:
             self._control.done(fault)
         return stats
@@ -115,7 +115,7 @@ class _SufferingLink(Link):
         self._inner.abort()
         raise TransferFailed("the link was broken by a test")
 
-    def _spoil_written(
+    def _corrupt_written(
         self, fault: str, local: Slots, remote: Slots, digest: Digest, timeout_s: float
     ) -> PutStats:
         """Writes, then changes what has been written in the receiver's pool."""
@@ -125,7 +125,7 @@ class _SufferingLink(Link):
         stats = self._inner.put(local, remote, digest, timeout_s)
         if fault == "lose":
             target.blocks[last].copy_(before)
-        else:  # those slots and no others: nobody would notice more
+        else:  # those slots and no others: a wider change is not checked
             data = torch.empty(target.nbytes(remote), dtype=torch.uint8)
             target.scatter(target.gather(remote, data).bitwise_xor_(_NOISE), remote)
         return stats
@@ -138,7 +138,7 @@ class _StagedPool(KvPool):
         return None
 
 
-class _SpoilingDigest(Digest):
+class _CorruptingDigest(Digest):
     """Counts what should travel, and then changes it where it waits to be sent."""
 
     def __init__(self, real: Digest, fault: str) -> None:
@@ -153,11 +153,11 @@ class _SpoilingDigest(Digest):
 
 
 def install(path: Path) -> None:
-    """From now on the transports that a worker of this process finds suffer as `path` tells."""
+    """From now on the transports of a worker in this process fail as `path` says."""
     usable: Callable[..., list[Transport]] = transports.usable
     control = Control(path)
 
-    def suffering(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
-        return [SufferingTransport(one, control) for one in usable(pool, host, choice)]
+    def faulty(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
+        return [FaultyTransport(one, control) for one in usable(pool, host, choice)]
 
-    transports.usable = suffering
+    transports.usable = faulty

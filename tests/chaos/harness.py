@@ -1,10 +1,10 @@
-"""A real cluster that can be hurt: every worker behind a proxy, every process open to be looked at.
+"""A real cluster under test: every worker behind a proxy, every process open to inspection.
 
-    async with Arena(ArenaConfig(prefill=2, decode=2)) as arena:
-        tally = await arena.round(runs, seed=1, seconds=20.0)
+    async with Harness(HarnessConfig(prefill=2, decode=2)) as harness:
+        stats = await harness.round(runs, seed=1, seconds=20.0)
 
-A round is: callers and faults at once, then peace, then the checks. What is wrong is a line in the
-tally's `violations`; nothing is raised for it.
+A round is: callers and faults at once, then recovery, then the checks. Each violation is a line in
+the stats' `violations`; nothing is raised for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -31,27 +30,24 @@ from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
-from tests.chaos import checks, kv, process
-from tests.chaos.faults import Injector
-from tests.chaos.load import Load, ask
-from tests.chaos.plan import plan
-from tests.chaos.proxy import Proxy
-from tests.chaos.sockets import owner
-from tests.chaos.tally import Tally
-from tests.chaos.wishes import CUT, Ending, Run, Wish, complaint
+from tests.chaos import checks, kv_faults, process
+from tests.chaos.faults import Injector, plan
+from tests.chaos.load import Load, send
+from tests.chaos.proxy import Proxy, owner
+from tests.chaos.requests import CUT, ChaosRequest, ChaosStats, Outcome, Run, violation
 
 ROOT = Path(__file__).parents[2]
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20)  # float32: tokens can be compared
-PEACE_S = 90.0  # for every process to be back after the last fault
+RECOVERY_S = 90.0  # for every process to be back after the last fault
 TRACE_S = 20.0  # for the spans of the last requests to arrive
 _EXPORT_S = 6.0  # spans that are younger die with their process
-_WARM_UPS = 30  # rounds in which every pair of workers is to meet
+_WARM_UPS = 30  # rounds in which every pair of workers must have a link
 _PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True)
-class ArenaConfig:
-    """What cluster stands in the arena, and how many callers press it."""
+class HarnessConfig:
+    """The cluster under test and its number of callers."""
 
     prefill: int = 2
     decode: int = 2
@@ -61,19 +57,21 @@ class ArenaConfig:
     mean_pause_s: float = 3.0
 
 
-class Arena:
-    """Started and stopped with `async with`; `say` gets a line for everything that happens."""
+class Harness:
+    """Started and stopped with `async with`; `log` gets a line for everything that happens."""
 
-    def __init__(self, config: ArenaConfig, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, config: HarnessConfig, log: Callable[[str], None] = lambda line: None
+    ) -> None:
         self.config = config
         self.cluster: LocalCluster
         self.proxies: dict[str, Proxy] = {}
-        self._say = say
+        self._log = log
         self._directory: Path
         self._store = SpanStore(max_traces=20_000, max_spans=1_000_000)
         self._resources = AsyncExitStack()
         self._used_ports: set[int] = set()
-        self._seen: set[psutil.Process] = set()  # told apart also where a pid is used again
+        self._seen: set[psutil.Process] = set()  # distinct even if a pid is reused
 
     async def __aenter__(self) -> Self:
         try:
@@ -83,108 +81,113 @@ class Arena:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._resources.aclose()
 
-    def left_behind(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         """After the end: processes and ports of the cluster that are still there."""
-        return checks.left_behind(self._seen, self._used_ports)
+        return checks.leftovers(self._seen, self._used_ports)
 
     async def warm_up(self, runs: Sequence[Run]) -> None:
-        """Has every run asked for several times at once, until every pair of workers has met.
+        """Requests every run several times at once, until every pair of workers has a link.
 
-        What a link takes is then there before anything is counted.
+        What links hold is then part of the baseline.
         """
         pairs = self.config.prefill * self.config.decode
         async with AsyncClient(self.cluster.targets) as client:
             for salt in map(str, range(_WARM_UPS)):
-                wishes = [Wish(run, len(run.whole.token_ids), salt) for run in (*runs, *runs)]
-                await asyncio.gather(*(ask(client, wish) for wish in wishes))
+                requests = [
+                    ChaosRequest(run, len(run.whole.token_ids), salt) for run in (*runs, *runs)
+                ]
+                await asyncio.gather(*(send(client, request) for request in requests))
                 if len((await client.status())["pairs"]) >= pairs:
                     return
-        raise AssertionError(f"not all {pairs} pairs have met after {_WARM_UPS} rounds")
+        raise AssertionError(f"not all {pairs} pairs have a link after {_WARM_UPS} rounds")
 
-    async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> Tally:
+    async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> ChaosStats:
         """One round of faults under load, with everything checked at its end."""
-        tally = Tally()
+        stats = ChaosStats()
         before = await checks.holdings(self.cluster, self._directory)
         injector = self._injector()
         processes = {p.name: p.role for p in self.cluster.processes.values()}
         faults = plan(seed, seconds, processes, self.config.mean_pause_s)
-        endings: list[tuple[Wish, Ending]] = []
+        outcomes: list[tuple[ChaosRequest, Outcome]] = []
         async with AsyncClient(self.cluster.targets) as client:
-            on_end = lambda wish, ending: endings.append((wish, ending))  # noqa: E731
+            on_end = lambda request, outcome: outcomes.append((request, outcome))  # noqa: E731
             gateways = dict(zip(self._routers(), self.cluster.http_addresses, strict=True))
             load = Load(client, gateways, runs, seed, self.config.callers, on_end)
-            progress = asyncio.create_task(self._tell_progress(load, injector))
+            progress = asyncio.create_task(self._log_progress(load, injector))
             try:
                 until_s = asyncio.get_running_loop().time() + seconds
                 await asyncio.gather(injector.run(faults), load.run(until_s))
             finally:
                 progress.cancel()
-        self._judge(endings, injector, tally)
-        tally.faults, tally.skipped = injector.done, injector.skipped
-        tally.kv_faults = self._spoilt()
-        await self._check_peace(tally, before)
-        await self._check_traces(endings, injector, tally)
-        return tally
+        self._judge(outcomes, injector, stats)
+        stats.faults, stats.skipped = injector.done, injector.skipped
+        stats.kv_faults = self._kv_faults_done()
+        await self._check_recovery(stats, before)
+        await self._check_traces(outcomes, injector, stats)
+        return stats
 
     def _judge(
-        self, endings: Sequence[tuple[Wish, Ending]], injector: Injector, tally: Tally
+        self,
+        outcomes: Sequence[tuple[ChaosRequest, Outcome]],
+        injector: Injector,
+        stats: ChaosStats,
     ) -> None:
-        for wish, ending in endings:
-            while_s = (ending.began_s, ending.ended_s)
+        for request, outcome in outcomes:
+            while_s = (outcome.began_s, outcome.ended_s)
             # While one router is well, the SDK goes on there, whatever has been delivered.
-            excused = injector.routers_hurt(*while_s, every=True)
-            if wish.http:  # goes on nowhere else, but is cut only by its own router's death
-                excused = injector.router_hurt(ending.router, *while_s, killed=ending.broke == CUT)
+            excused = injector.any_router_down(*while_s, every=True)
+            if request.http:  # goes on nowhere else, but is cut only by its own router's death
+                excused = injector.router_down(
+                    outcome.router, *while_s, killed=outcome.failure == CUT
+                )
             role_down = injector.role_down(*while_s)
-            wrong = complaint(wish, ending, excused, role_down)
-            tally.count(ending, wrong, role_down or injector.routers_hurt(*while_s))
+            wrong = violation(request, outcome, excused, role_down)
+            stats.count(outcome, wrong, role_down or injector.any_router_down(*while_s))
             if wrong:
-                tally.violations.append(f"a request of {wish}: {wrong}")
+                stats.violations.append(f"a request of {request}: {wrong}")
 
-    async def _check_peace(self, tally: Tally, before: dict[int, checks.Held]) -> None:
-        """Everybody back, nothing held, nothing leaked."""
+    async def _check_recovery(self, stats: ChaosStats, before: dict[int, checks.Holdings]) -> None:
+        """All processes ready again, nothing held, nothing leaked."""
         self._note_processes()
         try:
-            await self.cluster.wait_ready(PEACE_S)
+            await self.cluster.wait_ready(RECOVERY_S)
         except DeadlineExceeded as error:
-            tally.violations.append(str(error))
+            stats.violations.append(str(error))
             return
         self._note_processes()
         busy = await checks.wait_idle(self.cluster)
-        tally.busy_workers += len(busy)
-        tally.violations += [f"{worker} holds {what}" for worker, what in busy.items()]
+        stats.busy_workers += len(busy)
+        stats.violations += [f"{worker} holds {what}" for worker, what in busy.items()]
         routers = await checks.busy_routers(self.cluster.addresses)
-        tally.violations += [f"router {address}: {what}" for address, what in routers.items()]
-        tally.violations += await checks.wait_no_leaks(self.cluster, self._directory, before)
-        tally.violations += await checks.memory_of_the_dead(self.cluster)
+        stats.violations += [f"router {address}: {what}" for address, what in routers.items()]
+        stats.violations += await checks.wait_no_leaks(self.cluster, self._directory, before)
+        stats.violations += await checks.stale_mappings(self.cluster)
 
     async def _check_traces(
-        self, endings: Sequence[tuple[Wish, Ending]], injector: Injector, tally: Tally
+        self,
+        outcomes: Sequence[tuple[ChaosRequest, Outcome]],
+        injector: Injector,
+        stats: ChaosStats,
     ) -> None:
         """Every completed request has one whole trace, but for spans that died in a process."""
         end_s = asyncio.get_running_loop().time() + TRACE_S
-        for _, ending in endings:
-            if ending.completion is None:
+        for _, outcome in outcomes:
+            if outcome.completion is None:
                 continue
-            killed = injector.killed(ending.began_s, ending.ended_s + _EXPORT_S)
+            killed = injector.killed(outcome.began_s, outcome.ended_s + _EXPORT_S)
             left_s = 0.0 if killed else end_s - asyncio.get_running_loop().time()
-            tally.traces += 1
-            if await self._is_whole(ending.completion.trace_id, left_s):
+            stats.traces += 1
+            if await self._is_whole(outcome.completion.trace_id, left_s):
                 continue
             if killed:
-                tally.excused_traces += 1
+                stats.excused_traces += 1
             else:
-                tally.torn_traces += 1
-                spans = self._store.trace(ending.completion.trace_id)
-                tally.violations.append(f"a trace is torn: {_orphans(spans)}")
+                stats.torn_traces += 1
+                spans = self._store.trace(outcome.completion.trace_id)
+                stats.violations.append(f"a trace is torn: {_orphans(spans)}")
 
     async def _is_whole(self, trace_id: str, timeout_s: float) -> bool:
         try:
@@ -193,14 +196,14 @@ class Arena:
             return False
         return True
 
-    async def _tell_progress(self, load: Load, injector: Injector) -> None:
+    async def _log_progress(self, load: Load, injector: Injector) -> None:
         while True:
             await asyncio.sleep(_PROGRESS_S)
             self._note_processes()
-            hurt = sorted({one.name for one in injector.hurts if one.until_s is None})
-            self._say(
+            down = sorted({one.name for one in injector.outages if one.until_s is None})
+            self._log(
                 f"         … {load.ended} requests ended, {load.running} run; "
-                f"hurt: {', '.join(hurt) or 'nobody'}"
+                f"down: {', '.join(down) or 'none'}"
             )
 
     async def _start(self) -> None:
@@ -218,7 +221,7 @@ class Arena:
                 self._used_ports |= {port, int(self.proxies[name].address.rpartition(":")[2])}
         self.cluster = LocalCluster(
             self._cluster_config(receiver.address),
-            say=lambda line: self._say(f"         {line}"),
+            say=lambda line: self._log(f"         {line}"),
             programs=dict.fromkeys(
                 ("router", "prefill", "decode"), (sys.executable, "-m", "tests.chaos.process")
             ),
@@ -248,20 +251,20 @@ class Arena:
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
-            kv.VARIABLE: str(self._directory / "kv.json"),
+            kv_faults.VARIABLE: str(self._directory / "kv.json"),
             process.HELD_VARIABLE: str(self._directory),
         }
 
     def _injector(self) -> Injector:
         addresses = dict(zip(self._routers(), self.cluster.addresses, strict=True))
         control = self._directory / "kv.json"
-        return Injector(self.cluster, self.proxies, control, addresses.__getitem__, self._say)
+        return Injector(self.cluster, self.proxies, control, addresses.__getitem__, self._log)
 
     def _routers(self) -> list[str]:
         return [p.name for p in self.cluster.processes.values() if p.role == "router"]
 
-    def _spoilt(self) -> Counter[str]:
-        """KV faults that were done since this was asked last."""
+    def _kv_faults_done(self) -> Counter[str]:
+        """KV faults that were done since the last call."""
         path = self._directory / "kv.done"
         if not path.exists():
             return Counter()
@@ -288,11 +291,11 @@ def _http_port(routers: int) -> int:
     raise AssertionError(f"no {routers} free ports in a row")
 
 
-def logs(arena: Arena) -> str:
+def logs(harness: Harness) -> str:
     """The last lines of every process, for a run that went wrong."""
     return "\n\n".join(
         f"--- {child.name} (pid {child.pid}, {child.exit_status})\n{child.log_tail(60)}"
-        for child in arena.cluster.processes.values()
+        for child in harness.cluster.processes.values()
     )
 
 

@@ -1,12 +1,10 @@
-"""What broke in serving systems before this one, each as a test; `docs/failures.md` has the table.
-
-Here are those that no other test of the tree shows already.
-"""
+"""What broke in other serving systems, each as a test; `docs/failures.md` has the table."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +12,12 @@ import pytest
 
 from baton import rpc
 from baton.client import AsyncClient
-from baton.config import EngineConfig
+from baton.config import ClusterConfig, EngineConfig
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import is_complete
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from tests.chaos.checks import memory_of_the_dead
+from tests.chaos.checks import stale_mappings
 from tests.cluster.conftest import ClusterFactory
 from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
 from tests.cluster.streams import Streams, mixed_cases
@@ -34,7 +32,7 @@ STORM = 300
 
 
 async def loads(cluster: LocalCluster, role: common_pb2.WorkerRole) -> list[worker_pb2.Load]:
-    """What the workers of a role say of themselves, each."""
+    """The load that each worker of a role reports."""
     found = []
     running = {process.pid for process in cluster.processes.values()}
     for record in cluster.membership.records.values():
@@ -49,7 +47,7 @@ async def loads(cluster: LocalCluster, role: common_pb2.WorkerRole) -> list[work
 async def test_one_id_names_a_handoff_at_both_ends(
     cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
 ) -> None:
-    """The router mints it: with two ids, each end would wait for the other until its deadline."""
+    """The router assigns it: with two ids, each end would wait for the other until its deadline."""
     cluster = await cluster_factory(otlp=traces.address)
     async with AsyncClient(cluster.address) as client:
         done = await check(client, oracle, Case(oracle.prompt(80), "greedy"))
@@ -81,7 +79,7 @@ async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
 async def test_a_full_decode_worker_costs_no_prefill(
     cluster_factory: ClusterFactory, oracle: Oracle, traces: OtlpReceiver
 ) -> None:
-    """Blocks are reserved before a prompt is computed: what finds none waits at the router."""
+    """Blocks are reserved before a prompt is computed; one without them waits at the router."""
     cluster = await cluster_factory(engine=SMALL, otlp=traces.address)
     waiting = Case(oracle.prompt(600, start=1), "greedy")
     async with AsyncClient(cluster.address) as client:
@@ -120,7 +118,7 @@ async def test_workers_whose_caches_differ_are_not_paired(
 async def test_a_decode_worker_outlives_its_prefill_workers(
     repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
-    """The only prefill worker dies and another comes, three times; decode is never restarted."""
+    """The only prefill worker is killed and replaced three times; decode is never restarted."""
     cluster = await repaired_cluster()
     decode = cluster.processes["decode-0"].pid
     async with AsyncClient(cluster.address) as client:
@@ -137,7 +135,7 @@ async def test_a_decode_worker_outlives_its_prefill_workers(
     assert cluster.processes["decode-0"].running
 
 
-async def test_a_prefill_worker_lets_go_of_a_dead_decode_workers_memory(
+async def test_a_prefill_worker_unmaps_a_dead_decode_workers_pool(
     repaired_cluster: ClusterFactory, oracle: Oracle
 ) -> None:
     """It had mapped the pool to write into it, and would keep that memory alive."""
@@ -145,7 +143,7 @@ async def test_a_prefill_worker_lets_go_of_a_dead_decode_workers_memory(
     case = Case(oracle.prompt(100), "greedy")
 
     async def kept() -> list[str]:
-        return await memory_of_the_dead(cluster)
+        return await stale_mappings(cluster)
 
     async with AsyncClient(cluster.address) as client:
         for _ in range(2):
@@ -165,8 +163,7 @@ async def test_blocks_are_freed_without_new_work(
     cluster = await repaired_cluster()
     async with AsyncClient(cluster.address) as client:
         streams = Streams(client, oracle, mixed_cases(oracle, 6))
-        running = asyncio.ensure_future(streams.run())
-        await streams.midway.wait()
+        running = await streams.start()
         cluster.kill("router")
         running.cancel()  # it would go on until its deadlines
         await asyncio.gather(running, return_exceptions=True)
@@ -207,7 +204,7 @@ async def test_a_storm_of_cancels_leaves_the_cluster_serving(
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_that_runs_code_is_read_from_the_network_or_a_checkpoint(package: str) -> None:
-    """No pickle in any clothes: protobuf, JSON and safetensors only."""
+    """No pickle: protobuf, JSON and safetensors only."""
     found = [
         f"{path.name}:{line}"
         for path in (ROOT / package).rglob("*.py")
@@ -228,3 +225,34 @@ def _unsafe_lines(module: ast.Module) -> Iterator[int]:
             continue
         if names & UNSAFE_MODULES:
             yield node.lineno
+
+
+NICE = ClusterConfig.prefill_nice
+CORES = os.sched_getaffinity(0)
+_NICE = 16  # of the fields behind the command's name in /proc/PID/stat
+
+
+def threads(pid: int) -> list[tuple[frozenset[int], int]]:
+    """Cores and niceness of every thread of a process."""
+    return [
+        (
+            frozenset(os.sched_getaffinity(int(task.name))),
+            int((task / "stat").read_text().rpartition(")")[2].split()[_NICE]),
+        )
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+
+
+async def test_only_engine_threads_are_pinned_and_only_prefill_is_nice(
+    cluster_factory: ClusterFactory,
+) -> None:
+    cluster = await cluster_factory()
+    niceness = {name: [nice for _, nice in threads(p.pid)] for name, p in cluster.processes.items()}
+    assert NICE in niceness["prefill-0"]
+    assert set(niceness["decode-0"]) == set(niceness["router"]) == {os.nice(0)}
+    assert niceness["prefill-0"].count(NICE) <= 1 + len(CORES)  # the engine and its compute threads
+    for name in ("prefill-0", "decode-0"):
+        pid = cluster.processes[name].pid
+        assert os.sched_getaffinity(pid) == CORES, "the event loop is not pinned"
+        pinned = {cpus for cpus, _ in threads(pid)} - {frozenset(CORES)}
+        assert len(pinned) == (len(CORES) >= 2), "only the engine has cores of its own"

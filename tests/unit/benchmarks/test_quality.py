@@ -1,4 +1,4 @@
-"""The quality tool's figures: a wrong one would praise or damn 8 bits for nothing."""
+"""The quality benchmark's figures: perplexity, KL divergence and the texts that are read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
-import quality
 import torch
-from corpus import SourceFile
 
 from baton.config import EngineConfig
+from benchmarks.__main__ import parser
+from benchmarks.scenarios import quality
 from tests.unit.engine.checkpoints import make_checkpoint
 
 
@@ -29,14 +29,14 @@ def test_every_token_but_the_first_is_predicted_once_within_its_window(
     assert torch.equal(torch.cat([inputs for _, inputs, _ in found]), tokens[:-1])
 
 
-def test_distance_is_the_textbook_s() -> None:
+def test_distance_is_the_kl_divergence() -> None:
     wanted = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
     found = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]).log()
     distance = quality.Distance()
     distance.add(found, wanted)
     first = 0.5 * math.log(2) - 0.25 * math.log(2)
     assert distance.divergences[0].tolist() == pytest.approx([first, 0.0])
-    assert str(distance).split() == [f"{first / 2:.6f}", f"{first * 0.99:.5f}",
+    assert distance.cells() == [f"{first / 2:.6f}", f"{first * 0.99:.5f}",
                                      f"{first:.4f}", "50.00%"]  # fmt: skip
 
 
@@ -47,12 +47,12 @@ def test_scores_are_transformers_own(
     monkeypatch.setattr(quality, "CHUNK", 32)
     reference = make_checkpoint(tmp_path)
     base = {"model": str(tmp_path), "kv_blocks": 6, "kernels": kernels}
-    ways = {
-        name: quality.Way(EngineConfig(**{**base, **changes}))
-        for name, changes in quality.WAYS.items()
+    variants = {
+        name: quality.Variant(EngineConfig(**{**base, **changes}))
+        for name, changes in quality.VARIANTS.items()
     }
     tokens = stream(250)
-    scores = quality.score(ways, tokens, 96)
+    scores = quality.score(variants, tokens, 96)
     nats = 0.0
     for first in range(0, 249, 96):
         inputs, targets = tokens[:-1][first : first + 96], tokens[1:][first : first + 96]
@@ -72,28 +72,28 @@ def test_scores_are_transformers_own(
     assert len({tuple(pair) for pair in means.values()}) == len(means)
 
 
-def test_only_files_the_demo_model_never_saw_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_held_out_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"{folder}{i}.py" for folder in ("", "test/") for i in range(300)]
-    files = [SourceFile(name, f"text of {name}") for name in names]
-    monkeypatch.setattr(quality, "read_corpus", lambda: files)
+    files = [quality.corpus.SourceFile(name, f"text of {name}") for name in names]
+    monkeypatch.setattr(quality.corpus, "read_corpus", lambda: files)
     found = quality.texts(None)
     assert list(found) == ["held-out library", "held-out test suites"]
     held_out = [file.text for file in files if file.is_held_out]
     assert [text for part in found.values() for text in part] == held_out != []
     assert all("test/" in text for text in found["held-out test suites"])
-    monkeypatch.setattr(quality, "read_corpus", lambda: files[:300])
+    monkeypatch.setattr(quality.corpus, "read_corpus", lambda: files[:300])
     assert list(quality.texts(None)) == ["held-out library"]
 
 
-def test_a_file_of_yours_is_read_and_a_table_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_given_text_is_read_and_a_table_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(tmp_path / "model", tokenizer=True)
     text = tmp_path / "mine.txt"
     text.write_text("What is mine is yours.\n" * 20)
     options = ["--model", str(tmp_path / "model"), "--text", str(text), "--tokens", "300"]
-    monkeypatch.setattr("sys.argv", ["quality.py", *options])
-    quality.main()
+    args = parser("quality").parse_args(["quality", *options])
+    assert args.main(args) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "mine.txt: 300 tokens, 300 bytes"
-    assert [line[:12].strip() for line in lines[3:]] == list(quality.WAYS)
+    assert [line[:12].strip() for line in lines[3:]] == list(quality.VARIANTS)
