@@ -70,7 +70,7 @@ format: $(STAMP)
 
 # The documentation as a site in build/site; a broken link or anchor is an error.
 docs: $(STAMP)
-	@$(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 protos: $(STAMP) $(PROTOS)
 	@$(BIN)/python scripts/protos.py
