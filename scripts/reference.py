@@ -110,15 +110,16 @@ def metrics_page() -> str:
 
 
 _METRIC_COLUMNS = (
-    "| name | for Prometheus | kind | unit | attributes | meaning |",
-    "|---|---|---|---|---|---|",
+    "| name in Prometheus, in OpenTelemetry | kind, unit | attributes | |",
+    "|---|---|---|---|",
 )
 
 
 def _metric_row(one: Instrument) -> str:
     attributes = ", ".join(f"`{name}`" for name in one.attributes)
     series = one.samples[0] if one.kind == table.COUNTER else one.series
-    return f"| `{one.name}` | `{series}` | {one.kind} | `{one.unit}` | {attributes} | {one.text} |"
+    names = f"`{series}`<br>`{one.name}`"
+    return f"| {names} | {one.kind}, `{one.unit}` | {attributes} | {one.text} |"
 
 
 def _buckets() -> str:
