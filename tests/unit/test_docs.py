@@ -1,0 +1,90 @@
+"""What the documentation names exists: commands, options, targets, files, links, variables."""
+
+import re
+import shlex
+from functools import cache
+
+import pytest
+
+from baton import cli
+from benchmarks.__main__ import COMMANDS, SCENARIOS
+from tests.documents import DOCS, PAGES, ROOT, code, commands
+
+SOURCES = ("baton", "router", "benchmarks", "scripts", "tests", "compose")
+# Options of etcd, Docker, openssl, pip, curl, guidellm, cmake, git and pytest.
+FOREIGN_OPTIONS = """
+--advertise-client-urls --any-config --backend --build --build-arg --cert-file --client-cert-auth
+--constraint --data --detach --enable-feature --file --gpus --interactive --key-file
+--listen-client-urls --local-dir --migration-limit --no-binary --no-deps --no-recreate --output
+--prefix --profile --scale --strict --target --time --tokenizer --trusted-ca-file
+"""
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@cache
+def sources():
+    files = [ROOT / "Makefile", *(ROOT / "compose").glob("*")]
+    files += [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
+@cache
+def options():
+    found = set()
+    parsers = [cli.parser()]
+    for parser in parsers:
+        for action in parser._actions:
+            found.update(action.option_strings)
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+    return found
+
+
+@pages
+def test_every_baton_command_parses(page, capsys):
+    for command in commands(page, "baton"):
+        words = shlex.split(re.split(r"[|>]", command)[0])[1:]
+        try:
+            cli.parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"{command}\n{capsys.readouterr().err}")
+
+
+@pages
+def test_every_option_and_variable_exists(page):
+    shown = "\n".join(code(page))
+    for name in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", shown)):
+        known = name in options() or name in FOREIGN_OPTIONS.split() or f'"{name}' in sources()
+        assert known, f"there is no option {name}"
+    for name in set(re.findall(r"\bBATON_[A-Z_]+[A-Z]\b", shown)):
+        option = name.removeprefix("BATON_OPT_").lower().replace("_", "-")
+        assert f"--{option}" in options() or name in sources(), f"nothing reads {name}"
+
+
+@pages
+def test_every_target_benchmark_and_file_exists(page):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for shown in code(page):
+        for target in re.findall(r"(?:^|\n)\s*make ([a-z][a-z-]*)", shown):
+            assert target in targets, f"make {target}"
+        for name in re.findall(r"python -m benchmarks (\w+)", shown):
+            assert name in {**COMMANDS, **SCENARIOS}, f"python -m benchmarks {name}"
+        for path in re.findall(r"(?<![\w/.])(?:scripts|benchmarks|tests)/[\w/.-]+\.\w+", shown):
+            assert (ROOT / path).exists(), path
+        if re.fullmatch(r"(baton|router|kvtransfer|\w+_worker)/[\w/-]+(\.\w+)?", shown):
+            assert (ROOT / shown).exists(), shown
+
+
+@pages
+def test_every_relative_link_resolves(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in link and not link.startswith("#"):
+            assert (page.parent / link.partition("#")[0]).exists(), link
+
+
+def test_every_page_is_in_the_navigation_and_the_readme_is_short():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        assert f": {page.relative_to(DOCS)}\n" in navigation
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
