@@ -7,10 +7,14 @@ from functools import cache
 import pytest
 
 from baton import cli
+from baton.metrics.table import TABLE
 from benchmarks.__main__ import COMMANDS, SCENARIOS
 from tests.documents import DOCS, PAGES, ROOT, code, commands
 
-SOURCES = ("baton", "router", "benchmarks", "scripts", "tests", "compose")
+SOURCES = (
+    *("baton", "router", "prefill_worker", "decode_worker", "kvtransfer"),
+    *("benchmarks", "scripts", "tests/chaos", "tests/compose"),
+)
 # Options of etcd, Docker, openssl, pip, curl, guidellm, cmake, git and pytest.
 FOREIGN_OPTIONS = """
 --advertise-client-urls --any-config --backend --build --build-arg --cert-file --client-cert-auth
@@ -74,6 +78,23 @@ def test_every_target_benchmark_and_file_exists(page):
             assert (ROOT / path).exists(), path
         if re.fullmatch(r"(baton|router|kvtransfer|\w+_worker)/[\w/-]+(\.\w+)?", shown):
             assert (ROOT / shown).exists(), shown
+
+
+@pages
+def test_every_metric_exists(page):
+    known = {name for one in TABLE for name in (one.series, *one.samples)}
+    shown = re.findall(r"\b(?:baton|gen_ai)_[a-z_]+\b", "\n".join(code(page)))
+    assert set(shown) - {"baton_version"} <= known  # a field of a report
+
+
+def test_every_message_in_troubleshooting_is_one_of_ours():
+    """Its longest part without placeholders (capitals, dots) is in a string of the sources."""
+    strings = re.sub(r'"\s*\n\s*f?"', "", sources())
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (`.*?) \|", text, re.M):
+        for message in re.findall(r"`([^`]+)`", row):
+            longest = max(re.split(r"\b[A-Z]+\b|[…()]", message), key=len).strip(" :;,")
+            assert longest in strings, f"{message}: nothing says {longest!r}"
 
 
 @pages
