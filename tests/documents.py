@@ -7,7 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "baton/demo_model/README.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```$", re.M | re.S)
 _SPAN = re.compile(r"`([^`\n]+)`")
 
