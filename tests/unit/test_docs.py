@@ -6,8 +6,10 @@ from functools import cache
 
 import pytest
 
-from baton import cli
+from baton import cli, errors
+from baton.gateway.http_exchange import failure_of
 from baton.metrics.table import TABLE
+from baton.rpc import code_of
 from benchmarks.__main__ import COMMANDS, SCENARIOS
 from tests.documents import DOCS, PAGES, ROOT, code, commands
 
@@ -95,6 +97,17 @@ def test_every_message_in_troubleshooting_is_one_of_ours():
         for message in re.findall(r"`([^`]+)`", row):
             longest = max(re.split(r"\b[A-Z]+\b|[…()]", message), key=len).strip(" :;,")
             assert longest in strings, f"{message}: nothing says {longest!r}"
+
+
+def test_the_table_of_errors_is_what_callers_get():
+    text = (DOCS / "reference/sdk.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (\w+)[^|]*\| (\d+) \| (\w+)", text, re.M)
+    told = {name: (code, int(status), retry == "yes") for name, code, status, retry in rows}
+    for name, (code, status, retry) in told.items():
+        error = getattr(errors, name)("why")
+        assert (code, status) == (code_of(error).name, failure_of(error).status), name
+        assert retry == error.retryable, name
+    assert len(told) == 12
 
 
 @pages
