@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from functools import cache
 
 import pytest
@@ -114,6 +115,15 @@ def test_every_relative_link_resolves(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in link and not link.startswith("#"):
             assert (page.parent / link.partition("#")[0]).exists(), link
+
+
+def test_the_layers_in_the_architecture_are_those_that_are_enforced():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    shown = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    assert "\n".join(re.sub("[()]", "", layer) for layer in layers) in re.sub(
+        r" {3,}\(.*", "", shown
+    )
 
 
 def test_every_page_is_in_the_navigation_and_the_readme_is_short():
