@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test chaos compose-test bench-engine bench-serve gpu lint format protos clean
+.PHONY: setup demo test chaos compose-test bench-engine bench-serve gpu lint format docs protos clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The documentation as a site in build/site; a broken link or anchor is an error.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 protos: $(STAMP) $(PROTOS)
 	@$(BIN)/python scripts/protos.py

@@ -3,7 +3,7 @@
     max_batch: int = option(64, "--max-batch SEQUENCES", "in one engine step", least=1)
 
 is the flag `--max-batch`, the environment variable `BATON_OPT_MAX_BATCH`, the key `max-batch` of a
-configuration file, a check whenever the dataclass is made, and a line of docs/reference-cli.md. A
+configuration file, a check whenever the dataclass is made, and a line of docs/reference/cli.md. A
 child process gets its settings as one JSON object with the same keys.
 
 Knows neither argparse (`baton.cli.options`) nor any of the options (`baton.config`).

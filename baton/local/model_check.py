@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from baton.config import EngineConfig, model_path
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.config import ModelConfig, check_tensors
 from baton.engine.weights.checkpoint import stored_tensors
-from baton.engine.weights.weights import check_tensors
 from baton.errors import CheckpointError, ConfigError
 from baton.text import load_tokenizer, text_fingerprint
 from baton.text.model_files import TOKENIZER_FILE

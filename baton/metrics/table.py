@@ -111,7 +111,7 @@ TABLE: tuple[Instrument, ...] = (
         "From arrival until a decode worker held blocks for the request the first time.",
         (), WAIT_S),
     Instrument("baton.request.ttft_prediction", HISTOGRAM, "1", (ROUTER,),
-        "Time to first token that was predicted when the request was let in, by the actual one.",
+        "Time to first token that was predicted when the request was admitted, by the actual one.",
         (), RATIO),
     Instrument("baton.failovers", COUNTER, "{attempt}", (ROUTER,),
         "Attempts that failed and were followed by another, by the error's name.", ("reason",)),
@@ -143,7 +143,7 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.engine.tokens.computed", COUNTER, "{token}", WORKERS,
         "Tokens computed, of prompts and outputs together."),
     Instrument("baton.engine.tokens.generated", COUNTER, "{token}", WORKERS,
-        "Tokens drawn."),
+        "Tokens sampled."),
     Instrument("baton.engine.drafts", COUNTER, "{token}", (DECODE,),
         "Tokens guessed from a sequence's own text (`--speculate`) and computed, by whether they "
         "were right: yes or no.", ("right",)),

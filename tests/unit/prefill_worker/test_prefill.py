@@ -127,7 +127,7 @@ async def test_a_last_token_is_told_though_its_blocks_are_gone_already(pair: Pai
     call = await pair.start(spec("a", prompt(40), 1))
     await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
     paced.allow.release(2)
-    while "a" in engine._here:  # the event loop is held: it gets both chunks' reports at once
+    while "a" in engine._sequences:  # the event loop is held: it gets both chunks' reports at once
         engine.load().result(PATIENCE_S)
     responses = await messages(call)
     assert responses[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH

@@ -14,6 +14,7 @@ from baton.errors import ConfigError, Unavailable
 from baton.local.etcd import EmbeddedEtcd, etcd_binary
 from baton.registry.etcd import EtcdRegistry
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole
+from tests.documents import DOCS, blocks
 
 RECORD = WorkerRecord(incarnation="d1", role=WorkerRole.WORKER_ROLE_DECODE, address="h:1")
 PASSWORD = "fleet-of-foot"
@@ -127,37 +128,21 @@ def test_wrong_settings_are_errors_before_anything_starts(settings, match, tmp_p
 
 
 def make_tls_files(folder):
-    """Makes a CA, a stranger's CA, and a server's and a client's certificate for 127.0.0.1."""
+    """Runs the commands of docs/security.md, and the first of them again for a stranger's CA."""
     assert shutil.which("openssl"), "these tests need the openssl command (Debian: apt install it)"
-    for authority in ("ca", "stranger"):
-        _openssl(
-            folder,
-            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
-            *("-nodes", "-days", "2", "-subj", f"/CN=test {authority}"),
-            *("-keyout", f"{authority}.key", "-out", f"{authority}.crt"),
-        )
-    for name, usage in (("server", "serverAuth,clientAuth"), ("client", "clientAuth")):
-        (folder / f"{name}.ext").write_text(
-            f"subjectAltName=IP:127.0.0.1\nextendedKeyUsage={usage}\n"
-        )
-        _openssl(
-            folder,
-            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-            *("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"),
-        )
-        _openssl(
-            folder,
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
-            *("-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext", "-out", f"{name}.crt"),
-        )
-    ours = {"ca": "ca.crt", "stranger_ca": "stranger.crt"}
+    (commands,) = (text for text in blocks(DOCS / "security.md") if "openssl req" in text)
+    run_commands(commands, folder)
+    (folder / "stranger").mkdir()
+    run_commands(commands.partition("\n\n")[0], folder / "stranger")
+    ours = {"ca": "etcd_ca.pem", "stranger_ca": "../stranger/secrets/etcd_ca.pem"}
     for name in ("server", "client"):
-        ours |= {f"{name}_cert": f"{name}.crt", f"{name}_key": f"{name}.key"}
-    return SimpleNamespace(**{name: folder / file for name, file in ours.items()})
+        ours |= {f"{name}_{kind}": f"etcd_{name}_{kind}.pem" for kind in ("cert", "key")}
+    return SimpleNamespace(**{name: folder / "secrets" / file for name, file in ours.items()})
 
 
-def _openssl(folder, *args):
-    subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True, timeout=20)
+def run_commands(commands, folder):
+    command = ["sh", "-e", "-c", commands]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=20)
 
 
 async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch):
@@ -167,8 +152,9 @@ async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch)
         for probe in (one, two):
             probe.bind(("127.0.0.1", 0))
         plain, secret = one.getsockname()[1], two.getsockname()[1]
+    urls = f"http://127.0.0.1:{plain},https://127.0.0.1:{secret},https://127.0.0.2:{secret}"
     args = [
-        *("--listen-client-urls", f"http://127.0.0.1:{plain},https://127.0.0.1:{secret}"),
+        *("--listen-client-urls", urls),
         *("--cert-file", str(tls.server_cert), "--key-file", str(tls.server_key)),
         *("--client-cert-auth", "--trusted-ca-file", str(tls.ca)),
     ]
@@ -180,7 +166,7 @@ async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch)
         await refused(RegistryConfig(etcd=address, ca_file=tls.stranger_ca, **ours), "did not sign")
         await refused(RegistryConfig(etcd=address, ca_file=tls.ca), "client certificate")
         await refused(
-            RegistryConfig(etcd=f"localhost:{secret}", ca_file=tls.ca, **ours), "another name"
+            RegistryConfig(etcd=f"127.0.0.2:{secret}", ca_file=tls.ca, **ours), "another name"
         )
         with pytest.raises(Unavailable, match="https:// if it speaks TLS"):
             await register_and_see(RegistryConfig(etcd=address))

@@ -89,7 +89,7 @@ class Worker:
                 pid=pid or os.getpid(),
             )
         )
-        self.store.wait_for_writes()
+        self.store.settle()
 
     async def run(self) -> None:
         """The node's whole life."""

@@ -1,0 +1,133 @@
+"""What the documentation names exists: commands, options, targets, files, links, variables."""
+
+import re
+import shlex
+import tomllib
+from functools import cache
+
+import pytest
+
+from baton import cli, errors
+from baton.gateway.http_exchange import failure_of
+from baton.metrics.table import TABLE
+from baton.rpc import code_of
+from benchmarks.__main__ import COMMANDS, SCENARIOS
+from tests.documents import DOCS, PAGES, ROOT, code, commands
+
+SOURCES = (
+    *("baton", "router", "prefill_worker", "decode_worker", "kvtransfer"),
+    *("benchmarks", "scripts", "tests/chaos", "tests/compose"),
+)
+# Options of etcd, Docker, openssl, pip, curl, guidellm, cmake, git and pytest.
+FOREIGN_OPTIONS = """
+--advertise-client-urls --any-config --backend --build --build-arg --cert-file --client-cert-auth
+--constraint --data --detach --enable-feature --file --gpus --interactive --key-file
+--listen-client-urls --local-dir --migration-limit --no-binary --no-deps --no-recreate --output
+--prefix --profile --scale --strict --target --time --tokenizer --trusted-ca-file
+"""
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@cache
+def sources():
+    files = [ROOT / "Makefile", *(ROOT / "compose").glob("*")]
+    files += [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
+@cache
+def options():
+    found = set()
+    parsers = [cli.parser()]
+    for parser in parsers:
+        for action in parser._actions:
+            found.update(action.option_strings)
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+    return found
+
+
+@pages
+def test_every_baton_command_parses(page, capsys):
+    for command in commands(page, "baton"):
+        words = shlex.split(re.split(r"[|>]", command)[0])[1:]
+        try:
+            cli.parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"{command}\n{capsys.readouterr().err}")
+
+
+@pages
+def test_every_option_and_variable_exists(page):
+    shown = "\n".join(code(page))
+    for name in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", shown)):
+        known = name in options() or name in FOREIGN_OPTIONS.split() or f'"{name}' in sources()
+        assert known, f"there is no option {name}"
+    for name in set(re.findall(r"\bBATON_[A-Z_]+[A-Z]\b", shown)):
+        option = name.removeprefix("BATON_OPT_").lower().replace("_", "-")
+        assert f"--{option}" in options() or name in sources(), f"nothing reads {name}"
+
+
+@pages
+def test_every_target_benchmark_and_file_exists(page):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for shown in code(page):
+        for target in re.findall(r"(?:^|\n)\s*make ([a-z][a-z-]*)", shown):
+            assert target in targets, f"make {target}"
+        for name in re.findall(r"python -m benchmarks (\w+)", shown):
+            assert name in {**COMMANDS, **SCENARIOS}, f"python -m benchmarks {name}"
+        for path in re.findall(r"(?<![\w/.])(?:scripts|benchmarks|tests)/[\w/.-]+\.\w+", shown):
+            assert (ROOT / path).exists(), path
+        if re.fullmatch(r"(baton|router|kvtransfer|\w+_worker)/[\w/-]+(\.\w+)?", shown):
+            assert (ROOT / shown).exists(), shown
+
+
+@pages
+def test_every_metric_exists(page):
+    known = {name for one in TABLE for name in (one.series, *one.samples)}
+    shown = re.findall(r"\b(?:baton|gen_ai)_[a-z_]+\b", "\n".join(code(page)))
+    assert set(shown) - {"baton_version"} <= known  # a field of a report
+
+
+def test_every_message_in_troubleshooting_is_one_of_ours():
+    """Its longest part without placeholders (capitals, dots) is in a string of the sources."""
+    strings = re.sub(r'"\s*\n\s*f?"', "", sources())
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (`.*?) \|", text, re.M):
+        for message in re.findall(r"`([^`]+)`", row):
+            longest = max(re.split(r"\b[A-Z]+\b|[…()]", message), key=len).strip(" :;,")
+            assert longest in strings, f"{message}: nothing says {longest!r}"
+
+
+def test_the_table_of_errors_is_what_callers_get():
+    text = (DOCS / "reference/sdk.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (\w+)[^|]*\| (\d+) \| (\w+)", text, re.M)
+    told = {name: (grpc, int(http), retry == "yes") for name, grpc, http, retry in rows}
+    for name, row in told.items():
+        error = getattr(errors, name)("why")
+        assert row == (code_of(error).name, failure_of(error).status, error.retryable), name
+    assert len(told) == 12
+
+
+@pages
+def test_every_relative_link_resolves(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in link and not link.startswith("#"):
+            assert (page.parent / link.partition("#")[0]).exists(), link
+
+
+def test_the_layers_in_the_architecture_are_those_that_are_enforced():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    shown = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    assert "\n".join(re.sub("[()]", "", layer) for layer in layers) in re.sub(
+        r" {3,}\(.*", "", shown
+    )
+
+
+def test_every_page_is_in_the_navigation_and_the_readme_is_short():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        assert f": {page.relative_to(DOCS)}\n" in navigation
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
