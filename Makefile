@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test chaos compose-test bench-engine bench-serve gpu lint format docs protos clean
+.PHONY: setup demo test test-all chaos compose-test bench-engine bench-serve gpu lint format docs protos clean
 
 setup: $(STAMP)
 
@@ -19,8 +19,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/baton demo
 
+# Unit and contract tests side by side, a thread each; then real clusters, which need the machine.
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses $(shell nproc) --dist worksteal tests/unit tests/contract
+	@$(BIN)/python -m pytest tests/gpu tests/cluster tests/chaos tests/compose
+
+# And what takes long or needs more: chaos for ten minutes, the stack in containers.
+test-all: test chaos compose-test
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))

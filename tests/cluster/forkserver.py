@@ -82,7 +82,8 @@ class ForkServer:
             socket.send_fds(self._socket, [request], [write])
         finally:
             os.close(write)
-        pid = await self._answers.get()
+        if not (pid := await self._answers.get()):
+            raise RuntimeError("the fork server has ended; its output says why")
         loop = asyncio.get_running_loop()
         stdout = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(stdout)
@@ -96,6 +97,7 @@ class ForkServer:
                 message = self._socket.recv(_MAX_MESSAGE)
                 if not message:  # the server has ended
                     asyncio.get_running_loop().remove_reader(self._socket)
+                    self._answers.put_nowait(0)
                     return
                 pid, *status = json.loads(message)
                 if status:
@@ -124,9 +126,10 @@ def serve(connection: socket.socket) -> None:
                 woken.recv(4096)
                 _reap(children, connection)
             if connection in ready:
-                message, (output, *_), *_ = (*socket.recv_fds(connection, _MAX_MESSAGE, 1),)
+                message, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1)
                 if not message:
                     return
+                (output,) = descriptors
                 pid = os.fork()
                 if not pid:
                     for end in (connection, wake, woken):

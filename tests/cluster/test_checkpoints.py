@@ -201,7 +201,7 @@ async def start_on(cluster: LocalCluster, name: str, model: Path) -> None:
     process = cluster.processes[name]
     cluster.kill(name)
     await process.wait()
-    process.argv[process.argv.index("--model") + 1] = str(model)
+    process.argv += ["--model", str(model)]
     await cluster.start_again(name)
 
 
