@@ -76,7 +76,8 @@ class Terminal:
             stdout=self.slave,
             stderr=self.slave,
             cwd=ROOT,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+            | {"TERM": "xterm-256color"},
             start_new_session=True,
         )
         asyncio.get_running_loop().add_reader(self.master, self._read)
