@@ -167,7 +167,7 @@ class _Bench:
                     self.lag.add(run.lag)
 
     def _order(self, turn: int) -> range:
-        """Who begins alternates, so that a machine that warms up or slows down favours nobody."""
+        """The first server alternates: a machine that warms up or slows down favours none."""
         number = len(self._servers)
         return range(number) if turn % 2 == 0 else range(number - 1, -1, -1)
 

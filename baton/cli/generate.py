@@ -161,7 +161,7 @@ def _cut_short(max_tokens: int | None, completion: Completion) -> str:
     if max_tokens is None or completion.finish_reason != "length" or got >= max_tokens:
         return ""
     return (
-        f"--max-tokens {max_tokens} is more than the context, or the tenant's limit, has room for "
+        f"--max-tokens {max_tokens} is more than the context has room for "
         f"behind {completion.usage.prompt_tokens} prompt tokens: the completion ended after {got}"
     )
 

@@ -130,7 +130,7 @@ class EtcdRegistration:
                     self._lost(error)
                     await backoff.wait()
         except Exception:
-            log.exception("the keeper of %s failed", self._key)
+            log.exception("the registration of %s failed", self._key)
             raise
         finally:
             self._connected = False

@@ -15,6 +15,7 @@ no cache, from its submission to its first token. Nothing is turned into text.
 
 from __future__ import annotations
 
+import abc
 import itertools
 import json
 import os
@@ -86,7 +87,7 @@ class Adapter(Protocol):
         """See the head of this module."""
 
 
-class SteppedAdapter:
+class SteppedAdapter(abc.ABC):
     """An engine with continuous batching and a prefix cache, driven step by step.
 
     The prompts of decoding sequences stay in the prefix cache from one call to the next.
@@ -98,17 +99,17 @@ class SteppedAdapter:
         self._seeds = itertools.count(1 << 32)  # of prompts that are in no cache
         self._cached: set[tuple[int, int]] = set()  # (batch, context) whose prompts are cached
 
+    @abc.abstractmethod
     def add(self, prompt: list[int], new_tokens: int) -> str:
         """Adds a sequence; its name."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step(self) -> tuple[float, set[str]]:
         """(when the next step ended, which sequences got a token)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def release(self, names: set[str]) -> None:
         """Ends sequences, and waits until nothing of them is left."""
-        raise NotImplementedError
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:
         if (batch, context) not in self._cached:
