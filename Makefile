@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test test-all chaos compose-test bench-engine bench-serve gpu lint format docs protos clean
+.PHONY: setup demo test test-all chaos compose-test bench-engine bench-serve gpu lint format docs wheel protos clean
 
 setup: $(STAMP)
 
@@ -76,6 +76,12 @@ format: $(STAMP)
 # The documentation as a site in build/site; a broken link or anchor is an error.
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# build/dist/*.whl with the native kernels for AVX2, AVX-512 and AVX512-BF16: needs no compiler where it is installed.
+wheel: $(STAMP)
+	@$(BIN)/python -m baton.engine.ops.native
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/dist .
+	@$(BIN)/python -m wheel tags --remove --platform-tag linux_x86_64 build/dist/*-none-any.whl
 
 protos: $(STAMP) $(PROTOS)
 	@$(BIN)/python scripts/protos.py
