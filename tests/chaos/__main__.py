@@ -12,11 +12,10 @@ import asyncio
 import secrets
 import sys
 import time
-from collections import Counter
-from dataclasses import fields
 
-from tests.chaos.harness import Harness, HarnessConfig, logs
-from tests.chaos.requests import ChaosStats, oracle_runs
+from tests.chaos.harness import Harness, HarnessConfig
+from tests.chaos.judge import ChaosStats
+from tests.chaos.load import COMPLETE, oracle_runs
 
 ROUND_S = 60.0
 NEW_TOKENS = 150
@@ -56,29 +55,17 @@ async def run(config: HarnessConfig, seed: int, seconds: float) -> ChaosStats:
         while (left_s := end_s - time.monotonic()) > 1.0:
             log(f"round with seed {seed}")
             stats = await harness.round(runs, seed, min(ROUND_S, left_s))
-            add(total, stats)
+            total.add(stats)
             for violation in stats.violations:
                 log(f"VIOLATION: {violation}")
             if stats.violations:
-                log(logs(harness))
-            log(f"{stats.requests} requests, {stats.faults.total()} faults, "
-                f"{len(stats.violations)} violations")  # fmt: skip
+                log(harness.logs())
+            log(f"{stats.counts['requests'].total()} requests, {len(stats.violations)} violations")
             seed += 1
     total.violations += harness.leftovers()
-    if not total.outcomes["complete"]:
+    if not total.counts["requests"][COMPLETE]:
         total.violations.append("no request completed: nothing was tried")
     return total
-
-
-def add(total: ChaosStats, one: ChaosStats) -> None:
-    """Adds the counts of one round."""
-    for field in fields(ChaosStats):
-        ours, theirs = getattr(total, field.name), getattr(one, field.name)
-        if isinstance(ours, (Counter, list)):
-            ours += theirs
-        else:
-            largest = field.name.startswith("largest")
-            setattr(total, field.name, max(ours, theirs) if largest else ours + theirs)
 
 
 def log(line: str) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.harness import Harness, HarnessConfig, logs
-from tests.chaos.requests import Run, oracle_runs
+from tests.chaos.harness import Harness, HarnessConfig
+from tests.chaos.load import COMPLETE, Run, oracle_runs
 
-SECONDS = 15.0
+SECONDS = 12.0
 NEW_TOKENS = 60
 
 
@@ -24,21 +24,22 @@ def runs() -> list[Run]:
 @pytest.mark.parametrize(
     ("seed", "config"),
     [
-        (11, HarnessConfig(transport="shm", callers=6)),
-        (12, HarnessConfig(transport="gloo", callers=6, routers=1)),
+        (11, HarnessConfig(transport="shm", callers=6, mean_pause_s=2.0)),
+        (12, HarnessConfig(transport="gloo", callers=6, mean_pause_s=2.0, routers=1)),
     ],
     ids=["shm", "gloo-1-router"],
 )
 async def test_every_request_ends_right_and_nothing_is_kept(
-    runs: list[Run], seed: int, config: HarnessConfig
+    fork_server: None, runs: list[Run], seed: int, config: HarnessConfig
 ) -> None:
     said: list[str] = []
     harness = Harness(config, said.append)
     async with harness:
         await harness.warm_up(runs)
         stats = await harness.round(runs, seed, SECONDS)
-        story = "\n".join((*said, stats.render(), *stats.violations))
-        print(story, logs(harness) if stats.violations else "", sep="\n\n")
+        print("\n".join((*said, stats.render(), *stats.violations)))
+        if stats.violations:
+            print(harness.logs())
     assert not stats.violations
-    assert stats.outcomes["complete"] and stats.faults  # however busy the machine is
+    assert stats.counts["requests"][COMPLETE] and stats.counts["faults"]  # on any machine
     assert not harness.leftovers()
