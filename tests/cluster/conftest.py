@@ -1,20 +1,21 @@
 """Clusters of real processes for these tests, and a check that nothing of them is left.
 
-    async def test_it(cluster_factory):
-        cluster = await cluster_factory(prefill=2, transport="gloo")   # shared, started once
-    async def test_kill(repaired_cluster):
-        cluster = await repaired_cluster(decode=2)    # shared; what died is started afterwards
-    async def test_odd(own_cluster):
-        cluster = await own_cluster(decode=2, restart=False)           # this test's alone
+    async def test_it(clusters):
+        cluster = await clusters(prefill=2, transport="gloo")   # shared: started once
+        cluster = await clusters(engine=SIMULATED)              # computes nothing: for timing
+        cluster = await clusters(alone=True, drain_s=60.0)      # this test's, stopped after it
 
-All take the fields of ClusterConfig, and `programs`, `extra_args`, `env` and `say` of
-LocalCluster. The tests of this folder run on one event loop, which the shared clusters need, and
+The settings are fields of ClusterConfig, and `programs`, `extra_args` and `env` of LocalCluster.
+Processes that a test killed stay dead while it runs (unless it asks for `restart=True`) and are
+started again after it. All tests of this folder run on one event loop, which the clusters need, and
 after all others.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from pathlib import Path
@@ -24,20 +25,20 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from baton.config import ClusterConfig, EngineConfig
+from baton.config import ClusterConfig
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.local.supervisor import ChildProcess
 from tests.cluster.forkserver import ForkServer
-from tests.cluster.oracle import Oracle
+from tests.cluster.oracle import ENGINE, SIMULATED, Oracle
 
 HERE = Path(__file__).parent
-ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=64 << 20)  # float32: tokens can be compared
 START_TIMEOUT_S = 90.0
+TEST_TIMEOUT_S = 120
 
-ClusterFactory = Callable[..., Awaitable[LocalCluster]]
+Clusters = Callable[..., Awaitable[LocalCluster]]
 RUNNING: list[LocalCluster] = []
 USED_PORTS: set[int] = set()
 
@@ -47,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and pytest_asyncio.is_async_test(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
     items.sort(key=lambda item: HERE in item.path.parents)
 
 
@@ -62,53 +65,65 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     return report
 
 
-async def start(
-    *,
-    programs: dict[str, list[str]] | None = None,
-    extra_args: dict[str, list[str]] | None = None,
-    env: dict[str, str] | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    **config: Any,
-) -> LocalCluster:
+async def start(**settings: Any) -> LocalCluster:
     """A started cluster; it must be given to `stop`."""
-    settings = ClusterConfig(**{"engine": ENGINE, "port": 0, "log_level": "info", **config})
-    cluster = LocalCluster(
-        settings,
-        programs=programs or {},
-        extra_args=extra_args or {},
-        env=env or {},
-        say=say,
-        start_timeout_s=START_TIMEOUT_S,
-    )
+    others = {
+        key: settings.pop(key) for key in ("programs", "extra_args", "env") if key in settings
+    }
+    if settings.get("routers", 1) == 1:
+        settings.setdefault("http_port", ports.free())
+    config = ClusterConfig(**{"engine": ENGINE, "port": 0, "log_level": "info", **settings})
+    cluster = LocalCluster(config, say=lambda text: None, start_timeout_s=START_TIMEOUT_S, **others)
     RUNNING.append(cluster)
     try:
         await cluster.__aenter__()
     except BaseException:
         RUNNING.remove(cluster)
         raise
-    for address in (*cluster.addresses, cluster.etcd_address):
-        USED_PORTS.add(int(address.rpartition(":")[2]))
-    for record in cluster.membership.records.values():
-        USED_PORTS.add(int(record.address.rpartition(":")[2]))
+    note_ports(cluster)
     return cluster
 
 
 async def stop(cluster: LocalCluster) -> None:
     """Stops a cluster; its processes must have ended by themselves or by a test's signal."""
+    note_ports(cluster)
     await cluster.stop()
     RUNNING.remove(cluster)
 
 
+def note_ports(cluster: LocalCluster) -> None:
+    """They must be free in the end."""
+    workers = [record.address for record in cluster.membership.records.values()]
+    fixed = (*cluster.addresses, *cluster.http_addresses, *cluster.metrics.values())
+    for address in (*fixed, cluster.etcd_address.partition(",")[0], *workers):
+        USED_PORTS.add(int(address.rpartition(":")[2]))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """After the last cluster: no process, no port, no shared memory."""
-    shared_memory = own_shared_memory()
+    """After the last cluster: no process, port, shared memory, temporary file or thread of ours."""
+    files = own_files()
     yield
     children = psutil.Process().children(recursive=True)
     assert not [(child.pid, child.cmdline()) for child in children]
     for port in USED_PORTS:
         ports.check_free("127.0.0.1", port)
-    assert own_shared_memory() <= shared_memory
+    assert own_files() <= files
+    assert not [one.name for one in threading.enumerate() if one.name.startswith(("kv-", "engine"))]
+
+
+def own_files() -> set[str]:
+    """Shared memory of this user, and our temporary files, since this session of tests began."""
+    began = psutil.Process().create_time()
+    found = set()
+    for path in (*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).glob("baton*")):
+        try:
+            stat = path.stat()
+        except FileNotFoundError:  # gone since it was listed
+            continue
+        if stat.st_uid == os.getuid() and began <= stat.st_ctime <= time.time():
+            found.add(str(path))
+    return found
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -121,78 +136,62 @@ async def fork_server(nothing_left_behind: None) -> AsyncIterator[None]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def cluster_factory(fork_server: None) -> AsyncIterator[ClusterFactory]:
-    """Starts a cluster the first time its settings are asked for. Tests leave it as it was."""
+async def receiver(nothing_left_behind: None) -> AsyncIterator[OtlpReceiver]:
+    """Where the spans of all clusters arrive."""
+    async with OtlpReceiver(SpanStore(max_traces=10_000, max_spans=1_000_000)) as receiver:
+        yield receiver
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared(
+    fork_server: None, receiver: OtlpReceiver
+) -> AsyncIterator[dict[str, LocalCluster]]:
+    """Clusters that several tests use, by their settings."""
     started: dict[str, LocalCluster] = {}
-
-    async def get(**config: Any) -> LocalCluster:
-        key = repr(sorted(config.items()))
-        if key not in started:
-            started[key] = await start(**config)
-        return started[key]
-
-    yield get
+    yield started
     for cluster in started.values():
         await stop(cluster)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def repaired_cluster(cluster_factory: ClusterFactory) -> AsyncIterator[ClusterFactory]:
-    """Shared clusters whose processes a test may kill; afterwards they are started again.
-
-    Nothing is restarted while the test runs, unless it asks for `restart=True`.
-    """
+async def clusters(
+    shared: dict[str, LocalCluster], receiver: OtlpReceiver
+) -> AsyncIterator[Clusters]:
+    """Starts clusters, or gives those that were started with the same settings before."""
     used: list[LocalCluster] = []
+    own: list[LocalCluster] = []
 
-    async def get(**config: Any) -> LocalCluster:
-        used.append(await cluster_factory(**{"restart": False, **config}))
-        return used[-1]
+    async def get(*, alone: bool = False, **settings: Any) -> LocalCluster:
+        settings = {"restart": False, "otlp": receiver.address, **settings}
+        if alone:
+            own.append(await start(**settings))
+            return own[-1]
+        key = repr(sorted(settings.items()))
+        if key not in shared:
+            shared[key] = await start(**settings)
+        used.append(shared[key])
+        return shared[key]
 
     yield get
+    for cluster in own:
+        await stop(cluster)
     for cluster in used:
         for name, process in cluster.processes.items():
-            if process.exit_status is not None and not cluster.config.restart:
+            if not (process.running or cluster.config.restart):
+                await process.wait()
                 await cluster.start_again(name)
         await cluster.wait_ready()
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def traces(nothing_left_behind: None) -> AsyncIterator[OtlpReceiver]:
-    """Where clusters started with `otlp=traces.address` send their spans."""
-    async with OtlpReceiver(SpanStore()) as receiver:
-        yield receiver
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def own_cluster(fork_server: None) -> AsyncIterator[ClusterFactory]:
-    """Starts clusters that one test may kill as it likes; they end with it."""
-    started: list[LocalCluster] = []
-
-    async def get(**config: Any) -> LocalCluster:
-        started.append(await start(**config))
-        return started[-1]
-
-    yield get
-    for cluster in started:
-        await stop(cluster)
-
-
-def own_shared_memory() -> set[str]:
-    """Files of ours in /dev/shm that did not exist before this session of tests."""
-    began = psutil.Process().create_time()
-    names = set()
-    for path in Path("/dev/shm").iterdir():
-        try:
-            stat = path.stat()
-        except FileNotFoundError:  # gone since it was listed
-            continue
-        if stat.st_uid == os.getuid() and began <= stat.st_ctime <= time.time():
-            names.add(path.name)
-    return names
 
 
 @pytest.fixture(scope="session")
 def oracle() -> Iterator[Oracle]:
     """The demo model in this process, float32; what it generates is kept for the session."""
-    with Oracle() as process:
+    with Oracle(ENGINE) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Iterator[Oracle]:
+    """The same for clusters of simulated engines: their tokens do not depend on their speed."""
+    with Oracle(SIMULATED, simulate="1e9,0") as process:
         yield process

@@ -22,7 +22,11 @@ import traceback
 from typing import Any
 
 PRELOADED = ("prefill_worker.worker", "decode_worker.worker", "router.main", "baton.gateway")
-_MODULES = {"baton": "baton.__main__", "tests.chaos.process": "tests.chaos.process"}
+_MODULES = {
+    "baton": "baton.__main__",
+    "tests.chaos.process": "tests.chaos.process",
+    "tests.cluster.other_version": "tests.cluster.other_version",
+}
 _MAX_MESSAGE = 1 << 17
 
 
