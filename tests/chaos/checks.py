@@ -11,16 +11,13 @@ import json
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-
-import psutil
 
 from baton import rpc
 from baton.client import AsyncClient
 from baton.errors import BatonError
-from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.waiting import eventually
@@ -142,21 +139,3 @@ async def stale_mappings(cluster: LocalCluster) -> list[str]:
 
 def _mapped(pid: int) -> set[str]:
     return set(re.findall("/memfd:.*", Path(f"/proc/{pid}/maps").read_text()))
-
-
-def leftovers(processes: Iterable[psutil.Process], used_ports: Iterable[int]) -> list[str]:
-    """Processes and ports of a stopped cluster that are still there."""
-    found = [f"process {one.pid} still runs" for one in processes if _runs(one)]
-    for port in used_ports:
-        try:
-            ports.check_free("127.0.0.1", port)
-        except BatonError as error:
-            found.append(str(error))
-    return found
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.local.cluster import LocalCluster, router_serving, workers_ready
-from tests.chaos.proxy import Proxy
+from tests.proxy import Proxy
 
 # How often each kind happens, relative to the others.
 WEIGHTS: Mapping[str, int] = {

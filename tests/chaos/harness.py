@@ -34,7 +34,7 @@ from tests.chaos import checks, kv_faults, process
 from tests.chaos.faults import Injector, plan
 from tests.chaos.judge import ChaosStats, violation
 from tests.chaos.load import CUT, ChaosRequest, Load, Outcome, Run, send
-from tests.chaos.proxy import Proxy, owner
+from tests.proxy import Proxy, owner
 
 ROOT = Path(__file__).parents[2]
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20)  # float32: tokens can be compared
@@ -70,8 +70,7 @@ class Harness:
         self._directory: Path
         self._store = SpanStore(max_traces=20_000, max_spans=1_000_000)
         self._resources = AsyncExitStack()
-        self._used_ports: set[int] = set()
-        self._seen: set[psutil.Process] = set()  # distinct even if a pid is reused
+        self._before: set[psutil.Process] = set()
 
     async def __aenter__(self) -> Self:
         try:
@@ -85,6 +84,7 @@ class Harness:
         await self._resources.aclose()
 
     async def _start(self) -> None:
+        self._before = set(psutil.Process().children(recursive=True))
         enter = self._resources.enter_async_context
         self._directory = Path(
             self._resources.enter_context(tempfile.TemporaryDirectory(prefix="baton-chaos-"))
@@ -96,7 +96,6 @@ class Harness:
                 name, port = f"{role}-{number}", ports.free()
                 proxy = self._proxies[name] = await enter(Proxy(port, self._name_of))
                 extra_args[name] = ["--port", str(port), "--advertise", proxy.address]
-                self._note_ports([f":{port}", proxy.address])
         config = ClusterConfig(
             engine=ENGINE,
             prefill=self.config.prefill,
@@ -123,8 +122,6 @@ class Harness:
             },
         )
         await enter(self.cluster)
-        self._note_ports([*self.cluster.addresses, *self.cluster.http_addresses])
-        self._note_processes()
 
     async def warm_up(self, runs: Sequence[Run]) -> None:
         """Requests every run several times at once, until every pair of workers has a link.
@@ -171,8 +168,9 @@ class Harness:
         return stats
 
     def leftovers(self) -> list[str]:
-        """After the end: processes and ports of the cluster that are still there."""
-        return checks.leftovers(self._seen, self._used_ports)
+        """After the end: processes of the cluster that are still there."""
+        left = set(psutil.Process().children(recursive=True)) - self._before
+        return [f"process {one.pid} still runs: {one.cmdline()}" for one in left]
 
     def logs(self) -> str:
         """The last lines of every process, for a run that went wrong."""
@@ -202,13 +200,11 @@ class Harness:
 
     async def _check_recovery(self, stats: ChaosStats, before: dict[int, checks.Holdings]) -> None:
         """All processes ready again, nothing held, nothing leaked."""
-        self._note_processes()
         try:
             await self.cluster.wait_ready(RECOVERY_S)
         except DeadlineExceeded as error:
             stats.violations.append(str(error))
             return
-        self._note_processes()
         stats.violations += await checks.busy(self.cluster)
         stats.violations += await checks.leaked(self.cluster, self._directory, before)
         stats.violations += await checks.stale_mappings(self.cluster)
@@ -241,20 +237,11 @@ class Harness:
     async def _log_progress(self, load: Load, injector: Injector) -> None:
         while True:
             await asyncio.sleep(_PROGRESS_S)
-            self._note_processes()
             down = sorted({one.name for one in injector.outages.all if one.until_s is None})
             self._log(
                 f"         … {len(load.outcomes)} requests ended, {load.running} run; "
                 f"down: {', '.join(down) or 'none'}"
             )
-
-    def _note_ports(self, addresses: Iterable[str]) -> None:
-        self._used_ports |= {int(address.rpartition(":")[2]) for address in addresses}
-
-    def _note_processes(self) -> None:
-        for child in self.cluster.processes.values():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                self._seen.add(psutil.Process(child.pid))
 
     def _name_of(self, port: int) -> str:
         """Which process of the cluster has a connection from this local port."""

@@ -48,8 +48,8 @@ from tests.chaos.load import (
     Run,
     next_request,
 )
-from tests.chaos.proxy import Proxy, owner
 from tests.contract.kvtransfer_parts import TRANSPORTS, Pair, slots
+from tests.proxy import Proxy, owner
 
 TOKENS = tuple(range(100, 140))
 TEXT = "".join(chr(97 + i % 26) for i in range(40))

@@ -13,6 +13,7 @@ after all others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -40,7 +41,6 @@ TEST_TIMEOUT_S = 120
 
 Clusters = Callable[..., Awaitable[LocalCluster]]
 RUNNING: list[LocalCluster] = []
-USED_PORTS: set[int] = set()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,50 +80,53 @@ async def start(**settings: Any) -> LocalCluster:
     except BaseException:
         RUNNING.remove(cluster)
         raise
-    note_ports(cluster)
     return cluster
 
 
 async def stop(cluster: LocalCluster) -> None:
     """Stops a cluster; its processes must have ended by themselves or by a test's signal."""
-    note_ports(cluster)
     await cluster.stop()
     RUNNING.remove(cluster)
 
 
-def note_ports(cluster: LocalCluster) -> None:
-    """They must be free in the end."""
-    workers = [record.address for record in cluster.membership.records.values()]
-    fixed = (*cluster.addresses, *cluster.http_addresses, *cluster.metrics.values())
-    for address in (*fixed, cluster.etcd_address.partition(",")[0], *workers):
-        USED_PORTS.add(int(address.rpartition(":")[2]))
-
-
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """After the last cluster: no process, port, shared memory, temporary file or thread of ours."""
-    files = own_files()
-    yield
-    children = psutil.Process().children(recursive=True)
-    assert not [(child.pid, child.cmdline()) for child in children]
-    for port in USED_PORTS:
-        ports.check_free("127.0.0.1", port)
-    assert own_files() <= files
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After the last cluster: no process, shared memory, temporary file or thread of ours."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    shared_memory = own_shared_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        yield
+    # Each has this variable, and holds its ports; a port alone may be another's by now.
+    assert not [one.cmdline() for one in processes_with("TMPDIR", str(temporary))]
+    assert own_shared_memory() <= shared_memory
+    assert not list(temporary.iterdir())
     assert not [one.name for one in threading.enumerate() if one.name.startswith(("kv-", "engine"))]
 
 
-def own_files() -> set[str]:
-    """Shared memory of this user, and our temporary files, since this session of tests began."""
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Processes, orphans too, that were started with this in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
+def own_shared_memory() -> set[str]:
+    """Files of ours in /dev/shm that did not exist before this session of tests."""
     began = psutil.Process().create_time()
-    found = set()
-    for path in (*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).glob("baton*")):
+    names = set()
+    for path in Path("/dev/shm").iterdir():
         try:
             stat = path.stat()
         except FileNotFoundError:  # gone since it was listed
             continue
         if stat.st_uid == os.getuid() and began <= stat.st_ctime <= time.time():
-            found.add(str(path))
-    return found
+            names.add(path.name)
+    return names
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -21,7 +21,7 @@ from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.etcd import EmbeddedEtcd
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from tests.cluster.conftest import USED_PORTS, Clusters
+from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED, Case, Oracle, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
@@ -214,7 +214,6 @@ async def test_etcd_down_for_three_leases_fails_no_request(
 async def etcd_members() -> AsyncIterator[list[EmbeddedEtcd]]:
     """An etcd cluster of three members on this machine, any of which can be killed."""
     peer_ports = ports.consecutive("127.0.0.1", 0, 3)
-    USED_PORTS.update(peer_ports)
     peers = {f"etcd-{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(peer_ports)}
     initial = ",".join(f"{name}={url}" for name, url in peers.items())
     async with contextlib.AsyncExitStack() as stack:

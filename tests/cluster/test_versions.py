@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 
 import pytest
 
@@ -15,6 +16,7 @@ from baton.v1 import (
     common_pb2,
     decode_pb2,
     fleet_pb2,
+    fleet_pb2_grpc,
     handoff_pb2,
     inference_pb2,
     inference_pb2_grpc,
@@ -37,7 +39,9 @@ MESSAGES = {
     for method in service.methods
     for message in (method.input_type, method.output_type)
 }
-OF_CLIENTS = {"GenerateRequest", "TokenizeRequest", "ListModelsRequest", "GetStatusRequest"}
+OF_CLIENTS = {
+    "GenerateRequest", "TokenizeRequest", "ListModelsRequest", "GetStatusRequest", "ExplainRequest",
+}  # fmt: skip
 # `baton` itself never calls these.
 UNUSED = {"DrainRequest", "DrainResponse"}
 
@@ -80,7 +84,7 @@ async def test_newer_and_older_processes_serve_together(
             await all_blocks_free(client)
     assert pairs == {(f"prefill-{p}", f"decode-{d}") for p in (0, 1) for d in (0, 1)}
 
-    await check_clients_of_another_version(cluster.address, simulated)
+    await check_clients_of_another_version(cluster.address, simulated, names)
     lines = {line for process in cluster.processes.values() for line in process.log}
     assert {f"sends {name}" for name in MESSAGES - OF_CLIENTS - UNUSED} <= lines
 
@@ -92,8 +96,10 @@ async def test_newer_and_older_processes_serve_together(
             await client.generate(simulated.prompt(100), max_tokens=4, timeout=10.0)
 
 
-async def check_clients_of_another_version(address: str, simulated: Oracle) -> None:
-    """The tokens of a case are those of the oracle for a newer and for an older client."""
+async def check_clients_of_another_version(
+    address: str, simulated: Oracle, names: Mapping[str, str]
+) -> None:
+    """Tokens are the oracle's; Explain names the version that keeps a worker from being paired."""
     case = simulated.case(100, 50)
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=case.prompt),
@@ -106,4 +112,9 @@ async def check_clients_of_another_version(address: str, simulated: Oracle) -> N
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             async for response in stub.Generate(changed(request, kind), timeout=30):
                 tokens += response.delta.token_ids
+            explain = changed(fleet_pb2.ExplainRequest(request=request), kind)
+            answer = await fleet_pb2_grpc.FleetServiceStub(channel).Explain(explain, timeout=30)
         assert tuple(tokens) == simulated.tokens(case)
+        assert len(answer.candidates) == 6
+        for one in answer.candidates:
+            assert ("layout_version" in one.refused) == (names[one.decode] == "decode-2"), one

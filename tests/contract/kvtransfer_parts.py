@@ -200,6 +200,11 @@ class Decode:
 
         setattr(self.receiver, method, changed)
 
+    def cancel(self, handoff_id):
+        """Gives a reservation up."""
+        del self.held.blocks[handoff_id]
+        self.receiver.forget(handoff_id)
+
     def reserve(self, handoff_id, num_tokens, *ids, cached=0):
         self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, BLOCK_SIZE, b"")
         return target(self.incarnation, handoff_id, cached)

@@ -1,8 +1,9 @@
-"""A TCP proxy in front of one worker: cuts, holds or slows the connections of one peer or of all.
+"""A TCP proxy in front of a server: cuts, holds or slows the connections of one peer or of all.
 
-It runs outside of the processes under test: a worker advertises the proxy's address, so that
+It runs outside of the processes under test: a worker, say, advertises the proxy's address, so that
 routers and prefill workers connect through it. Cut connections end with a reset; held ones stay
-open and silent, as in a network partition, and so do new ones until `release`.
+open and silent, as in a network partition, and so do new ones until `release`. A proxy that was
+left refuses connections, and may be entered again at its address.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Connection:
 class Proxy:
     """Forwards a free loopback port to `port`; `name_of(port)` names a port's process."""
 
-    def __init__(self, port: int, name_of: Callable[[int], str]) -> None:
+    def __init__(self, port: int, name_of: Callable[[int], str] = str) -> None:
         self.port = port
         self.address = ""
         self._name_of = name_of
@@ -54,7 +55,8 @@ class Proxy:
         self._slow: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        own = int(self.address.rpartition(":")[2] or 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", own)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
