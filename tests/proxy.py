@@ -41,18 +41,17 @@ class _Connection:
             writer.transport.abort()
 
 
+@dataclass(eq=False)
 class Proxy:
     """Forwards a free loopback port to `port`; `name_of(port)` names a port's process."""
 
-    def __init__(self, port: int, name_of: Callable[[int], str] = str) -> None:
-        self.port = port
-        self.address = ""
-        self._name_of = name_of
-        self._server: asyncio.Server
-        self._connections: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._held: set[str] = set()
-        self._slow: dict[str, float] = {}
+    port: int
+    name_of: Callable[[int], str] = str
+    address: str = ""
+    _connections: set[_Connection] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _held: set[str] = field(default_factory=set)
+    _slow: dict[str, float] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
         own = int(self.address.rpartition(":")[2] or 0)
@@ -102,7 +101,7 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forwards both ways until one of the ends closes; then both are closed."""
-        caller = self._name_of(writer.get_extra_info("peername")[1])
+        caller = self.name_of(writer.get_extra_info("peername")[1])
         connection = _Connection(caller, [writer])
         connection.bytes_per_s = self._slow.get(caller) or self._slow.get("", 0.0)
         if not self._held & {"", caller}:

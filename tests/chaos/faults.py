@@ -7,7 +7,6 @@ file of `tests.chaos.kv_faults`, etcd through its owner.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import signal
@@ -156,29 +155,24 @@ class Outages:
         return [name for name, its in self.roles.items() if its == role]
 
 
+@dataclass
 class Injector:
     """`done` counts faults by kind, `skipped` those whose target could not be hit.
 
-    `routers` are addresses by name.
+    `proxies` and `routers`, which are addresses, are by process name.
     """
 
-    def __init__(
-        self,
-        cluster: LocalCluster,
-        proxies: Mapping[str, Proxy],
-        kv_control: Path,
-        routers: Mapping[str, str],
-        log: Callable[[str], None],
-    ) -> None:
-        self.done: Counter[str] = Counter()
-        self.skipped = 0
-        self.outages = Outages({p.name: p.role for p in cluster.processes.values()})
-        self._cluster = cluster
-        self._proxies = proxies
-        self._kv_control = kv_control
-        self._routers = routers
-        self._log = log
-        self._busy: set[str] = set()
+    cluster: LocalCluster
+    proxies: Mapping[str, Proxy]
+    kv_control: Path
+    routers: Mapping[str, str]
+    log: Callable[[str], None]
+    done: Counter[str] = field(default_factory=Counter)
+    skipped: int = 0
+    _busy: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.outages = Outages({p.name: p.role for p in self.cluster.processes.values()})
 
     async def run(self, faults: Iterable[Fault]) -> None:
         """Does each fault at its time, counted from now; returns when the last one is over."""
@@ -193,9 +187,9 @@ class Injector:
         key = fault.kind if fault.kind in ("kv", "etcd") else fault.target
         if key in self._busy or self._spares(fault):
             self.skipped += 1
-            self._log(f"{fault}  (skipped)")
+            self.log(f"{fault}  (skipped)")
             return
-        self._log(str(fault))
+        self.log(str(fault))
         self.done[fault.kind] += 1
         self._busy.add(key)
         clock = asyncio.get_running_loop().time
@@ -213,57 +207,57 @@ class Injector:
         target, other, duration_s = fault.target, fault.other, fault.duration_s
         match fault.kind:
             case "kill" | "drain":
-                self._cluster.kill(
+                self.cluster.kill(
                     target, signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM
                 )
                 await self._back(target)
-                if target in self._routers:
+                if target in self.routers:
                     return
             case "stop":
-                self._cluster.kill(target, signal.SIGSTOP)
+                self.cluster.kill(target, signal.SIGSTOP)
                 await asyncio.sleep(duration_s)
-                self._cluster.kill(target, signal.SIGCONT)
+                self.cluster.kill(target, signal.SIGCONT)
             case "sluggish":
                 for _ in range(round(duration_s / sum(DUTY_S))):
                     for signum, pause_s in zip(
                         (signal.SIGSTOP, signal.SIGCONT), DUTY_S, strict=True
                     ):
-                        self._cluster.kill(target, signum)
+                        self.cluster.kill(target, signum)
                         await asyncio.sleep(pause_s)
             case "cut":
-                self._proxies[target].cut(other)
+                self.proxies[target].cut(other)
             case "hole":
-                self._proxies[target].hold(other)
+                self.proxies[target].hold(other)
                 await asyncio.sleep(duration_s)
-                self._proxies[target].release(other)
+                self.proxies[target].release(other)
             case "slow":
-                self._proxies[target].slow(SLOW_BYTES_PER_S, other)
+                self.proxies[target].slow(SLOW_BYTES_PER_S, other)
                 await asyncio.sleep(duration_s)
-                self._proxies[target].slow(0.0, other)
+                self.proxies[target].slow(0.0, other)
             case "kv":
                 wanted = {"fault": target, "share": KV_SHARE, "delay_s": KV_DELAY_S}
-                self._kv_control.write_text(json.dumps(wanted))
+                self.kv_control.write_text(json.dumps(wanted))
                 await asyncio.sleep(duration_s)
-                self._kv_control.unlink()
+                self.kv_control.unlink()
             case "etcd":
-                assert self._cluster.etcd is not None
-                await self._cluster.etcd.kill()
+                assert self.cluster.etcd is not None
+                await self.cluster.etcd.kill()
                 await asyncio.sleep(duration_s)
-                await self._cluster.etcd.start()
+                await self.cluster.etcd.start()
         if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
 
     async def _back(self, name: str) -> None:
         """Returns when the process has been started again and serves."""
-        process = self._cluster.processes[name]
+        process = self.cluster.processes[name]
         starts = process.starts
         async with asyncio.timeout(BACK_S):
             while process.starts == starts:  # noqa: ASYNC110 - its supervisor sends no event
                 await asyncio.sleep(0.05)
-            if name in self._routers:
-                await router_serving(self._routers[name])
+            if name in self.routers:
+                await router_serving(self.routers[name])
             else:
-                await workers_ready(self._cluster.membership, lambda: {process.pid})
+                await workers_ready(self.cluster.membership, lambda: {process.pid})
 
     def _spares(self, fault: Fault) -> bool:
         """Whether the target is what is left of a role, and the fault is not meant for the last."""
@@ -272,7 +266,5 @@ class Injector:
             return False
         others = [name for name in self.outages.names(role) if name != fault.target]
         now = asyncio.get_running_loop().time()
-        with contextlib.suppress(StopIteration):
-            next(name for name in others if not self.outages.any_down((name,), now, now))
-            return False
-        return bool(others)  # where there never is another one, it is hit
+        down = [name for name in others if self.outages.any_down((name,), now, now)]
+        return len(others) == len(down) > 0  # where there never is another one, it is hit

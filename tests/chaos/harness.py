@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 import tempfile
@@ -145,7 +146,7 @@ class Harness:
         before = await checks.holdings(self.cluster, self._directory)
         names = [p.name for p in self.cluster.processes.values() if p.role == "router"]
         routers = dict(zip(names, self.cluster.addresses, strict=True))
-        gateways = dict(zip(names, self.cluster.http_addresses, strict=True))
+        gateways = itertools.cycle(zip(names, self.cluster.http_addresses, strict=True))
         control = self._directory / "kv.json"
         injector = Injector(self.cluster, self._proxies, control, routers, self._log)
         faults = plan(seed, seconds, injector.outages.roles, self.config.mean_pause_s)

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,23 +110,19 @@ class ChaosRequest:
 
 def next_request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
     """The next request of a caller."""
-    made = _request(dice, runs)
-    return replace(made, http=not made.logprobs and dice.random() < HTTP_SHARE)
-
-
-def _request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
     run = dice.choice(runs)
     most = len(run.whole.token_ids)
-    max_tokens = dice.randint(1, most)
-    salt = f"{dice.randrange(4)}"
+    made = ChaosRequest(run, dice.randint(1, most), f"{dice.randrange(4)}")
     kind = dice.random()
     if kind < 0.10:
-        return ChaosRequest(run, max_tokens, salt, timeout_s=dice.uniform(0.02, 1.5))
-    if kind < 0.25:
-        return ChaosRequest(run, max_tokens, salt, cancel_after=dice.randint(0, most // 2))
-    if kind < 0.40 and (stop := _some_stop(dice, run)):
-        return ChaosRequest(run, most, salt, stop=stop)
-    return ChaosRequest(run, max_tokens, salt, logprobs=dice.random() < 0.3)
+        made = replace(made, timeout_s=dice.uniform(0.02, 1.5))
+    elif kind < 0.25:
+        made = replace(made, cancel_after=dice.randint(0, most // 2))
+    elif kind < 0.40 and (stop := _some_stop(dice, run)):
+        made = replace(made, max_tokens=most, stop=stop)
+    else:
+        made = replace(made, logprobs=dice.random() < 0.3)
+    return replace(made, http=not made.logprobs and dice.random() < HTTP_SHARE)
 
 
 def _some_stop(dice: random.Random, run: Run) -> str:
@@ -172,39 +168,32 @@ class Outcome:
         return True
 
 
+@dataclass
 class Load:
     """`callers` clients; `running` counts requests under way, `outcomes` are those of the others.
 
-    `gateways` are HTTP addresses by router's name, used in turn.
+    `gateways` are routers and their HTTP addresses, in turn.
     """
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        gateways: Mapping[str, str],
-        runs: Sequence[Run],
-        seed: int,
-        callers: int,
-    ) -> None:
-        self.running = 0
-        self.outcomes: list[tuple[ChaosRequest, Outcome]] = []
-        self._client = client
-        self._gateways = itertools.cycle(gateways.items())
-        self._runs = runs
-        self._seed = seed
-        self._callers = callers
+    client: AsyncClient
+    gateways: Iterator[tuple[str, str]]
+    runs: Sequence[Run]
+    seed: int
+    callers: int
+    running: int = 0
+    outcomes: list[tuple[ChaosRequest, Outcome]] = field(default_factory=list)
 
     async def run(self, until_s: float) -> None:
         """Sends until the loop's clock says `until_s`; returns when the last request has ended."""
-        callers = (self._caller(number, until_s) for number in range(self._callers))
+        callers = (self._caller(number, until_s) for number in range(self.callers))
         await asyncio.gather(*callers)
 
     async def _caller(self, number: int, until_s: float) -> None:
-        dice = random.Random(self._seed * 1000 + number)
+        dice = random.Random(self.seed * 1000 + number)
         clock = asyncio.get_running_loop().time
         while clock() < until_s:
             count = BURST if dice.random() < BURST_SHARE else 1
-            asked = (self._send(next_request(dice, self._runs)) for _ in range(count))
+            asked = (self._send(next_request(dice, self.runs)) for _ in range(count))
             outcomes = await asyncio.gather(*asked)
             failed = any(isinstance(one.error, RetryableError) for one in outcomes)
             await asyncio.sleep(PAUSE_AFTER_FAILURE_S if failed else dice.random() * PAUSE_S)
@@ -212,8 +201,8 @@ class Load:
     async def _send(self, request: ChaosRequest) -> Outcome:
         self.running += 1
         try:
-            gateway = next(self._gateways) if request.http else ("", "")
-            outcome = await send(self._client, request, *gateway)
+            gateway = next(self.gateways) if request.http else ("", "")
+            outcome = await send(self.client, request, *gateway)
         finally:
             self.running -= 1
         self.outcomes.append((request, outcome))

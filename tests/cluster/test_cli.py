@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -98,25 +97,13 @@ async def test_status_has_its_keys(clusters: Clusters) -> None:
         assert re.search(rf"{worker['role']} +{worker['incarnation']} .* READY ", table.out)
 
 
-REFUSED = [
-    (["x", "--temperature", "-1"], "temperature must be between 0 and 100, not -1.0"),
-    (["x", "--model", "other"], "model 'other' is not served here; 'demo' is"),
-    (["--token-ids", "4000000"], "token id 4000000 is not below the vocabulary size"),
-    (["word " * 5000], "of which one must be left for output"),
-    (["x", "--max-tokens", "2000", "--ignore-eos", "--timeout", "0.5"], "within --timeout 0.5 s"),
-]
-
-
 async def test_what_is_refused_is_one_line_and_status_1(clusters: Clusters) -> None:
-    """Requests, and a port that is in use before anything starts."""
     cluster = await clusters(engine=SIMULATED)
-    target = ("--target", cluster.address)
-    cases = [(("generate", *argv, *target), message) for argv, message in REFUSED]
-    in_use = f"cannot listen on {cluster.address}: Address already in use"
-    cases.append((("up", "--port", cluster.address.rpartition(":")[2]), in_use))
-    for done, (_, message) in zip(
-        await asyncio.gather(*(baton(*argv) for argv, _ in cases)), cases, strict=True
+    for argv, message in (
+        (("--temperature", "-1"), "temperature must be between 0 and 100, not -1.0"),
+        (("--max-tokens", "2000", "--ignore-eos", "--timeout", "0.5"), "within --timeout 0.5 s"),
     ):
+        done = await baton("generate", "x", *argv, "--target", cluster.address)
         assert done.status == 1
         assert re.fullmatch(r"baton: error: [^\n]*\n", done.err), done.err
         assert message in done.err
@@ -228,7 +215,7 @@ async def test_a_trace_is_replayed_and_ctrl_c_leaves_a_report(
 
 @pytest.mark.timeout(240)
 async def test_up_from_ready_to_stopped(tmp_path: Path) -> None:
-    """Traces, `top` and counts of requests; restarts after SIGKILL and SIGHUP; nothing is left."""
+    """Traces, `top` and counts of requests; what is killed is restarted; nothing is left."""
     env = {"TMPDIR": str(tmp_path)}
     argv = ("up", "--port", "0", "--dtype", "float32", "--trace", "--drain-timeout", "1")
     async with running(*argv, env=env) as up:
@@ -257,22 +244,10 @@ async def test_up_from_ready_to_stopped(tmp_path: Path) -> None:
             return bool(status["router"]["registry_connected"]) and "etcd" in names
 
         await eventually(is_back, bool, "etcd is not back", 20.0)
-        before = set(process.children())
-        up.process.send_signal(signal.SIGHUP)
-        names = ("router", "prefill-0", "decode-0")
-        await up.says(f"SIGHUP: restarting {', '.join(names)}, one after the other")
-        for name in names:
-            await up.says(f"{name} restarting…")
-            await up.says(f"{name} serving after" if name == "router" else f"{name} ready in")
-        await up.says("all processes have been restarted")
-        after = set(process.children())
-        assert len(after) == len(before) == 4
-        assert len(after & before) == 1, "etcd alone stays"
-        again = await generate(PROMPT * 2, *target, "--max-tokens", "4")
-        assert again["token_ids"] == first["token_ids"]
+        family |= set(process.children(recursive=True))
         assert await up.end(signal.SIGTERM) == 0
         assert "stopping…" in up.lines and up.lines[-1] == "stopped"
-    assert not [one for one in family | before | after if one.is_running()]
+    assert not [one for one in family if one.is_running()]
     for port in re.findall(r"127\.0\.0\.1:(\d+)", "\n".join(up.lines)):
         ports.check_free("127.0.0.1", int(port))
     assert not os.listdir(tmp_path)  # noqa: PTH208 - nothing in it may wait
@@ -282,23 +257,14 @@ async def test_up_from_ready_to_stopped(tmp_path: Path) -> None:
 
 
 async def check_traces(target: tuple[str, ...]) -> dict[str, Any]:
-    """`trace`, `top` and `status` before and after a request, which is returned, and a refusal."""
-    empty = await baton("trace", *target)
-    assert (empty.status, empty.out) == (1, "")
-    assert "keeps no trace of a request yet" in empty.err
+    """`trace`, `top` and `status` after a request, which is returned, and a refusal."""
     # Longer than what decode computes by itself, so that there is a transfer to see.
     first = await generate(PROMPT * 2, *target, "--max-tokens", "4")
     refused = await baton("generate", "--token-ids", "99999999", *target)
     assert refused.status == 1
 
     trace_id = first["trace_id"]
-    drawn, listed, last, unknown, frame = await asyncio.gather(
-        baton("trace", trace_id, *target),
-        as_json("trace", *target),
-        baton("trace", "--slowest", "1", *target),
-        baton("trace", "2" * 32, *target),
-        baton("top", "--once", "--interval", "0.2", *target),
-    )
+    drawn = await baton("trace", trace_id, *target)
     assert (drawn.status, drawn.err) == (0, "")
     assert drawn.out.startswith(f"trace {trace_id}: ")
     for span in (
@@ -309,13 +275,7 @@ async def check_traces(target: tuple[str, ...]) -> dict[str, Any]:
         assert re.search(rf"─ {span}|^{span}", drawn.out, re.M), (span, drawn.out)
     share = re.search(r"spans account for ([\d.]+)% of the request's", drawn.out)
     assert share and 80 < float(share[1]) <= 100
-    traces = [(one["trace_id"] == trace_id, one["error"] is None) for one in listed["traces"]]
-    # The refused one's span may still be on its way.
-    assert traces in ([(False, False), (True, True)], [(True, True)])
-    assert trace_id in last.out
-    assert (unknown.status, unknown.out) == (1, "")
-    assert "has no trace " + "2" * 32 in unknown.err
-
+    frame = await baton("top", "--once", "--interval", "0.2", *target)
     assert (frame.status, frame.err) == (0, "")
     for row in (r"prefill +prefill-0-[0-9a-f]{8} +READY ", r"decode +decode-0-[0-9a-f]{8} +READY ",
                 r"prefill-0-[0-9a-f]{8}  decode-0-[0-9a-f]{8}  shm +OPEN "):  # fmt: skip

@@ -6,18 +6,18 @@ The tests follow one another on one stack and each restores it. `make compose-te
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from baton import Client, Completion
-from tests.compose.stack import FOLDER, OURS, Stack, run
+from tests.compose.stack import FOLDER, OURS, SERVING, Stack, run, why_not
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -59,16 +59,30 @@ def counts(stack: Stack, router: int = 1) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def serving(stack: Stack) -> Iterator[Stack]:
-    """The stack when every container is healthy."""
+def serving() -> Iterator[Stack]:
+    """A prefill and a decode worker, two routers, etcd, an OTLP endpoint, Prometheus; healthy."""
+    if not os.environ.get("BATON_COMPOSE_TEST"):
+        pytest.skip("builds images and takes minutes: `make compose-test` runs it")
+    if reason := why_not():
+        pytest.skip(f"{reason}: the stack needs a container engine")
+    stack = Stack()
 
     def unhealthy() -> list[str]:
         found = stack.of("etcd", *OURS)
         assert len(found) == 5
         return [c["Name"] for c in found if c["State"]["Health"]["Status"] != "healthy"]
 
-    eventually(unhealthy, lambda names: not names, "not healthy")
-    yield stack
+    try:
+        stack.build()
+        stack.up(*SERVING, prefill=1, decode=1)
+        eventually(unhealthy, lambda names: not names, "not healthy")
+        yield stack
+    except BaseException:
+        print(stack.compose("logs", "--tail=30", *OURS))
+        raise
+    finally:
+        stack.down()
+    assert not stack.containers()
 
 
 @pytest.fixture
@@ -184,14 +198,10 @@ def test_prometheus_finds_every_container(serving: Stack, prometheus: str) -> No
     )
 
 
-def dashboards() -> list[Path]:
-    return sorted((FOLDER / "observability" / "grafana" / "dashboards").glob("*.json"))
-
-
-def silent_panels(prometheus: str) -> list[str]:
+def silent_panels(prometheus: str) -> set[str]:
     """The panels whose every query is answered with nothing; raises for one that is an error."""
-    silent = []
-    for file in dashboards():
+    silent = set()
+    for file in (FOLDER / "observability" / "grafana" / "dashboards").glob("*.json"):
         for panel in json.loads(file.read_text())["panels"]:
             answers = []
             for target in panel.get("targets", ()):
@@ -199,7 +209,7 @@ def silent_panels(prometheus: str) -> list[str]:
                 query = query.replace("$job", "prefill").replace("$instance", ".*")
                 answers.append(asked(prometheus, query))
             if answers and not any(answers):
-                silent.append(f"{file.stem}: {panel['title']}")
+                silent.add(f"{file.stem}: {panel['title']}")
     return silent
 
 
@@ -213,7 +223,7 @@ def test_dashboards_ask_what_prometheus_can_answer(serving: Stack, prometheus: s
     with Client(serving.target(1)) as client:
         client.generate(f"{time.time()}" * 20, max_tokens=8)
     eventually(
-        lambda: set(silent_panels(prometheus)) - needs_failure,
+        lambda: silent_panels(prometheus) - needs_failure,
         lambda seen: not seen,
         "these panels show nothing",
     )
