@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -36,9 +37,12 @@ from tests.chaos.faults import Injector, plan
 from tests.chaos.judge import ChaosStats, violation
 from tests.chaos.load import CUT, ChaosRequest, Load, Outcome, Run, send
 from tests.proxy import Proxy, owner
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20)  # float32: tokens can be compared
+IDLE_S = 45.0  # a reservation's lease is 30 s, and nothing may be held after it
+RELEASE_S = 15.0
 RECOVERY_S = 90.0  # for every process to be back after the last fault
 TRACE_S = 20.0  # for the spans of the last requests to arrive
 _EXPORT_S = 6.0  # spans that are younger die with their process
@@ -206,9 +210,19 @@ class Harness:
         except DeadlineExceeded as error:
             stats.violations.append(str(error))
             return
-        stats.violations += await checks.busy(self.cluster)
-        stats.violations += await checks.leaked(self.cluster, self._directory, before)
-        stats.violations += await checks.stale_mappings(self.cluster)
+
+        async def leaked() -> list[str]:
+            return checks.leaks(before, await checks.holdings(self.cluster, self._directory))
+
+        for look, timeout_s in (
+            (partial(checks.busy, self.cluster), IDLE_S),
+            (leaked, RELEASE_S),
+            (partial(checks.stale_mappings, self.cluster), RELEASE_S),
+        ):
+            try:
+                await eventually(look, lambda found: not found, "in the end", timeout_s)
+            except AssertionError as error:
+                stats.violations.append(str(error))
 
     async def _check_traces(
         self,

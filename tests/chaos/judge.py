@@ -8,16 +8,8 @@ from typing import Any
 
 from baton.client import Completion
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, Unavailable
-from tests.chaos.load import (
-    CUT,
-    FAILED,
-    LONG_TIMEOUT_S,
-    NO_END,
-    REFUSED,
-    UNREACHED,
-    ChaosRequest,
-    Outcome,
-)
+from tests.chaos import load
+from tests.chaos.load import ChaosRequest, Outcome
 
 DEADLINE_SLACK_S = 10.0  # a passed deadline is reported within this, on a busy machine
 MISMATCH = "other tokens than the oracle's"
@@ -31,7 +23,7 @@ def violation(request: ChaosRequest, outcome: Outcome, router_down: bool, role_d
     router, or without a healthy worker of some role. Of a stream over HTTP `router_down` is about
     its own router: killed, where it was cut.
     """
-    if outcome.end == NO_END:
+    if outcome.end == load.NO_END:
         return "it did not end"
     tokens = tuple(outcome.token_ids)
     if tokens != request.run.whole.token_ids[: len(tokens)]:
@@ -51,12 +43,12 @@ def _is_allowed(
     match error:
         case DeadlineExceeded():
             late = outcome.ended_s - outcome.began_s > request.timeout_s + DEADLINE_SLACK_S
-            return request.timeout_s < LONG_TIMEOUT_S and not late
+            return request.timeout_s < load.LONG_TIMEOUT_S and not late
         case Overloaded():
             return not outcome.token_ids and error.retry_after_s > 0
-        case Unavailable() if outcome.end == REFUSED:
+        case Unavailable() if outcome.end == load.REFUSED:
             return error.retry_after_s > 0
-        case Unavailable() if outcome.end not in (CUT, UNREACHED):
+        case Unavailable() if outcome.end not in (load.CUT, load.UNREACHED):
             return router_down or role_down
     # CANCELLED is gRPC's status for a call whose server was stopped.
     return isinstance(error, (Unavailable, Cancelled)) and router_down
@@ -94,7 +86,7 @@ class ChaosStats:
 
     def count(self, outcome: Outcome, excused: bool) -> None:
         """Adds one request; `excused` if a router or a whole role was down while it ran."""
-        end = type(outcome.error).__name__ if outcome.end == FAILED else outcome.end
+        end = type(outcome.error).__name__ if outcome.end == load.FAILED else outcome.end
         self.counts["requests"][end] += 1
         if outcome.router:
             self.counts["of them over HTTP"][end] += 1

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.harness import Harness, HarnessConfig
 from tests.chaos.load import COMPLETE, Run, oracle_runs
 
-SECONDS = 12.0
+SECONDS = 9.0
 NEW_TOKENS = 60
 
 
@@ -24,8 +24,8 @@ def runs() -> list[Run]:
 @pytest.mark.parametrize(
     ("seed", "config"),
     [
-        (11, HarnessConfig(transport="shm", callers=6, mean_pause_s=2.0)),
-        (12, HarnessConfig(transport="gloo", callers=6, mean_pause_s=2.0, routers=1)),
+        (11, HarnessConfig(transport="shm", callers=6, mean_pause_s=1.5)),
+        (12, HarnessConfig(transport="gloo", callers=6, mean_pause_s=1.5, routers=1)),
     ],
     ids=["shm", "gloo-1-router"],
 )

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,13 +230,14 @@ async def test_a_prefill_worker_unmaps_a_dead_decode_workers_pool(
 ) -> None:
     """It had mapped the pool to write into it, and would keep that memory alive."""
     cluster = await clusters(**TWO)
+    stale = partial(stale_mappings, cluster)
     async with AsyncClient(cluster.address) as client:
         for number in range(2):
             await check(client, simulated, simulated.case(100), cache_salt=f"mapped-{number}")
-            assert not await stale_mappings(cluster)
+            await eventually(stale, lambda found: not found, "in use")
             await start_again(cluster, "decode-0")
             await cluster.wait_ready()
-            assert not await stale_mappings(cluster)
+            await eventually(stale, lambda found: not found, "still mapped", 15.0)
 
 
 async def test_no_worker_of_a_role(clusters: Clusters) -> None:
