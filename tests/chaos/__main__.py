@@ -26,14 +26,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="(default: 10)")
     parser.add_argument("--seed", type=int, default=None, help="(default: a new one)")
-    parser.add_argument("--routers", type=int, default=HarnessConfig.routers)
-    parser.add_argument("--transport", default=HarnessConfig.transport)
-    parser.add_argument("--callers", type=int, default=HarnessConfig.callers)
     args = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
-    config = HarnessConfig(routers=args.routers, transport=args.transport, callers=args.callers)
     log(f"seed {seed}, {args.minutes:g} minutes")
-    stats = asyncio.run(run(config, seed, args.minutes * 60.0))
+    stats = asyncio.run(run(seed, args.minutes * 60.0))
     log(stats.render())
     if not stats.violations:
         log(f"the promise was kept (seed {seed})")
@@ -43,12 +39,12 @@ def main() -> int:
     return 1
 
 
-async def run(config: HarnessConfig, seed: int, seconds: float) -> ChaosStats:
+async def run(seed: int, seconds: float) -> ChaosStats:
     """Rounds of at most ROUND_S, the nth with the seed `seed + n`, on one cluster."""
     log("asking the oracle…")
     runs = await asyncio.to_thread(oracle_runs, NEW_TOKENS)
     total = ChaosStats()
-    harness = Harness(config, log)
+    harness = Harness(HarnessConfig(), log)
     async with harness:
         await harness.warm_up(runs)
         end_s = time.monotonic() + seconds

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.9, "top_p": 0.95, "top_k": 200, "seed": 1234},
     {"temperature": 0.0, "frequency_penalty": 0.6, "presence_penalty": 0.4},
 )
+NEVER = 1 << 30
 LONG_TIMEOUT_S = 90.0  # no request may need this long
 HTTP_SHARE = 0.4  # of requests that ask for no log-probabilities
 SLACK_S = 10.0  # after its deadline, until a request counts as one that never ends
@@ -91,7 +92,7 @@ class ChaosRequest:
     salt: str = ""
     stop: str = ""
     logprobs: bool = False
-    cancel_after: int | None = None
+    cancel_after: int = NEVER
     timeout_s: float = LONG_TIMEOUT_S
     http: bool = False
 
@@ -147,6 +148,7 @@ class Outcome:
     times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     end: str = NO_END
+    failure: str = FAILED  # the end, if it fails now
     error: BatonError | None = None
     completion: Completion | None = None
 
@@ -154,18 +156,6 @@ class Outcome:
     def largest_gap_s(self) -> float:
         """The longest time between two messages."""
         return max((b - a for a, b in itertools.pairwise(self.times)), default=0.0)
-
-    def take(self, token_ids: Sequence[int]) -> None:
-        """One message's tokens."""
-        self.times.append(asyncio.get_running_loop().time())
-        self.token_ids += token_ids
-
-    def cancels(self, request: ChaosRequest) -> bool:
-        """Whether the caller has enough; then that is the end."""
-        if request.cancel_after is None or len(self.token_ids) <= request.cancel_after:
-            return False
-        self.end = CANCELLED
-        return True
 
 
 @dataclass
@@ -215,32 +205,42 @@ async def send(
     """Runs one request to whatever end it has; over HTTP if a router's address is given."""
     clock = asyncio.get_running_loop().time
     outcome = Outcome(clock(), router)
+    tokens = _over_http(address, request, outcome) if address else _sdk(client, request, outcome)
     try:
-        async with asyncio.timeout(request.timeout_s + SLACK_S):
-            if address:
-                await _over_http(address, request, outcome)
+        async with asyncio.timeout(request.timeout_s + SLACK_S), contextlib.aclosing(tokens):
+            async for token_ids in tokens:
+                outcome.times.append(clock())
+                outcome.token_ids += token_ids
+                if len(outcome.token_ids) > request.cancel_after:
+                    outcome.end = CANCELLED
+                    break
             else:
-                await _through_sdk(client, request, outcome)
-    except BatonError as error:
-        outcome.end, outcome.error = FAILED, error
+                outcome.end = COMPLETE
+    except (BatonError, httpx.TransportError) as error:
+        ours = isinstance(error, BatonError)
+        outcome.error = error if ours else Unavailable(f"{outcome.failure}: {error!r}")
+        outcome.end = outcome.failure
     except TimeoutError:
         outcome.end = NO_END
     outcome.ended_s = clock()
     return outcome
 
 
-async def _through_sdk(client: AsyncClient, request: ChaosRequest, outcome: Outcome) -> None:
+async def _sdk(
+    client: AsyncClient, request: ChaosRequest, outcome: Outcome
+) -> AsyncGenerator[Sequence[int], None]:
+    """The tokens of each message."""
     options = {**request.options, "timeout": request.timeout_s}
     async with client.stream(request.run.prompt, **options) as stream:
         async for delta in stream:
-            outcome.take(delta.token_ids)
-            if outcome.cancels(request):
-                return
-    outcome.end, outcome.completion = COMPLETE, stream.completion
+            yield delta.token_ids
+    outcome.completion = stream.completion
 
 
-async def _over_http(address: str, request: ChaosRequest, outcome: Outcome) -> None:
-    """As a stream of one router's gateway, on a connection of its own."""
+async def _over_http(
+    address: str, request: ChaosRequest, outcome: Outcome
+) -> AsyncGenerator[Sequence[int], None]:
+    """The same as a stream of one router's gateway, on a connection of its own."""
     body = {
         **request.options,
         "prompt": list(request.run.prompt),
@@ -248,61 +248,43 @@ async def _over_http(address: str, request: ChaosRequest, outcome: Outcome) -> N
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    failure = UNREACHED
-    try:
-        async with (
-            httpx.AsyncClient(base_url=f"http://{address}", timeout=None) as client,
-            client.stream(
-                "POST", "/v1/completions", json=body,
-                headers={"x-request-timeout": str(request.timeout_s)},
-            ) as response,
-        ):  # fmt: skip
-            if response.status_code != 200:
-                await response.aread()
-                outcome.end, outcome.error = REFUSED, _refusal(response)
-                return
-            failure = CUT
-            if await _read_events(response, request, outcome):
-                return
-    except httpx.TransportError as error:
-        outcome.error = Unavailable(f"{failure}: {error or type(error).__name__}")
-    else:
-        outcome.error = Unavailable(f"{CUT}: the stream ended without [DONE]")
-    outcome.end = failure
-
-
-async def _read_events(response: httpx.Response, request: ChaosRequest, outcome: Outcome) -> bool:
-    """Reads until the end or until the caller cancels; False if the stream broke off before."""
-    text, reason, usage = "", "", Usage()
-    async with contextlib.aclosing(response.aiter_lines()) as lines:
-        async for line in lines:
-            if not line.startswith("data: "):
-                continue
-            if line == "data: [DONE]":
-                if outcome.error is None:
-                    outcome.end = COMPLETE
-                    outcome.completion = Completion(
-                        text,
-                        tuple(outcome.token_ids),
-                        "stop" if reason == "stop" else "length",
-                        stop=request.stop if reason == "stop" else "",  # HTTP does not say which
-                        usage=usage,
-                        trace_id=response.headers.get("x-trace-id", ""),
-                    )
-                return True
-            event = json.loads(line.removeprefix("data: "))
-            if error := event.get("error"):
-                kind = _TYPES.get(error["type"], InternalError)
-                outcome.end, outcome.error = ERROR_EVENT, kind(f"{ERROR_EVENT}: {error}")
-            for choice in event.get("choices", ()):
-                outcome.take(choice["token_ids"])
-                text += choice["text"]
-                reason = choice["finish_reason"] or reason
-            if given := event.get("usage"):
-                usage = Usage(given["prompt_tokens"], given["completion_tokens"])
-            if outcome.cancels(request):
-                return True
-    return False
+    headers = {"x-request-timeout": str(request.timeout_s)}
+    text, reason, usage, done = "", "", Usage(), False
+    outcome.failure = UNREACHED
+    async with (
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=None) as client,
+        client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
+    ):
+        if response.status_code != 200:
+            outcome.failure = REFUSED
+            await response.aread()
+            raise _refusal(response)
+        outcome.failure = CUT
+        async with contextlib.aclosing(response.aiter_lines()) as lines:
+            async for line in lines:
+                done = done or line == "data: [DONE]"
+                if done or not line.startswith("data: "):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if error := event.get("error"):
+                    outcome.failure = ERROR_EVENT
+                    raise _TYPES.get(error["type"], InternalError)(f"{ERROR_EVENT}: {error}")
+                for choice in event.get("choices", ()):
+                    text += choice["text"]
+                    reason = choice["finish_reason"] or reason
+                    yield choice["token_ids"]
+                if given := event.get("usage"):
+                    usage = Usage(given["prompt_tokens"], given["completion_tokens"])
+    if not done:
+        raise Unavailable(f"{CUT}: the stream ended without [DONE]")
+    outcome.completion = Completion(
+        text,
+        tuple(outcome.token_ids),
+        "stop" if reason == "stop" else "length",
+        stop=request.stop if reason == "stop" else "",  # HTTP does not say which
+        usage=usage,
+        trace_id=response.headers.get("x-trace-id", ""),
+    )
 
 
 def _refusal(response: httpx.Response) -> BatonError:
