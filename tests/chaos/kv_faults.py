@@ -23,8 +23,9 @@ import torch
 
 from baton.errors import TransferFailed
 from kvtransfer import transports
+from kvtransfer.digest import Digest
 from kvtransfer.interface import Link, Listener, PutStats, Transport
-from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.pool import KvPool, Slots
 
 VARIABLE = "BATON_CHAOS_KV"
 _NOISE = 0x2A  # on every byte: a number becomes quite another one
@@ -95,8 +96,8 @@ class _FaultyLink(Link):
             case "fail":
                 if half := len(blocks) // 2:
                     tokens = half * self._pool.block_size
-                    first = (Slots(one.block_ids[:half], tokens) for one in (local, remote))
-                    self._inner.put(*first, Digest(), timeout_s)
+                    here, there = (Slots(s.block_ids[:half], tokens) for s in (local, remote))
+                    self._inner.put(here, there, Digest(), timeout_s)
                 self._inner.abort()
                 raise TransferFailed("the link was broken by a test")
         stats = self._inner.put(local, remote, Digest(), timeout_s)

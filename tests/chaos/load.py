@@ -217,9 +217,9 @@ async def send(
             else:
                 outcome.end = COMPLETE
     except (BatonError, httpx.TransportError) as error:
-        ours = isinstance(error, BatonError)
-        outcome.error = error if ours else Unavailable(f"{outcome.failure}: {error!r}")
-        outcome.end = outcome.failure
+        if isinstance(error, httpx.TransportError):
+            error = Unavailable(f"{outcome.failure}: {error!r}")
+        outcome.end, outcome.error = outcome.failure, error
     except TimeoutError:
         outcome.end = NO_END
     outcome.ended_s = clock()

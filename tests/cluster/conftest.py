@@ -1,14 +1,14 @@
 """Clusters of real processes for these tests, and a check that nothing of them is left.
 
     async def test_it(clusters):
-        cluster = await clusters(prefill=2, transport="gloo")   # shared: started once
-        cluster = await clusters(engine=SIMULATED)              # computes nothing: for timing
-        cluster = await clusters(alone=True, drain_s=60.0)      # this test's, stopped after it
+        cluster, client = await clusters(prefill=2, transport="gloo")  # shared: started once
+        cluster, client = await clusters(engine=SIMULATED)  # computes nothing: for timing
+        cluster, client = await clusters(alone=True, drain_s=60.0)  # this test's, stopped after it
 
 The settings are fields of ClusterConfig, and `programs`, `extra_args` and `env` of LocalCluster.
 Processes that a test killed stay dead while it runs (unless it asks for `restart=True`) and are
-started again after it. All tests of this folder run on one event loop, which the clusters need, and
-after all others.
+started again after it; then no worker of a shared cluster may hold a block. All tests of this
+folder run on one event loop, which the clusters need, and after all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+)
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +34,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from baton.client import AsyncClient
 from baton.config import ClusterConfig
 from baton.local import ports
 from baton.local.cluster import LocalCluster
@@ -33,14 +42,14 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.local.supervisor import ChildProcess
 from tests.cluster.forkserver import ForkServer
-from tests.cluster.oracle import ENGINE, SIMULATED, Oracle
+from tests.cluster.oracle import ENGINE, SIMULATED, Oracle, all_blocks_free
 
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 90.0
 MOST_SHARED = 3  # clusters that run at a time; even an idle one takes its share of a core
 TEST_TIMEOUT_S = 120
 
-Clusters = Callable[..., Awaitable[LocalCluster]]
+Clusters = Callable[..., Awaitable[tuple[LocalCluster, AsyncClient]]]
 RUNNING: list[LocalCluster] = []
 
 
@@ -163,30 +172,39 @@ async def clusters(
 ) -> AsyncIterator[Clusters]:
     """Starts clusters, or gives those that were started with the same settings before."""
     used: list[LocalCluster] = []
-    own: list[LocalCluster] = []
+    async with AsyncExitStack() as stack:
 
-    async def get(*, alone: bool = False, **settings: Any) -> LocalCluster:
-        settings = {"restart": False, "otlp": receiver.address, **settings}
-        if alone:
-            own.append(await start(**settings))
-            return own[-1]
-        key = repr(sorted(settings.items()))
-        if key not in shared:
-            for old in [old for old in shared if shared[old] not in used][: 1 - MOST_SHARED]:
-                await stop(shared.pop(old))
-        cluster = shared[key] = shared.pop(key, None) or await start(**settings)
-        used.append(cluster)
-        return cluster
+        async def get(*, alone: bool = False, **settings: Any) -> tuple[LocalCluster, AsyncClient]:
+            settings = {"restart": False, "otlp": receiver.address, **settings}
+            if alone:
+                cluster = await start(**settings)
+                stack.push_async_callback(stop, cluster)
+            else:
+                cluster = await share(shared, settings, used)
+                used.append(cluster)
+            return cluster, await stack.enter_async_context(AsyncClient(cluster.targets))
 
-    yield get
-    for cluster in own:
-        await stop(cluster)
+        yield get
     for cluster in used:
         for name, process in cluster.processes.items():
             if not (process.running or cluster.config.restart):
                 await process.wait()
                 await cluster.start_again(name)
         await cluster.wait_ready()
+        async with AsyncClient(cluster.targets) as client:
+            await all_blocks_free(client)
+
+
+async def share(
+    shared: dict[str, LocalCluster], settings: dict[str, Any], used: Collection[LocalCluster]
+) -> LocalCluster:
+    """The cluster of these settings; where it is a new one, others that are not used may end."""
+    key = repr(sorted(settings.items()))
+    if key not in shared:
+        for old in [old for old in shared if shared[old] not in used][: 1 - MOST_SHARED]:
+            await stop(shared.pop(old))
+    shared[key] = shared.pop(key, None) or await start(**settings)
+    return shared[key]
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 async def test_malformed_requests(clusters: Clusters) -> None:
     """INVALID_ARGUMENT with BadRequest naming the field; a model that is not served: NOT_FOUND."""
-    cluster = await clusters()
+    cluster, _ = await clusters()
     async with rpc.channel(cluster.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
@@ -55,7 +55,7 @@ async def test_malformed_requests(clusters: Clusters) -> None:
 
 async def test_health_and_reflection(clusters: Clusters) -> None:
     """Health and reflection answer on the router and on every worker."""
-    cluster = await clusters()
+    cluster, _ = await clusters()
     addresses = [record.address for record in cluster.membership.records.values()]
     for address in [cluster.address, *addresses]:
         async with grpc.aio.insecure_channel(address) as channel:

@@ -88,10 +88,9 @@ async def test_a_sharded_checkpoint_serves(tmp_path: Path, clusters: Clusters) -
         greedy = reference.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=16, min_new_tokens=16
         )
-    cluster = await clusters(alone=True, engine=engine)
-    async with AsyncClient(cluster.address) as client:
-        there = await client.generate(PROMPT, **GREEDY, timeout=60.0)
-        assert [model.name for model in await client.models()] == ["sharded"]
+    _, client = await clusters(alone=True, engine=engine)
+    there = await client.generate(PROMPT, **GREEDY, timeout=60.0)
+    assert [model.name for model in await client.models()] == ["sharded"]
     assert there.route.prefill is not None
     assert there.token_ids == here.token_ids == tuple(greedy[0, 50:].tolist())
     assert there.text == here.text
@@ -104,7 +103,7 @@ async def test_random_weights_serve_token_ids(
     config = tmp_path / "tiny.json"
     shutil.copy(whole / "config.json", config)
     engine = EngineConfig(model=str(config), random_weights=True, dtype="float32", kv_blocks=64)
-    cluster = await clusters(alone=True, engine=engine)
+    cluster, _ = await clusters(alone=True, engine=engine)
     with SingleProcess(engine) as process:
         here = process.generate(PROMPT, SamplingParams(**GREEDY))
     argv = ("--token-ids", ",".join(map(str, PROMPT)), "--max-tokens", "16", "--ignore-eos")
@@ -138,7 +137,7 @@ async def test_workers_that_do_not_match_are_not_paired(
 ) -> None:
     """Other blocks, other weights, another tokenizer than the router's: each is named."""
     engine = EngineConfig(model=str(whole), dtype="float32", kv_blocks=64)
-    cluster = await clusters(
+    cluster, _ = await clusters(
         alone=True, engine=engine, decode=2, extra_args={"decode-1": ["--block-size", "32"]}
     )
     no_retry = RetryPolicy(max_attempts=1)

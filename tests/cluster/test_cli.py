@@ -50,7 +50,7 @@ async def generate(*argv: str) -> dict[str, Any]:
 
 async def test_generate_against_a_cluster_equals_one_process(clusters: Clusters) -> None:
     """The same text, tokens and keys; the route; a stop string."""
-    cluster = await clusters()
+    cluster, _ = await clusters()
     target = ("--target", cluster.address)
     asked = (PROMPT * 2, "--max-tokens", "24", "--ignore-eos", *SAMPLED)
     here = await generate(*asked, "--local", "--dtype", "float32", "--threads", "1")
@@ -76,7 +76,7 @@ async def test_generate_against_a_cluster_equals_one_process(clusters: Clusters)
 
 async def test_status_has_its_keys(clusters: Clusters) -> None:
     """Exactly what the documentation promises, and as a table one line for each worker."""
-    cluster = await clusters()
+    cluster, _ = await clusters()
     target = ("--target", cluster.address)
     await generate("x = [" * 20, *target, "--max-tokens", "2")  # makes a pair
     status = await as_json("status", *target)
@@ -98,7 +98,7 @@ async def test_status_has_its_keys(clusters: Clusters) -> None:
 
 
 async def test_what_is_refused_is_one_line_and_status_1(clusters: Clusters) -> None:
-    cluster = await clusters(engine=SIMULATED)
+    cluster, _ = await clusters(engine=SIMULATED)
     for argv, message in (
         (("--temperature", "-1"), "temperature must be between 0 and 100, not -1.0"),
         (("--max-tokens", "2000", "--ignore-eos", "--timeout", "0.5"), "within --timeout 0.5 s"),
@@ -114,7 +114,7 @@ async def test_a_pair_uses_the_transport_the_doctor_reports(
     clusters: Clusters, transport: str
 ) -> None:
     """And the doctor reports the workers' hardware: on a CPU torch's version and no GPU."""
-    cluster = await clusters(**({"transport": "gloo"} if transport == "gloo" else {}))
+    cluster, _ = await clusters(**({"transport": "gloo"} if transport == "gloo" else {}))
     used = await generate("x = [" * 40, "--target", cluster.address, "--max-tokens", "2")
     assert used["route"]["transport"] == transport
     closed = f"127.0.0.1:{ports.free()}"
@@ -146,7 +146,7 @@ async def test_figures_of_a_benchmark_agree_with_the_routers_counts(
     clusters: Clusters, tmp_path: Path
 ) -> None:
     """The gateway against gRPC in turns: each request, prompt token and output token is there."""
-    cluster = await clusters(engine=SIMULATED)
+    cluster, _ = await clusters(engine=SIMULATED)
     before = await counts(cluster)
     done = await baton(
         *("bench", "serve", "--target", f"http://{cluster.http_addresses[0]}"),
@@ -190,7 +190,7 @@ async def test_a_trace_is_replayed_and_ctrl_c_leaves_a_report(
     clusters: Clusters, tmp_path: Path
 ) -> None:
     """A long trace, ended early: status 130, a report marked partial, nothing goes on."""
-    cluster = await clusters(engine=SIMULATED)
+    cluster, client = await clusters(engine=SIMULATED)
     row = {"input_length": 2000, "output_length": 400, "hash_ids": [1, 2, 3, 4]}
     rows = (json.dumps({"timestamp": 1000 * i, **row}) + "\n" for i in range(2000))
     (tmp_path / "trace.jsonl").write_text("".join(rows))
@@ -208,9 +208,8 @@ async def test_a_trace_is_replayed_and_ctrl_c_leaves_a_report(
     assert figures["input_tokens"] == 200 * figures["requests"]["ok"]
     assert figures["output_tokens"] == 40 * figures["requests"]["ok"]
     assert figures["prefix_cache"]["share"] > 0.5  # all rows have the same ids
-    async with AsyncClient(cluster.address) as client:
-        idle = lambda status: not status["router"]["running"]  # noqa: E731
-        await eventually(client.status, idle, "requests still run", 30)
+    idle = lambda status: not status["router"]["running"]  # noqa: E731
+    await eventually(client.status, idle, "requests still run", 30)
 
 
 @pytest.mark.timeout(240)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.client import AsyncClient, Completion
+from baton.client import Completion
 from baton.config import DEMO_MODEL, EngineConfig
 from baton.engine.ops.native import library
 from baton.local.otlp import OtlpReceiver
@@ -44,30 +44,29 @@ async def test_cold_cached_and_32_at_once(
     """
     topology = {} if size == 1 else {"prefill": size, "decode": size}
     topology |= {} if transport == "shm" else {"transport": transport}
-    cluster = await clusters(**topology)
-    async with AsyncClient(cluster.address) as client:
-        for sampling in SAMPLING:
-            for length in LENGTHS:
-                case = oracle.case(length, 0, sampling)
-                salt = {"cache_salt": f"{sampling}-{length}"}
-                cold = await check(client, oracle, case, **salt)
-                assert cold.usage.prompt_tokens == length
-                if cold.route.prefill:
-                    assert cold.timing.transfer_bytes == BYTES_PER_TOKEN * length
-                warm = await check(client, oracle, case, **salt)
-                if size == 1:
-                    assert warm.usage.cached_tokens == (length - 1) // 16 * 16
-        await all_blocks_free(client)
+    _, client = await clusters(**topology)
+    for sampling in SAMPLING:
+        for length in LENGTHS:
+            case = oracle.case(length, 0, sampling)
+            salt = {"cache_salt": f"{sampling}-{length}"}
+            cold = await check(client, oracle, case, **salt)
+            assert cold.usage.prompt_tokens == length
+            if cold.route.prefill:
+                assert cold.timing.transfer_bytes == BYTES_PER_TOKEN * length
+            warm = await check(client, oracle, case, **salt)
+            if size == 1:
+                assert warm.usage.cached_tokens == (length - 1) // 16 * 16
+    await all_blocks_free(client)
 
-        cases = [
-            oracle.case(length, 0, sampling)
-            for length in (*LENGTHS, *LENGTHS[:5], *LENGTHS[:5])
-            for sampling in SAMPLING
-        ]
-        done = await asyncio.gather(
-            *(check(client, oracle, c, cache_salt=f"{i % 4}") for i, c in enumerate(cases))
-        )
-        await all_blocks_free(client)
+    cases = [
+        oracle.case(length, 0, sampling)
+        for length in (*LENGTHS, *LENGTHS[:5], *LENGTHS[:5])
+        for sampling in SAMPLING
+    ]
+    done = await asyncio.gather(
+        *(check(client, oracle, c, cache_salt=f"{i % 4}") for i, c in enumerate(cases))
+    )
+    await all_blocks_free(client)
     by_handoff = [one for one in done if one.route.prefill]
     assert {one.route.transport for one in by_handoff} == {transport}
     assert {one.route.attempts for one in done} == {1}
@@ -77,52 +76,49 @@ async def test_cold_cached_and_32_at_once(
 
 async def test_only_what_decode_lacks_is_sent(clusters: Clusters, oracle: Oracle) -> None:
     """A second turn moves its new blocks; a short or a cached prompt skips the prefill worker."""
-    cluster = await clusters()
-    async with AsyncClient(cluster.address) as client:
-        first = oracle.case(200, 2000)
-        done = await check(client, oracle, first, cache_salt="turns")
-        new = oracle.case(100, 2500).prompt
-        second = replace(first, prompt=(*first.prompt, *done.token_ids, *new))
-        done = await check(client, oracle, second, cache_salt="turns")
-        # Decode keeps whole blocks of the first turn; its last token was never computed there.
-        kept = (200 + first.new_tokens - 1) // 16 * 16
-        assert done.timing.transfer_bytes == BYTES_PER_TOKEN * (len(second.prompt) - kept)
-        assert done.usage.cached_tokens >= 200 // 16 * 16
+    _, client = await clusters()
+    first = oracle.case(200, 2000)
+    done = await check(client, oracle, first, cache_salt="turns")
+    new = oracle.case(100, 2500).prompt
+    second = replace(first, prompt=(*first.prompt, *done.token_ids, *new))
+    done = await check(client, oracle, second, cache_salt="turns")
+    # Decode keeps whole blocks of the first turn; its last token was never computed there.
+    kept = (200 + first.new_tokens - 1) // 16 * 16
+    assert done.timing.transfer_bytes == BYTES_PER_TOKEN * (len(second.prompt) - kept)
+    assert done.usage.cached_tokens >= 200 // 16 * 16
 
-        short = await check(client, oracle, oracle.case(15, 3000))
-        assert (short.route.prefill, short.timing.transfer_bytes) == (None, 0)
-        long = oracle.case(333, 3100, "seeded")
-        assert (await check(client, oracle, long)).route.prefill is not None
-        again = await check(client, oracle, long)
-        assert (again.route.prefill, again.usage.cached_tokens) == (None, 320)
+    short = await check(client, oracle, oracle.case(15, 3000))
+    assert (short.route.prefill, short.timing.transfer_bytes) == (None, 0)
+    long = oracle.case(333, 3100, "seeded")
+    assert (await check(client, oracle, long)).route.prefill is not None
+    again = await check(client, oracle, long)
+    assert (again.route.prefill, again.usage.cached_tokens) == (None, 320)
 
 
 async def test_text_chat_logprobs_stop_strings_and_one_token(
     clusters: Clusters, oracle: Oracle
 ) -> None:
-    cluster = await clusters()
-    async with AsyncClient(cluster.address) as client:
-        for prompt in ("def read(path):\n    with open(path) as file:\n",
-                       [{"role": "user", "content": "Write a stack."}]):  # fmt: skip
-            ids = await client.tokenize(prompt)
-            asked = await client.generate(prompt, max_tokens=16)
-            assert asked.token_ids == (await client.generate(ids, max_tokens=16)).token_ids
-            assert asked.text == oracle.text(asked.token_ids)
+    _, client = await clusters()
+    for prompt in ("def read(path):\n    with open(path) as file:\n",
+                   [{"role": "user", "content": "Write a stack."}]):  # fmt: skip
+        ids = await client.tokenize(prompt)
+        asked = await client.generate(prompt, max_tokens=16)
+        assert asked.token_ids == (await client.generate(ids, max_tokens=16)).token_ids
+        assert asked.text == oracle.text(asked.token_ids)
 
-        case = oracle.case(40)
-        whole = await check(client, oracle, case, logprobs=3, cache_salt="logprobs")
-        assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
-        assert all(len(one.top) == 3 and one.top[0][1] >= one.logprob for one in whole.logprobs)
-        assert whole.route.prefill is not None
-        stop = whole.text[10:14]
-        stopped = await client.generate(case.prompt, **{**case.options, "stop": stop})
-        assert (stopped.finish_reason, stopped.stop) == ("stop", stop)
-        assert stopped.text == whole.text[: whole.text.index(stop)]
+    case = oracle.case(40)
+    whole = await check(client, oracle, case, logprobs=3, cache_salt="logprobs")
+    assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
+    assert all(len(one.top) == 3 and one.top[0][1] >= one.logprob for one in whole.logprobs)
+    assert whole.route.prefill is not None
+    stop = whole.text[10:14]
+    stopped = await client.generate(case.prompt, **{**case.options, "stop": stop})
+    assert (stopped.finish_reason, stopped.stop) == ("stop", stop)
+    assert stopped.text == whole.text[: whole.text.index(stop)]
 
-        case = oracle.case(100, 300)
-        done = await client.generate(case.prompt, max_tokens=1, ignore_eos=True)
-        assert (done.token_ids, done.finish_reason) == (oracle.tokens(case)[:1], "length")
-        await all_blocks_free(client)
+    case = oracle.case(100, 300)
+    done = await client.generate(case.prompt, max_tokens=1, ignore_eos=True)
+    assert (done.token_ids, done.finish_reason) == (oracle.tokens(case)[:1], "length")
 
 
 async def spans_of(receiver: OtlpReceiver, done: Completion) -> list[Span]:
@@ -138,11 +134,10 @@ async def test_the_trace_of_a_long_prompt(
 
     The router assigns the handoff's id: with two, each end would wait for the other.
     """
-    cluster = await clusters()
-    async with AsyncClient(cluster.address) as client:
-        await check(client, oracle, oracle.case(64, 100))  # makes the link
-        done = await check(client, oracle, oracle.case(1900), cache_salt="own")
-        await all_blocks_free(client)
+    _, client = await clusters()
+    await check(client, oracle, oracle.case(64, 100))  # makes the link
+    done = await check(client, oracle, oracle.case(1900), cache_salt="own")
+    await all_blocks_free(client)
     spans = await spans_of(receiver, done)
     by_name = {span.name: span for span in spans}
     chunks = sorted((s for s in spans if s.name == "prefill.chunk"), key=lambda s: s.start_ns)
@@ -179,54 +174,54 @@ async def test_int8_weights_and_kv(
 ) -> None:
     """Cold and cached over a handoff of the int8 pool; a killed worker changes nothing."""
     native = engine.kernels != "torch"
-    cluster = await clusters(alone=True, engine=engine, transport=transport, decode=1 + native)
+    cluster, client = await clusters(
+        alone=True, engine=engine, transport=transport, decode=1 + native
+    )
     differs = False
     with Oracle(engine) as int8:
-        async with AsyncClient(cluster.address) as client:
-            for sampling in SAMPLING:
-                for length in (49, 500):
-                    case = int8.case(length, 0, sampling)
-                    cold = await check(client, int8, case, cache_salt=sampling)
-                    assert cold.route.transport == transport
-                    warm = await check(client, int8, case, cache_salt=sampling)
-                    assert warm.usage.cached_tokens == (length - 1) // 16 * 16
-                    differs |= int8.tokens(case) != oracle.tokens(case)
-            assert differs, "int8 changed no token: it was not used"
-            if native:
-                streams = Streams(client, int8, int8.mixed(16))
-                running = await streams.start()
-                cluster.kill("decode-0")
-                assert any(one.route.attempts > 1 for one in await running)
-            await all_blocks_free(client)
+        for sampling in SAMPLING:
+            for length in (49, 500):
+                case = int8.case(length, 0, sampling)
+                cold = await check(client, int8, case, cache_salt=sampling)
+                assert cold.route.transport == transport
+                warm = await check(client, int8, case, cache_salt=sampling)
+                assert warm.usage.cached_tokens == (length - 1) // 16 * 16
+                differs |= int8.tokens(case) != oracle.tokens(case)
+        assert differs, "int8 changed no token: it was not used"
+        if native:
+            streams = Streams(client, int8, int8.mixed(16))
+            running = await streams.start()
+            cluster.kill("decode-0")
+            assert any(one.route.attempts > 1 for one in await running)
+        await all_blocks_free(client)
 
 
 async def test_speculation_changes_no_token(clusters: Clusters, oracle: Oracle) -> None:
     """Several tokens at once, with log-probabilities and stop strings, and a worker is killed."""
-    cluster = await clusters(alone=True, engine=replace(ENGINE, speculate=4), decode=2)
-    async with AsyncClient(cluster.address) as client:
-        for sampling in SAMPLING:
-            case, largest = oracle.case(200, 900, sampling, new_tokens=120), 0
-            asked = client.stream(case.prompt, **case.options, logprobs=1, cache_salt=sampling)
-            async with asked as stream:
-                async for delta in stream:
-                    assert len(delta.logprobs) == len(delta.token_ids)
-                    largest = max(largest, len(delta.token_ids))
-            whole = stream.completion
-            assert whole.token_ids == oracle.tokens(case)
-            assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
-            assert whole.text == oracle.text(whole.token_ids)
-            assert largest > 1
-        for at in (60, 83, 101):
-            stop = whole.text[at : at + 5]
-            done = await client.generate(case.prompt, **case.options, stop=stop)
-            assert (done.stop, done.finish_reason) == (stop, "stop")
-            assert done.text == whole.text[: whole.text.index(stop)]
-            count = done.usage.completion_tokens
-            assert done.token_ids == whole.token_ids[:count]
-            assert stop in oracle.text(done.token_ids)
-            assert stop not in oracle.text(done.token_ids[:-1]), "tokens after it are no output"
-        streams = Streams(client, oracle, oracle.mixed(16))
-        running = await streams.start()
-        cluster.kill("decode-0")
-        assert any(one.route.attempts > 1 for one in await running)
-        await all_blocks_free(client)
+    cluster, client = await clusters(alone=True, engine=replace(ENGINE, speculate=4), decode=2)
+    for sampling in SAMPLING:
+        case, largest = oracle.case(200, 900, sampling, new_tokens=120), 0
+        asked = client.stream(case.prompt, **case.options, logprobs=1, cache_salt=sampling)
+        async with asked as stream:
+            async for delta in stream:
+                assert len(delta.logprobs) == len(delta.token_ids)
+                largest = max(largest, len(delta.token_ids))
+        whole = stream.completion
+        assert whole.token_ids == oracle.tokens(case)
+        assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
+        assert whole.text == oracle.text(whole.token_ids)
+        assert largest > 1
+    for at in (60, 83, 101):
+        stop = whole.text[at : at + 5]
+        done = await client.generate(case.prompt, **case.options, stop=stop)
+        assert (done.stop, done.finish_reason) == (stop, "stop")
+        assert done.text == whole.text[: whole.text.index(stop)]
+        count = done.usage.completion_tokens
+        assert done.token_ids == whole.token_ids[:count]
+        assert stop in oracle.text(done.token_ids)
+        assert stop not in oracle.text(done.token_ids[:-1]), "tokens after it are no output"
+    streams = Streams(client, oracle, oracle.mixed(16))
+    running = await streams.start()
+    cluster.kill("decode-0")
+    assert any(one.route.attempts > 1 for one in await running)
+    await all_blocks_free(client)

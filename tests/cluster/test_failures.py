@@ -84,16 +84,14 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
     clusters: Clusters, simulated: Oracle
 ) -> None:
     """24 of 24 complete with the oracle's tokens, after a short pause."""
-    cluster = await clusters(**FOUR)
-    async with AsyncClient(cluster.address) as client:
-        streams = Streams(client, simulated, simulated.mixed(24, new_tokens=250))
-        running = await streams.start()
-        cluster.kill("prefill-0")
-        cluster.kill("decode-0")
-        done = await running
-        assert len(done) == 24 and any(one.route.attempts > 1 for one in done)
-        streams.check_gap(KILLED_GAP_S)
-        await all_blocks_free(client)
+    cluster, client = await clusters(**FOUR)
+    streams = Streams(client, simulated, simulated.mixed(24, new_tokens=250))
+    running = await streams.start()
+    cluster.kill("prefill-0")
+    cluster.kill("decode-0")
+    done = await running
+    assert len(done) == 24 and any(one.route.attempts > 1 for one in done)
+    streams.check_gap(KILLED_GAP_S)
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
@@ -102,57 +100,53 @@ async def test_a_drained_worker_finishes_and_a_replacement_is_another_worker(
 ) -> None:
     """A drained worker's streams do not move. While etcd still lists a killed one, its successor
     serves at its address."""
-    cluster = await clusters(**FOUR)
-    async with AsyncClient(cluster.address) as client:
-        streams = Streams(client, simulated, simulated.mixed(8, new_tokens=250))
-        running = await streams.start()
-        cluster.kill(victim, signal.SIGTERM)
-        assert {one.route.attempts for one in await running} == {1}
-        assert await asyncio.wait_for(cluster.processes[victim].wait(), 20) == 0
-        await cluster.start_again(victim)
-        await cluster.wait_ready()
-        await all_blocks_free(client)
+    cluster, client = await clusters(**FOUR)
+    streams = Streams(client, simulated, simulated.mixed(8, new_tokens=250))
+    running = await streams.start()
+    cluster.kill(victim, signal.SIGTERM)
+    assert {one.route.attempts for one in await running} == {1}
+    assert await asyncio.wait_for(cluster.processes[victim].wait(), 20) == 0
+    await cluster.start_again(victim)
+    await cluster.wait_ready()
+    await all_blocks_free(client)
 
-        streams = Streams(client, simulated, streams.cases)
-        running = await streams.start()
-        before = {worker["incarnation"] for worker in (await client.status())["workers"]}
-        await start_again(cluster, victim)
-        await running
-        await cluster.wait_ready()
-        await Streams(client, simulated, streams.cases).run()
-        successor = await view(client, cluster, victim)
-        assert successor["address"].endswith(f":{PORTS[victim]}")
-        assert successor["incarnation"] not in before
-        await all_blocks_free(client)
+    streams = Streams(client, simulated, streams.cases)
+    running = await streams.start()
+    before = {worker["incarnation"] for worker in (await client.status())["workers"]}
+    await start_again(cluster, victim)
+    await running
+    await cluster.wait_ready()
+    await Streams(client, simulated, streams.cases).run()
+    successor = await view(client, cluster, victim)
+    assert successor["address"].endswith(f":{PORTS[victim]}")
+    assert successor["incarnation"] not in before
 
 
 async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(
     clusters: Clusters, simulated: Oracle
 ) -> None:
     """24 of 24 streams go on elsewhere; once it continues it holds no block and is used again."""
-    cluster = await clusters(**FOUR)
+    cluster, client = await clusters(**FOUR)
     case = simulated.case(100, 4000)
-    async with AsyncClient(cluster.address) as client:
-        streams = Streams(client, simulated, simulated.mixed(24, new_tokens=250))
-        running = await streams.start()
-        async with stopped(cluster, "decode-0"):
-            incarnation = await seen_as(client, cluster, "decode-0", "SILENT")
-            for number in range(6):
-                done = await check(client, simulated, case, cache_salt=f"later-{number}")
-                assert done.route.decode != incarnation, "it was suspected"
-                assert done.route.attempts == 1
-            assert any(one.route.attempts > 1 for one in await running), "no stream was hit"
-            streams.check_gap(SILENT_GAP_S)
-        assert await seen_as(client, cluster, "decode-0", "READY") == incarnation
-        await all_blocks_free(client)
-        salts = itertools.count()
+    streams = Streams(client, simulated, simulated.mixed(24, new_tokens=250))
+    running = await streams.start()
+    async with stopped(cluster, "decode-0"):
+        incarnation = await seen_as(client, cluster, "decode-0", "SILENT")
+        for number in range(6):
+            done = await check(client, simulated, case, cache_salt=f"later-{number}")
+            assert done.route.decode != incarnation, "it was suspected"
+            assert done.route.attempts == 1
+        assert any(one.route.attempts > 1 for one in await running), "no stream was hit"
+        streams.check_gap(SILENT_GAP_S)
+    assert await seen_as(client, cluster, "decode-0", "READY") == incarnation
+    await all_blocks_free(client)
+    salts = itertools.count()
 
-        async def used_again() -> bool:
-            asked = (check(client, simulated, case, cache_salt=f"{next(salts)}") for _ in range(4))
-            return any(one.route.decode == incarnation for one in await asyncio.gather(*asked))
+    async def used_again() -> bool:
+        asked = (check(client, simulated, case, cache_salt=f"{next(salts)}") for _ in range(4))
+        return any(one.route.decode == incarnation for one in await asyncio.gather(*asked))
 
-        await eventually(used_again, bool, "it is not used again", BACK_S)
-        await all_blocks_free(client)
+    await eventually(used_again, bool, "it is not used again", BACK_S)
 
 
 async def check_lost(running: Awaitable[list[Completion]], incarnation: str) -> None:
@@ -167,58 +161,53 @@ async def test_a_prefill_worker_lost_in_the_middle_of_a_prompt_is_replaced(
     clusters: Clusters, simulated: Oracle, how: signal.Signals
 ) -> None:
     """Its prompts are computed elsewhere; once it continues, it overwrites no other blocks."""
-    cluster = await clusters(**FOUR)
+    cluster, client = await clusters(**FOUR)
     cases = [simulated.case(1700, 31 * n, ("greedy", "seeded")[n % 2]) for n in range(12)]
-    async with AsyncClient(cluster.address) as client:
 
-        async def computes() -> bool:
-            return bool((await view(client, cluster, "prefill-0")).get("queue_tokens"))
+    async def computes() -> bool:
+        return bool((await view(client, cluster, "prefill-0")).get("queue_tokens"))
 
-        asked = (check(client, simulated, case, cache_salt=how.name) for case in cases)
-        running = asyncio.gather(*asked)
-        await eventually(computes, bool, "prefill-0 got no prompt")
-        lost = (await view(client, cluster, "prefill-0"))["incarnation"]
-        if how == signal.SIGKILL:
-            cluster.kill("prefill-0")
+    asked = (check(client, simulated, case, cache_salt=how.name) for case in cases)
+    running = asyncio.gather(*asked)
+    await eventually(computes, bool, "prefill-0 got no prompt")
+    lost = (await view(client, cluster, "prefill-0"))["incarnation"]
+    if how == signal.SIGKILL:
+        cluster.kill("prefill-0")
+        await check_lost(running, lost)
+    else:
+        async with stopped(cluster, "prefill-0"):
+            await seen_as(client, cluster, "prefill-0", "SILENT")
             await check_lost(running, lost)
-        else:
-            async with stopped(cluster, "prefill-0"):
-                await seen_as(client, cluster, "prefill-0", "SILENT")
-                await check_lost(running, lost)
-            await seen_as(client, cluster, "prefill-0", "READY")
-            again = (check(client, simulated, case, cache_salt="again") for case in cases)
-            await asyncio.gather(*again)
-        await all_blocks_free(client)
+        await seen_as(client, cluster, "prefill-0", "READY")
+        again = (check(client, simulated, case, cache_salt="again") for case in cases)
+        await asyncio.gather(*again)
 
 
 async def test_a_worker_or_router_that_stops_for_a_moment_moves_no_stream(
     clusters: Clusters, simulated: Oracle
 ) -> None:
     """Silence is counted in ticks of the router's own loop: one that stops suspects no worker."""
-    cluster = await clusters(**FOUR)
-    async with AsyncClient(cluster.address) as client:
-        for name, pause_s in (("decode-0", SILENCE_S / 3), ("router", 3 * SILENCE_S)):
-            streams = Streams(client, simulated, simulated.mixed(4, new_tokens=250))
-            running = await streams.start()
-            async with stopped(cluster, name):
-                await asyncio.sleep(pause_s)
-            assert {one.route.attempts for one in await running} == {1}
-            assert streams.largest_gap_s > pause_s / 2
-            await all_blocks_free(client)
+    cluster, client = await clusters(**FOUR)
+    for name, pause_s in (("decode-0", SILENCE_S / 3), ("router", 3 * SILENCE_S)):
+        streams = Streams(client, simulated, simulated.mixed(4, new_tokens=250))
+        running = await streams.start()
+        async with stopped(cluster, name):
+            await asyncio.sleep(pause_s)
+        assert {one.route.attempts for one in await running} == {1}
+        assert streams.largest_gap_s > pause_s / 2
 
 
 async def test_a_decode_worker_outlives_its_prefill_workers(
     clusters: Clusters, simulated: Oracle
 ) -> None:
     """The only prefill worker is killed and replaced three times; decode is never restarted."""
-    cluster = await clusters(**TWO)
+    cluster, client = await clusters(**TWO)
     decode = cluster.processes["decode-0"].pid
-    async with AsyncClient(cluster.address) as client:
-        for number in range(3):
-            await start_again(cluster, "prefill-0")
-            await cluster.wait_ready()
-            await check(client, simulated, simulated.case(100, 40 * number))
-        await all_blocks_free(client)
+    for number in range(3):
+        await start_again(cluster, "prefill-0")
+        await cluster.wait_ready()
+        await check(client, simulated, simulated.case(100, 40 * number))
+    await all_blocks_free(client)
     assert (cluster.processes["decode-0"].pid, cluster.processes["decode-0"].running) == (
         decode,
         True,
@@ -229,20 +218,19 @@ async def test_a_prefill_worker_unmaps_a_dead_decode_workers_pool(
     clusters: Clusters, simulated: Oracle
 ) -> None:
     """It had mapped the pool to write into it, and would keep that memory alive."""
-    cluster = await clusters(**TWO)
+    cluster, client = await clusters(**TWO)
     stale = partial(stale_mappings, cluster)
-    async with AsyncClient(cluster.address) as client:
-        for number in range(2):
-            await check(client, simulated, simulated.case(100), cache_salt=f"mapped-{number}")
-            await eventually(stale, lambda found: not found, "in use")
-            await start_again(cluster, "decode-0")
-            await cluster.wait_ready()
-            await eventually(stale, lambda found: not found, "still mapped", 15.0)
+    for number in range(2):
+        await check(client, simulated, simulated.case(100), cache_salt=f"mapped-{number}")
+        await eventually(stale, lambda found: not found, "in use")
+        await start_again(cluster, "decode-0")
+        await cluster.wait_ready()
+        await eventually(stale, lambda found: not found, "still mapped", 15.0)
 
 
 async def test_no_worker_of_a_role(clusters: Clusters) -> None:
     """UNAVAILABLE with RetryInfo, and the router's readiness says NOT_SERVING."""
-    cluster = await clusters(**TWO)
+    cluster, _ = await clusters(**TWO)
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
         for role in ("prefill", "decode"):
             for state in ("SERVING", "NOT_SERVING"):
@@ -262,40 +250,38 @@ async def test_corrupted_or_lost_kv_is_detected_and_sent_again(
 ) -> None:
     """Every second transfer is changed, short or broken off on its way: tokens are the same."""
     control = tmp_path / "kv.json"
-    cluster = await clusters(
+    _, client = await clusters(
         alone=True,
         engine=SIMULATED,
         transport=transport,
         programs={"prefill": [sys.executable, "-m", "tests.chaos.process"]},
         env={kv_faults.VARIABLE: str(control)},
     )
-    async with AsyncClient(cluster.address) as client:
-        for fault in ("corrupt", "lose", "fail"):
-            control.write_text(json.dumps({"fault": fault, "every": 2}))
-            await Streams(client, simulated, simulated.mixed(12, new_tokens=24)).run()
-            control.unlink()
-            assert fault in control.with_suffix(".done").read_text()
-            await all_blocks_free(client)
-        await check(client, simulated, simulated.case(90, 600, "seeded"))
+    for fault in ("corrupt", "lose", "fail"):
+        control.write_text(json.dumps({"fault": fault, "every": 2}))
+        await Streams(client, simulated, simulated.mixed(12, new_tokens=24)).run()
+        control.unlink()
+        assert fault in control.with_suffix(".done").read_text()
         await all_blocks_free(client)
+    await check(client, simulated, simulated.case(90, 600, "seeded"))
+    await all_blocks_free(client)
 
 
 async def test_a_reservation_that_expires_is_made_elsewhere(
     clusters: Clusters, simulated: Oracle
 ) -> None:
     """decode-0's reservation expires before the prompt in front is computed."""
-    cluster = await clusters(
+    _, client = await clusters(
         alone=True,
         engine=SIMULATED,
         decode=2,
         transport="gloo",
         extra_args={"decode-0": ["--reservation-lease", "0.01"]},
     )
-    async with AsyncClient(cluster.address) as client:
-        cases = [simulated.case(1500, 17 * n) for n in range(6)]
-        done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
-        assert any(one.route.attempts > 1 for one in done), "no reservation expired"
-        await all_blocks_free(client)
+    cases = [simulated.case(1500, 17 * n) for n in range(6)]
+    done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
+    assert any(one.route.attempts > 1 for one in done), "no reservation expired"
+    await all_blocks_free(client)
 
 
 @pytest.mark.parametrize("timeout_s", [0.05, 0.3, 0.8])
@@ -303,7 +289,7 @@ async def test_a_deadline_is_kept_wherever_it_passes(
     clusters: Clusters, simulated: Oracle, timeout_s: float
 ) -> None:
     """While queued, in the middle of prompts, transfers and streams: freed on both ends."""
-    cluster = await clusters(**TWO)
+    _, client = await clusters(**TWO)
     clock = asyncio.get_running_loop().time
 
     async def hasty(client: AsyncClient, number: int) -> float:
@@ -313,35 +299,33 @@ async def test_a_deadline_is_kept_wherever_it_passes(
             await client.generate(prompt, max_tokens=900, ignore_eos=True, timeout=timeout_s)
         return clock() - began_s
 
-    async with AsyncClient(cluster.address) as client:
-        lasted_s = await asyncio.gather(*(hasty(client, number) for number in range(12)))
-        assert max(lasted_s) < timeout_s + PROMPTNESS_S
-        await all_blocks_free(client)
-        await check(client, simulated, simulated.case(64, 7))
+    lasted_s = await asyncio.gather(*(hasty(client, number) for number in range(12)))
+    assert max(lasted_s) < timeout_s + PROMPTNESS_S
+    await all_blocks_free(client)
+    await check(client, simulated, simulated.case(64, 7))
 
 
 async def test_a_storm_of_cancels_leaves_the_cluster_serving(
     clusters: Clusters, simulated: Oracle
 ) -> None:
     """One closes its stream; then hundreds at once, while queued, in prompts and in streams."""
-    cluster = await clusters(**TWO)
-    async with AsyncClient(cluster.address) as client:
+    _, client = await clusters(**TWO)
 
-        async def read(number: int, tokens: int = 500) -> None:
-            prompt = simulated.prompt(50 + number, number)
-            async with client.stream(prompt, max_tokens=500, ignore_eos=True) as stream:
-                async for _ in stream:
-                    if not (tokens := tokens - 1):
-                        return
+    async def read(number: int, tokens: int = 500) -> None:
+        prompt = simulated.prompt(50 + number, number)
+        async with client.stream(prompt, max_tokens=500, ignore_eos=True) as stream:
+            async for _ in stream:
+                if not (tokens := tokens - 1):
+                    return
 
-        await read(300, tokens=1)
-        await all_blocks_free(client)
-        storm = [asyncio.create_task(read(number)) for number in range(STORM)]
-        await eventually(client.status, lambda s: s["router"]["running"] > STORM // 2, "no storm")
-        for task in storm:
-            task.cancel()
-        await asyncio.gather(*storm, return_exceptions=True)
-        await check(client, simulated, simulated.case(64, 7))
-        await all_blocks_free(client)
-        router = (await client.status())["router"]
-        assert (router["queued"], router["running"]) == (0, 0)
+    await read(300, tokens=1)
+    await all_blocks_free(client)
+    storm = [asyncio.create_task(read(number)) for number in range(STORM)]
+    await eventually(client.status, lambda s: s["router"]["running"] > STORM // 2, "no storm")
+    for task in storm:
+        task.cancel()
+    await asyncio.gather(*storm, return_exceptions=True)
+    await check(client, simulated, simulated.case(64, 7))
+    await all_blocks_free(client)
+    router = (await client.status())["router"]
+    assert (router["queued"], router["running"]) == (0, 0)

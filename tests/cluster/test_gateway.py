@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 
-from baton.client import AsyncClient
 from baton.local.cluster import LocalCluster
 from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import (
@@ -36,15 +35,12 @@ def settings(cluster: LocalCluster) -> dict[str, Any]:
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 async def test_responses_equal_the_sdks(clusters: Clusters, sampling: str, chat: bool) -> None:
     """Whole and streamed: text, finish reason and usage."""
-    cluster = await clusters()
+    cluster, own = await clusters()
     sdk = {**SAMPLING[sampling], "max_tokens": 32, "ignore_eos": not chat}
     http = dict(sdk)
     http["extra_body"] = {key: http.pop(key) for key in ("top_k", "ignore_eos") if key in http}
     http |= {"messages": MESSAGES} if chat else {"prompt": PROMPT}
-    async with (
-        AsyncClient(cluster.address) as own,
-        openai.AsyncOpenAI(**settings(cluster)) as client,
-    ):
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
         create: Any = client.chat.completions.create if chat else client.completions.create
         expected = await own.generate(MESSAGES if chat else PROMPT, **sdk)
         whole = await create(model="demo", **http)
@@ -69,12 +65,9 @@ async def test_responses_equal_the_sdks(clusters: Clusters, sampling: str, chat:
 
 async def test_token_ids_choices_and_batches(clusters: Clusters, oracle: Oracle) -> None:
     """Prompts in tokens, four of them, twice each: all of them the oracle's."""
-    cluster = await clusters()
+    cluster, own = await clusters()
     cases = [oracle.case(length) for length in (1, 17, 100, 500)]
-    async with (
-        AsyncClient(cluster.address) as own,
-        openai.AsyncOpenAI(**settings(cluster)) as client,
-    ):
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
         done = await client.completions.create(
             model="demo",
             prompt=[list(case.prompt) for case in cases],
@@ -93,11 +86,8 @@ async def test_token_ids_choices_and_batches(clusters: Clusters, oracle: Oracle)
 
 
 async def test_logprobs_are_the_sdks_in_both_shapes(clusters: Clusters) -> None:
-    cluster = await clusters()
-    async with (
-        AsyncClient(cluster.address) as own,
-        openai.AsyncOpenAI(**settings(cluster)) as client,
-    ):
+    cluster, own = await clusters()
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
         expected = await own.generate(PROMPT, max_tokens=8, logprobs=3, ignore_eos=True)
         done = await client.completions.create(
             model="demo", prompt=PROMPT, max_tokens=8, logprobs=3, temperature=0,
@@ -123,9 +113,9 @@ async def test_logprobs_are_the_sdks_in_both_shapes(clusters: Clusters) -> None:
 
 async def test_closing_the_connection_frees_the_blocks(clusters: Clusters) -> None:
     """Of a stream, and of a response that is awaited whole."""
-    cluster = await clusters(engine=SIMULATED)
+    cluster, own = await clusters(engine=SIMULATED)
     runs = lambda status: bool(status["router"]["running"])  # noqa: E731
-    async with AsyncClient(cluster.address) as own, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
         for stream in (False, True):
             body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
             url = f"http://{cluster.http_addresses[0]}/v1/completions"
@@ -139,14 +129,11 @@ async def test_closing_the_connection_frees_the_blocks(clusters: Clusters) -> No
 
 async def test_a_stream_survives_its_decode_worker(clusters: Clusters, simulated: Oracle) -> None:
     """Over HTTP too: every token once, the oracle's."""
-    cluster = await clusters(alone=True, engine=SIMULATED, decode=2)
+    cluster, own = await clusters(alone=True, engine=SIMULATED, decode=2)
     case = simulated.case(100, new_tokens=400)
     tokens: list[int] = []
     killed = False
-    async with (
-        AsyncClient(cluster.address) as own,
-        openai.AsyncOpenAI(**settings(cluster)) as client,
-    ):
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
         stream = await client.completions.create(
             model="demo", prompt=list(case.prompt), max_tokens=400, temperature=0, stream=True,
             extra_body={"ignore_eos": True, "return_token_ids": True},

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton import rpc
-from baton.client import AsyncClient
 from baton.config import ClusterConfig
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
@@ -40,11 +39,10 @@ async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
     clusters: Clusters, simulated: Oracle, receiver: OtlpReceiver
 ) -> None:
     """Ten streams outgrow the decode worker's pool; KV is handed over once for each."""
-    cluster = await clusters(engine=SMALL)
-    async with AsyncClient(cluster.address) as client:
-        cases = [simulated.case(60, 70 * n, new_tokens=100) for n in range(10)]
-        done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
-        await all_blocks_free(client)
+    cluster, client = await clusters(engine=SMALL)
+    cases = [simulated.case(60, 70 * n, new_tokens=100) for n in range(10)]
+    done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
+    await all_blocks_free(client)
     assert (await load_of(cluster, DECODE)).preemptions > 0
     for one in done:
         spans = await receiver.store.wait_for(one.trace_id, is_complete, 20.0)
@@ -53,23 +51,21 @@ async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
 
 async def test_a_full_decode_worker_costs_no_prefill(clusters: Clusters, simulated: Oracle) -> None:
     """Blocks are reserved before a prompt is computed; one without them waits at the router."""
-    cluster = await clusters(engine=SMALL)
+    cluster, client = await clusters(engine=SMALL)
     waiting = simulated.case(600, 1)
-    async with AsyncClient(cluster.address) as client:
-        await check(client, simulated, simulated.case(40))
-        first = simulated.prompt(480, 9)
-        async with client.stream(first, max_tokens=540, ignore_eos=True) as stream:
+    await check(client, simulated, simulated.case(40))
+    first = simulated.prompt(480, 9)
+    async with client.stream(first, max_tokens=540, ignore_eos=True) as stream:
+        await anext(stream)
+        steps = (await load_of(cluster, PREFILL)).steps
+        asked = asyncio.ensure_future(check(client, simulated, waiting))
+        await eventually(client.status, lambda s: s["router"]["queued"] == 1, "not queued")
+        for _ in range(3):
             await anext(stream)
-            steps = (await load_of(cluster, PREFILL)).steps
-            asked = asyncio.ensure_future(check(client, simulated, waiting))
-            await eventually(client.status, lambda s: s["router"]["queued"] == 1, "not queued")
-            for _ in range(3):
-                await anext(stream)
-            load = await load_of(cluster, PREFILL)
-            assert (load.steps, load.queue_tokens) == (steps, 0)
-            assert not asked.done()
-        await asked  # leaving the block gave the other stream's room up
-        await all_blocks_free(client)
+        load = await load_of(cluster, PREFILL)
+        assert (load.steps, load.queue_tokens) == (steps, 0)
+        assert not asked.done()
+    await asked  # leaving the block gave the other stream's room up
 
 
 def test_nothing_that_runs_code_is_read_from_the_network_or_a_checkpoint() -> None:
@@ -113,7 +109,7 @@ def threads(pid: int) -> list[tuple[frozenset[int], int]]:
 
 
 async def test_only_engine_threads_are_pinned_and_only_prefill_is_nice(clusters: Clusters) -> None:
-    cluster = await clusters()
+    cluster, _ = await clusters()
     niceness = {name: [nice for _, nice in threads(p.pid)] for name, p in cluster.processes.items()}
     assert set(niceness["decode-0"]) == set(niceness["router"]) == {os.nice(0)}
     assert 1 <= niceness["prefill-0"].count(NICE) <= 1 + len(CORES)  # engine and compute threads

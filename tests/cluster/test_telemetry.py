@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.client import AsyncClient, Completion
+from baton.client import Completion
 from baton.config import RouterLimits
 from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.local.cluster import LocalCluster
@@ -69,20 +69,19 @@ async def test_metrics_of_every_process_agree_with_the_requests(
     clusters: Clusters, simulated: Oracle
 ) -> None:
     limits = RouterLimits(slos=("patient:ttft=500", "never:ttft=0.000001"))
-    cluster = await clusters(
+    cluster, client = await clusters(
         alone=True, engine=SIMULATED, metrics_port=0, limits=limits, price_per_hour=36000.0
     )
     assert cluster.metrics.keys() == cluster.processes.keys()
     # The first again, at the end, is cached.
     prompts = [simulated.prompt(length, 900 * n) for n, length in enumerate((333, 500, 10))]
-    async with AsyncClient(cluster.address) as client:
-        done = [
-            await client.generate(prompt, max_tokens=12, temperature=0.0)
-            for prompt in (*prompts, prompts[0])
-        ]
-        with pytest.raises(InvalidRequest):
-            await client.generate("x", max_tokens=4, temperature=-1.0)
-        await all_blocks_free(client)
+    done = [
+        await client.generate(prompt, max_tokens=12, temperature=0.0)
+        for prompt in (*prompts, prompts[0])
+    ]
+    with pytest.raises(InvalidRequest):
+        await client.generate("x", max_tokens=4, temperature=-1.0)
+    await all_blocks_free(client)
     pages = await scrape(cluster)
     _check_requests(pages["router"], done)
     _check_workers(pages["prefill-0"], pages["decode-0"], done)
@@ -180,18 +179,17 @@ async def test_spans_account_for_a_requests_time(
 ) -> None:
     """All of them for any request, and for one of some length what the workers did."""
     shares, of_workers = [0.0], [0.0]
-    cluster = await clusters(engine=SLOW)
-    async with AsyncClient(cluster.address) as client:
-        for number in range(TRIES):
-            salt = f"{new_tokens}-{number}"
-            done = await client.generate(
-                PROMPT, max_tokens=new_tokens, ignore_eos=True, cache_salt=salt
-            )
-            spans = await spans_of(receiver, done)
-            shares.append(share(spans))
-            of_workers.append(share(spans, without=WAITING))
-            if min(max(shares), max(of_workers)) >= LEAST_SHARE:
-                return
+    _, client = await clusters(engine=SLOW)
+    for number in range(TRIES):
+        salt = f"{new_tokens}-{number}"
+        done = await client.generate(
+            PROMPT, max_tokens=new_tokens, ignore_eos=True, cache_salt=salt
+        )
+        spans = await spans_of(receiver, done)
+        shares.append(share(spans))
+        of_workers.append(share(spans, without=WAITING))
+        if min(max(shares), max(of_workers)) >= LEAST_SHARE:
+            return
     raise AssertionError(f"explained of all: {shares}, by workers: {of_workers}")
 
 
@@ -199,26 +197,25 @@ async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(clusters: C
     """Nothing is sampled here; what is kept comes from the router and its workers."""
     limits = RouterLimits(trace_slow_s=SLOW_S, slos=("loose:ttft=1000,tpot=1000",))
     async with OtlpReceiver(SpanStore()) as receiver:
-        cluster = await clusters(
+        cluster, client = await clusters(
             alone=True, otlp=receiver.address, engine=SLOW, decode=2, trace_sample=0.0,
             limits=limits, log_format="json", drain_s=1.0,
         )  # fmt: skip
-        async with AsyncClient(cluster.address) as client:
-            healthy = await client.generate(list(range(400, 480)), max_tokens=5, ignore_eos=True)
-            slow = await client.generate(list(range(100, 1000)), max_tokens=3)
-            with contextlib.suppress(DeadlineExceeded):
-                await client.generate(
-                    PROMPT, max_tokens=1000, ignore_eos=True, timeout=1.0, cache_salt="late"
-                )
-            stream = client.stream(PROMPT, max_tokens=60, ignore_eos=True, cache_salt="killed")
-            async with stream:
-                for _ in range(10):
-                    await anext(stream)
-                cluster.kill(await decoding_process(cluster, client))
-                async for _ in stream:
-                    pass
-            broken = stream.completion
-            await all_blocks_free(client)
+        healthy = await client.generate(list(range(400, 480)), max_tokens=5, ignore_eos=True)
+        slow = await client.generate(list(range(100, 1000)), max_tokens=3)
+        with contextlib.suppress(DeadlineExceeded):
+            await client.generate(
+                PROMPT, max_tokens=1000, ignore_eos=True, timeout=1.0, cache_salt="late"
+            )
+        stream = client.stream(PROMPT, max_tokens=60, ignore_eos=True, cache_salt="killed")
+        async with stream:
+            for _ in range(10):
+                await anext(stream)
+            cluster.kill(await decoding_process(cluster, client))
+            async for _ in stream:
+                pass
+        broken = stream.completion
+        await all_blocks_free(client)
         assert healthy.route.attempts == 1 and broken.route.attempts > 1
         assert slow.timing.ttft_ms > 1e3 * SLOW_S
         await spans_of(receiver, slow)

@@ -57,7 +57,7 @@ async def test_newer_and_older_processes_serve_together(
         "router-0": "newer", "router-1": "older", "prefill-0": "newer", "prefill-1": "older",
         "decode-0": "older", "decode-1": "newer", "decode-2": "incompatible",
     }  # fmt: skip
-    cluster = await clusters(
+    cluster, _ = await clusters(
         alone=True, engine=SIMULATED, routers=2, prefill=2, decode=3, trace_sample=0.0,
         limits=RouterLimits(trace_slow_s=0.001),
         programs={name: [*PROGRAM, kind] for name, kind in kinds.items()},

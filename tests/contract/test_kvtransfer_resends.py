@@ -197,22 +197,6 @@ async def test_a_reservation_that_is_gone_is_not_sent_again():
         assert withdrawals.calls == 2  # the second one is for good
 
 
-async def test_a_failed_commit_keeps_the_reservation_but_nothing_writes_into_it():
-    async with joined("shm") as (prefill, decode):
-        decode.before_call("commit", corrupt)
-        async with prefill.opened(decode, 4, 1) as handoff:
-            stopped = asyncio.Event()
-            handoff._prepare_resend = lambda delivery, failure: stopped.set() or stuck()
-            stuck = asyncio.Event().wait
-            handoff.send(0, slots(4, 5))
-            committing = asyncio.create_task(handoff.commit(4, 7))
-            await asyncio.wait_for(stopped.wait(), 5)
-            assert "h" in decode.held.blocks
-            assert not decode.receiver.writing("h")
-            committing.cancel()
-        assert "h" in decode.held.reasons
-
-
 async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good():
     async with joined("shm") as (prefill, decode):
         asked, reached = [], asyncio.Event()
