@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 
-from tests.chaos.harness import Harness, HarnessConfig
+from tests.chaos.harness import Harness
 from tests.chaos.judge import ChaosStats
 from tests.chaos.load import COMPLETE, oracle_runs
 
@@ -44,7 +44,7 @@ async def run(seed: int, seconds: float) -> ChaosStats:
     log("asking the oracle…")
     runs = await asyncio.to_thread(oracle_runs, NEW_TOKENS)
     total = ChaosStats()
-    harness = Harness(HarnessConfig(), log)
+    harness = Harness(log)
     async with harness:
         await harness.warm_up(runs)
         end_s = time.monotonic() + seconds

@@ -1,6 +1,6 @@
 """A real cluster under test: every worker behind a proxy, every process open to inspection.
 
-    async with Harness(HarnessConfig(prefill=2, decode=2)) as harness:
+    async with Harness(print, transport="gloo") as harness:
         stats = await harness.round(runs, seed=1, seconds=20.0)
 
 A round is: callers and faults at once, then recovery, then the checks. Each violation is a line in
@@ -50,32 +50,24 @@ _WARM_UPS = 30  # rounds in which every pair of workers must have a link
 _PROGRESS_S = 5.0
 
 
-@dataclass(frozen=True)
-class HarnessConfig:
-    """The cluster under test and its number of callers."""
+@dataclass
+class Harness:
+    """Started and stopped with `async with`; `log` gets a line for everything that happens."""
 
-    prefill: int = 2
-    decode: int = 2
+    log: Callable[[str], None]
+    workers: int = 2  # of each role
     routers: int = 2
     transport: str = "auto"
     callers: int = 10
     mean_pause_s: float = 3.0
 
-
-class Harness:
-    """Started and stopped with `async with`; `log` gets a line for everything that happens."""
-
-    def __init__(
-        self, config: HarnessConfig, log: Callable[[str], None] = lambda line: None
-    ) -> None:
-        self.config = config
+    def __post_init__(self) -> None:
         self.cluster: LocalCluster
-        self._log = log
-        self._proxies: dict[str, Proxy] = {}
         self._directory: Path
+        self._proxies: dict[str, Proxy] = {}
         self._store = SpanStore(max_traces=20_000, max_spans=1_000_000)
         self._resources = AsyncExitStack()
-        self._before: set[psutil.Process] = set()
+        self._before = set(psutil.Process().children(recursive=True))
 
     async def __aenter__(self) -> Self:
         try:
@@ -89,33 +81,31 @@ class Harness:
         await self._resources.aclose()
 
     async def _start(self) -> None:
-        self._before = set(psutil.Process().children(recursive=True))
         enter = self._resources.enter_async_context
         self._directory = Path(
             self._resources.enter_context(tempfile.TemporaryDirectory(prefix="baton-chaos-"))
         )
         receiver = await enter(OtlpReceiver(self._store))
         extra_args = {}
-        for role, count in (("prefill", self.config.prefill), ("decode", self.config.decode)):
-            for number in range(count):
-                name, port = f"{role}-{number}", ports.free()
-                proxy = self._proxies[name] = await enter(Proxy(port, self._name_of))
-                extra_args[name] = ["--port", str(port), "--advertise", proxy.address]
+        for role, number in itertools.product(("prefill", "decode"), range(self.workers)):
+            name, port = f"{role}-{number}", ports.free()
+            proxy = self._proxies[name] = await enter(Proxy(port, self._name_of))
+            extra_args[name] = ["--port", str(port), "--advertise", proxy.address]
         config = ClusterConfig(
             engine=ENGINE,
-            prefill=self.config.prefill,
-            decode=self.config.decode,
-            routers=self.config.routers,
-            transport=self.config.transport,
+            prefill=self.workers,
+            decode=self.workers,
+            routers=self.routers,
+            transport=self.transport,
             port=0,
-            http_port=_http_port(self.config.routers),
+            http_port=_http_port(self.routers),
             otlp=receiver.address,
             log_level="info",
         )
         program = (sys.executable, "-m", "tests.chaos.process")
         self.cluster = LocalCluster(
             config,
-            say=lambda line: self._log(f"         {line}"),
+            say=lambda line: self.log(f"         {line}"),
             programs=dict.fromkeys(("router", "prefill", "decode"), program),
             extra_args=extra_args,
             env={
@@ -133,7 +123,7 @@ class Harness:
 
         What links hold is then part of the baseline.
         """
-        pairs = self.config.prefill * self.config.decode
+        pairs = self.workers**2
         async with AsyncClient(self.cluster.targets) as client:
             for salt in map(str, range(_WARM_UPS)):
                 requests = [
@@ -152,10 +142,10 @@ class Harness:
         routers = dict(zip(names, self.cluster.addresses, strict=True))
         gateways = itertools.cycle(zip(names, self.cluster.http_addresses, strict=True))
         control = self._directory / "kv.json"
-        injector = Injector(self.cluster, self._proxies, control, routers, self._log)
-        faults = plan(seed, seconds, injector.outages.roles, self.config.mean_pause_s)
+        injector = Injector(self.cluster, self._proxies, control, routers, self.log)
+        faults = plan(seed, seconds, injector.outages.roles, self.mean_pause_s)
         async with AsyncClient(self.cluster.targets) as client:
-            load = Load(client, gateways, runs, seed, self.config.callers)
+            load = Load(client, gateways, runs, seed, self.callers)
             progress = asyncio.create_task(self._log_progress(load, injector))
             try:
                 until_s = asyncio.get_running_loop().time() + seconds
@@ -253,7 +243,7 @@ class Harness:
         while True:
             await asyncio.sleep(_PROGRESS_S)
             down = sorted({one.name for one in injector.outages.all if one.until_s is None})
-            self._log(
+            self.log(
                 f"         … {len(load.outcomes)} requests ended, {load.running} run; "
                 f"down: {', '.join(down) or 'none'}"
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.harness import Harness, HarnessConfig
+from tests.chaos.harness import Harness
 from tests.chaos.load import COMPLETE, Run, oracle_runs
 
 SECONDS = 9.0
@@ -21,19 +21,14 @@ def runs() -> list[Run]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("seed", "config"),
-    [
-        (11, HarnessConfig(transport="shm", callers=6, mean_pause_s=1.5)),
-        (12, HarnessConfig(transport="gloo", callers=6, mean_pause_s=1.5, routers=1)),
-    ],
-    ids=["shm", "gloo-1-router"],
-)
+@pytest.mark.parametrize(("seed", "routers", "transport"), [(11, 2, "shm"), (12, 1, "gloo")])
 async def test_every_request_ends_right_and_nothing_is_kept(
-    fork_server: None, runs: list[Run], seed: int, config: HarnessConfig
+    fork_server: None, runs: list[Run], seed: int, routers: int, transport: str
 ) -> None:
     said: list[str] = []
-    harness = Harness(config, said.append)
+    harness = Harness(
+        said.append, routers=routers, transport=transport, callers=6, mean_pause_s=1.5
+    )
     async with harness:
         await harness.warm_up(runs)
         stats = await harness.round(runs, seed, SECONDS)

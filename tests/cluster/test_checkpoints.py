@@ -56,17 +56,17 @@ async def test_processes_refuse_a_broken_checkpoint(tmp_path: Path, whole: Path)
 
     lost = broken("lost", lose_tensor)
     truncated = broken("truncated", truncate)
-    untold = broken("untold", lambda copy: (copy / "tokenizer.json").write_text("{}"))
+    unreadable = broken("unreadable", lambda copy: (copy / "tokenizer.json").write_text("{}"))
     async with EmbeddedEtcd() as etcd:
         worker, router, up = await asyncio.gather(
             baton("decode-worker", "--model", str(lost), "--etcd", etcd.address,
                   "--log-level", "error"),
-            baton("router", "--model", str(untold), "--port", "0", "--etcd", etcd.address),
+            baton("router", "--model", str(unreadable), "--port", "0", "--etcd", etcd.address),
             baton("up", "--port", "0", "--model", str(truncated)),
         )  # fmt: skip
     for done, start in (
         (worker, f"{lost} lacks tensor {LOST}"),
-        (router, f"{untold / 'tokenizer.json'}"),
+        (router, f"{unreadable / 'tokenizer.json'}"),
         (up, f"{truncated / WEIGHTS} is truncated"),
     ):
         assert (done.status, done.out) == (1, "")

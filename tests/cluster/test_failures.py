@@ -208,10 +208,7 @@ async def test_a_decode_worker_outlives_its_prefill_workers(
         await cluster.wait_ready()
         await check(client, simulated, simulated.case(100, 40 * number))
     await all_blocks_free(client)
-    assert (cluster.processes["decode-0"].pid, cluster.processes["decode-0"].running) == (
-        decode,
-        True,
-    )
+    assert cluster.processes["decode-0"].pid == decode and cluster.processes["decode-0"].running
 
 
 async def test_a_prefill_worker_unmaps_a_dead_decode_workers_pool(
@@ -284,24 +281,22 @@ async def test_a_reservation_that_expires_is_made_elsewhere(
     await all_blocks_free(client)
 
 
-@pytest.mark.parametrize("timeout_s", [0.05, 0.3, 0.8])
-async def test_a_deadline_is_kept_wherever_it_passes(
-    clusters: Clusters, simulated: Oracle, timeout_s: float
-) -> None:
+async def test_a_deadline_is_kept_wherever_it_passes(clusters: Clusters, simulated: Oracle) -> None:
     """While queued, in the middle of prompts, transfers and streams: freed on both ends."""
     _, client = await clusters(**TWO)
     clock = asyncio.get_running_loop().time
 
-    async def hasty(client: AsyncClient, number: int) -> float:
+    async def hasty(number: int, timeout_s: float) -> float:
         began_s = clock()
         prompt = simulated.prompt(1000, 11 * number)
         with pytest.raises((DeadlineExceeded, Overloaded)):
             await client.generate(prompt, max_tokens=900, ignore_eos=True, timeout=timeout_s)
         return clock() - began_s
 
-    lasted_s = await asyncio.gather(*(hasty(client, number) for number in range(12)))
-    assert max(lasted_s) < timeout_s + PROMPTNESS_S
-    await all_blocks_free(client)
+    for timeout_s in (0.05, 0.3, 0.8):
+        lasted_s = await asyncio.gather(*(hasty(number, timeout_s) for number in range(12)))
+        assert max(lasted_s) < timeout_s + PROMPTNESS_S
+        await all_blocks_free(client)
     await check(client, simulated, simulated.case(64, 7))
 
 

@@ -1,7 +1,6 @@
 """What the tests of `kvtransfer` are made of: small pools, a decode side and a prefill side."""
 
 import asyncio
-import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -261,11 +260,3 @@ class Prefill:
                 handoff.send(position, chunk)
                 position += chunk.num_tokens
             return await handoff.commit(total, first_token)
-
-
-@contextlib.asynccontextmanager
-async def joined(name, decode=None, prefill=None):
-    """A prefill and a decode side over the transport called `name`."""
-    transport = TRANSPORTS[name]()
-    async with Decode(transport, **decode or {}) as d, Prefill(transport, **prefill or {}) as p:
-        yield p, d

@@ -9,7 +9,7 @@ from baton.errors import Stale, Unavailable
 from baton.v1 import handoff_pb2
 from kvtransfer.aborts import Aborts
 
-from .kvtransfer_parts import Decode, MemoryTransport, joined, slots
+from .kvtransfer_parts import Decode, MemoryTransport, slots
 
 REQUEST = handoff_pb2.AbortRequest(handoff_id="h", reservation_token="token-h", incarnation="p")
 
@@ -33,31 +33,31 @@ class Answers:
 
 
 @pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
-async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(name):
-    async with joined(name, prefill={"abort_wait_s": 0.0}) as (prefill, decode):
-        answers = Answers(decode, Unavailable("lost"), Unavailable("lost again"))
-        async with prefill.opened(decode, 8, 1, 2) as handoff:
-            handoff.send(0, slots(4, 5))
-            await decode.asked()
-            decode.cancel("h")
-        assert decode.receiver.writing("h")  # quarantined, though the handoff is over at its sender
-        await asyncio.wait_for(decode.held.ended.wait(), 10)
-        assert answers.calls == 3
-        assert not decode.receiver.writing("h")
+async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
+    prefill, decode = await join(name, prefill={"abort_wait_s": 0.0})
+    answers = Answers(decode, Unavailable("lost"), Unavailable("lost again"))
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        handoff.send(0, slots(4, 5))
+        await decode.asked()
+        decode.cancel("h")
+    assert decode.receiver.writing("h")  # quarantined, though the handoff is over at its sender
+    await asyncio.wait_for(decode.held.ended.wait(), 10)
+    assert answers.calls == 3
+    assert not decode.receiver.writing("h")
 
 
-async def test_giving_up_does_not_wait_for_a_peer_that_hangs():
-    async with joined("memory", prefill={"abort_wait_s": 0.1}) as (prefill, decode):
-        answers = Answers(decode)
-        answers.open.clear()
-        async with prefill.opened(decode, 8, 1, 2) as handoff:
-            handoff.send(0, slots(4, 5))
-            await decode.asked()
-            before = time.monotonic()
-        assert time.monotonic() - before < 1.5  # a call alone would take two seconds
-        assert "h" not in decode.held.reasons
-        answers.open.set()
-        await asyncio.wait_for(decode.held.ended.wait(), 10)
+async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
+    prefill, decode = await join("memory", prefill={"abort_wait_s": 0.1})
+    answers = Answers(decode)
+    answers.open.clear()
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        handoff.send(0, slots(4, 5))
+        await decode.asked()
+        before = time.monotonic()
+    assert time.monotonic() - before < 1.5  # a call alone would take two seconds
+    assert "h" not in decode.held.reasons
+    answers.open.set()
+    await asyncio.wait_for(decode.held.ended.wait(), 10)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ from .kvtransfer_parts import (
     Decode,
     Prefill,
     expect_only,
-    joined,
     make_pool,
     register,
     slots,
@@ -52,91 +51,90 @@ def pairs(prefill):
 
 
 @every_transport
-async def test_handoffs_over_one_link(name):
+async def test_handoffs_over_one_link(join, name):
     """Chunk by chunk, behind cached blocks, many at once; one aborted, some cancelled, one refused.
 
-    The link stays, and no thread is left.
+    The link stays.
     """
-    async with joined(name) as (prefill, decode):
-        to = decode.reserve("h", 18, 9, 4, 5, 6, 20)
-        stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(8, 3, 8), slots(2, 7))
-        local, remote = slots(18, 1, 2, 3, 8, 7), slots(18, 9, 4, 5, 6, 20)
-        expect_only(prefill.pool, local, decode.pool, remote, decode.before)
-        assert decode.held.committed_tokens == {"h": 7}
-        assert not decode.receiver.writing("h")
-        assert (stats.num_bytes, stats.chunks) == (18 * TOKEN_BYTES, 3)
-        assert stats.transport == name and stats.hidden_s < stats.wire_s
-        [pair] = prefill.links.status()
-        assert (pair.prefill, pair.decode, pair.state) == ("p", "d", "OPEN")
-        assert pair.sent_bytes == stats.num_bytes
-        assert pair.sent_ms == pytest.approx(stats.wire_s * 1e3)
+    prefill, decode = await join(name)
+    to = decode.reserve("h", 18, 9, 4, 5, 6, 20)
+    stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(8, 3, 8), slots(2, 7))
+    local, remote = slots(18, 1, 2, 3, 8, 7), slots(18, 9, 4, 5, 6, 20)
+    expect_only(prefill.pool, local, decode.pool, remote, decode.before)
+    assert decode.held.committed_tokens == {"h": 7}
+    assert not decode.receiver.writing("h")
+    assert (stats.num_bytes, stats.chunks) == (18 * TOKEN_BYTES, 3)
+    assert stats.transport == name and stats.hidden_s < stats.wire_s
+    [pair] = prefill.links.status()
+    assert (pair.prefill, pair.decode, pair.state) == ("p", "d", "OPEN")
+    assert pair.sent_bytes == stats.num_bytes
+    assert pair.sent_ms == pytest.approx(stats.wire_s * 1e3)
 
-        before = decode.pool.tensor.clone()
-        to = decode.reserve("cached", 14, 9, 4, 15, 16, cached=8)
-        stats = await prefill.hand_over(to, "cached", slots(6, 3, 8))
-        expect_only(prefill.pool, slots(6, 3, 8), decode.pool, slots(6, 15, 16), before)
-        assert stats.num_bytes == 6 * TOKEN_BYTES
+    before = decode.pool.tensor.clone()
+    to = decode.reserve("cached", 14, 9, 4, 15, 16, cached=8)
+    stats = await prefill.hand_over(to, "cached", slots(6, 3, 8))
+    expect_only(prefill.pool, slots(6, 3, 8), decode.pool, slots(6, 15, 16), before)
+    assert stats.num_bytes == 6 * TOKEN_BYTES
 
-        targets = [decode.reserve(f"h{n}", 8, 2 * n, 2 * n + 1) for n in range(10)]
-        chunks = [(slots(4, n), slots(4, n + 10)) for n in range(10)]
-        handoffs = zip(targets, chunks, strict=True)
-        await asyncio.gather(
-            *(prefill.hand_over(to, f"h{n}", *sent) for n, (to, sent) in enumerate(handoffs))
-        )
-        assert {f"h{n}" for n in range(10)} < decode.held.committed_tokens.keys()
+    targets = [decode.reserve(f"h{n}", 8, 2 * n, 2 * n + 1) for n in range(10)]
+    chunks = [(slots(4, n), slots(4, n + 10)) for n in range(10)]
+    handoffs = zip(targets, chunks, strict=True)
+    await asyncio.gather(
+        *(prefill.hand_over(to, f"h{n}", *sent) for n, (to, sent) in enumerate(handoffs))
+    )
+    assert {f"h{n}" for n in range(10)} < decode.held.committed_tokens.keys()
 
-        decode.held.asked.clear()
-        with pytest.raises(RuntimeError, match="cancelled"):
-            async with prefill.opened(decode, 8, 1, 2) as handoff:
-                handoff.send(0, slots(4, 1))
-                await decode.asked()
-                raise RuntimeError("cancelled")
-        assert "cancelled" in decode.held.reasons["h"]
-        assert not decode.receiver.writing("h")
+    decode.held.asked.clear()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        async with prefill.opened(decode, 8, 1, 2) as handoff:
+            handoff.send(0, slots(4, 1))
+            await decode.asked()
+            raise RuntimeError("cancelled")
+    assert "cancelled" in decode.held.reasons["h"]
+    assert not decode.receiver.writing("h")
 
-        async def forever(n, to):
-            async with prefill.sender.open(to, f"c{n}", 8, 30.0) as handoff:
-                handoff.send(0, slots(4, n))
-                await asyncio.Event().wait()
+    async def forever(n, to):
+        async with prefill.sender.open(to, f"c{n}", 8, 30.0) as handoff:
+            handoff.send(0, slots(4, n))
+            await asyncio.Event().wait()
 
-        targets = [decode.reserve(f"c{n}", 8, 2 * n, 2 * n + 1) for n in range(6)]
-        tasks = [asyncio.create_task(forever(n, to)) for n, to in enumerate(targets)]
-        await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert not any(decode.receiver.writing(f"c{n}") for n in range(6))
+    targets = [decode.reserve(f"c{n}", 8, 2 * n, 2 * n + 1) for n in range(6)]
+    tasks = [asyncio.create_task(forever(n, to)) for n, to in enumerate(targets)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not any(decode.receiver.writing(f"c{n}") for n in range(6))
 
-        to = decode.reserve("guessed", 4, 1)
-        to.reservation_token = "guessed"
-        with pytest.raises(Stale):
-            await prefill.hand_over(to, "guessed", slots(4, 1))
-        await prefill.hand_over(decode.reserve("last", 4, 0), "last", slots(4, 3))
-        assert pairs(prefill) == [(1, "OPEN")]
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("kv-")]
-
-
-@every_transport
-async def test_what_was_sent_before_the_last_chunk_counts_as_hidden(name):
-    async with joined(name) as (prefill, decode):
-        async with prefill.opened(decode, 12, 9, 4, 5) as handoff:
-            handoff.send(0, slots(8, 1, 2))
-
-            async def sent_bytes():
-                return [pair.sent_bytes for pair in prefill.links.status()]
-
-            await eventually(sent_bytes, any, "the first chunk was not put")
-            await asyncio.sleep(0.05)  # the put is over; a moment later what follows it is, too
-            handoff.send(8, slots(4, 3))
-            handoff.conclude(12, 7)
-            assert decode.held.committed_tokens == {}
-            stats = await handoff.committed()
-        assert decode.held.committed_tokens == {"h": 7}
-        assert 0 < stats.hidden_s < stats.wire_s
+    to = decode.reserve("guessed", 4, 1)
+    to.reservation_token = "guessed"
+    with pytest.raises(Stale):
+        await prefill.hand_over(to, "guessed", slots(4, 1))
+    await prefill.hand_over(decode.reserve("last", 4, 0), "last", slots(4, 3))
+    assert pairs(prefill) == [(1, "OPEN")]
 
 
 @every_transport
-async def test_what_differs_from_the_commit_or_the_reservation_is_refused(name):
+async def test_what_was_sent_before_the_last_chunk_counts_as_hidden(join, name):
+    prefill, decode = await join(name)
+    async with prefill.opened(decode, 12, 9, 4, 5) as handoff:
+        handoff.send(0, slots(8, 1, 2))
+
+        async def sent_bytes():
+            return [pair.sent_bytes for pair in prefill.links.status()]
+
+        await eventually(sent_bytes, any, "the first chunk was not put")
+        await asyncio.sleep(0.05)  # the put is over; a moment later what follows it is, too
+        handoff.send(8, slots(4, 3))
+        handoff.conclude(12, 7)
+        assert decode.held.committed_tokens == {}
+        stats = await handoff.committed()
+    assert decode.held.committed_tokens == {"h": 7}
+    assert 0 < stats.hidden_s < stats.wire_s
+
+
+@every_transport
+async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, name):
     """Checksum, bytes or tokens; bytes overwritten since a one-sided put; a handoff that is short.
 
     What is not reserved is not written, and the link stays.
@@ -145,47 +143,47 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(name):
         field: lambda request, field=field: setattr(request, field, getattr(request, field) ^ 1)
         for field in ("checksum", "num_bytes", "num_tokens")
     }
-    async with joined(name) as (prefill, decode):
-        commit = decode.receiver.commit
-        if TRANSPORTS[name]().one_sided:
-            row = decode.pool.tensor[2, 0, 0, 0, 0]
-            changes["overwritten: checksum"] = lambda request: row.add_(1)
-        for field, change in changes.items():
-            decode.receiver.commit = commit
-            decode.before_call("commit", change)
-            to = decode.reserve("h", 8, 1, 2)
-            with pytest.raises(KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
-                await prefill.hand_over(to, "h", slots(8, 5, 6))
-            assert decode.held.reasons.pop("h")
+    prefill, decode = await join(name)
+    commit = decode.receiver.commit
+    if TRANSPORTS[name]().one_sided:
+        row = decode.pool.tensor[2, 0, 0, 0, 0]
+        changes["overwritten: checksum"] = lambda request: row.add_(1)
+    for field, change in changes.items():
         decode.receiver.commit = commit
-        for first, chunk in ((4, slots(4, 1)), (0, slots(3, 1)), (0, slots(12, 1, 2, 3))):
-            async with prefill.opened(decode, 8, 1, 2) as handoff:
-                handoff.send(first, chunk)
-                handoff.send(first + chunk.num_tokens, slots(4, 9))
-                with pytest.raises((InvalidRequest, KvCorrupted)):
-                    await handoff.commit(8, 7)
+        decode.before_call("commit", change)
+        to = decode.reserve("h", 8, 1, 2)
+        with pytest.raises(KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
+            await prefill.hand_over(to, "h", slots(8, 5, 6))
+        assert decode.held.reasons.pop("h")
+    decode.receiver.commit = commit
+    for first, chunk in ((4, slots(4, 1)), (0, slots(3, 1)), (0, slots(12, 1, 2, 3))):
         async with prefill.opened(decode, 8, 1, 2) as handoff:
-            handoff.send(0, slots(4, 5))
-            with pytest.raises(KvCorrupted):
-                await handoff.commit(4, 7)
-        assert "h" in decode.held.reasons
-        assert decode.held.committed_tokens == {}
-        assert pairs(prefill) == [(1, "OPEN")]
-        untouched = [n for n in range(decode.pool.num_blocks) if n not in (1, 2)]
-        assert (decode.pool.tensor[untouched] == decode.before[untouched]).all()
+            handoff.send(first, chunk)
+            handoff.send(first + chunk.num_tokens, slots(4, 9))
+            with pytest.raises((InvalidRequest, KvCorrupted)):
+                await handoff.commit(8, 7)
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        handoff.send(0, slots(4, 5))
+        with pytest.raises(KvCorrupted):
+            await handoff.commit(4, 7)
+    assert "h" in decode.held.reasons
+    assert decode.held.committed_tokens == {}
+    assert pairs(prefill) == [(1, "OPEN")]
+    untouched = [n for n in range(decode.pool.num_blocks) if n not in (1, 2)]
+    assert (decode.pool.tensor[untouched] == decode.before[untouched]).all()
 
 
-async def test_other_incarnations_and_workers_without_a_record_get_nothing():
-    async with joined("shm") as (prefill, decode):
-        to = decode.reserve("h", 4, 1)
-        to.incarnation = "stranger"
-        with pytest.raises(TransferFailed, match="registry has no worker stranger"):
-            await prefill.hand_over(to, "h", slots(4, 1))
-        assert prefill.links.status() == []
-        to.incarnation = "before"
-        register("before", decode.port)
-        with pytest.raises(Stale):
-            await prefill.hand_over(to, "h", slots(4, 1))
+async def test_other_incarnations_and_workers_without_a_record_get_nothing(join):
+    prefill, decode = await join("shm")
+    to = decode.reserve("h", 4, 1)
+    to.incarnation = "stranger"
+    with pytest.raises(TransferFailed, match="registry has no worker stranger"):
+        await prefill.hand_over(to, "h", slots(4, 1))
+    assert prefill.links.status() == []
+    to.incarnation = "before"
+    register("before", decode.port)
+    with pytest.raises(Stale):
+        await prefill.hand_over(to, "h", slots(4, 1))
 
 
 def ready_request(link, num_tokens):
@@ -194,31 +192,31 @@ def ready_request(link, num_tokens):
 
 
 @every_transport
-async def test_old_epoch_is_refused_and_a_new_one_works(name):
-    async with joined(name) as (prefill, decode):
-        to = decode.reserve("h", 4, 1)
-        link = await prefill.links.acquire(to, Deadline(5.0))
-        decode.receiver._peers.drop("p")
-        with pytest.raises(Unavailable, match="epoch 1"), rpc.translated():
-            await link.stub.Ready(ready_request(link, 4))
-        assert not decode.receiver.writing("h")
-        prefill.links.remove(link, quarantine=False)
-        prefill.links.release(link)
-        await prefill.hand_over(to, "h", slots(4, 1))
-        assert pairs(prefill) == [(2, "OPEN")]
+async def test_old_epoch_is_refused_and_a_new_one_works(join, name):
+    prefill, decode = await join(name)
+    to = decode.reserve("h", 4, 1)
+    link = await prefill.links.acquire(to, Deadline(5.0))
+    decode.receiver._peers.drop("p")
+    with pytest.raises(Unavailable, match="epoch 1"), rpc.translated():
+        await link.stub.Ready(ready_request(link, 4))
+    assert not decode.receiver.writing("h")
+    prefill.links.remove(link, quarantine=False)
+    prefill.links.release(link)
+    await prefill.hand_over(to, "h", slots(4, 1))
+    assert pairs(prefill) == [(2, "OPEN")]
 
 
 @pytest.mark.parametrize("field", ["num_kv_heads", "layout_version"])
-async def test_descriptors_that_differ_are_named_before_anything_is_sent(field):
+async def test_descriptors_that_differ_are_named_before_anything_is_sent(join, field):
     other = common_pb2.KvDescriptor()
     other.CopyFrom(DESCRIPTOR)
     setattr(other, field, 3)
-    async with joined("memory", prefill={"descriptor": other}) as (prefill, decode):
-        aborts = []
-        decode.before_call("abort", aborts.append)
-        with pytest.raises(KvMismatch, match=rf"prefill p and decode d.*{field}: 3 != 0"):
-            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
-        assert aborts == []  # nothing was granted, so there is nothing to take back
+    prefill, decode = await join("memory", prefill={"descriptor": other})
+    aborts = []
+    decode.before_call("abort", aborts.append)
+    with pytest.raises(KvMismatch, match=rf"prefill p and decode d.*{field}: 3 != 0"):
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
+    assert aborts == []  # nothing was granted, so there is nothing to take back
 
 
 @pytest.mark.parametrize("pid", [1 << 31, (1 << 32) - 1])
@@ -239,10 +237,10 @@ async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
 
 
 @pytest.mark.parametrize("host", ["elsewhere", "other/pid:1/0"])
-async def test_shm_is_not_chosen_between_hosts(host):
-    async with joined("shm", decode={"host": host}) as (prefill, decode):
-        with pytest.raises(KvMismatch, match=r"different hosts.*different machines"):
-            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
+async def test_shm_is_not_chosen_between_hosts(join, host):
+    prefill, decode = await join("shm", decode={"host": host})
+    with pytest.raises(KvMismatch, match=r"different hosts.*different machines"):
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
 
 
 class Sightless(MemfdDriver):
@@ -284,37 +282,37 @@ async def test_memory_that_cannot_be_opened_is_left_out_and_the_pair_uses_the_ne
         assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
 
 
-async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined():
-    async with joined("gloo", prefill={"step_s": 0.3, "backoff_s": 60.0}) as (prefill, decode):
-        to = decode.reserve("h1", 4, 1)
-        await prefill.hand_over(to, "h1", slots(4, 1))
-        stuck = threading.Event()
-        decode.receiver._peers._peers["p"].thread.submit(stuck.wait, 10)
-        to = decode.reserve("h2", 4, 1)
-        try:
-            with pytest.raises(TransferFailed, match="did not answer"):
-                await asyncio.wait_for(prefill.hand_over(to, "h2", slots(4, 1)), 4)
-        finally:
-            stuck.set()
-        with pytest.raises(Unavailable):
-            await prefill.hand_over(to, "h2", slots(4, 1))
+async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):
+    prefill, decode = await join("gloo", prefill={"step_s": 0.3, "backoff_s": 60.0})
+    to = decode.reserve("h1", 4, 1)
+    await prefill.hand_over(to, "h1", slots(4, 1))
+    stuck = threading.Event()
+    decode.receiver._peers._peers["p"].thread.submit(stuck.wait, 10)
+    to = decode.reserve("h2", 4, 1)
+    try:
+        with pytest.raises(TransferFailed, match="did not answer"):
+            await asyncio.wait_for(prefill.hand_over(to, "h2", slots(4, 1)), 4)
+    finally:
+        stuck.set()
+    with pytest.raises(Unavailable):
+        await prefill.hand_over(to, "h2", slots(4, 1))
 
 
-async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_that_waits():
-    async with joined("shm") as (prefill, decode):
-        async with prefill.opened(decode, 8, 1, 2) as handoff:
-            with pytest.raises(InvalidRequest):
-                handoff.send(0, slots(5, 1))
-            await handoff.abort("changed my mind")
-            with pytest.raises(Cancelled):
-                handoff.send(0, slots(4, 1))
-        assert decode.held.reasons == {"h": "changed my mind"} or not decode.held.asked.is_set()
-        async with prefill.opened(decode, 8, 1, 2, timeout_s=0.3) as handoff:
+async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_that_waits(join):
+    prefill, decode = await join("shm")
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        with pytest.raises(InvalidRequest):
+            handoff.send(0, slots(5, 1))
+        await handoff.abort("changed my mind")
+        with pytest.raises(Cancelled):
             handoff.send(0, slots(4, 1))
-            with pytest.raises(DeadlineExceeded):
-                await asyncio.wait_for(asyncio.shield(handoff._task), 5)
-        assert "h" in decode.held.reasons
-        assert pairs(prefill) == [(1, "OPEN")]
+    assert decode.held.reasons == {"h": "changed my mind"} or not decode.held.asked.is_set()
+    async with prefill.opened(decode, 8, 1, 2, timeout_s=0.3) as handoff:
+        handoff.send(0, slots(4, 1))
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(asyncio.shield(handoff._task), 5)
+    assert "h" in decode.held.reasons
+    assert pairs(prefill) == [(1, "OPEN")]
 
 
 @every_transport
@@ -355,80 +353,80 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
             assert list(decode.receiver._peers._peers) == [prefill.links.incarnation]
 
 
-async def test_a_peer_that_ends_during_its_commit_leaves_nothing():
-    async with joined("shm") as (prefill, decode):
-        arrived, left = decode.receiver._arrived, []
+async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
+    prefill, decode = await join("shm")
+    arrived, left = decode.receiver._arrived, []
 
-        async def gone_meanwhile(peer, record):
-            digest = await arrived(peer, record)
-            left.extend(await decode.receiver.peer_gone("p"))
-            return digest
+    async def gone_meanwhile(peer, record):
+        digest = await arrived(peer, record)
+        left.extend(await decode.receiver.peer_gone("p"))
+        return digest
 
-        decode.receiver._arrived = gone_meanwhile
-        async with prefill.opened(decode, 4, 1) as handoff:
-            handoff.send(0, slots(4, 5))
-            with pytest.raises(Stale):
-                await handoff.commit(4, 7)
-            assert left == ["h"]
-            assert not decode.receiver.writing("h")
-            assert "has ended" in decode.held.reasons["h"]
-        assert decode.held.committed_tokens == {}
-
-
-async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout():
-    async with joined("gloo", decode={"timeout_s": 0.3}) as (prefill, decode):
-        link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
-        assert (await link.stub.Ready(ready_request(link, 8))).block_ids == [1, 2]
-        assert decode.receiver.writing("h")
-        decode.cancel("h")
-        assert decode.receiver.writing("h")
-        await asyncio.wait_for(decode.held.ended.wait(), 5)
+    decode.receiver._arrived = gone_meanwhile
+    async with prefill.opened(decode, 4, 1) as handoff:
+        handoff.send(0, slots(4, 5))
+        with pytest.raises(Stale):
+            await handoff.commit(4, 7)
+        assert left == ["h"]
         assert not decode.receiver.writing("h")
-        prefill.links.release(link)
+        assert "has ended" in decode.held.reasons["h"]
+    assert decode.held.committed_tokens == {}
 
 
-async def test_reservation_that_changes_under_a_receive_discards_it():
-    async with joined("gloo") as (prefill, decode):
-        async with prefill.opened(decode, 8, 1, 2) as handoff:
-            handoff.send(0, slots(4, 5))
-            await decode.asked()
-            decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, BLOCK_SIZE, b"")
-            handoff.send(4, slots(4, 6))
-            with pytest.raises(Stale):
-                await handoff.commit(8, 7)
-        assert decode.held.committed_tokens == {}
+async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout(join):
+    prefill, decode = await join("gloo", decode={"timeout_s": 0.3})
+    link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
+    assert (await link.stub.Ready(ready_request(link, 8))).block_ids == [1, 2]
+    assert decode.receiver.writing("h")
+    decode.cancel("h")
+    assert decode.receiver.writing("h")
+    await asyncio.wait_for(decode.held.ended.wait(), 5)
+    assert not decode.receiver.writing("h")
+    prefill.links.release(link)
+
+
+async def test_reservation_that_changes_under_a_receive_discards_it(join):
+    prefill, decode = await join("gloo")
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        handoff.send(0, slots(4, 5))
+        await decode.asked()
+        decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, BLOCK_SIZE, b"")
+        handoff.send(4, slots(4, 6))
+        with pytest.raises(Stale):
+            await handoff.commit(8, 7)
+    assert decode.held.committed_tokens == {}
 
 
 @pytest.mark.parametrize("timeout_s, error", [(0.3, DeadlineExceeded), (30.0, TransferFailed)])
 async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
-    monkeypatch, timeout_s, error
+    join, monkeypatch, timeout_s, error
 ):
     """As one that waits for a GPU that hangs. The Abort is sent only when it ends."""
     monkeypatch.setattr(sender, "_PUT_GRACE_S", 0.1)
-    async with joined("memory", prefill={"step_s": 0.5}) as (prefill, decode):
-        link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
-        put, hangs = link._link.put, threading.Event()
+    prefill, decode = await join("memory", prefill={"step_s": 0.5})
+    link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
+    put, hangs = link._link.put, threading.Event()
 
-        def hanging(*arguments):
-            hangs.wait(10)
-            return put(*arguments)
+    def hanging(*arguments):
+        hangs.wait(10)
+        return put(*arguments)
 
-        link._link.put = hanging
+    link._link.put = hanging
 
-        async def run():
-            async with prefill.opened(decode, 8, 1, 2, timeout_s=timeout_s) as handoff:
-                handoff.send(0, slots(8, 5, 6))
-                await handoff.commit(8, 7)
+    async def run():
+        async with prefill.opened(decode, 8, 1, 2, timeout_s=timeout_s) as handoff:
+            handoff.send(0, slots(8, 5, 6))
+            await handoff.commit(8, 7)
 
-        bound_s = min(timeout_s, 0.5) + 0.1 + 1.5  # one put or the deadline, its grace, and slack
-        try:
-            with pytest.raises(error):
-                await asyncio.wait_for(run(), bound_s)
-            assert decode.receiver.writing("h")
-            assert decode.held.reasons == {}
-            assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
-        finally:
-            hangs.set()
-        await asyncio.wait_for(decode.held.ended.wait(), 5)
-        assert not decode.receiver.writing("h")
-        prefill.links.release(link)
+    bound_s = min(timeout_s, 0.5) + 0.1 + 1.5  # one put or the deadline, its grace, and slack
+    try:
+        with pytest.raises(error):
+            await asyncio.wait_for(run(), bound_s)
+        assert decode.receiver.writing("h")
+        assert decode.held.reasons == {}
+        assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
+    finally:
+        hangs.set()
+    await asyncio.wait_for(decode.held.ended.wait(), 5)
+    assert not decode.receiver.writing("h")
+    prefill.links.release(link)
