@@ -153,7 +153,8 @@ class Harness:
             finally:
                 progress.cancel()
         self._judge(load.outcomes, injector, stats)
-        stats.counts["faults"] += injector.done + Counter(skipped=injector.skipped)
+        stats.counts["faults"] += injector.done
+        stats.counts["faults left out"]["that could not hit"] += injector.skipped
         done = self._directory / "kv.done"
         if done.exists():
             stats.counts["faulty KV transfers"] += Counter(done.read_text().split())

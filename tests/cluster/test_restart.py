@@ -219,6 +219,7 @@ async def etcd_members() -> AsyncIterator[list[EmbeddedEtcd]]:
             stack.push_async_callback(members[-1].close)
         await asyncio.gather(*(one.start() for one in members))  # none answers before a majority
         yield members
+        await asyncio.gather(*(one.kill() for one in members))  # one alone looks for a majority
 
 
 async def leader_of(members: Sequence[EmbeddedEtcd]) -> EmbeddedEtcd:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import httpx
 import pytest
+import pytest_asyncio
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -193,38 +194,46 @@ async def test_spans_account_for_a_requests_time(
     raise AssertionError(f"explained of all: {shares}, by workers: {of_workers}")
 
 
-async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(clusters: Clusters) -> None:
+@pytest_asyncio.fixture(loop_scope="session")
+async def own_receiver() -> AsyncIterator[OtlpReceiver]:
+    """Gets the spans of one test's cluster; it must outlive that."""
+    async with OtlpReceiver(SpanStore()) as receiver:
+        yield receiver
+
+
+async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(
+    own_receiver: OtlpReceiver, clusters: Clusters
+) -> None:
     """Nothing is sampled here; what is kept comes from the router and its workers."""
     limits = RouterLimits(trace_slow_s=SLOW_S, slos=("loose:ttft=1000,tpot=1000",))
-    async with OtlpReceiver(SpanStore()) as receiver:
-        cluster, client = await clusters(
-            alone=True, otlp=receiver.address, engine=SLOW, decode=2, trace_sample=0.0,
-            limits=limits, log_format="json", drain_s=1.0,
-        )  # fmt: skip
-        healthy = await client.generate(list(range(400, 480)), max_tokens=5, ignore_eos=True)
-        slow = await client.generate(list(range(100, 1000)), max_tokens=3)
-        with contextlib.suppress(DeadlineExceeded):
-            await client.generate(
-                PROMPT, max_tokens=1000, ignore_eos=True, timeout=1.0, cache_salt="late"
-            )
-        stream = client.stream(PROMPT, max_tokens=60, ignore_eos=True, cache_salt="killed")
-        async with stream:
-            for _ in range(10):
-                await anext(stream)
-            cluster.kill(await decoding_process(cluster, client))
-            async for _ in stream:
-                pass
-        broken = stream.completion
-        await all_blocks_free(client)
-        assert healthy.route.attempts == 1 and broken.route.attempts > 1
-        assert slow.timing.ttft_ms > 1e3 * SLOW_S
-        await spans_of(receiver, slow)
-        spans = await spans_of(receiver, broken)
-        assert share(spans) >= LEAST_SHARE
-        assert sum(span.name == "router.attempt" for span in spans) == broken.route.attempts
-        await eventually(lambda: asyncio.sleep(0, failed_traces(receiver.store)), bool, "no trace")
-        assert receiver.store.trace(healthy.trace_id) == []
-        assert len(receiver.store) == 3
+    cluster, client = await clusters(
+        alone=True, otlp=own_receiver.address, engine=SLOW, decode=2, trace_sample=0.0,
+        limits=limits, log_format="json", drain_s=1.0,
+    )  # fmt: skip
+    healthy = await client.generate(list(range(400, 480)), max_tokens=5, ignore_eos=True)
+    slow = await client.generate(list(range(100, 1000)), max_tokens=3)
+    with contextlib.suppress(DeadlineExceeded):
+        await client.generate(
+            PROMPT, max_tokens=1000, ignore_eos=True, timeout=1.0, cache_salt="late"
+        )
+    stream = client.stream(PROMPT, max_tokens=60, ignore_eos=True, cache_salt="killed")
+    async with stream:
+        for _ in range(10):
+            await anext(stream)
+        cluster.kill(await decoding_process(cluster, client))
+        async for _ in stream:
+            pass
+    broken = stream.completion
+    await all_blocks_free(client)
+    assert healthy.route.attempts == 1 and broken.route.attempts > 1
+    assert slow.timing.ttft_ms > 1e3 * SLOW_S
+    await spans_of(own_receiver, slow)
+    spans = await spans_of(own_receiver, broken)
+    assert share(spans) >= LEAST_SHARE
+    assert sum(span.name == "router.attempt" for span in spans) == broken.route.attempts
+    await eventually(lambda: asyncio.sleep(0, failed_traces(own_receiver.store)), bool, "no trace")
+    assert own_receiver.store.trace(healthy.trace_id) == []
+    assert len(own_receiver.store) == 3
 
     lines = [json.loads(line) for line in cluster.processes["router"].log if line.startswith("{")]
     (failed,) = (line for line in lines if line.get("trace_id") == broken.trace_id)
