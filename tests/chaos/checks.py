@@ -13,6 +13,7 @@ import re
 import signal
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from baton import rpc
@@ -29,13 +30,21 @@ SLACK = {"tasks": 12, "threads": 6, "files": 16}
 Holdings = dict[str, dict[str, int]]  # kind of thing -> name -> count
 
 
-async def busy(cluster: LocalCluster) -> list[str]:
-    """Workers that still hold something, as they say themselves, and routers with requests."""
-    found = await asyncio.gather(
-        *(_busy_worker(record) for record in cluster.membership.records.values()),
-        *(_busy_router(address) for address in cluster.addresses),
-    )
-    return [line for lines in found for line in lines]
+async def busy_workers(cluster: LocalCluster) -> list[str]:
+    """Workers that still hold something, as they say themselves."""
+    records = cluster.membership.records.values()
+    return list(chain(*await asyncio.gather(*(_busy_worker(record) for record in records))))
+
+
+async def busy_routers(cluster: LocalCluster) -> list[str]:
+    """Routers that still have requests."""
+    found = []
+    for address in cluster.addresses:
+        async with AsyncClient(address) as client:
+            router = (await client.status())["router"]
+        for kind in ("queued", "running"):
+            found += [f"router {address} has {router[kind]} {kind}"] if router[kind] else []
+    return found
 
 
 async def _busy_worker(record: common_pb2.WorkerRecord) -> list[str]:
@@ -58,13 +67,6 @@ async def _busy_worker(record: common_pb2.WorkerRecord) -> list[str]:
         - sum((load.blocks_free, load.blocks_cached, load.blocks_held, load.blocks_quarantined)),
     }
     return [f"{name} has {count} {kind}" for kind, count in counts.items() if count]
-
-
-async def _busy_router(address: str) -> list[str]:
-    async with AsyncClient(address) as client:
-        router = (await client.status())["router"]
-    kinds = ("queued", "running")
-    return [f"router {address} has {router[kind]} {kind}" for kind in kinds if router[kind]]
 
 
 async def holdings(cluster: LocalCluster, directory: Path) -> dict[int, Holdings]:

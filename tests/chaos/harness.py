@@ -206,7 +206,8 @@ class Harness:
             return checks.leaks(before, await checks.holdings(self.cluster, self._directory))
 
         for look, timeout_s in (
-            (partial(checks.busy, self.cluster), IDLE_S),
+            (partial(checks.busy_workers, self.cluster), IDLE_S),
+            (partial(checks.busy_routers, self.cluster), IDLE_S),
             (leaked, RELEASE_S),
             (partial(checks.stale_mappings, self.cluster), RELEASE_S),
         ):

@@ -9,18 +9,18 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from baton import rpc
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.etcd import EmbeddedEtcd
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.chaos.checks import busy_workers
 from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED, Case, Oracle, Streams, all_blocks_free, check
 from tests.waiting import eventually
@@ -159,16 +159,8 @@ async def test_blocks_are_freed_without_new_work(clusters: Clusters, simulated: 
     running.cancel()  # it would go on until its deadlines
     await asyncio.gather(running, return_exceptions=True)
 
-    async def held() -> int:
-        count = 0
-        for record in cluster.membership.records.values():
-            async with rpc.channel(record.address) as channel:
-                stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                load = (await stub.Describe(worker_pb2.DescribeRequest(), timeout=10.0)).load
-                count += load.blocks_held + load.blocks_quarantined
-        return count
-
-    await eventually(held, lambda count: count == 0, "blocks are still held", 30.0)
+    busy = partial(busy_workers, cluster)
+    await eventually(busy, lambda found: not found, "blocks are still held", 30.0)
 
 
 async def joined(client: AsyncClient) -> set[str]:

@@ -1,6 +1,7 @@
 """What the tests of `kvtransfer` are made of: small pools, a decode side and a prefill side."""
 
 import asyncio
+import inspect
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -189,12 +190,13 @@ class Decode:
         """Returns when a handoff's first message has been taken in."""
         await asyncio.wait_for(self.held.asked.wait(), 5)
 
-    def before_call(self, method, change):
-        """Calls `change(request)` before each call of the receiver's `method`."""
+    def before_call(self, method, act):
+        """Calls `act(request)`, which may raise or wait, before each call of the receiver's."""
         original = getattr(self.receiver, method)
 
         async def changed(request):
-            change(request)
+            if inspect.isawaitable(waits := act(request)):
+                await waits
             return await original(request)
 
         setattr(self.receiver, method, changed)
@@ -260,3 +262,18 @@ class Prefill:
                 handoff.send(position, chunk)
                 position += chunk.num_tokens
             return await handoff.commit(total, first_token)
+
+
+class Times:
+    """Does something the first `times` times, or raises it; counts every call."""
+
+    def __init__(self, times, act):
+        self.times, self.act, self.calls = times, act, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        if self.calls > self.times:
+            return None
+        if isinstance(self.act, Exception):
+            raise self.act
+        return self.act(*arguments)

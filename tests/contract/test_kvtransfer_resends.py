@@ -11,21 +11,9 @@ from baton.errors import DeadlineExceeded, KvCorrupted, KvMismatch, Stale, Trans
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
 
-from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, expect_only, slots
+from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, Times, expect_only, slots
 
 every_transport = pytest.mark.parametrize("name", list(TRANSPORTS))
-
-
-class Times:
-    """Lets something happen the first `times` times; counts every call."""
-
-    def __init__(self, times, act):
-        self.times, self.act, self.calls = times, act, 0
-
-    def __call__(self, *arguments):
-        self.calls += 1
-        if self.calls <= self.times:
-            self.act(*arguments)
 
 
 def corrupt(request):
@@ -107,10 +95,7 @@ async def test_a_receive_that_failed_at_the_receiver_is_posted_again(join):
     listener = decode.receiver._peers.find("p", 1).listener
     receive = listener.receive
 
-    def fail():
-        raise TransferFailed("the receive was cut")
-
-    fails = Times(1, fail)
+    fails = Times(1, TransferFailed("the receive was cut"))
     listener.receive = lambda *arguments: fails() or receive(*arguments)
     stats = await prefill.hand_over(decode.reserve("h", 8, 1, 2), "h", slots(8, 5, 6))
     expect_sent_again(prefill, decode, stats)
@@ -167,11 +152,7 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
 async def test_what_a_resend_cannot_fix_is_not_resent(join, raised):
     prefill, decode = await join("memory")
     withdrawn, timeout_s = [], 10.0
-
-    def fail(request):
-        raise raised
-
-    decode.before_call("commit", fail)
+    decode.before_call("commit", Times(9, raised))
     decode.before_call("abort", lambda request: withdrawn.append(request.resend))
     if isinstance(raised, DeadlineExceeded):  # the request's own
         decode.receiver.commit, timeout_s = lambda request: asyncio.sleep(5), 0.5
@@ -198,16 +179,13 @@ async def test_a_reservation_that_is_gone_is_not_sent_again(join):
 async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
     prefill, decode = await join("shm")
     asked, reached = [], asyncio.Event()
-    abort = decode.receiver.abort
 
     async def slow(request):
         asked.append(request.resend)
         reached.set()
-        if request.resend:
-            await asyncio.sleep(0.2)
-        return await abort(request)
+        await asyncio.sleep(0.2 * request.resend)
 
-    decode.receiver.abort = slow
+    decode.before_call("abort", slow)
     decode.before_call("commit", corrupt)
     to = decode.reserve("h", 4, 1)
     running = asyncio.create_task(prefill.hand_over(to, "h", slots(4, 5)))
