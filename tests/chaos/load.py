@@ -249,7 +249,7 @@ async def _over_http(
         "return_token_ids": True,
     }
     headers = {"x-request-timeout": str(request.timeout_s)}
-    text, reason, usage, done = "", "", Usage(), False
+    text, reason, usage, done, failed = "", "", Usage(), False, None
     outcome.failure = UNREACHED
     async with (
         httpx.AsyncClient(base_url=f"http://{address}", timeout=None) as client,
@@ -266,9 +266,7 @@ async def _over_http(
                 if done or not line.startswith("data: "):
                     continue
                 event = json.loads(line.removeprefix("data: "))
-                if error := event.get("error"):
-                    outcome.failure = ERROR_EVENT
-                    raise _TYPES.get(error["type"], InternalError)(f"{ERROR_EVENT}: {error}")
+                failed = failed or event.get("error")
                 for choice in event.get("choices", ()):
                     text += choice["text"]
                     reason = choice["finish_reason"] or reason
@@ -277,6 +275,9 @@ async def _over_http(
                     usage = Usage(given["prompt_tokens"], given["completion_tokens"])
     if not done:
         raise Unavailable(f"{CUT}: the stream ended without [DONE]")
+    if failed:
+        outcome.failure = ERROR_EVENT
+        raise _TYPES.get(failed["type"], InternalError)(f"{ERROR_EVENT}: {failed}")
     outcome.completion = Completion(
         text,
         tuple(outcome.token_ids),

@@ -18,14 +18,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Generator,
-    Iterator,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -89,6 +82,8 @@ async def start(**settings: Any) -> LocalCluster:
         await cluster.__aenter__()
     except BaseException:
         RUNNING.remove(cluster)
+        for process in cluster.processes.values():
+            print(f"--- {process.name}", process.log_tail(60), sep="\n")
         raise
     return cluster
 
@@ -196,7 +191,7 @@ async def clusters(
 
 
 async def share(
-    shared: dict[str, LocalCluster], settings: dict[str, Any], used: Collection[LocalCluster]
+    shared: dict[str, LocalCluster], settings: dict[str, Any], used: Sequence[LocalCluster]
 ) -> LocalCluster:
     """The cluster of these settings; where it is a new one, others that are not used may end."""
     key = repr(sorted(settings.items()))

@@ -30,11 +30,13 @@ async def test_every_request_ends_right_and_nothing_is_kept(
         said.append, routers=routers, transport=transport, callers=6, mean_pause_s=1.5
     )
     async with harness:
-        await harness.warm_up(runs)
-        stats = await harness.round(runs, seed, SECONDS)
-        print("\n".join((*said, stats.render(), *stats.violations)))
-        if stats.violations:
-            print(harness.logs())
-    assert not stats.violations
+        try:
+            await harness.warm_up(runs)
+            stats = await harness.round(runs, seed, SECONDS)
+            assert not stats.violations
+        except BaseException:
+            print(*said, harness.logs(), sep="\n")
+            raise
+    print(stats.render())
     assert stats.counts["requests"][COMPLETE] and stats.counts["faults"]  # on any machine
     assert not harness.leftovers()
