@@ -46,11 +46,12 @@ def make_area(num_bytes, where="host"):
     return CudaArea(num_bytes, CPU, DRIVER) if where == "gpu" else shm.SharedMemoryArea(num_bytes)
 
 
-def make_pool(seed, where="host"):
+def make_pool(seed, where="host", dtype=torch.float32, head_size=SHAPE[-1]):
     """A pool in memory to share, with content that depends on `seed` alone."""
-    content = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
-    area = make_area(content.numel() * 4, where)
-    pool = KvPool(area.tensor.view(torch.float32).view(SHAPE), area)
+    generator = torch.Generator().manual_seed(seed)
+    content = (torch.randn((*SHAPE[:-1], head_size), generator=generator) * 50).to(dtype)
+    area = make_area(content.nbytes, where)
+    pool = KvPool(area.tensor.view(dtype).view(content.shape), area)
     pool.tensor.copy_(content)
     return pool
 

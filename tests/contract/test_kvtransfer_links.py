@@ -7,34 +7,31 @@ import time
 import pytest
 import torch
 
-from baton.engine.kv_cache import KvLayout
-from baton.engine.weights.quantize import pack_rows, unpack_rows
 from baton.errors import Stale, TransferFailed
 from kvtransfer.digest import WordDigest
-from kvtransfer.pool import Digest, KvPool
+from kvtransfer.pool import Digest
 
 from .kvtransfer_parts import (
-    BLOCK_SIZE,
     BLOCKS,
     POOLS,
-    TOKEN_BYTES,
     TRANSPORTS,
     Pair,
     expect_only,
-    make_area,
     make_pool,
     slots,
 )
 
 GPUS = "gloo of GPUs"  # messages are gathered and digested where the pool is
+INT8 = [f"{name} of int8" for name in TRANSPORTS]  # rows with their scales: 20 bytes a slot
 
 
-@pytest.fixture(params=[*TRANSPORTS, GPUS])
+@pytest.fixture(params=[*TRANSPORTS, GPUS, *INT8])
 def pair(request):
-    made = {}
-    if request.param == GPUS:
-        made = {"source": make_pool(1, "gpu"), "target": make_pool(2, "gpu")}
-    pair = Pair(TRANSPORTS["gloo" if made else request.param](), **made)
+    name, _, kind = request.param.partition(" of ")
+    where = "gpu" if kind == "GPUs" else POOLS.get(name, "host")
+    rows = {"dtype": torch.int8, "head_size": 20} if kind == "int8" else {}
+    pools = {"source": make_pool(1, where, **rows), "target": make_pool(2, where, **rows)}
+    pair = Pair(TRANSPORTS[name](), **pools)
     yield pair
     pair.close()
 
@@ -67,7 +64,7 @@ def test_only_the_filled_slots_of_reserved_blocks_change(pair):
         before = pair.target.tensor.clone()
         stats, sent, arrived = pair.move(local, remote)
         expect_only(pair.source, local, pair.target, remote, before)
-        num_bytes = local.num_tokens * TOKEN_BYTES
+        num_bytes = local.num_tokens * pair.source.token_bytes
         assert stats.num_bytes == sent.num_bytes == arrived.num_bytes == num_bytes
         assert sent.value == arrived.value == pair.target.digest(remote).value
         assert isinstance(sent, WordDigest) == pair.source.on_gpu
@@ -77,7 +74,8 @@ def test_only_the_filled_slots_of_reserved_blocks_change(pair):
 
 def test_links_do_not_disturb_each_other(pair):
     name = pair.transport.name
-    other = Pair(TRANSPORTS[name]() if pair.transport.one_sided else pair.transport, 2, peer="q")
+    transport = TRANSPORTS[name]() if pair.transport.one_sided else pair.transport
+    other = Pair(transport, 2, peer="q")
     try:
         moved = [p.move(slots(4, 1), slots(4, n)) for n, p in enumerate((pair, other, pair))]
     finally:
@@ -136,43 +134,3 @@ def test_another_epoch_is_stale_and_a_link_without_a_peer_fails(gloo_pair):
     gloo_pair.listener.offer("late", 7)
     with pytest.raises(TransferFailed):
         gloo_pair.listener.accept("late", 7, 0.2)
-
-
-LAYOUT = KvLayout(BLOCKS, 2, 2, BLOCK_SIZE, 16, torch.int8)
-
-
-def int8_pool(seed, where="host"):
-    """(a pool in memory to share, the numbers that are packed in it)."""
-    generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randn(*LAYOUT.shape[:-1], LAYOUT.head_size, generator=generator)
-    area = make_area(LAYOUT.num_bytes, where)
-    pool = KvPool(area.tensor.view(torch.int8).view(LAYOUT.shape), area)
-    pool.tensor.copy_(pack_rows(numbers))
-    return pool, numbers
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_int8_rows_arrive_with_their_scales(name):
-    """An int8 pool moves as any other; an element and a scale are part of the digest."""
-    where = POOLS.get(name, "host")
-    (source, numbers), (target, _) = int8_pool(1, where), int8_pool(2, where)
-    before = target.tensor.clone()
-    pair = Pair(TRANSPORTS[name](), source=source, target=target)
-    try:
-        stats, sent, arrived = pair.move(slots(10, 9, 1, 20), slots(10, 4, 5, 7))
-        assert stats.num_bytes == 10 * LAYOUT.bytes_per_token
-        assert sent.value == arrived.value
-        moved = unpack_rows(target.tensor, torch.float32)
-        unit = numbers.abs().amax(-1, keepdim=True) / 127
-        for here, there, fill in ((9, 4, 4), (1, 5, 4), (20, 7, 2)):
-            left, right = moved[there, ..., :fill, :], numbers[here, ..., :fill, :]
-            assert ((left - right).abs() <= 0.501 * unit[here, ..., :fill, :]).all()
-        assert torch.equal(target.tensor[7, ..., 2:, :], before[7, ..., 2:, :])
-        others = [block for block in range(BLOCKS) if block not in (4, 5, 7)]
-        assert torch.equal(target.tensor[others], before[others])
-        for byte in (0, LAYOUT.row_size - 1):
-            source.tensor[1, 1, 1, 1, 3, byte] ^= 1
-            assert source.digest(slots(10, 9, 1, 20)).value != sent.value
-            source.tensor[1, 1, 1, 1, 3, byte] ^= 1
-    finally:
-        pair.close()
