@@ -195,11 +195,13 @@ async def share(
 ) -> LocalCluster:
     """The cluster of these settings; where it is a new one, others that are not used may end."""
     key = repr(sorted(settings.items()))
-    if key not in shared:
+    cluster = shared.pop(key, None)
+    if cluster is None:
         for old in [old for old in shared if shared[old] not in used][: 1 - MOST_SHARED]:
             await stop(shared.pop(old))
-    shared[key] = shared.pop(key, None) or await start(**settings)
-    return shared[key]
+        cluster = await start(**settings)
+    shared[key] = cluster
+    return cluster
 
 
 @pytest.fixture(scope="session")

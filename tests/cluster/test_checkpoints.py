@@ -6,12 +6,13 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.client import AsyncClient, RetryPolicy
+from baton.client import AsyncClient, Completion, RetryPolicy
 from baton.config import EngineConfig
 from baton.errors import Unavailable
 from baton.local.cluster import LocalCluster
@@ -27,7 +28,7 @@ from tests.waiting import eventually
 WEIGHTS = "model.safetensors"
 LOST = "model.layers.1.mlp.down_proj.weight"
 PROMPT = [(7 * i) % 250 + 2 for i in range(50)]
-GREEDY = {"max_tokens": 16, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,12 @@ async def test_processes_refuse_a_broken_checkpoint(tmp_path: Path, whole: Path)
     assert worker.err.count("\n") == 1
 
 
+def generated_by_one_process(engine: EngineConfig) -> Completion:
+    """What a cluster must generate."""
+    with SingleProcess(engine) as process:
+        return process.generate(PROMPT, SamplingParams(**GREEDY))
+
+
 async def test_a_sharded_checkpoint_serves(tmp_path: Path, clusters: Clusters) -> None:
     """A cluster streams what one process and transformers itself generate."""
     directory = tmp_path / "sharded"
@@ -82,8 +89,7 @@ async def test_a_sharded_checkpoint_serves(tmp_path: Path, clusters: Clusters) -
     )
     assert len(list(directory.glob("*.safetensors"))) > 2
     engine = EngineConfig(model=str(directory), dtype="float32", kv_blocks=64)
-    with SingleProcess(engine) as process:
-        here = process.generate(PROMPT, SamplingParams(**GREEDY))
+    here = generated_by_one_process(engine)
     with torch.no_grad():
         greedy = reference.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=16, min_new_tokens=16
@@ -104,8 +110,7 @@ async def test_random_weights_serve_token_ids(
     shutil.copy(whole / "config.json", config)
     engine = EngineConfig(model=str(config), random_weights=True, dtype="float32", kv_blocks=64)
     cluster, _ = await clusters(alone=True, engine=engine)
-    with SingleProcess(engine) as process:
-        here = process.generate(PROMPT, SamplingParams(**GREEDY))
+    here = generated_by_one_process(engine)
     argv = ("--token-ids", ",".join(map(str, PROMPT)), "--max-tokens", "16", "--ignore-eos")
     there = await as_json("generate", *argv, "--target", cluster.address)
     assert tuple(there["token_ids"]) == here.token_ids
@@ -142,12 +147,9 @@ async def test_workers_that_do_not_match_are_not_paired(
     )
     no_retry = RetryPolicy(max_attempts=1)
     async with AsyncClient(cluster.address, retry=no_retry) as client:
-        with SingleProcess(engine) as process:
-            here = process.generate(PROMPT, SamplingParams(**GREEDY))
-        options = {**GREEDY, "timeout": 60.0}
-        salts = [f"{i}" for i in range(8)]
+        here = generated_by_one_process(engine)
         done = await asyncio.gather(
-            *(client.generate(PROMPT, cache_salt=salt, **options) for salt in salts)
+            *(client.generate(PROMPT, cache_salt=f"{i}", timeout=60.0, **GREEDY) for i in range(8))
         )
         assert {one.token_ids for one in done} == {here.token_ids}
         odd = cluster.processes["decode-1"].pid
@@ -179,7 +181,7 @@ async def test_workers_that_do_not_match_are_not_paired(
     await cluster.start_again("router")
     async with AsyncClient(cluster.address, retry=no_retry) as client:
 
-        async def workers() -> list[dict]:  # type: ignore[type-arg]
+        async def workers() -> list[dict[str, Any]]:
             try:
                 return [w for w in (await client.status())["workers"] if w["pid"] in pids]
             except Unavailable:  # it is still starting

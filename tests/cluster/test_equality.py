@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ async def test_cold_cached_and_32_at_once(
 
     The KV bytes of exactly the prompt's tokens travel.
     """
-    topology = {} if size == 1 else {"prefill": size, "decode": size}
+    topology: dict[str, Any] = {} if size == 1 else {"prefill": size, "decode": size}
     topology |= {} if transport == "shm" else {"transport": transport}
     _, client = await clusters(**topology)
     for sampling in SAMPLING:
@@ -159,7 +160,7 @@ async def test_the_trace_of_a_long_prompt(
 
 # Native kernels give a row the same bits beside any other rows, in any precision.
 NATIVE = pytest.mark.skipif(library.load() is None, reason="no native library here")
-INT8 = {"quantization": "int8", "kv_dtype": "int8"}
+INT8: dict[str, Any] = {"quantization": "int8", "kv_dtype": "int8"}
 
 
 @pytest.mark.parametrize(
