@@ -21,8 +21,8 @@ demo: $(STAMP)
 
 # Unit and contract tests side by side, a thread each; then real clusters, which need the machine.
 test: $(STAMP)
-	@$(BIN)/python -m pytest --numprocesses $(shell nproc) --dist worksteal tests/unit tests/contract
-	@$(BIN)/python -m pytest tests/gpu tests/cluster tests/chaos tests/compose
+	@$(BIN)/python -m pytest --numprocesses $(shell nproc) --dist worksteal tests/unit tests/contract tests/chaos
+	@$(BIN)/python -m pytest tests/gpu tests/cluster tests/compose
 
 # And what takes long or needs more: chaos for ten minutes, the stack in containers.
 test-all: test chaos compose-test

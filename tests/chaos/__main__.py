@@ -12,11 +12,10 @@ import asyncio
 import secrets
 import sys
 import time
-from collections import Counter
-from dataclasses import fields
 
-from tests.chaos.harness import Harness, HarnessConfig, logs
-from tests.chaos.requests import ChaosStats, oracle_runs
+from tests.chaos.harness import Harness
+from tests.chaos.judge import ChaosStats
+from tests.chaos.load import COMPLETE, oracle_runs
 
 ROUND_S = 60.0
 NEW_TOKENS = 150
@@ -27,14 +26,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="(default: 10)")
     parser.add_argument("--seed", type=int, default=None, help="(default: a new one)")
-    parser.add_argument("--routers", type=int, default=HarnessConfig.routers)
-    parser.add_argument("--transport", default=HarnessConfig.transport)
-    parser.add_argument("--callers", type=int, default=HarnessConfig.callers)
     args = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
-    config = HarnessConfig(routers=args.routers, transport=args.transport, callers=args.callers)
     log(f"seed {seed}, {args.minutes:g} minutes")
-    stats = asyncio.run(run(config, seed, args.minutes * 60.0))
+    stats = asyncio.run(run(seed, args.minutes * 60.0))
     log(stats.render())
     if not stats.violations:
         log(f"the promise was kept (seed {seed})")
@@ -44,41 +39,29 @@ def main() -> int:
     return 1
 
 
-async def run(config: HarnessConfig, seed: int, seconds: float) -> ChaosStats:
+async def run(seed: int, seconds: float) -> ChaosStats:
     """Rounds of at most ROUND_S, the nth with the seed `seed + n`, on one cluster."""
     log("asking the oracle…")
     runs = await asyncio.to_thread(oracle_runs, NEW_TOKENS)
     total = ChaosStats()
-    harness = Harness(config, log)
+    harness = Harness(log)
     async with harness:
         await harness.warm_up(runs)
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 1.0:
             log(f"round with seed {seed}")
             stats = await harness.round(runs, seed, min(ROUND_S, left_s))
-            add(total, stats)
+            total.add(stats)
             for violation in stats.violations:
                 log(f"VIOLATION: {violation}")
             if stats.violations:
-                log(logs(harness))
-            log(f"{stats.requests} requests, {stats.faults.total()} faults, "
-                f"{len(stats.violations)} violations")  # fmt: skip
+                log(harness.logs())
+            log(f"{stats.counts['requests'].total()} requests, {len(stats.violations)} violations")
             seed += 1
     total.violations += harness.leftovers()
-    if not total.outcomes["complete"]:
+    if not total.counts["requests"][COMPLETE]:
         total.violations.append("no request completed: nothing was tried")
     return total
-
-
-def add(total: ChaosStats, one: ChaosStats) -> None:
-    """Adds the counts of one round."""
-    for field in fields(ChaosStats):
-        ours, theirs = getattr(total, field.name), getattr(one, field.name)
-        if isinstance(ours, (Counter, list)):
-            ours += theirs
-        else:
-            largest = field.name.startswith("largest")
-            setattr(total, field.name, max(ours, theirs) if largest else ours + theirs)
 
 
 def log(line: str) -> None:

@@ -1,6 +1,7 @@
-"""What must hold of a cluster after chaos: no block held, nothing leaked, no process left.
+"""What must hold of a cluster after chaos: no block held, nothing leaked, no memory mapped.
 
-Looks at the processes from outside, and asks the workers themselves, not the router.
+Looks at the processes from outside, and asks the workers themselves, not the router. Each check
+returns what is wrong now, a line each.
 """
 
 from __future__ import annotations
@@ -10,62 +11,51 @@ import json
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
-
-import psutil
 
 from baton import rpc
 from baton.client import AsyncClient
 from baton.errors import BatonError
-from baton.local import ports
 from baton.local.cluster import LocalCluster
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.waiting import eventually
 
-IDLE_S = 45.0  # a reservation's lease is 30 s, and nothing may be held after it
 ANSWER_S = 10.0
-RELEASE_S = 15.0
 # What a process may hold more than after its warm-up: connections to processes that came later.
 SLACK = {"tasks": 12, "threads": 6, "files": 16}
 
-Found = TypeVar("Found")
 Holdings = dict[str, dict[str, int]]  # kind of thing -> name -> count
 
 
-async def _until_empty(look: Callable[[], Awaitable[Found]], timeout_s: float) -> Found:
-    """Looks until nothing is found, or returns what is still found after the timeout."""
+async def busy_workers(cluster: LocalCluster) -> list[str]:
+    """Workers that still hold something, as they say themselves."""
+    records = cluster.membership.records.values()
+    return list(chain(*await asyncio.gather(*(_busy_worker(record) for record in records))))
+
+
+async def busy_routers(cluster: LocalCluster) -> list[str]:
+    """Routers that still have requests."""
+    found = []
+    for address in cluster.addresses:
+        async with AsyncClient(address) as client:
+            router = (await client.status())["router"]
+        for kind in ("queued", "running"):
+            found += [f"router {address} has {router[kind]} {kind}"] if router[kind] else []
+    return found
+
+
+async def _busy_worker(record: common_pb2.WorkerRecord) -> list[str]:
+    name = f"worker {record.incarnation} (pid {record.pid})"
     try:
-        return await eventually(look, lambda found: not found, "", timeout_s)
-    except AssertionError:
-        return await look()
-
-
-async def wait_idle(cluster: LocalCluster) -> dict[str, str]:
-    """Waits until no worker holds anything; what is still held then, by worker."""
-    return await _until_empty(lambda: busy_workers(cluster), IDLE_S)
-
-
-async def busy_workers(cluster: LocalCluster) -> dict[str, str]:
-    """What each worker that is not idle holds, as it says itself."""
-    records = list(cluster.membership.records.values())
-    said = await asyncio.gather(*(_describe(record.address) for record in records))
-    return {
-        f"{record.role}/{record.incarnation} (pid {record.pid})": what
-        for record, what in zip(records, said, strict=True)
-        if what
-    }
-
-
-async def _describe(address: str) -> str:
-    try:
-        async with rpc.channel(address) as channel:
+        async with rpc.channel(record.address) as channel:
             with rpc.translated():
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
     except BatonError as error:
-        return f"does not respond: {error}"
+        return [f"{name} does not respond: {error}"]
     load = answer.load
     counts = {
         "held": load.blocks_held,
@@ -76,52 +66,20 @@ async def _describe(address: str) -> str:
         "lost": load.blocks_total
         - sum((load.blocks_free, load.blocks_cached, load.blocks_held, load.blocks_quarantined)),
     }
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-
-
-async def busy_routers(addresses: Iterable[str]) -> dict[str, str]:
-    """Routers that still count requests after the last one has ended."""
-
-    async def busy() -> dict[str, str]:
-        found = {}
-        for address in addresses:
-            async with AsyncClient(address) as client:
-                router = (await client.status())["router"]
-            if router["queued"] or router["running"]:
-                found[address] = f"{router['queued']} queued, {router['running']} running"
-        return found
-
-    return await _until_empty(busy, IDLE_S)
+    return [f"{name} has {count} {kind}" for kind, count in counts.items() if count]
 
 
 async def holdings(cluster: LocalCluster, directory: Path) -> dict[int, Holdings]:
     """What each process of `tests.chaos.process` holds now, by pid."""
-    pids = [process.pid for process in cluster.processes.values() if process.running]
-    return dict(zip(pids, [await _holding(pid, directory) for pid in pids], strict=True))
-
-
-async def _holding(pid: int, directory: Path) -> Holdings:
-    path = directory / f"{pid}.json"
-    path.unlink(missing_ok=True)
-    os.kill(pid, signal.SIGUSR1)
-
-    async def written() -> bool:
-        return path.exists()
-
-    await eventually(written, bool, f"process {pid} does not respond SIGUSR1")
-    held: Holdings = json.loads(path.read_text())
+    held = {}
+    for pid in [process.pid for process in cluster.processes.values() if process.running]:
+        path = directory / f"{pid}.json"
+        path.unlink(missing_ok=True)
+        os.kill(pid, signal.SIGUSR1)
+        written = partial(asyncio.to_thread, path.exists)
+        await eventually(written, bool, f"process {pid} answers no SIGUSR1")
+        held[pid] = json.loads(path.read_text())
     return held
-
-
-async def wait_no_leaks(
-    cluster: LocalCluster, directory: Path, before: Mapping[int, Holdings]
-) -> list[str]:
-    """Waits until no process holds more than before; what is still held."""
-
-    async def found() -> list[str]:
-        return leaks(before, await holdings(cluster, directory))
-
-    return await _until_empty(found, RELEASE_S)
 
 
 def leaks(before: Mapping[int, Holdings], after: Mapping[int, Holdings]) -> list[str]:
@@ -139,36 +97,13 @@ def leaks(before: Mapping[int, Holdings], after: Mapping[int, Holdings]) -> list
 
 async def stale_mappings(cluster: LocalCluster) -> list[str]:
     """KV pools that stay mapped although their workers are gone; one for each worker is right."""
-
-    async def found() -> list[str]:
-        workers = [p.pid for p in cluster.processes.values() if p.running and p.role != "router"]
-        mapped = {pid: _mapped(pid) for pid in workers}
-        pools = set().union(*mapped.values())
-        if len(pools) <= len(workers):
-            return []
-        counts = {pid: len(names) for pid, names in mapped.items()}
-        return [f"{len(pools)} pools of {len(workers)} workers are mapped, by pid {counts}"]
-
-    return await _until_empty(found, RELEASE_S)
+    pids = [p.pid for p in cluster.processes.values() if p.running and p.role != "router"]
+    mapped = {pid: _mapped(pid) for pid in pids}
+    pools = set().union(*mapped.values())
+    counts = {pid: len(names) for pid, names in mapped.items()}
+    what = f"{len(pools)} pools of {len(pids)} workers are mapped, by pid {counts}"
+    return [what] if len(pools) > len(pids) else []
 
 
 def _mapped(pid: int) -> set[str]:
     return set(re.findall("/memfd:.*", Path(f"/proc/{pid}/maps").read_text()))
-
-
-def leftovers(processes: Iterable[psutil.Process], used_ports: Iterable[int]) -> list[str]:
-    """Processes and ports of a stopped cluster that are still there."""
-    found = [f"process {process.pid} still runs" for process in processes if _runs(process)]
-    for port in used_ports:
-        try:
-            ports.check_free("127.0.0.1", port)
-        except BatonError as error:
-            found.append(str(error))
-    return found
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

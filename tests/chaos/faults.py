@@ -7,23 +7,19 @@ file of `tests.chaos.kv_faults`, etcd through its owner.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from baton.local.cluster import LocalCluster, router_serving, workers_ready
-from tests.chaos.proxy import Proxy
-
-Kind = Literal["kill", "stop", "drain", "cut", "hole", "slow", "sluggish", "kv", "etcd"]
+from tests.proxy import Proxy
 
 # How often each kind happens, relative to the others.
-WEIGHTS: Mapping[Kind, int] = {
+WEIGHTS: Mapping[str, int] = {
     "kill": 4,
     "stop": 4,
     "drain": 2,
@@ -35,7 +31,7 @@ WEIGHTS: Mapping[Kind, int] = {
     "etcd": 1,
 }
 # Seconds that a fault lasts; the others are over at once.
-LASTING: Mapping[Kind, tuple[float, float]] = {
+LASTING: Mapping[str, tuple[float, float]] = {
     "stop": (0.3, 5.0),
     "hole": (0.3, 5.0),
     "slow": (1.0, 4.0),
@@ -44,9 +40,15 @@ LASTING: Mapping[Kind, tuple[float, float]] = {
     "etcd": (1.0, 5.0),
 }
 KV_FAULTS = ("corrupt", "lose", "fail", "delay")
-ROUTER_KINDS: tuple[Kind, ...] = ("kill", "stop", "drain")
-# Of the faults that may hit a router or a worker, this share hits a router.
-ROUTER_SHARE = 0.25
+ROUTER_KINDS = ("kill", "stop", "drain")
+ROUTER_SHARE = 0.25  # of the faults that may hit a router or a worker, this share hits a router
+HARMLESS = ("slow", "kv", "etcd")  # their targets serve on: they excuse nothing
+BACK_S = 60.0  # at most, until a process that was killed serves again
+RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
+SLOW_BYTES_PER_S = 200_000.0
+DUTY_S = (0.15, 0.05)  # a sluggish process is stopped, then runs, for so long
+KV_SHARE = 0.5
+KV_DELAY_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Fault:
     """
 
     at_s: float
-    kind: Kind
+    kind: str
     target: str
     duration_s: float = 0.0
     other: str = ""
@@ -106,14 +108,6 @@ def _fault(dice: random.Random, at_s: float, processes: Mapping[str, str]) -> Fa
     return Fault(at_s, kind, target, duration_s, other, may_hit_last)
 
 
-BACK_S = 60.0  # at most, until a process that was killed serves again
-RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
-SLOW_BYTES_PER_S = 200_000.0
-DUTY_S = (0.15, 0.05)  # a sluggish process is stopped, then runs, for so long
-KV_SHARE = 0.5
-KV_DELAY_S = 0.4
-
-
 @dataclass
 class Outage:
     """One process that does not serve as it should; `until_s` None: still. The loop's clock."""
@@ -128,186 +122,149 @@ class Outage:
         return self.from_s <= until_s and (self.until_s is None or self.until_s >= from_s)
 
 
+@dataclass
+class Outages:
+    """When which of the processes (roles by name) were down."""
+
+    roles: Mapping[str, str]
+    all: list[Outage] = field(default_factory=list)
+
+    def any_down(
+        self, names: Collection[str], from_s: float, until_s: float, kinds: Collection[str] = ()
+    ) -> bool:
+        """Whether one of these processes was down between the two, by one of these kinds."""
+        return any(
+            one.name in names and one.overlaps(from_s, until_s) and one.kind in (kinds or WEIGHTS)
+            for one in self.all
+        )
+
+    def role_down(self, role: str, from_s: float, until_s: float) -> bool:
+        """Whether at some moment between the two all processes of a role were down at once."""
+        moments = [from_s, *(one.from_s for one in self.all if from_s <= one.from_s <= until_s)]
+        return any(
+            all(self.any_down((name,), moment_s, moment_s) for name in self.names(role))
+            for moment_s in moments
+        )
+
+    def memory_lost(self, from_s: float, until_s: float) -> bool:
+        """Whether a process was killed, with the spans it had not sent, between the two."""
+        return any(one.kind == "kill" and from_s <= one.from_s <= until_s for one in self.all)
+
+    def names(self, role: str) -> list[str]:
+        """The processes of a role."""
+        return [name for name, its in self.roles.items() if its == role]
+
+
+@dataclass
 class Injector:
     """`done` counts faults by kind, `skipped` those whose target could not be hit.
 
-    `router_address` gives the address of a router by name.
+    `proxies` and `routers`, which are addresses, are by process name.
     """
 
-    def __init__(
-        self,
-        cluster: LocalCluster,
-        proxies: Mapping[str, Proxy],
-        kv_control: Path,
-        router_address: Callable[[str], str],
-        log: Callable[[str], None],
-    ) -> None:
-        self.done: Counter[str] = Counter()
-        self.skipped = 0
-        self.outages: list[Outage] = []
-        self._cluster = cluster
-        self._proxies = proxies
-        self._kv_control = kv_control
-        self._router_address = router_address
-        self._log = log
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._busy: set[str] = set()
+    cluster: LocalCluster
+    proxies: Mapping[str, Proxy]
+    kv_control: Path
+    routers: Mapping[str, str]
+    log: Callable[[str], None]
+    done: Counter[str] = field(default_factory=Counter)
+    skipped: int = 0
+    _busy: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.outages = Outages({p.name: p.role for p in self.cluster.processes.values()})
 
     async def run(self, faults: Iterable[Fault]) -> None:
         """Does each fault at its time, counted from now; returns when the last one is over."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        for fault in faults:
-            await asyncio.sleep(max(0.0, began_s + fault.at_s - clock()))
-            task = asyncio.create_task(self._do(fault), name=str(fault))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        while self._tasks:
-            await asyncio.gather(*self._tasks)
-
-    def role_down(self, from_s: float, until_s: float) -> bool:
-        """Whether at some moment between the two all workers of a role were down at once."""
-        return any(self._role_down(role, from_s, until_s) for role in ("prefill", "decode"))
-
-    def any_router_down(self, from_s: float, until_s: float, every: bool = False) -> bool:
-        """Whether a router, or `every` one at once, was killed, stopped or drained between."""
-        if every:
-            return self._role_down("router", from_s, until_s)
-        return any(
-            one.overlaps(from_s, until_s) and self._role(one.name) == "router"
-            for one in self.outages
-        )
-
-    def router_down(self, name: str, from_s: float, until_s: float, killed: bool = False) -> bool:
-        """Whether this router was down between the two, or was `killed` then."""
-        return any(
-            one.name == name
-            and one.overlaps(from_s, until_s)
-            and (not killed or one.kind == "kill")
-            for one in self.outages
-        )
-
-    def killed(self, from_s: float, until_s: float) -> bool:
-        """Whether a process lost its memory, with the spans in it, between the two."""
-        return any(one.kind == "kill" and from_s <= one.from_s <= until_s for one in self.outages)
+        async with asyncio.TaskGroup() as running:
+            for fault in faults:
+                await asyncio.sleep(max(0.0, began_s + fault.at_s - clock()))
+                running.create_task(self._do(fault), name=str(fault))
 
     async def _do(self, fault: Fault) -> None:
         key = fault.kind if fault.kind in ("kv", "etcd") else fault.target
-        if key in self._busy or self._spared(fault):
+        if key in self._busy or self._spares(fault):
             self.skipped += 1
-            self._log(f"{fault}  (skipped)")
+            self.log(f"{fault}  (skipped)")
             return
-        self._log(str(fault))
+        self.log(str(fault))
         self.done[fault.kind] += 1
         self._busy.add(key)
+        clock = asyncio.get_running_loop().time
+        outage = Outage(fault.target, fault.kind, clock())
+        if fault.kind not in HARMLESS:
+            self.outages.all.append(outage)
         try:
-            await getattr(self, f"_{fault.kind}")(fault)
+            await self._inject(fault)
         finally:
+            outage.until_s = clock()
             self._busy.discard(key)
 
-    async def _kill(self, fault: Fault) -> None:
-        with self._outage(fault):
-            self._cluster.kill(fault.target)
-            await self._back(fault.target)
-
-    async def _drain(self, fault: Fault) -> None:
-        with self._outage(fault):
-            self._cluster.kill(fault.target, signal.SIGTERM)
-            await self._back(fault.target)
-
-    async def _stop(self, fault: Fault) -> None:
-        with self._outage(fault):
-            self._cluster.kill(fault.target, signal.SIGSTOP)
-            await asyncio.sleep(fault.duration_s)
-            self._cluster.kill(fault.target, signal.SIGCONT)
+    async def _inject(self, fault: Fault) -> None:
+        """Does it, takes it back, and returns when others should have seen that."""
+        target, other, duration_s = fault.target, fault.other, fault.duration_s
+        match fault.kind:
+            case "kill" | "drain":
+                self.cluster.kill(
+                    target, signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM
+                )
+                await self._back(target)
+                if target in self.routers:
+                    return
+            case "stop":
+                self.cluster.kill(target, signal.SIGSTOP)
+                await asyncio.sleep(duration_s)
+                self.cluster.kill(target, signal.SIGCONT)
+            case "sluggish":
+                for _ in range(round(duration_s / sum(DUTY_S))):
+                    for signum, pause_s in zip(
+                        (signal.SIGSTOP, signal.SIGCONT), DUTY_S, strict=True
+                    ):
+                        self.cluster.kill(target, signum)
+                        await asyncio.sleep(pause_s)
+            case "cut":
+                self.proxies[target].cut(other)
+            case "hole":
+                self.proxies[target].hold(other)
+                await asyncio.sleep(duration_s)
+                self.proxies[target].release(other)
+            case "slow":
+                self.proxies[target].slow(SLOW_BYTES_PER_S, other)
+                await asyncio.sleep(duration_s)
+                self.proxies[target].slow(0.0, other)
+            case "kv":
+                wanted = {"fault": target, "share": KV_SHARE, "delay_s": KV_DELAY_S}
+                self.kv_control.write_text(json.dumps(wanted))
+                await asyncio.sleep(duration_s)
+                self.kv_control.unlink()
+            case "etcd":
+                assert self.cluster.etcd is not None
+                await self.cluster.etcd.kill()
+                await asyncio.sleep(duration_s)
+                await self.cluster.etcd.start()
+        if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
-
-    async def _sluggish(self, fault: Fault) -> None:
-        clock = asyncio.get_running_loop().time
-        end_s = clock() + fault.duration_s
-        with self._outage(fault):
-            while clock() < end_s:
-                for signum, pause_s in zip((signal.SIGSTOP, signal.SIGCONT), DUTY_S, strict=True):
-                    self._cluster.kill(fault.target, signum)
-                    await asyncio.sleep(pause_s)
-            await asyncio.sleep(RECOVERED_S)
-
-    async def _cut(self, fault: Fault) -> None:
-        with self._outage(fault):
-            self._proxies[fault.target].cut(fault.other)
-            await asyncio.sleep(RECOVERED_S)
-
-    async def _hole(self, fault: Fault) -> None:
-        proxy = self._proxies[fault.target]
-        with self._outage(fault):
-            proxy.hold(fault.other)
-            await asyncio.sleep(fault.duration_s)
-            proxy.release(fault.other)
-            await asyncio.sleep(RECOVERED_S)
-
-    async def _slow(self, fault: Fault) -> None:
-        proxy = self._proxies[fault.target]
-        proxy.slow(SLOW_BYTES_PER_S, fault.other)
-        await asyncio.sleep(fault.duration_s)
-        proxy.slow(0.0, fault.other)
-
-    async def _kv(self, fault: Fault) -> None:
-        wanted = {"fault": fault.target, "share": KV_SHARE, "delay_s": KV_DELAY_S}
-        self._kv_control.write_text(json.dumps(wanted))
-        await asyncio.sleep(fault.duration_s)
-        self._kv_control.unlink()
-
-    async def _etcd(self, fault: Fault) -> None:
-        etcd = self._cluster.etcd
-        assert etcd is not None, "an external etcd cannot be killed"
-        await etcd.kill()
-        await asyncio.sleep(fault.duration_s)
-        await etcd.start()
 
     async def _back(self, name: str) -> None:
         """Returns when the process has been started again and serves."""
-        process = self._cluster.processes[name]
+        process = self.cluster.processes[name]
         starts = process.starts
         async with asyncio.timeout(BACK_S):
             while process.starts == starts:  # noqa: ASYNC110 - its supervisor sends no event
                 await asyncio.sleep(0.05)
-            if process.role == "router":
-                await router_serving(self._router_address(name))
+            if name in self.routers:
+                await router_serving(self.routers[name])
             else:
-                await workers_ready(self._cluster.membership, lambda: {process.pid})
-                await asyncio.sleep(RECOVERED_S)
+                await workers_ready(self.cluster.membership, lambda: {process.pid})
 
-    @contextlib.contextmanager
-    def _outage(self, fault: Fault) -> Iterator[None]:
-        """The target is down from the beginning of the block to its end."""
-        clock = asyncio.get_running_loop().time
-        outage = Outage(fault.target, fault.kind, clock())
-        self.outages.append(outage)
-        try:
-            yield
-        finally:
-            outage.until_s = clock()
-
-    def _spared(self, fault: Fault) -> bool:
+    def _spares(self, fault: Fault) -> bool:
         """Whether the target is what is left of a role, and the fault is not meant for the last."""
-        if fault.target not in self._cluster.processes or fault.may_hit_last:
+        role = self.outages.roles.get(fault.target)
+        if role is None or fault.may_hit_last:
             return False
+        others = [name for name in self.outages.names(role) if name != fault.target]
         now = asyncio.get_running_loop().time()
-        role = self._role(fault.target)
-        if sum(p.role == role for p in self._cluster.processes.values()) == 1:
-            return False  # there never is another one
-        imagined = Outage(fault.target, fault.kind, now)
-        down = [one for one in self.outages if one.until_s is None]
-        return self._all_down([*down, imagined], role, now)
-
-    def _role_down(self, role: str, from_s: float, until_s: float) -> bool:
-        down = [one for one in self.outages if one.overlaps(from_s, until_s)]
-        moments = [from_s, *(max(one.from_s, from_s) for one in down)]
-        return any(self._all_down(down, role, moment_s) for moment_s in moments)
-
-    def _all_down(self, outages: list[Outage], role: str, moment_s: float) -> bool:
-        names = {one.name for one in outages if one.overlaps(moment_s, moment_s)}
-        return {p.name for p in self._cluster.processes.values() if p.role == role} <= names
-
-    def _role(self, name: str) -> str:
-        return self._cluster.processes[name].role
+        down = [name for name in others if self.outages.any_down((name,), now, now)]
+        return len(others) == len(down) > 0  # where there never is another one, it is hit

@@ -1,23 +1,27 @@
-"""Load: callers that send one request after the other, sometimes a burst, and time the answers.
+"""Load: callers that send one request after the other, sometimes a burst, and keep what comes back.
 
-Requests go through the SDK, and over HTTP as from other languages. Outcomes are not judged here.
+A few long runs of the oracle are enough: each request wants the first tokens of one of them, up to
+a number or a stop string. Requests go through the SDK, and over HTTP as from other languages.
+Outcomes are judged in `tests.chaos.judge`.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import inspect
 import itertools
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
-from baton.bench.servers import EventReader
-from baton.client import AsyncClient, AsyncStream, Completion, Usage
+from baton.client import AsyncClient, Completion, Usage
+from baton.config import EngineConfig
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -26,64 +30,160 @@ from baton.errors import (
     RetryableError,
     Unavailable,
 )
-from tests.chaos.requests import (
-    CUT,
-    ERROR_EVENT,
-    REFUSED,
-    UNREACHED,
-    ChaosRequest,
-    Outcome,
-    Run,
-    next_request,
-)
+from baton.local.single import SingleProcess
+from baton.sampling import SamplingParams
 
+LENGTHS = (1, 15, 17, 40, 90, 200, 450, 1500)
+SAMPLING: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.95, "top_k": 200, "seed": 1234},
+    {"temperature": 0.0, "frequency_penalty": 0.6, "presence_penalty": 0.4},
+)
+NEVER = 1 << 30
+LONG_TIMEOUT_S = 90.0  # no request may need this long
+HTTP_SHARE = 0.4  # of requests that ask for no log-probabilities
 SLACK_S = 10.0  # after its deadline, until a request counts as one that never ends
 BURST = 12
 BURST_SHARE = 0.03  # of a caller's turns
 PAUSE_S = 0.3  # at most, between two turns
 PAUSE_AFTER_FAILURE_S = 1.5
+# How a request ends. A stream over HTTP fails with a status that is an error; without any answer;
+# after the first byte but before its last event; or with an event that is the error.
+COMPLETE, CANCELLED, NO_END, FAILED = "complete", "cancelled by us", "NO END", "failed"
+REFUSED, UNREACHED, CUT, ERROR_EVENT = "refused", "not reached", "cut", "ended by an error event"
 
 _STATUSES = {429: Overloaded, 503: Unavailable, 504: DeadlineExceeded}
 _TYPES = {"service_unavailable_error": Unavailable, "timeout_error": DeadlineExceeded}
 
-OnEnd = Callable[[ChaosRequest, Outcome], None]
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the oracle: what every request for its first tokens must get."""
+
+    prompt: tuple[int, ...]
+    sampling: Mapping[str, Any]
+    whole: Completion
 
 
-class Load:
-    """`callers` clients; `running` and `ended` count requests.
+def oracle_runs(new_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[Run]:
+    """Runs the oracle once for each length, each second one after the same beginning."""
+    runs = []
+    with SingleProcess(EngineConfig(dtype="float32", threads=1, kv_cache_bytes=64 << 20)) as oracle:
+        source = oracle.tokenizer.encode(inspect.getsource(ast) * 2)
+        for i, length in enumerate(lengths):
+            start = 0 if i % 2 else 7 * length
+            sampling = SAMPLING[i % len(SAMPLING)]
+            prompt = tuple(source[start : start + length])
+            params = SamplingParams(**sampling, max_tokens=new_tokens, ignore_eos=True, logprobs=1)
+            runs.append(Run(prompt, sampling, oracle.generate(prompt, params)))
+    return runs
 
-    `gateways` are HTTP addresses by router's name, used in turn.
+
+@dataclass(frozen=True)
+class ChaosRequest:
+    """One request: the first `max_tokens` of a run, or less if `stop` is met.
+
+    Cancelled after `cancel_after` tokens. With a `timeout_s` under LONG_TIMEOUT_S it may
+    end with DEADLINE_EXCEEDED. With `http` it is a stream of one router's gateway, not resumed.
     """
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        gateways: Mapping[str, str],
-        runs: Sequence[Run],
-        seed: int,
-        callers: int,
-        on_end: OnEnd,
-    ) -> None:
-        self._gateways = itertools.cycle(gateways.items())
-        self.running = 0
-        self.ended = 0
-        self._client = client
-        self._runs = runs
-        self._seed = seed
-        self._callers = callers
-        self._on_end = on_end
+    run: Run
+    max_tokens: int
+    salt: str = ""
+    stop: str = ""
+    logprobs: bool = False
+    cancel_after: int = NEVER
+    timeout_s: float = LONG_TIMEOUT_S
+    http: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the SDK, and for HTTP's body."""
+        return {
+            **self.run.sampling,
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+            "cache_salt": self.salt,
+            **({"stop": self.stop} if self.stop else {}),
+            **({"logprobs": 1} if self.logprobs else {}),
+        }
+
+
+def next_request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
+    """The next request of a caller."""
+    run = dice.choice(runs)
+    most = len(run.whole.token_ids)
+    made = ChaosRequest(run, dice.randint(1, most), f"{dice.randrange(4)}")
+    kind = dice.random()
+    if kind < 0.10:
+        made = replace(made, timeout_s=dice.uniform(0.02, 1.5))
+    elif kind < 0.25:
+        made = replace(made, cancel_after=dice.randint(0, most // 2))
+    elif kind < 0.40 and (stop := _some_stop(dice, run)):
+        made = replace(made, max_tokens=most, stop=stop)
+    else:
+        made = replace(made, logprobs=dice.random() < 0.3)
+    return replace(made, http=not made.logprobs and dice.random() < HTTP_SHARE)
+
+
+def _some_stop(dice: random.Random, run: Run) -> str:
+    """A few characters out of the middle of what the oracle wrote; empty if it wrote too little."""
+    text = run.whole.text
+    if len(text) < 20 or "\ufffd" in text:
+        return ""
+    start = dice.randrange(4, len(text) - 6)
+    return text[start : start + dice.randint(2, 6)]
+
+
+@dataclass
+class Outcome:
+    """What has come of one request, and how it ended. Times are of the loop's clock.
+
+    `token_ids` are those that were delivered, whatever came then.
+    """
+
+    began_s: float
+    router: str = ""  # whose gateway it was sent to; empty for the SDK, which uses any
+    ended_s: float = 0.0
+    times: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    end: str = NO_END
+    failure: str = FAILED  # the end, if it fails now
+    error: BatonError | None = None
+    completion: Completion | None = None
+
+    @property
+    def largest_gap_s(self) -> float:
+        """The longest time between two messages."""
+        return max((b - a for a, b in itertools.pairwise(self.times)), default=0.0)
+
+
+@dataclass
+class Load:
+    """`callers` clients; `running` counts requests under way, `outcomes` are those of the others.
+
+    `gateways` are routers and their HTTP addresses, in turn.
+    """
+
+    client: AsyncClient
+    gateways: Iterator[tuple[str, str]]
+    runs: Sequence[Run]
+    seed: int
+    callers: int
+    running: int = 0
+    outcomes: list[tuple[ChaosRequest, Outcome]] = field(default_factory=list)
 
     async def run(self, until_s: float) -> None:
         """Sends until the loop's clock says `until_s`; returns when the last request has ended."""
-        callers = (self._caller(number, until_s) for number in range(self._callers))
+        callers = (self._caller(number, until_s) for number in range(self.callers))
         await asyncio.gather(*callers)
 
     async def _caller(self, number: int, until_s: float) -> None:
-        dice = random.Random(self._seed * 1000 + number)
+        dice = random.Random(self.seed * 1000 + number)
         clock = asyncio.get_running_loop().time
         while clock() < until_s:
             count = BURST if dice.random() < BURST_SHARE else 1
-            asked = (self._send(next_request(dice, self._runs)) for _ in range(count))
+            asked = (self._send(next_request(dice, self.runs)) for _ in range(count))
             outcomes = await asyncio.gather(*asked)
             failed = any(isinstance(one.error, RetryableError) for one in outcomes)
             await asyncio.sleep(PAUSE_AFTER_FAILURE_S if failed else dice.random() * PAUSE_S)
@@ -91,150 +191,101 @@ class Load:
     async def _send(self, request: ChaosRequest) -> Outcome:
         self.running += 1
         try:
-            if request.http:
-                outcome = await send_http(*next(self._gateways), request)
-            else:
-                outcome = await send(self._client, request)
+            gateway = next(self.gateways) if request.http else ("", "")
+            outcome = await send(self.client, request, *gateway)
         finally:
             self.running -= 1
-        self.ended += 1
-        self._on_end(request, outcome)
+        self.outcomes.append((request, outcome))
         return outcome
 
 
-async def send(client: AsyncClient, request: ChaosRequest) -> Outcome:
-    """Runs one request to whatever end it has."""
+async def send(
+    client: AsyncClient, request: ChaosRequest, router: str = "", address: str = ""
+) -> Outcome:
+    """Runs one request to whatever end it has; over HTTP if a router's address is given."""
     clock = asyncio.get_running_loop().time
-    received = _Received(clock())
-    stream = client.stream(request.run.prompt, **request.options)
+    outcome = Outcome(clock(), router)
+    tokens = _over_http(address, request, outcome) if address else _sdk(client, request, outcome)
     try:
-        async with asyncio.timeout(request.timeout_s + SLACK_S):
-            cancelled = await _read(stream, request, received)
-    except BatonError as error:
-        return received.outcome(clock(), error=error)
-    except TimeoutError:
-        return received.outcome(clock(), over=False)
-    if cancelled:
-        return received.outcome(clock(), cancelled=True)
-    return received.outcome(clock(), completion=stream.completion)
-
-
-async def _read(stream: AsyncStream, request: ChaosRequest, received: _Received) -> bool:
-    """Reads until the end or until the caller cancels; whether it did."""
-    clock = asyncio.get_running_loop().time
-    async with stream:
-        async for delta in stream:
-            received.times.append(clock())
-            received.token_ids += delta.token_ids
-            if request.cancel_after is not None and len(received.token_ids) > request.cancel_after:
-                return True
-    return False
-
-
-@dataclass
-class _Received:
-    """What has arrived of one response, and when."""
-
-    began_s: float
-    times: list[float] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-
-    def outcome(self, ended_s: float, **how: Any) -> Outcome:
-        gaps = (after - before for before, after in zip(self.times, self.times[1:], strict=False))
-        return Outcome(
-            tuple(self.token_ids),
-            self.began_s,
-            ended_s,
-            ttft_s=self.times[0] - self.began_s if self.times else 0.0,
-            largest_gap_s=max(gaps, default=0.0),
-            **how,
-        )
-
-
-@dataclass
-class _HttpReceived(_Received):
-    """A stream over HTTP, put together from its events."""
-
-    opened: bool = False  # its first bytes have arrived
-    trace_id: str = ""
-    text: str = ""
-    reason: Any = None
-    usage: Usage = field(default_factory=Usage)
-    error: BatonError | None = None
-
-    def take(self, event: Mapping[str, Any]) -> None:
-        """One event's data."""
-        if error := event.get("error"):
-            self.error = _TYPES.get(error["type"], InternalError)(f"{ERROR_EVENT}: {error}")
-        for choice in event.get("choices", ()):
-            self.times.append(asyncio.get_running_loop().time())
-            self.token_ids += choice["token_ids"]
-            self.text += choice["text"]
-            self.reason = choice["finish_reason"] or self.reason
-        if usage := event.get("usage"):
-            self.usage = Usage(usage["prompt_tokens"], usage["completion_tokens"])
-
-    def how(self, request: ChaosRequest) -> dict[str, Any]:
-        """How a stream ended that came to its [DONE]."""
-        if self.error is not None:
-            return {"failure": ERROR_EVENT, "error": self.error}
-        done = Completion(
-            self.text,
-            tuple(self.token_ids),
-            self.reason,
-            stop=request.stop if self.reason == "stop" else "",  # HTTP does not say which
-            usage=self.usage,
-            trace_id=self.trace_id,
-        )
-        return {"completion": done}
-
-
-async def send_http(router: str, address: str, request: ChaosRequest) -> Outcome:
-    """Runs one request as a stream of one router's gateway, on its own connection."""
-    clock = asyncio.get_running_loop().time
-    received = _HttpReceived(clock())
-    how: dict[str, Any] = {}
-    headers = {"x-request-timeout": str(request.timeout_s)}
-    try:
-        async with (
-            asyncio.timeout(request.timeout_s + SLACK_S),
-            httpx.AsyncClient(
-                base_url=f"http://{address}", timeout=None, headers=headers
-            ) as client,
-            client.stream("POST", "/v1/completions", json=request.body) as response,
-        ):
-            received.trace_id = response.headers.get("x-trace-id", "")
-            if response.status_code != 200:
-                await response.aread()
-                how = {"failure": REFUSED, "error": _refusal(response)}
+        async with asyncio.timeout(request.timeout_s + SLACK_S), contextlib.aclosing(tokens):
+            async for token_ids in tokens:
+                outcome.times.append(clock())
+                outcome.token_ids += token_ids
+                if len(outcome.token_ids) > request.cancel_after:
+                    outcome.end = CANCELLED
+                    break
             else:
-                received.opened = True
-                how = await _read_events(response, request, received)
+                outcome.end = COMPLETE
+    except (BatonError, httpx.TransportError) as error:
+        if isinstance(error, httpx.TransportError):
+            error = Unavailable(f"{outcome.failure}: {error!r}")
+        outcome.end, outcome.error = outcome.failure, error
     except TimeoutError:
-        how = {"over": False}
-    except httpx.TransportError as error:
-        failure = CUT if received.opened else UNREACHED
-        how = {
-            "failure": failure,
-            "error": Unavailable(f"{failure}: {error or type(error).__name__}"),
-        }
-    return received.outcome(clock(), router=router, **how)
+        outcome.end = NO_END
+    outcome.ended_s = clock()
+    return outcome
 
 
-async def _read_events(
-    response: httpx.Response, request: ChaosRequest, received: _HttpReceived
-) -> dict[str, Any]:
-    """Reads until the end or until the caller cancels; how it ended."""
-    events = EventReader()
-    async with contextlib.aclosing(response.aiter_bytes()) as chunks:
-        async for chunk in chunks:
-            for data in events.feed(chunk):
-                if data == b"[DONE]":
-                    return received.how(request)
-                received.take(json.loads(data))
-            if request.cancel_after is not None and len(received.token_ids) > request.cancel_after:
-                return {"cancelled": True}
-    return {"failure": CUT, "error": Unavailable(f"{CUT}: the stream ended without [DONE]")}
+async def _sdk(
+    client: AsyncClient, request: ChaosRequest, outcome: Outcome
+) -> AsyncGenerator[Sequence[int], None]:
+    """The tokens of each message."""
+    options = {**request.options, "timeout": request.timeout_s}
+    async with client.stream(request.run.prompt, **options) as stream:
+        async for delta in stream:
+            yield delta.token_ids
+    outcome.completion = stream.completion
+
+
+async def _over_http(
+    address: str, request: ChaosRequest, outcome: Outcome
+) -> AsyncGenerator[Sequence[int], None]:
+    """The same as a stream of one router's gateway, on a connection of its own."""
+    body = {
+        **request.options,
+        "prompt": list(request.run.prompt),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    headers = {"x-request-timeout": str(request.timeout_s)}
+    text, reason, usage, done, failed = "", "", Usage(), False, None
+    outcome.failure = UNREACHED
+    async with (
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=None) as client,
+        client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
+    ):
+        if response.status_code != 200:
+            outcome.failure = REFUSED
+            await response.aread()
+            raise _refusal(response)
+        outcome.failure = CUT
+        async with contextlib.aclosing(response.aiter_lines()) as lines:
+            async for line in lines:
+                done = done or line == "data: [DONE]"
+                if done or not line.startswith("data: "):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                failed = failed or event.get("error")
+                for choice in event.get("choices", ()):
+                    text += choice["text"]
+                    reason = choice["finish_reason"] or reason
+                    yield choice["token_ids"]
+                if given := event.get("usage"):
+                    usage = Usage(given["prompt_tokens"], given["completion_tokens"])
+    if not done:
+        raise Unavailable(f"{CUT}: the stream ended without [DONE]")
+    if failed:
+        outcome.failure = ERROR_EVENT
+        raise _TYPES.get(failed["type"], InternalError)(f"{ERROR_EVENT}: {failed}")
+    outcome.completion = Completion(
+        text,
+        tuple(outcome.token_ids),
+        "stop" if reason == "stop" else "length",
+        stop=request.stop if reason == "stop" else "",  # HTTP does not say which
+        usage=usage,
+        trace_id=response.headers.get("x-trace-id", ""),
+    )
 
 
 def _refusal(response: httpx.Response) -> BatonError:

@@ -18,34 +18,24 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvloop
 
-_NUMBER = re.compile(r"[-_][0-9a-f_]+$")
 HELD_VARIABLE = "BATON_CHAOS_HELD"
-
-
-def held() -> dict[str, Any]:
-    """What this process holds now, counted by kind."""
-    files: Counter[str] = Counter()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except FileNotFoundError:  # the one that lists them
-            continue
-        files[target.partition(":")[0].rstrip("0123456789")] += 1
-    tasks = Counter(_kind(task.get_coro()) for task in asyncio.all_tasks())
-    threads = Counter(_NUMBER.sub("", thread.name) for thread in threading.enumerate())
-    return {"tasks": tasks, "threads": threads, "files": files}
-
-
-def _kind(work: Any) -> str:
-    return getattr(work, "__qualname__", type(work).__name__)
+_NUMBER = re.compile(r"[-_][0-9a-f_]+$")
 
 
 def _write_held(directory: Path) -> None:
+    """What this process holds now, counted by kind and name."""
+    coroutines = (task.get_coro() for task in asyncio.all_tasks())
+    held = {
+        "tasks": Counter(getattr(one, "__qualname__", type(one).__name__) for one in coroutines),
+        "threads": Counter(_NUMBER.sub("", thread.name) for thread in threading.enumerate()),
+        "files": {"descriptors": psutil.Process().num_fds()},
+    }
     path = directory / f"{os.getpid()}.json"
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(held()))
+    draft.write_text(json.dumps(held))
     draft.rename(path)  # a reader never sees half of it
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+PIPE = asyncio.subprocess.PIPE
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -22,24 +25,32 @@ class Ended:
     err: str
 
 
-async def baton(*argv: str, stdin: str = "", timeout_s: float = 60.0) -> Ended:
+async def _start(argv: tuple[str, ...], **options: Any) -> asyncio.subprocess.Process:
+    env = {**os.environ, **ONE_THREAD, **options.pop("env", {})}
+    command = (sys.executable, "-m", "baton", *argv)
+    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, env=env, **options)
+
+
+async def baton(*argv: str, timeout_s: float = 60.0) -> Ended:
     """Runs a command to its end; fails, and kills it, when that takes too long."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton", *argv),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **ONE_THREAD},
-    )
+    process = await _start(argv, stdin=asyncio.subprocess.DEVNULL, stderr=PIPE)
     try:
         async with asyncio.timeout(timeout_s):
-            out, err = await process.communicate(stdin.encode())
+            out, err = await process.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
     assert process.returncode is not None
     return Ended(process.returncode, out.decode(), err.decode())
+
+
+async def as_json(*argv: str) -> dict[str, Any]:
+    """The object that a command prints with `--json`; it must have worked."""
+    done = await baton(*argv, "--json")
+    assert (done.status, done.err) == (0, "")
+    found: dict[str, Any] = json.loads(done.out)
+    return found
 
 
 @dataclass
@@ -52,33 +63,28 @@ class Running:
     async def says(self, text: str, timeout_s: float = 60.0) -> str:
         """The next line with `text` in it; fails when it ends or stays silent."""
         assert self.process.stdout is not None
-        async with asyncio.timeout(timeout_s):
-            while raw := await self.process.stdout.readline():
-                self.lines.append(raw.decode().rstrip("\n"))
-                if text in self.lines[-1]:
-                    return self.lines[-1]
-        raise AssertionError(f"ended without saying {text!r}: {self.lines}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while raw := await self.process.stdout.readline():
+                    self.lines.append(raw.decode().rstrip("\n"))
+                    if text in self.lines[-1]:
+                        return self.lines[-1]
+        raise AssertionError(f"it does not say {text!r}: {self.lines}")
 
     async def end(self, signum: int, timeout_s: float = 30.0) -> int:
         """Sends a signal; the exit status."""
         self.process.send_signal(signum)
         assert self.process.stdout is not None
         async with asyncio.timeout(timeout_s):
-            rest = await self.process.stdout.read()
-            self.lines += rest.decode().splitlines()
+            self.lines += (await self.process.stdout.read()).decode().splitlines()
             return await self.process.wait()
 
 
 @contextlib.asynccontextmanager
 async def running(*argv: str, env: Mapping[str, str]) -> AsyncIterator[Running]:
     """Starts a command and, whatever happens, kills it in the end, and its children with it."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton", *argv),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **ONE_THREAD, **env},
-    )
+    out = asyncio.subprocess.STDOUT
+    process = await _start(argv, stdin=asyncio.subprocess.DEVNULL, stderr=out, env=env)
     try:
         yield Running(process)
     finally:

@@ -1,22 +1,25 @@
 """Clusters of real processes for these tests, and a check that nothing of them is left.
 
-    async def test_it(cluster_factory):
-        cluster = await cluster_factory(prefill=2, transport="gloo")   # shared, started once
-    async def test_kill(repaired_cluster):
-        cluster = await repaired_cluster(decode=2)    # shared; what died is started afterwards
-    async def test_odd(own_cluster):
-        cluster = await own_cluster(decode=2, restart=False)           # this test's alone
+    async def test_it(clusters):
+        cluster, client = await clusters(prefill=2, transport="gloo")  # shared: started once
+        cluster, client = await clusters(engine=SIMULATED)  # computes nothing: for timing
+        cluster, client = await clusters(alone=True, drain_s=60.0)  # this test's, stopped after it
 
-All take the fields of ClusterConfig, and `programs`, `extra_args`, `env` and `say` of
-LocalCluster. The tests of this folder run on one event loop, which the shared clusters need, and
-after all others.
+The settings are fields of ClusterConfig, and `programs`, `extra_args` and `env` of LocalCluster.
+Processes that a test killed stay dead while it runs (unless it asks for `restart=True`) and are
+started again after it; then no worker of a shared cluster may hold a block. All tests of this
+folder run on one event loop, which the clusters need, and after all others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +27,23 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from baton.config import ClusterConfig, EngineConfig
+from baton.client import AsyncClient
+from baton.config import ClusterConfig
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.local.supervisor import ChildProcess
 from tests.cluster.forkserver import ForkServer
-from tests.cluster.oracle import Oracle
+from tests.cluster.oracle import ENGINE, SIMULATED, Oracle, all_blocks_free
 
 HERE = Path(__file__).parent
-ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=64 << 20)  # float32: tokens can be compared
 START_TIMEOUT_S = 90.0
+MOST_SHARED = 3  # clusters that run at a time; even an idle one takes its share of a core
+TEST_TIMEOUT_S = 120
 
-ClusterFactory = Callable[..., Awaitable[LocalCluster]]
+Clusters = Callable[..., Awaitable[tuple[LocalCluster, AsyncClient]]]
 RUNNING: list[LocalCluster] = []
-USED_PORTS: set[int] = set()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and pytest_asyncio.is_async_test(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
     items.sort(key=lambda item: HERE in item.path.parents)
 
 
@@ -62,34 +68,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     return report
 
 
-async def start(
-    *,
-    programs: dict[str, list[str]] | None = None,
-    extra_args: dict[str, list[str]] | None = None,
-    env: dict[str, str] | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    **config: Any,
-) -> LocalCluster:
+async def start(**settings: Any) -> LocalCluster:
     """A started cluster; it must be given to `stop`."""
-    settings = ClusterConfig(**{"engine": ENGINE, "port": 0, "log_level": "info", **config})
-    cluster = LocalCluster(
-        settings,
-        programs=programs or {},
-        extra_args=extra_args or {},
-        env=env or {},
-        say=say,
-        start_timeout_s=START_TIMEOUT_S,
-    )
+    others = {
+        key: settings.pop(key) for key in ("programs", "extra_args", "env") if key in settings
+    }
+    if settings.get("routers", 1) == 1:
+        settings.setdefault("http_port", ports.free())
+    config = ClusterConfig(**{"engine": ENGINE, "port": 0, "log_level": "info", **settings})
+    cluster = LocalCluster(config, say=lambda text: None, start_timeout_s=START_TIMEOUT_S, **others)
     RUNNING.append(cluster)
     try:
         await cluster.__aenter__()
     except BaseException:
         RUNNING.remove(cluster)
+        for process in cluster.processes.values():
+            print(f"--- {process.name}", process.log_tail(60), sep="\n")
         raise
-    for address in (*cluster.addresses, cluster.etcd_address):
-        USED_PORTS.add(int(address.rpartition(":")[2]))
-    for record in cluster.membership.records.values():
-        USED_PORTS.add(int(record.address.rpartition(":")[2]))
     return cluster
 
 
@@ -100,81 +95,29 @@ async def stop(cluster: LocalCluster) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """After the last cluster: no process, no port, no shared memory."""
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After the last cluster: no process, shared memory, temporary file or thread of ours."""
+    temporary = tmp_path_factory.mktemp("temporary")
     shared_memory = own_shared_memory()
-    yield
-    children = psutil.Process().children(recursive=True)
-    assert not [(child.pid, child.cmdline()) for child in children]
-    for port in USED_PORTS:
-        ports.check_free("127.0.0.1", port)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        yield
+    # Each has this variable, and holds its ports; a port alone may be another's by now.
+    assert not [one.cmdline() for one in processes_with("TMPDIR", str(temporary))]
     assert own_shared_memory() <= shared_memory
+    assert not list(temporary.glob("baton*"))
+    assert not [one.name for one in threading.enumerate() if one.name.startswith(("kv-", "engine"))]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def fork_server(nothing_left_behind: None) -> AsyncIterator[None]:
-    """From now on the processes of clusters are forks of one that has imported torch."""
-    async with ForkServer() as server:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ChildProcess, "spawn", server.spawn)
-            yield
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def cluster_factory(fork_server: None) -> AsyncIterator[ClusterFactory]:
-    """Starts a cluster the first time its settings are asked for. Tests leave it as it was."""
-    started: dict[str, LocalCluster] = {}
-
-    async def get(**config: Any) -> LocalCluster:
-        key = repr(sorted(config.items()))
-        if key not in started:
-            started[key] = await start(**config)
-        return started[key]
-
-    yield get
-    for cluster in started.values():
-        await stop(cluster)
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def repaired_cluster(cluster_factory: ClusterFactory) -> AsyncIterator[ClusterFactory]:
-    """Shared clusters whose processes a test may kill; afterwards they are started again.
-
-    Nothing is restarted while the test runs, unless it asks for `restart=True`.
-    """
-    used: list[LocalCluster] = []
-
-    async def get(**config: Any) -> LocalCluster:
-        used.append(await cluster_factory(**{"restart": False, **config}))
-        return used[-1]
-
-    yield get
-    for cluster in used:
-        for name, process in cluster.processes.items():
-            if process.exit_status is not None and not cluster.config.restart:
-                await cluster.start_again(name)
-        await cluster.wait_ready()
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def traces(nothing_left_behind: None) -> AsyncIterator[OtlpReceiver]:
-    """Where clusters started with `otlp=traces.address` send their spans."""
-    async with OtlpReceiver(SpanStore()) as receiver:
-        yield receiver
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def own_cluster(fork_server: None) -> AsyncIterator[ClusterFactory]:
-    """Starts clusters that one test may kill as it likes; they end with it."""
-    started: list[LocalCluster] = []
-
-    async def get(**config: Any) -> LocalCluster:
-        started.append(await start(**config))
-        return started[-1]
-
-    yield get
-    for cluster in started:
-        await stop(cluster)
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Processes, orphans too, that were started with this in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
 
 
 def own_shared_memory() -> set[str]:
@@ -191,8 +134,85 @@ def own_shared_memory() -> set[str]:
     return names
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def fork_server(nothing_left_behind: None) -> AsyncIterator[None]:
+    """From now on the processes of clusters are forks of one that has imported torch."""
+    async with ForkServer() as server:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChildProcess, "spawn", server.spawn)
+            yield
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def receiver(nothing_left_behind: None) -> AsyncIterator[OtlpReceiver]:
+    """Where the spans of all clusters arrive."""
+    async with OtlpReceiver(SpanStore(max_traces=10_000, max_spans=1_000_000)) as receiver:
+        yield receiver
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared(
+    fork_server: None, receiver: OtlpReceiver
+) -> AsyncIterator[dict[str, LocalCluster]]:
+    """Clusters that several tests use, by their settings, the one used last at the end."""
+    started: dict[str, LocalCluster] = {}
+    yield started
+    for cluster in started.values():
+        await stop(cluster)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def clusters(
+    shared: dict[str, LocalCluster], receiver: OtlpReceiver
+) -> AsyncIterator[Clusters]:
+    """Starts clusters, or gives those that were started with the same settings before."""
+    used: list[LocalCluster] = []
+    async with AsyncExitStack() as stack:
+
+        async def get(*, alone: bool = False, **settings: Any) -> tuple[LocalCluster, AsyncClient]:
+            settings = {"restart": False, "otlp": receiver.address, **settings}
+            if alone:
+                cluster = await start(**settings)
+                stack.push_async_callback(stop, cluster)
+            else:
+                cluster = await share(shared, settings, used)
+                used.append(cluster)
+            return cluster, await stack.enter_async_context(AsyncClient(cluster.targets))
+
+        yield get
+    for cluster in used:
+        for name, process in cluster.processes.items():
+            if not (process.running or cluster.config.restart):
+                await process.wait()
+                await cluster.start_again(name)
+        await cluster.wait_ready()
+        async with AsyncClient(cluster.targets) as client:
+            await all_blocks_free(client)
+
+
+async def share(
+    shared: dict[str, LocalCluster], settings: dict[str, Any], used: Sequence[LocalCluster]
+) -> LocalCluster:
+    """The cluster of these settings; where it is a new one, others that are not used may end."""
+    key = repr(sorted(settings.items()))
+    cluster = shared.pop(key, None)
+    if cluster is None:
+        for old in [old for old in shared if shared[old] not in used][: 1 - MOST_SHARED]:
+            await stop(shared.pop(old))
+        cluster = await start(**settings)
+    shared[key] = cluster
+    return cluster
+
+
 @pytest.fixture(scope="session")
 def oracle() -> Iterator[Oracle]:
     """The demo model in this process, float32; what it generates is kept for the session."""
-    with Oracle() as process:
+    with Oracle(ENGINE) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Iterator[Oracle]:
+    """The same for clusters of simulated engines: their tokens do not depend on their speed."""
+    with Oracle(SIMULATED, simulate="1e9,0") as process:
         yield process

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -19,29 +19,34 @@ import signal
 import socket
 import sys
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 PRELOADED = ("prefill_worker.worker", "decode_worker.worker", "router.main", "baton.gateway")
-_MODULES = {"baton": "baton.__main__", "tests.chaos.process": "tests.chaos.process"}
+_MODULES = {
+    "baton": "baton.__main__",
+    "tests.chaos.process": "tests.chaos.process",
+    "tests.cluster.other_version": "tests.cluster.other_version",
+}
 _MAX_MESSAGE = 1 << 17
 
 
+@dataclass
 class ForkedProcess:
     """What `ChildProcess` needs of an `asyncio.subprocess.Process`."""
 
-    def __init__(self, pid: int, stdout: asyncio.StreamReader, ended: asyncio.Future[int]) -> None:
-        self.pid = pid
-        self.stdout = stdout
-        self._ended = ended
+    pid: int
+    stdout: asyncio.StreamReader
+    ended: asyncio.Future[int]
 
     @property
     def returncode(self) -> int | None:
         """None while it runs; negative for the signal that killed it."""
-        return self._ended.result() if self._ended.done() else None
+        return self.ended.result() if self.ended.done() else None
 
     async def wait(self) -> int:
         """The exit status."""
-        return await asyncio.shield(self._ended)
+        return await asyncio.shield(self.ended)
 
     def send_signal(self, signum: int) -> None:
         """Sends a signal, if it still runs."""
@@ -54,20 +59,21 @@ class ForkServer:
 
     async def __aenter__(self) -> ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
         self._ended: dict[int, asyncio.Future[int]] = {}
-        self._answers: asyncio.Queue[int] = asyncio.Queue()
+        self._started: asyncio.Queue[int] = asyncio.Queue()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", __name__, str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        self._socket.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._socket, self._receive)
+        self._reader = asyncio.create_task(self._read())
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket)
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
         self._socket.close()
         await self._process.wait()
 
@@ -82,70 +88,51 @@ class ForkServer:
             socket.send_fds(self._socket, [request], [write])
         finally:
             os.close(write)
-        if not (pid := await self._answers.get()):
+        if not (pid := await self._started.get()):
             raise RuntimeError("the fork server has ended; its output says why")
-        loop = asyncio.get_running_loop()
         stdout = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(stdout)
+        loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: protocol, os.fdopen(read, "rb"))
-        return ForkedProcess(pid, stdout, self._ended.setdefault(pid, loop.create_future()))
+        return ForkedProcess(pid, stdout, self._ended[pid])
 
-    def _receive(self) -> None:
+    async def _read(self) -> None:
         """Messages: a started child's pid, or the pid and exit status of one that has ended."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                message = self._socket.recv(_MAX_MESSAGE)
-                if not message:  # the server has ended
-                    asyncio.get_running_loop().remove_reader(self._socket)
-                    self._answers.put_nowait(0)
-                    return
-                pid, *status = json.loads(message)
-                if status:
-                    new = asyncio.get_running_loop().create_future
-                    self._ended.setdefault(pid, new()).set_result(status[0])
-                else:
-                    self._ended[pid] = asyncio.get_running_loop().create_future()
-                    self._answers.put_nowait(pid)
+        loop = asyncio.get_running_loop()
+        while message := await loop.sock_recv(self._socket, _MAX_MESSAGE):
+            pid, *status = json.loads(message)
+            if status:
+                self._ended[pid].set_result(status[0])
+            else:
+                self._ended[pid] = loop.create_future()
+                self._started.put_nowait(pid)
+        self._started.put_nowait(0)  # the server has ended
 
 
 def serve(connection: socket.socket) -> None:
     """Forks on request until the other end closes; its children die with it."""
-    children: set[int] = set()
-    wake, woken = socket.socketpair()
-    for end in (wake, woken):
-        end.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the tests, which close us
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-        selector.register(woken, selectors.EVENT_READ)
-        while True:
-            ready = {key.fileobj for key, _ in selector.select()}
-            if woken in ready:
-                woken.recv(4096)
-                _reap(children, connection)
-            if connection in ready:
-                message, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1)
-                if not message:
-                    return
-                (output,) = descriptors
-                pid = os.fork()
-                if not pid:
-                    for end in (connection, wake, woken):
-                        end.close()
-                    _run(**json.loads(message), output=output)
-                os.close(output)
-                children.add(pid)
-                connection.send(json.dumps([pid]).encode())
-
-
-def _reap(children: set[int], connection: socket.socket) -> None:
-    for pid in list(children):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            children.discard(pid)
-            connection.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+    selector = selectors.DefaultSelector()
+    selector.register(connection, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if pid := key.data:
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                connection.send(json.dumps([pid, status]).encode())
+                continue
+            message, outputs, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1)
+            if not message:
+                return
+            if not (pid := os.fork()):
+                for other in list(selector.get_map().values()):
+                    os.close(other.fd)
+                selector.close()
+                _run(**json.loads(message), output=outputs[0])
+            os.close(outputs[0])
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+            connection.send(json.dumps([pid]).encode())
 
 
 def _run(argv: list[str], env: dict[str, str], output: int) -> None:
@@ -153,8 +140,6 @@ def _run(argv: list[str], env: dict[str, str], output: int) -> None:
     status = 1
     try:
         os.setpgid(0, 0)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor in (1, 2):
@@ -182,8 +167,6 @@ def _run(argv: list[str], env: dict[str, str], output: int) -> None:
 
 
 if __name__ == "__main__":
-    import importlib
-
     for module in PRELOADED:
         importlib.import_module(module)
     serve(socket.socket(fileno=int(sys.argv[1])))

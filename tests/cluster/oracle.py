@@ -1,25 +1,33 @@
-"""What a cluster must equal: the same model, run by one process, and prompts to try it with."""
+"""What a cluster must equal: the same engine in one process; and requests to compare with it."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.client import AsyncClient, Completion
 from baton.config import EngineConfig
+from baton.local.cluster import LocalCluster
 from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
 from tests.waiting import eventually
 
+ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=64 << 20)  # float32: tokens can be compared
+SIMULATED = replace(ENGINE, simulate="8000,4")
 LENGTHS = (1, 15, 16, 17, 500, 1900)
 NEW_TOKENS = 24
-PLAIN = EngineConfig(dtype="float32")
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "top_p": 0.95, "top_k": 200, "seed": 1234},
 }
+TOKENS_BEFORE_FAULT = 10
+# Added to a promised bound: recomputing lost tokens, and a busy machine.
+SLACK_S, LAGS, _TICK_S = 1.0, 5.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,8 @@ class Case:
 class Oracle:
     """Runs cases in this process, each once."""
 
-    def __init__(self, settings: EngineConfig = PLAIN) -> None:
-        self._process = SingleProcess(replace(settings, threads=1))
+    def __init__(self, settings: EngineConfig, **changes: Any) -> None:
+        self._process = SingleProcess(replace(settings, threads=1, **changes))
         self._known: dict[Case, tuple[int, ...]] = {}
 
     def __enter__(self) -> Oracle:
@@ -51,9 +59,24 @@ class Oracle:
     def __exit__(self, *args: object) -> None:
         self._process.__exit__(*args)
 
+    def case(
+        self, length: int, start: int = 0, sampling: str = "greedy", new_tokens: int = NEW_TOKENS
+    ) -> Case:
+        """A prompt and what comes of it, which is known from now on."""
+        case = Case(self.prompt(length, start), sampling, new_tokens)
+        self.tokens(case)
+        return case
+
     def prompt(self, length: int, start: int = 0) -> tuple[int, ...]:
         """`length` tokens of Python; other starts share no prefix."""
         return tuple(self._source[start : start + length])
+
+    def mixed(self, count: int, new_tokens: int = 150) -> list[Case]:
+        """Prompts that need a handoff, of four lengths, greedy and seeded."""
+        kinds = ("greedy", "seeded")
+        return [
+            self.case(20 + 60 * (i // 2 % 4), 0, kinds[i % 2], new_tokens) for i in range(count)
+        ]
 
     def text(self, tokens: tuple[int, ...]) -> str:
         """Text of token ids."""
@@ -71,7 +94,7 @@ class Oracle:
 
 async def check(client: AsyncClient, oracle: Oracle, case: Case, **options: Any) -> Completion:
     """Runs a case on a cluster and compares every token."""
-    done = await client.generate(case.prompt, **{**case.options, **options}, timeout=120.0)
+    done = await client.generate(case.prompt, **{**case.options, "timeout": 90.0, **options})
     assert done.token_ids == oracle.tokens(case), f"{len(case.prompt)} tokens, {case.sampling}"
     return done
 
@@ -80,11 +103,87 @@ async def all_blocks_free(client: AsyncClient) -> None:
     """Returns once no worker holds or quarantines a block; fails after some seconds."""
 
     async def held() -> dict[str, int]:
-        status = await client.status()
-        return {
-            worker["incarnation"]: worker["blocks_held"] + worker["blocks_quarantined"]
-            for worker in status["workers"]
-            if worker["blocks_held"] + worker["blocks_quarantined"]
-        }
+        workers = (await client.status())["workers"]
+        counts = {w["incarnation"]: w["blocks_held"] + w["blocks_quarantined"] for w in workers}
+        return {name: count for name, count in counts.items() if count}
 
     await eventually(held, lambda left: not left, "blocks are still held")
+
+
+async def decoding_process(cluster: LocalCluster, client: AsyncClient) -> str:
+    """The name of the decode worker that runs the only stream."""
+
+    async def pids() -> set[int]:
+        workers = (await client.status())["workers"]
+        return {w["pid"] for w in workers if w["role"] == "decode" and w["running"]}
+
+    (pid,) = await eventually(pids, bool, "no worker decodes", 20.0)
+    return next(name for name, process in cluster.processes.items() if process.pid == pid)
+
+
+@dataclass
+class Streams:
+    """Runs all cases at once; `midway` is set once half of them have ten tokens.
+
+    `largest_gap_s` is the longest time between two messages of one stream so far, and
+    `largest_lag_s` the longest delay of this process's own loop: the share of a busy machine.
+    """
+
+    client: AsyncClient
+    oracle: Oracle
+    cases: Sequence[Case]
+    timeout_s: float = 90.0
+    midway: asyncio.Event = field(default_factory=asyncio.Event)
+    largest_gap_s: float = 0.0
+    largest_lag_s: float = 0.0
+    # Shared clusters have run the same prompts before: they must not be cached.
+    salt: int = field(default_factory=itertools.count().__next__)
+    _underway: int = 0
+
+    async def start(self) -> asyncio.Task[list[Completion]]:
+        """Runs them in a task; returns it once they are midway."""
+        task = asyncio.create_task(self.run())
+        midway = asyncio.create_task(self.midway.wait())
+        await asyncio.wait((task, midway), return_when=asyncio.FIRST_COMPLETED)
+        midway.cancel()
+        assert not task.done(), task.exception() or "all streams ended before half were midway"
+        return task
+
+    async def run(self) -> list[Completion]:
+        """What came; each has the oracle's tokens."""
+        lag = asyncio.create_task(self._measure_lag())
+        try:
+            streams = (self._one(number, case) for number, case in enumerate(self.cases))
+            return await asyncio.gather(*streams)
+        finally:
+            lag.cancel()
+
+    def check_gap(self, promised_s: float) -> None:
+        """Fails if a stream paused for longer than promised, on a machine as busy as this one."""
+        assert self.largest_gap_s < promised_s + SLACK_S + LAGS * self.largest_lag_s
+
+    async def _measure_lag(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            before_s = clock()
+            await asyncio.sleep(_TICK_S)
+            self.largest_lag_s = max(self.largest_lag_s, clock() - before_s - _TICK_S)
+
+    async def _one(self, number: int, case: Case) -> Completion:
+        clock = asyncio.get_running_loop().time
+        tokens, latest_s = 0, None
+        salt = f"{self.salt}-{number % 5}"
+        options = {**case.options, "cache_salt": salt, "timeout": self.timeout_s}
+        async with self.client.stream(case.prompt, **options) as stream:
+            async for delta in stream:
+                now_s = clock()
+                self.largest_gap_s = max(self.largest_gap_s, now_s - (latest_s or now_s))
+                latest_s, before = now_s, tokens
+                tokens += len(delta.token_ids)
+                self._underway += before < TOKENS_BEFORE_FAULT <= tokens
+                if self._underway >= len(self.cases) // 2:
+                    self.midway.set()
+        done = stream.completion
+        assert done.token_ids == self.oracle.tokens(case), f"stream {number}, {case.sampling}"
+        assert done.usage.completion_tokens == len(done.token_ids)
+        return done

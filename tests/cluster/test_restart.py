@@ -1,69 +1,62 @@
-"""Processes may be restarted, and some killed, while requests run: no request is lost."""
+"""Routers, workers and etcd restarted or killed while requests run: none is lost, no token changes.
+
+On simulated engines.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import re
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
-import psutil
+import httpx
+import pytest
+import pytest_asyncio
 
 from baton.client import AsyncClient
+from baton.errors import BatonError
+from baton.local import ports
 from baton.local.cluster import LocalCluster
-from tests.cluster.command import running
-from tests.cluster.conftest import ClusterFactory
-from tests.cluster.oracle import Case, Oracle, all_blocks_free, check
+from baton.local.etcd import EmbeddedEtcd
+from tests.chaos.checks import busy_workers
+from tests.cluster.conftest import Clusters
+from tests.cluster.oracle import SIMULATED, Case, Oracle, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
 DRAIN_S = 30.0  # enough for what runs here, on a machine that is busy with other things
+LEASE_S, OUTAGE_S = 1, 3.0
+ALL = {"engine": SIMULATED, "routers": 2, "restart": True, "drain_s": DRAIN_S}
+LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
 
-class SteadyLoad:
-    """Requests without a pause, each compared with the oracle. The first failure ends its task."""
+@contextlib.asynccontextmanager
+async def steady_load(
+    clients: Sequence[AsyncClient], oracle: Oracle, cases: Sequence[Case]
+) -> AsyncIterator[None]:
+    """Two requests at a time at each client, each compared, before, while and after the block."""
+    ended: asyncio.Queue[None] = asyncio.Queue()
+    stopping = asyncio.Event()
 
-    def __init__(self, clients: list[AsyncClient], oracle: Oracle) -> None:
-        self.done = 0
-        self._clients = clients
-        self._oracle = oracle
-        self._numbers = itertools.count()
-        self._stopping = False
-        self._cases = [Case(oracle.prompt(20 + 30 * (i % 3)), kind) for i, kind in
-                       enumerate(("greedy", "seeded") * 3)]  # fmt: skip
-        for case in self._cases:
-            oracle.tokens(case)
+    async def call(client: AsyncClient, number: int) -> None:
+        while not stopping.is_set():
+            case = cases[number % len(cases)]
+            await check(client, oracle, case, cache_salt=f"{number % 7}")
+            ended.put_nowait(None)
+            number += 5
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Two requests at a time at each client; whatever failed is raised at the end."""
-        callers = [asyncio.create_task(self._caller(client)) for client in self._clients * 2]
-        try:
-            await self.goes_on()
-            yield
-            await self.goes_on()
-        finally:
-            self._stopping = True
-            await asyncio.gather(*callers)
-
-    async def goes_on(self) -> None:
-        """Returns when some more requests have ended."""
-
-        enough = self.done + 6
-
-        async def done() -> int:
-            return self.done
-
-        await eventually(done, lambda now: now >= enough, "too few requests ended", 60.0)
-
-    async def _caller(self, client: AsyncClient) -> None:
-        while not self._stopping:
-            number = next(self._numbers)
-            case = self._cases[number % len(self._cases)]
-            await check(client, self._oracle, case, cache_salt=f"{number % 7}")
-            self.done += 1
+    async with asyncio.TaskGroup() as callers:
+        for number, client in enumerate([*clients, *clients]):
+            callers.create_task(call(client, number))
+        for _ in range(6):
+            await ended.get()
+        yield
+        while not ended.empty():
+            ended.get_nowait()
+        for _ in range(6):
+            await ended.get()
+        stopping.set()
 
 
 @contextlib.asynccontextmanager
@@ -75,14 +68,13 @@ async def clients_of(cluster: LocalCluster) -> AsyncIterator[list[AsyncClient]]:
 
 
 async def test_a_rolling_restart_under_load_fails_no_request(
-    own_cluster: ClusterFactory, oracle: Oracle
+    clusters: Clusters, simulated: Oracle
 ) -> None:
     """Every router and worker of a 2P2D cluster is restarted in turn; no request fails."""
-    cluster = await own_cluster(routers=2, prefill=2, decode=2, drain_s=DRAIN_S)
+    cluster, _ = await clusters(alone=True, prefill=2, decode=2, **ALL)
     before = {name: process.pid for name, process in cluster.processes.items()}
     async with clients_of(cluster) as clients:
-        load = SteadyLoad(clients, oracle)
-        async with load.running():
+        async with steady_load(clients, simulated, simulated.mixed(8, new_tokens=24)):
             assert await cluster.rolling_restart() == dict.fromkeys(before, 0)
         assert len(before) == 6
         assert not set(before.values()) & {p.pid for p in cluster.processes.values()}
@@ -90,96 +82,165 @@ async def test_a_rolling_restart_under_load_fails_no_request(
             await all_blocks_free(client)
 
 
-async def test_etcd_restarts_under_load(repaired_cluster: ClusterFactory, oracle: Oracle) -> None:
-    cluster = await repaired_cluster(routers=2)
+async def test_etcd_restarts_and_one_of_two_routers_is_killed(
+    clusters: Clusters, simulated: Oracle
+) -> None:
+    """A killed router's streams go on at the other one, and whatever is new goes there."""
+    cluster, _ = await clusters(**ALL)
     members = set(cluster.membership.records)
+    case = simulated.case(30, 0, "seeded", 400)
     async with clients_of(cluster) as clients:
-        async with SteadyLoad(clients, oracle).running():
+        async with steady_load(clients, simulated, simulated.mixed(8, new_tokens=24)):
             await cluster.restart_etcd()
         for client in clients:
-            status = await eventually(
-                client.status, lambda s: s["router"]["registry_connected"], "not connected", 30.0
-            )
+            connected = lambda s: s["router"]["registry_connected"]  # noqa: E731
+            status = await eventually(client.status, connected, "not connected", 30.0)
             assert {worker["incarnation"] for worker in status["workers"]} == members
 
-
-async def test_streams_resume_after_the_only_router_is_restarted(
-    repaired_cluster: ClusterFactory, oracle: Oracle
-) -> None:
-    """It is started again at its address, and the stream goes on there, token for token."""
-    cluster = await repaired_cluster(restart=True)
-    case = Case(oracle.prompt(30), "seeded", 400)
-    expected = oracle.tokens(case)
-    async with AsyncClient(cluster.address) as client:
-        stream = client.stream(case.prompt, **case.options, timeout=90.0)
-        await anext(stream)
-        cluster.kill("router")
-        async for _ in stream:
-            pass
-        assert stream.completion.token_ids == expected
-
-
-async def test_one_of_two_routers_killed(repaired_cluster: ClusterFactory, oracle: Oracle) -> None:
-    """Its streams go on at the other router, token for token, and whatever is new goes there."""
-    cluster = await repaired_cluster(routers=2)
-    case = Case(oracle.prompt(30), "seeded", 400)
-    oracle.tokens(case)
-    async with clients_of(cluster) as clients:
-        lives = asyncio.create_task(check(clients[1], oracle, case))
+        lives = asyncio.create_task(check(clients[1], simulated, case))
         stream = clients[0].stream(case.prompt, **case.options, timeout=90.0)
         await anext(stream)
         cluster.kill("router-0")
         async for _ in stream:
             pass
-        assert stream.completion.token_ids == oracle.tokens(case)
+        assert stream.completion.token_ids == simulated.tokens(case)
         await lives
-        short = Case(oracle.prompt(30), "seeded")
+        short = simulated.case(30, 0, "seeded")
         for client in clients:
-            await asyncio.gather(*(check(client, oracle, short) for _ in range(3)))
-            await all_blocks_free(client)
+            await asyncio.gather(*(check(client, simulated, short) for _ in range(3)))
 
 
-async def test_streams_resume_after_the_only_decode_worker_is_restarted(
-    repaired_cluster: ClusterFactory, oracle: Oracle
+@pytest.mark.parametrize("victim", ["router", "decode-0"])
+async def test_streams_resume_after_the_only_router_or_decode_worker_is_restarted(
+    clusters: Clusters, simulated: Oracle, victim: str
 ) -> None:
     """Streams wait for its restart and go on where they were."""
-    cluster = await repaired_cluster(restart=True)
-    cases = [Case(oracle.prompt(30 + i), kind, 300) for i, kind in enumerate(("greedy", "seeded"))]
-    for case in cases:
-        oracle.tokens(case)
-    async with AsyncClient(cluster.targets) as client:
-        streams = [client.stream(case.prompt, **case.options, timeout=90.0) for case in cases]
-        for stream in streams:
-            await anext(stream)
-        cluster.kill("decode-0")
-        for stream, case in zip(streams, cases, strict=True):
-            async for _ in stream:
-                pass
-            assert stream.completion.token_ids == oracle.tokens(case)
-            assert stream.completion.route.attempts > 1
-        assert cluster.processes["decode-0"].starts == 2
-        await all_blocks_free(client)
+    cluster, client = await clusters(engine=SIMULATED, restart=True)
+    cases = [simulated.case(30, i, kind, 400) for i, kind in enumerate(("greedy", "seeded"))]
+    streams = [client.stream(case.prompt, **case.options, timeout=90.0) for case in cases]
+    for stream in streams:
+        await anext(stream)
+    starts = cluster.processes[victim].starts
+    cluster.kill(victim)
+    for stream, case in zip(streams, cases, strict=True):
+        async for _ in stream:
+            pass
+        assert stream.completion.token_ids == simulated.tokens(case)
+        assert victim == "router" or stream.completion.route.attempts > 1
+    assert cluster.processes[victim].starts == starts + 1
 
 
-async def test_up_restarts_everything_on_sighup(tmp_path: Path) -> None:
-    """One process after the other, each logged; then the cluster stops as usual."""
-    argv = ("up", "--routers", "2", "--port", "0", "--dtype", "float32", "--kv-cache", "64MiB")
-    async with running(*argv, env={"TMPDIR": str(tmp_path)}) as up:
-        ready = await up.says("ready: ")
-        target = ready.split()[1].rstrip(",")
-        assert re.fullmatch(r"127\.0\.0\.1:\d+,127\.0\.0\.1:\d+", target)
-        before = set(psutil.Process(up.process.pid).children())
-        up.process.send_signal(signal.SIGHUP)
-        names = ("router-0", "router-1", "prefill-0", "decode-0")
-        await up.says(f"SIGHUP: restarting {', '.join(names)}, one after the other")
-        for name in names:
-            await up.says(f"{name} restarting…")
-            await up.says(f"{name} serving after" if "router" in name else f"{name} ready in")
-        await up.says("all processes have been restarted")
-        after = set(psutil.Process(up.process.pid).children())
-        assert len(after) == len(before) == 5
-        assert len(after & before) == 1, "etcd alone stays"
-        async with AsyncClient(target) as client:
-            assert (await client.generate("def f(", max_tokens=2)).usage.completion_tokens == 2
-        assert await up.end(signal.SIGTERM) == 0
-    assert not [process for process in before | after if process.is_running()]
+async def test_a_router_drains_and_exits_0(clusters: Clusters, simulated: Oracle) -> None:
+    """Its streams complete; what is new is refused, over HTTP with 503 and Retry-After."""
+    cluster, client = await clusters(alone=True, engine=SIMULATED, drain_s=60.0)
+    case = simulated.case(100, new_tokens=400)
+    url = f"http://{cluster.http_addresses[0]}"
+    body = {"prompt": list(case.prompt), "max_tokens": 4}
+    async with httpx.AsyncClient(timeout=60.0) as http:
+        streams = Streams(client, simulated, [case] * 3)
+        running = await streams.start()
+        cluster.kill("router", signal.SIGTERM)
+        ready = lambda: http.get(f"{url}/ready")  # noqa: E731
+        await eventually(ready, lambda response: response.status_code == 503, "not draining")
+        refused = await http.post(f"{url}/v1/completions", json=body)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        await running
+        assert await asyncio.wait_for(cluster.processes["router"].wait(), 20) == 0
+        with pytest.raises(BatonError):
+            await client.generate(case.prompt, max_tokens=4, timeout=1.0)
+
+
+async def test_blocks_are_freed_without_new_work(clusters: Clusters, simulated: Oracle) -> None:
+    """The only router dies under load: no message, no new work, and the workers clean up alone."""
+    cluster, client = await clusters(engine=SIMULATED)
+    streams = Streams(client, simulated, simulated.mixed(6, new_tokens=400))
+    running = await streams.start()
+    cluster.kill("router")
+    running.cancel()  # it would go on until its deadlines
+    await asyncio.gather(running, return_exceptions=True)
+
+    busy = partial(busy_workers, cluster)
+    await eventually(busy, lambda found: not found, "blocks are still held", 30.0)
+
+
+async def joined(client: AsyncClient) -> set[str]:
+    """All three workers, when the router has the one that joined."""
+
+    def three(status: dict) -> bool:  # type: ignore[type-arg]
+        return sum(worker["state"] == "READY" for worker in status["workers"]) == 3
+
+    status = await eventually(client.status, three, "the new worker is not a member", 30.0)
+    assert status["router"]["registry_connected"]
+    return {worker["incarnation"] for worker in status["workers"]}
+
+
+async def test_etcd_down_for_three_leases_fails_no_request(
+    clusters: Clusters, simulated: Oracle
+) -> None:
+    """Streams before, during and after the outage; members again afterwards, and new ones join."""
+    cluster, client = await clusters(alone=True, engine=SIMULATED, extra_args=LEASES)
+    assert cluster.etcd is not None
+    cases = simulated.mixed(4)
+    before = {worker["incarnation"] for worker in (await client.status())["workers"]}
+    await cluster.etcd.kill()
+    end_s = asyncio.get_running_loop().time() + OUTAGE_S * LEASE_S
+    while asyncio.get_running_loop().time() < end_s:
+        done = await Streams(client, simulated, cases).run()
+        assert {one.route.attempts for one in done} == {1}
+    assert not (await client.status())["router"]["registry_connected"]
+    await cluster.etcd.start()
+    connected = lambda s: s["router"]["registry_connected"]  # noqa: E731
+    await eventually(client.status, connected, "not reconnected", 15.0)
+    await cluster.add_worker("decode")
+    assert before < await joined(client)
+    await Streams(client, simulated, cases).run()
+    await all_blocks_free(client)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def etcd_members() -> AsyncIterator[list[EmbeddedEtcd]]:
+    """An etcd cluster of three members on this machine, any of which can be killed."""
+    peer_ports = ports.consecutive("127.0.0.1", 0, 3)
+    peers = {f"etcd-{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(peer_ports)}
+    initial = ",".join(f"{name}={url}" for name, url in peers.items())
+    async with contextlib.AsyncExitStack() as stack:
+        members = []
+        for name, url in peers.items():
+            own = ("--name", name, "--listen-peer-urls", url, "--initial-advertise-peer-urls", url)
+            members.append(EmbeddedEtcd(args=(*own, "--initial-cluster", initial)))
+            stack.push_async_callback(members[-1].close)
+        await asyncio.gather(*(one.start() for one in members))  # none answers before a majority
+        yield members
+        await asyncio.gather(*(one.kill() for one in members))  # one alone looks for a majority
+
+
+async def leader_of(members: Sequence[EmbeddedEtcd]) -> EmbeddedEtcd:
+    """The member that leads now."""
+    async with httpx.AsyncClient(timeout=10.0) as client:
+        for member in members:
+            url = f"http://{member.address}/v3/maintenance/status"
+            status = (await client.post(url, json={})).raise_for_status().json()
+            if status["header"]["member_id"] == status["leader"]:
+                return member
+    raise AssertionError("no member leads")
+
+
+async def test_members_of_a_cluster_of_etcd_killed_under_streams(
+    etcd_members: list[EmbeddedEtcd], clusters: Clusters, simulated: Oracle
+) -> None:
+    """First a follower, then the leader: streams are not disturbed, and a new worker joins."""
+    addresses = ",".join(member.address for member in etcd_members)
+    cluster, client = await clusters(alone=True, engine=SIMULATED, etcd=addresses)
+    for victim in ("follower", "leader"):
+        leader = await leader_of(etcd_members)
+        killed = next(m for m in etcd_members if (m is leader) == (victim == "leader"))
+        streams = Streams(client, simulated, simulated.mixed(4))
+        running = await streams.start()
+        await killed.kill()
+        assert {one.route.attempts for one in await running} == {1}
+        if victim == "leader":
+            await cluster.add_worker("decode")
+            await joined(client)
+        await killed.start()
+        await Streams(client, simulated, streams.cases).run()
+    await all_blocks_free(client)

@@ -6,25 +6,127 @@ The tests follow one another on one stack and each restores it. `make compose-te
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import pytest
 
 from baton import Client, Completion
-from tests.compose.stack import FOLDER, OURS, Stack, run
+from baton.local import ports
 
 pytestmark = pytest.mark.timeout(1800)
 
+HERE = Path(__file__).parent
+FOLDER = HERE.parents[1] / "compose"
+FILES = (
+    FOLDER / "compose.yaml",
+    FOLDER / "compose.observability.yaml",
+    HERE / "compose.test.yaml",
+)
+BUILD_S = 1500.0
+SERVING = ("etcd", "collector", "router-1", "router-2", "prefill", "decode")
+OURS = ("router-1", "router-2", "prefill", "decode")
 PATIENCE_S = 120.0
 PROMPT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n" * 8
 LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.0}
 T = TypeVar("T")
+
+
+def composer() -> list[str]:
+    """The compose command here; empty when there is none."""
+    if shutil.which("docker") and not run(["docker", "compose", "version"], check=False).returncode:
+        return ["docker", "compose"]
+    return ["docker-compose"] if shutil.which("docker-compose") else []
+
+
+def why_not() -> str:
+    """Why the stack cannot be brought up here; empty when it can."""
+    if not shutil.which("docker"):
+        return "there is no docker command"
+    if run(["docker", "info"], check=False).returncode:
+        return "no Docker engine answers (DOCKER_HOST names another)"
+    return "" if composer() else "there is neither `docker compose` nor docker-compose"
+
+
+def run(
+    argv: list[str], *, check: bool = True, timeout_s: float = 120.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A command and what it said; AssertionError with that when it fails."""
+    done = subprocess.run(
+        argv,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert not check or done.returncode == 0, f"{argv}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done
+
+
+class Stack:
+    """One project of compose. Nothing of it is left after `down`."""
+
+    def __init__(self) -> None:
+        self.project = f"baton-test-{os.getpid()}"
+        names = ("ROUTER_1_PORT", "ROUTER_2_PORT", "ROUTER_1_HTTP_PORT", "ROUTER_2_HTTP_PORT")
+        found = ports.consecutive("127.0.0.1", 0, len(names) + 1)
+        self.ports = dict(zip((*names, "PROMETHEUS_PORT"), found, strict=True))
+        self._environment = {
+            **{name: str(port) for name, port in self.ports.items()},
+            "COMPOSE_PROJECT_NAME": self.project,
+            "TEST_FOLDER": str(HERE),
+        }
+        self._command = [*composer(), *(part for file in FILES for part in ("--file", str(file)))]
+
+    def compose(self, *arguments: str, timeout_s: float = 300.0) -> str:
+        """Runs `docker compose ARGUMENTS`; its output."""
+        argv = [*self._command, *arguments]
+        return run(argv, timeout_s=timeout_s, **self._environment).stdout
+
+    def build(self) -> None:
+        """Makes the image, unless BATON_IMAGE names one that is there."""
+        if not os.environ.get("BATON_IMAGE"):
+            self.compose("build", "prefill", timeout_s=BUILD_S)
+
+    def up(self, *services: str, **scale: int) -> None:
+        """Starts services; `decode=2` says how many of one."""
+        scales = [f"--scale={name}={number}" for name, number in scale.items()]
+        self.compose("up", "--detach", "--no-build", *scales, *services)
+
+    def down(self) -> None:
+        """Removes containers, networks and volumes."""
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "40")
+
+    def target(self, router: int) -> str:
+        """The gRPC address of router 1 or 2 from outside."""
+        return f"127.0.0.1:{self.ports[f'ROUTER_{router}_PORT']}"
+
+    def url(self, router: int) -> str:
+        """The HTTP address of router 1 or 2 from outside."""
+        return f"http://127.0.0.1:{self.ports[f'ROUTER_{router}_HTTP_PORT']}"
+
+    def containers(self) -> list[dict[str, Any]]:
+        """What the engine knows of each container of ours, the ended ones included."""
+        label = f"label=com.docker.compose.project={self.project}"
+        ids = run(["docker", "ps", "--all", "--quiet", "--filter", label]).stdout.split()
+        if not ids:
+            return []
+        known: list[dict[str, Any]] = json.loads(run(["docker", "inspect", *ids]).stdout)
+        return known
+
+    def of(self, *services: str) -> list[dict[str, Any]]:
+        """Those of these services."""
+        key = "com.docker.compose.service"
+        return [one for one in self.containers() if one["Config"]["Labels"][key] in services]
 
 
 def eventually(look: Callable[[], T], good: Callable[[T], bool], complaint: str) -> T:
@@ -38,10 +140,8 @@ def eventually(look: Callable[[], T], good: Callable[[T], bool], complaint: str)
 
 def fetched(url: str, body: object = None) -> Any:
     """The JSON at a URL."""
-    data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    response = httpx.request("POST" if body else "GET", url, json=body, timeout=60.0)
+    return response.raise_for_status().json()
 
 
 def ready(stack: Stack, router: int = 1) -> dict[str, list[dict[str, Any]]]:
@@ -59,16 +159,30 @@ def counts(stack: Stack, router: int = 1) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def serving(stack: Stack) -> Iterator[Stack]:
-    """The stack when every container is healthy."""
+def serving() -> Iterator[Stack]:
+    """A prefill and a decode worker, two routers, etcd, an OTLP endpoint, Prometheus; healthy."""
+    if not os.environ.get("BATON_COMPOSE_TEST"):
+        pytest.skip("builds images and takes minutes: `make compose-test` runs it")
+    if reason := why_not():
+        pytest.skip(f"{reason}: the stack needs a container engine")
+    stack = Stack()
 
     def unhealthy() -> list[str]:
         found = stack.of("etcd", *OURS)
         assert len(found) == 5
         return [c["Name"] for c in found if c["State"]["Health"]["Status"] != "healthy"]
 
-    eventually(unhealthy, lambda names: not names, "not healthy")
-    yield stack
+    try:
+        stack.build()
+        stack.up(*SERVING, prefill=1, decode=1)
+        eventually(unhealthy, lambda names: not names, "not healthy")
+        yield stack
+    except BaseException:
+        print(stack.compose("logs", "--tail=30", *OURS))
+        raise
+    finally:
+        stack.down()
+    assert not stack.containers()
 
 
 @pytest.fixture
@@ -154,9 +268,8 @@ def prometheus(serving: Stack) -> str:
 
 def asked(prometheus: str, query: str) -> list[dict[str, Any]]:
     """The answer to a query now; raises HTTPError when Prometheus cannot parse it."""
-    found: list[dict[str, Any]] = fetched(
-        f"{prometheus}/query?{urllib.parse.urlencode({'query': query})}"
-    )["data"]["result"]
+    url = f"{prometheus}/query?{urllib.parse.urlencode({'query': query})}"
+    found: list[dict[str, Any]] = fetched(url)["data"]["result"]
     return found
 
 
@@ -167,7 +280,7 @@ def test_prometheus_finds_every_container(serving: Stack, prometheus: str) -> No
     def up() -> dict[str, float]:
         try:
             found = asked(prometheus, "sum by (job) (up)")
-        except OSError as error:  # it is still starting
+        except httpx.HTTPError as error:  # it is still starting
             return {str(error): 0.0}
         return {one["metric"]["job"]: float(one["value"][1]) for one in found}
 
@@ -184,14 +297,10 @@ def test_prometheus_finds_every_container(serving: Stack, prometheus: str) -> No
     )
 
 
-def dashboards() -> list[Path]:
-    return sorted((FOLDER / "observability" / "grafana" / "dashboards").glob("*.json"))
-
-
-def silent_panels(prometheus: str) -> list[str]:
+def silent_panels(prometheus: str) -> set[str]:
     """The panels whose every query is answered with nothing; raises for one that is an error."""
-    silent = []
-    for file in dashboards():
+    silent = set()
+    for file in (FOLDER / "observability" / "grafana" / "dashboards").glob("*.json"):
         for panel in json.loads(file.read_text())["panels"]:
             answers = []
             for target in panel.get("targets", ()):
@@ -199,7 +308,7 @@ def silent_panels(prometheus: str) -> list[str]:
                 query = query.replace("$job", "prefill").replace("$instance", ".*")
                 answers.append(asked(prometheus, query))
             if answers and not any(answers):
-                silent.append(f"{file.stem}: {panel['title']}")
+                silent.add(f"{file.stem}: {panel['title']}")
     return silent
 
 
@@ -213,7 +322,7 @@ def test_dashboards_ask_what_prometheus_can_answer(serving: Stack, prometheus: s
     with Client(serving.target(1)) as client:
         client.generate(f"{time.time()}" * 20, max_tokens=8)
     eventually(
-        lambda: set(silent_panels(prometheus)) - needs_failure,
+        lambda: silent_panels(prometheus) - needs_failure,
         lambda seen: not seen,
         "these panels show nothing",
     )

@@ -10,6 +10,7 @@ out the same when it is tried again.
 import asyncio
 import itertools
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -33,7 +34,7 @@ from kvtransfer.transports.memory import MemoryTransport
 
 BLOCKS, BLOCK_SIZE = 10, 4
 LEASE_S = 10.0
-OUTPUT = 900  # tokens from here on are drawn, those below are prompts'
+OUTPUT = 900  # tokens from here on are sampled, those below are prompts'
 DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", block_size=BLOCK_SIZE)
 NOTHING = float("nan")  # in a slot that unverified bytes may have come into
 
@@ -75,7 +76,7 @@ class CheckingRunner:
         self.wrong = []
 
     def run(self, plan):
-        return {work.sequence.seq_id: drawn for work in plan.work if (drawn := self._run(work))}
+        return {one.sequence.seq_id: sampled for one in plan.work if (sampled := self._run(one))}
 
     def scrub(self, blocks):
         self.pool[blocks] = 0
@@ -131,9 +132,7 @@ class World:
         self.reservations.receiver = self.receiver
         self.calls, self.errors = set(), []
         self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
-        self.loop._default_executor = (
-            Inline()
-        )  # what waits for a real thread is not at rest in time
+        self.loop._default_executor = Inline()  # a real thread would not be at rest in time
         self._patch = mock.patch.object(peers, "ThreadPoolExecutor", Inline)
         self._patch.start()
 
@@ -209,19 +208,22 @@ class World:
         self.loop.call_soon(self.reservations.on_step, report)
 
 
+@dataclass(eq=False)
 class Handoff:
     """One request's handoff as its router and its prefill process know it."""
 
-    def __init__(self, name, tokens, cached, token, sequence):
-        self.name, self.tokens, self.cached, self.token = name, tokens, cached, token
-        self.sequence = sequence  # the engine's: it knows the blocks
-        self.writer = None
-        self.epoch = None  # of the attempt that runs
-        self.granted = ()  # blocks that its writer may still write into
-        self.corrupted = False  # so said its last Commit's answer
-        self.owes_abort = False  # unless committed, it ends with an Abort that is answered
-        self.withdrawn = False  # decode has agreed to a resend that has not begun
-        self.attempt = 0  # what is answered to an earlier one is not listened to
+    name: str
+    tokens: list
+    cached: int
+    token: str
+    sequence: object  # the engine's: it knows the blocks
+    writer: object = None
+    epoch: int = 0  # of the attempt that runs
+    granted: tuple = ()  # blocks that its writer may still write into
+    corrupted: bool = False  # so said its last Commit's answer
+    owes_abort: bool = False  # unless committed, it ends with an Abort that is answered
+    withdrawn: bool = False  # decode has agreed to a resend that has not begun
+    attempt: int = 0  # what is answered to an earlier one is not listened to
 
     def stop_writing(self):
         self.granted = ()

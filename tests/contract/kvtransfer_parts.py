@@ -1,7 +1,7 @@
 """What the tests of `kvtransfer` are made of: small pools, a decode side and a prefill side."""
 
 import asyncio
-import contextlib
+import inspect
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -46,11 +46,12 @@ def make_area(num_bytes, where="host"):
     return CudaArea(num_bytes, CPU, DRIVER) if where == "gpu" else shm.SharedMemoryArea(num_bytes)
 
 
-def make_pool(seed, where="host"):
+def make_pool(seed, where="host", dtype=torch.float32, head_size=SHAPE[-1]):
     """A pool in memory to share, with content that depends on `seed` alone."""
-    content = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
-    area = make_area(content.numel() * 4, where)
-    pool = KvPool(area.tensor.view(torch.float32).view(SHAPE), area)
+    generator = torch.Generator().manual_seed(seed)
+    content = (torch.randn((*SHAPE[:-1], head_size), generator=generator) * 50).to(dtype)
+    area = make_area(content.nbytes, where)
+    pool = KvPool(area.tensor.view(dtype).view(content.shape), area)
     pool.tensor.copy_(content)
     return pool
 
@@ -190,15 +191,21 @@ class Decode:
         """Returns when a handoff's first message has been taken in."""
         await asyncio.wait_for(self.held.asked.wait(), 5)
 
-    def before_call(self, method, change):
-        """Calls `change(request)` before each call of the receiver's `method`."""
+    def before_call(self, method, act):
+        """Calls `act(request)`, which may raise or wait, before each call of the receiver's."""
         original = getattr(self.receiver, method)
 
         async def changed(request):
-            change(request)
+            if inspect.isawaitable(waits := act(request)):
+                await waits
             return await original(request)
 
         setattr(self.receiver, method, changed)
+
+    def cancel(self, handoff_id):
+        """Gives a reservation up."""
+        del self.held.blocks[handoff_id]
+        self.receiver.forget(handoff_id)
 
     def reserve(self, handoff_id, num_tokens, *ids, cached=0):
         self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, BLOCK_SIZE, b"")
@@ -258,9 +265,16 @@ class Prefill:
             return await handoff.commit(total, first_token)
 
 
-@contextlib.asynccontextmanager
-async def joined(name, decode=None, prefill=None):
-    """A prefill and a decode side over the transport called `name`."""
-    transport = TRANSPORTS[name]()
-    async with Decode(transport, **decode or {}) as d, Prefill(transport, **prefill or {}) as p:
-        yield p, d
+class Times:
+    """Does something the first `times` times, or raises it; counts every call."""
+
+    def __init__(self, times, act):
+        self.times, self.act, self.calls = times, act, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        if self.calls > self.times:
+            return None
+        if isinstance(self.act, Exception):
+            raise self.act
+        return self.act(*arguments)

@@ -1,8 +1,11 @@
-"""The other process of `test_kvtransfer_processes`: a decode worker, or a sender that hangs.
+"""The other process of `test_kvtransfer_processes`.
 
 `decode TRANSPORT` serves handoffs "h" and "next": it prints its port, the hash of its pool once "h"
 is committed, and ends with its input;
-`hang ENDPOINT` connects to a gloo listener, says so and waits to be killed.
+`hang ENDPOINT` connects to a gloo listener, says so and waits to be killed;
+`stop WHERE NUM_TOKENS TARGET RECORD` is a sender that stops itself in the middle: it fills its pool
+with ones, hands them over to the target at the decode worker of that record (protobuf, in
+hexadecimal), and prints how that ended. It stops "before" the put, after the grant, or "amid" it.
 """
 
 import asyncio
@@ -10,11 +13,18 @@ import hashlib
 import os
 import signal
 import sys
-from pathlib import Path
+import threading
 
-sys.path.insert(0, str(Path(__file__).parent))
+import torch
+from opentelemetry.trace import NoOpTracer
 
-from kvtransfer_parts import TRANSPORTS, Decode, make_pool, register
+from baton.errors import BatonError
+from baton.v1 import common_pb2, prefill_pb2
+from kvtransfer import pool as pools
+from kvtransfer.links import LinkPool
+from kvtransfer.sender import HandoffSender
+from kvtransfer.transports import shm
+from tests.contract.kvtransfer_parts import TRANSPORTS, Decode, make_pool, register
 
 REMOTE = (9, 4, 5, 6, 20)
 
@@ -38,15 +48,63 @@ async def decode(name):
         await asyncio.to_thread(sys.stdin.read)
 
 
-def hang(endpoint):
+async def hang(endpoint):
     link = TRANSPORTS["gloo"]().connect(make_pool(1), bytes.fromhex(endpoint), os.getppid(), 5.0)
     print("connected", flush=True)
     signal.pause()
     link.close()
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "decode":
-        asyncio.run(decode(sys.argv[2]))
+async def stop(where, num_tokens, target, record):
+    num_tokens = int(num_tokens)
+    to = prefill_pb2.HandoffTarget.FromString(bytes.fromhex(target))
+    record = common_pb2.WorkerRecord.FromString(bytes.fromhex(record))
+    kv = record.kv
+
+    async def find(incarnation):
+        return record
+
+    stop_at(where)
+    blocks = -(-num_tokens // kv.block_size)
+    shape = (2 * blocks, kv.num_layers, 2, kv.num_kv_heads, kv.block_size, kv.head_size)
+    links = LinkPool(pools.KvPool(torch.ones(shape)), [shm.ShmTransport()], kv, "stopped", find)
+    sender = HandoffSender(links, NoOpTracer())
+    try:
+        async with sender.open(to, "h", num_tokens, 120.0) as handoff:
+            # Every other block, so that the put is made of several pieces.
+            handoff.send(0, pools.Slots(tuple(range(0, 2 * blocks, 2)), num_tokens))
+            await handoff.commit(num_tokens, 7)
+        print("committed", flush=True)
+    except BatonError as error:
+        print(type(error).__name__, flush=True)
+    await links.close()
+
+
+def stop_at(where):
+    """This process will stop once, before its first put or within it."""
+    calls = []
+
+    def stop_once():
+        calls.append(1)
+        if len(calls) == 1:
+            # To this thread: it goes no further. One for the process might stop another one first.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+    class Link(shm._ShmLink):
+        def put(self, *arguments):
+            stop_once()
+            return super().put(*arguments)
+
+    class Digest(pools.Digest):
+        def add(self, data):
+            super().add(data)
+            stop_once()
+
+    if where == "before":
+        shm._ShmLink = Link
     else:
-        hang(sys.argv[2])
+        pools.KvPool.new_digest = lambda pool: Digest()
+
+
+if __name__ == "__main__":
+    asyncio.run({"decode": decode, "hang": hang, "stop": stop}[sys.argv[1]](*sys.argv[2:]))

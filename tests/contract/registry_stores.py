@@ -10,6 +10,7 @@ from baton.local.etcd import EmbeddedEtcd
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.etcd_client import EtcdClient
 from baton.registry.memory import MemoryRegistry, MemoryStore
+from tests.proxy import Proxy
 
 PATIENCE_S = 12.0
 
@@ -45,40 +46,32 @@ class InMemory:
 
 
 class RealEtcd:
-    """An etcd process; a registry that is `wired` reaches it over a wire of its own."""
+    """An etcd process; a registry that is `wired` reaches it through a proxy of its own."""
 
     async def open(self, ttl_s):
         self._ttl_s = ttl_s
         self._etcd = EmbeddedEtcd()
-        self._wires: dict[int, Wire] = {}
+        self._wires: dict[EtcdRegistry, Proxy] = {}
         self._registries: list[EtcdRegistry] = []
         await self._etcd.start()
+        self.stop, self.start, self.wipe = self._etcd.kill, self._etcd.start, self._etcd.wipe
 
     async def registry(self, *, wired=False):
         address, wire = self._etcd.address, None
         if wired:
-            wire = Wire(address)
-            address = await wire.open()
+            wire = Proxy(split_address(address)[1])
+            address = (await wire.__aenter__()).address
         registry = EtcdRegistry(RegistryConfig(etcd=address, lease_ttl_s=self._ttl_s))
         if wire:
-            self._wires[id(registry)] = wire
+            self._wires[registry] = wire
         self._registries.append(registry)
         return registry
 
     async def cut(self, registry):
-        await self._wires[id(registry)].cut()
+        await self._wires[registry].__aexit__()
 
     async def reconnect(self, registry):
-        await self._wires[id(registry)].open()
-
-    async def stop(self):
-        await self._etcd.kill()
-
-    async def start(self):
-        await self._etcd.start()
-
-    async def wipe(self):
-        await self._etcd.wipe()
+        await self._wires[registry].__aenter__()
 
     async def compact(self):
         client = EtcdClient(RegistryConfig(etcd=self._etcd.address))
@@ -92,59 +85,8 @@ class RealEtcd:
         for registry in self._registries:
             await registry.close()
         for wire in self._wires.values():
-            await wire.cut()
+            await wire.__aexit__()
         await self._etcd.close()
-
-
-class Wire:
-    """A TCP relay in front of a server, so that a test can cut one client off."""
-
-    def __init__(self, upstream):
-        self._upstream = split_address(upstream)
-        self._port = 0
-        self._server: asyncio.Server | None = None
-        self._relays: set[asyncio.Task[None]] = set()
-
-    async def open(self):
-        """Listens, always on the same port; returns host:port."""
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
-        return f"127.0.0.1:{self._port}"
-
-    async def cut(self):
-        """Breaks every connection and refuses new ones."""
-        if self._server:
-            self._server.close()
-            self._server = None
-        for relay in self._relays:
-            relay.cancel()
-        if self._relays:
-            await asyncio.wait(set(self._relays))
-
-    async def _relay(self, reader, writer):
-        task = asyncio.current_task()
-        assert task is not None
-        self._relays.add(task)
-        writers = [writer]
-        try:
-            up_reader, up_writer = await asyncio.open_connection(*self._upstream)
-            writers.append(up_writer)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_pump(reader, up_writer))
-                both.create_task(_pump(up_reader, writer))
-        except* (OSError, asyncio.CancelledError):
-            pass  # either end went, or the wire was cut: both ends are closed below
-        finally:
-            self._relays.discard(task)
-            for end in writers:
-                end.transport.abort()
-
-
-async def _pump(reader, writer):
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-    raise ConnectionResetError("the other end closed")
 
 
 async def until(membership, holds):

@@ -5,16 +5,33 @@ import threading
 import time
 
 import pytest
+import torch
 
 from baton.errors import Stale, TransferFailed
+from kvtransfer.digest import WordDigest
 from kvtransfer.pool import Digest
 
-from .kvtransfer_parts import BLOCKS, TOKEN_BYTES, TRANSPORTS, Pair, expect_only, slots
+from .kvtransfer_parts import (
+    BLOCKS,
+    POOLS,
+    TRANSPORTS,
+    Pair,
+    expect_only,
+    make_pool,
+    slots,
+)
+
+GPUS = "gloo of GPUs"  # messages are gathered and digested where the pool is
+INT8 = [f"{name} of int8" for name in TRANSPORTS]  # rows with their scales: 20 bytes a slot
 
 
-@pytest.fixture(params=list(TRANSPORTS))
+@pytest.fixture(params=[*TRANSPORTS, GPUS, *INT8])
 def pair(request):
-    pair = Pair(TRANSPORTS[request.param]())
+    name, _, kind = request.param.partition(" of ")
+    where = "gpu" if kind == "GPUs" else POOLS.get(name, "host")
+    rows = {"dtype": torch.int8, "head_size": 20} if kind == "int8" else {}
+    pools = {"source": make_pool(1, where, **rows), "target": make_pool(2, where, **rows)}
+    pair = Pair(TRANSPORTS[name](), **pools)
     yield pair
     pair.close()
 
@@ -32,6 +49,7 @@ CASES = {
     "a run": (slots(16, 2, 3, 4, 5), slots(16, 10, 11, 12, 13)),
     "a run to scattered blocks": (slots(16, 2, 3, 4, 5), slots(16, 9, 1, 20, 7)),
     "scattered to a run with a tail": (slots(10, 9, 1, 20), slots(10, 4, 5, 6)),
+    "the other order": (slots(16, 5, 4, 3, 2), slots(16, 10, 11, 12, 13)),
     "many messages with a tail": (
         slots(4 * BLOCKS - 1, *range(BLOCKS)),
         slots(4 * BLOCKS - 1, *reversed(range(BLOCKS))),
@@ -39,35 +57,30 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("local, remote", CASES.values(), ids=CASES)
-def test_only_the_filled_slots_of_reserved_blocks_change(pair, local, remote):
-    before = pair.target.tensor.clone()
-    stats, sent, arrived = pair.move(local, remote)
-    expect_only(pair.source, local, pair.target, remote, before)
-    assert stats.num_bytes == sent.num_bytes == arrived.num_bytes == local.num_tokens * TOKEN_BYTES
-    assert sent.value == arrived.value
-
-
-def test_a_link_is_used_again_and_again(pair):
-    for block in range(5):
-        _, sent, arrived = pair.move(slots(4, block), slots(4, block + 5))
-        assert sent.value == arrived.value
+def test_only_the_filled_slots_of_reserved_blocks_change(pair):
+    """On one link, again and again; both ends' digests agree, and tell order and content apart."""
+    digests = set()
+    for local, remote in CASES.values():
+        before = pair.target.tensor.clone()
+        stats, sent, arrived = pair.move(local, remote)
+        expect_only(pair.source, local, pair.target, remote, before)
+        num_bytes = local.num_tokens * pair.source.token_bytes
+        assert stats.num_bytes == sent.num_bytes == arrived.num_bytes == num_bytes
+        assert sent.value == arrived.value == pair.target.digest(remote).value
+        assert isinstance(sent, WordDigest) == pair.source.on_gpu
+        digests.add(sent.value)
+    assert len(digests) == len(CASES) - 1  # a run has its digest wherever it goes
 
 
 def test_links_do_not_disturb_each_other(pair):
     name = pair.transport.name
-    other = Pair(TRANSPORTS[name]() if pair.transport.one_sided else pair.transport, 2, peer="q")
+    transport = TRANSPORTS[name]() if pair.transport.one_sided else pair.transport
+    other = Pair(transport, 2, peer="q")
     try:
         moved = [p.move(slots(4, 1), slots(4, n)) for n, p in enumerate((pair, other, pair))]
     finally:
         other.close()
     assert all(sent.value == arrived.value for _, sent, arrived in moved)
-
-
-def test_digest_tells_other_bytes_and_other_order(pair):
-    _, straight, _ = pair.move(slots(8, 1, 2), slots(8, 3, 4))
-    _, swapped, _ = pair.move(slots(8, 2, 1), slots(8, 3, 4))
-    assert straight.value != swapped.value
 
 
 def test_put_on_a_closed_receiver_fails(pair):
@@ -78,7 +91,21 @@ def test_put_on_a_closed_receiver_fails(pair):
         pair.link.put(slots(4, 1), slots(4, 1), pair.source.new_digest(), 5.0)
 
 
-def test_silent_sender_fails_the_receive_on_time_and_a_new_epoch_works(gloo_pair):
+@pytest.mark.parametrize("pair", ["gloo", GPUS], indirect=True)
+def test_digests_go_on_from_chunk_to_chunk(pair):
+    sent, arrived = pair.source.new_digest(), pair.target.new_digest()
+    for local, remote in (
+        (slots(12, 9, 4, 5), slots(12, 1, 2, 3)),
+        (slots(6, 7, 8), slots(6, 5, 4)),
+    ):
+        receive, digest = pair.post(remote, digest=arrived)
+        pair.link.put(local, remote, sent, 5.0)
+        receive.result(5)
+        assert digest is arrived
+    assert sent.value == arrived.value == pair.source.digest(slots(18, 9, 4, 5, 7, 8)).value
+
+
+def test_silence_fails_both_ends_on_time_and_a_new_epoch_works(gloo_pair):
     start = time.monotonic()
     receive, _ = gloo_pair.post(slots(4, 1), timeout_s=0.2)
     with pytest.raises(TransferFailed):
@@ -87,14 +114,11 @@ def test_silent_sender_fails_the_receive_on_time_and_a_new_epoch_works(gloo_pair
     again = Pair(gloo_pair.transport, 2, gloo_pair.source, gloo_pair.target)
     _, sent, arrived = again.move(slots(4, 1), slots(4, 1))
     assert sent.value == arrived.value
-    again.close()
-
-
-def test_silent_receiver_fails_the_put_on_time(gloo_pair):
     start = time.monotonic()
     with pytest.raises(TransferFailed):
-        gloo_pair.link.put(slots(4, 1), slots(4, 1), Digest(), 0.2)
+        again.link.put(slots(4, 1), slots(4, 1), Digest(), 0.2)
     assert time.monotonic() - start < 1.5
+    again.close()
 
 
 def test_sender_that_closes_wakes_the_receive(gloo_pair):
@@ -104,12 +128,9 @@ def test_sender_that_closes_wakes_the_receive(gloo_pair):
         receive.result(5)
 
 
-def test_receive_of_another_epoch_is_stale(gloo_pair):
+def test_another_epoch_is_stale_and_a_link_without_a_peer_fails(gloo_pair):
     with pytest.raises(Stale):
         gloo_pair.listener.receive("p", 9, slots(4, 1), Digest(), 1.0, threading.Event().set)
-
-
-def test_a_link_without_a_peer_fails(gloo_pair):
     gloo_pair.listener.offer("late", 7)
     with pytest.raises(TransferFailed):
         gloo_pair.listener.accept("late", 7, 0.2)

@@ -44,46 +44,30 @@ def in_state(record, state):
 
 
 async def test_lists_members_and_follows_changes(store):
-    registry = await store.registry()
-    first = worker("d1")
-    async with registry.register(first) as registration:
-        assert registration.connected
-        async with registry.watch() as membership:
-            assert membership.connected
-            assert dict(membership.records) == {"d1": first}
+    """Two watchers in two processes see the same; a snapshot never changes."""
+    registry, other = await store.registry(), await store.registry()
+    first = worker("d1", state=WorkerState.WORKER_STATE_STARTING)
+    async with registry.watch() as membership, other.watch() as there:
+        empty = membership.records
+        async with registry.register(first) as registration:
+            assert registration.connected
+            assert await until_names(membership, "d1") == {"d1": first}
+            await until_names(there, "d1")
             second = worker("p1", WorkerRole.WORKER_ROLE_PREFILL)
             async with registry.register(second):
                 assert await until_names(membership, "d1", "p1") == {"d1": first, "p1": second}
             assert await until_names(membership, "d1") == {"d1": first}
-
-
-async def test_a_snapshot_never_changes(store):
-    registry = await store.registry()
-    async with registry.watch() as membership:
-        before = membership.records
-        async with registry.register(worker("d1")):
-            await until_names(membership, "d1")
-        assert dict(before) == {}
+            for state in (READY, DRAINING):
+                first.state = state
+                assert membership.records["d1"].state != state  # the caller's record is its own
+                await registration.update(first)
+                await until(membership, lambda now, s=state: now["d1"].state == s)
+            with pytest.raises(InvalidRequest):
+                await registration.update(worker("d2"))
+        assert membership.connected
+        assert dict(empty) == {}
         with pytest.raises(TypeError):
-            before["d2"] = worker("d2")
-
-
-async def test_updates_reach_watchers_and_leave_the_callers_record_alone(store):
-    registry = await store.registry()
-    record = worker("d1", state=WorkerState.WORKER_STATE_STARTING)
-    async with registry.register(record) as registration, registry.watch() as membership:
-        for state in (READY, DRAINING):
-            record.state = state
-            assert membership.records["d1"].state != state
-            await registration.update(record)
-            await until(membership, lambda now, s=state: now["d1"].state == s)
-
-
-async def test_an_update_cannot_name_another_worker(store):
-    registry = await store.registry()
-    async with registry.register(worker("d1")) as registration:
-        with pytest.raises(InvalidRequest):
-            await registration.update(worker("d2"))
+            empty["d2"] = worker("d2")
 
 
 async def test_a_record_needs_a_role_and_an_incarnation(store):
@@ -94,14 +78,7 @@ async def test_a_record_needs_a_role_and_an_incarnation(store):
                 pass
 
 
-async def test_two_watchers_in_two_processes_see_the_same(store):
-    one, two = await store.registry(), await store.registry()
-    async with one.watch() as here, two.watch() as there, one.register(worker("d1")):
-        await until_names(here, "d1")
-        await until_names(there, "d1")
-
-
-async def test_two_readers_of_one_watch_both_get_the_newest(store):
+async def test_readers_of_one_watch_get_the_newest_and_end_with_it(store):
     registry = await store.registry()
     async with registry.watch() as membership, contextlib.AsyncExitStack() as members:
         readers = [asyncio.create_task(until_names(membership, "d1", "d2")) for _ in range(2)]
@@ -109,11 +86,8 @@ async def test_two_readers_of_one_watch_both_get_the_newest(store):
             await members.enter_async_context(registry.register(worker(name)))
         for reader in readers:
             assert set(await reader) == {"d1", "d2"}
-
-
-async def test_leaving_the_watch_ends_its_readers(store):
-    registry = await store.registry()
-    async with registry.watch() as membership:
+        await members.aclose()
+        await until_names(membership)
         changes = membership.changes()
         assert dict(await anext(changes)) == {}
         end = asyncio.create_task(anext(changes, None))
@@ -123,21 +97,16 @@ async def test_leaving_the_watch_ends_its_readers(store):
 
 @ttl(1)
 async def test_a_member_cut_off_expires_with_its_lease_and_returns(store):
-    far, near = await store.registry(wired=True), await store.registry()
-    async with far.register(worker("d1")), near.watch() as membership:
-        await store.cut(far)
-        await store.elapse(1.5)
-        await until_names(membership)
-        assert membership.connected
-        await store.reconnect(far)
-        await until_names(membership, "d1")
-
-
-@ttl(1)
-async def test_leaving_while_cut_off_is_left_to_the_lease(store):
+    """One that leaves while it is cut off is left to its lease."""
     far, near = await store.registry(wired=True), await store.registry()
     async with near.watch() as membership:
         async with far.register(worker("d1")):
+            await until_names(membership, "d1")
+            await store.cut(far)
+            await store.elapse(1.5)
+            await until_names(membership)
+            assert membership.connected
+            await store.reconnect(far)
             await until_names(membership, "d1")
             await store.cut(far)
         await store.elapse(1.5)

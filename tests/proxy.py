@@ -1,8 +1,9 @@
-"""A TCP proxy in front of one worker: cuts, holds or slows the connections of one peer or of all.
+"""A TCP proxy in front of a server: cuts, holds or slows the connections of one peer or of all.
 
-It runs outside of the processes under test: a worker advertises the proxy's address, so that
+It runs outside of the processes under test: a worker, say, advertises the proxy's address, so that
 routers and prefill workers connect through it. Cut connections end with a reset; held ones stay
-open and silent, as in a network partition, and so do new ones until `release`.
+open and silent, as in a network partition, and so do new ones until `release`. A proxy that was
+left refuses connections, and may be entered again at its address.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self
+
+import psutil
 
 _PIECE_BYTES = 1 << 14
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing discards what is unsent and resets
@@ -25,55 +27,49 @@ class _Connection:
     """One caller's connection and ours to the worker; `open` is cleared while it is held."""
 
     caller: str
-    near: asyncio.StreamWriter
-    far: asyncio.StreamWriter | None = None
+    writers: list[asyncio.StreamWriter]
     open: asyncio.Event = field(default_factory=asyncio.Event)
     bytes_per_s: float = 0.0
 
     def reset(self) -> None:
         """Ends both halves at once."""
-        for writer in (self.near, self.far):
-            if writer is not None:
-                _reset(writer)
+        for writer in self.writers:
+            end = writer.get_extra_info("socket")
+            if end is not None and end.fileno() >= 0:
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            writer.transport.abort()
 
 
+@dataclass(eq=False)
 class Proxy:
     """Forwards a free loopback port to `port`; `name_of(port)` names a port's process."""
 
-    def __init__(self, port: int, name_of: Callable[[int], str]) -> None:
-        self.port = port
-        self.address = ""
-        self._name_of = name_of
-        self._server: asyncio.Server | None = None
-        self._connections: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._held: set[str] = set()
-        self._slow: dict[str, float] = {}
+    port: int
+    name_of: Callable[[int], str] = str
+    address: str = ""
+    _connections: set[_Connection] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _held: set[str] = field(default_factory=set)
+    _slow: dict[str, float] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        own = int(self.address.rpartition(":")[2] or 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", own)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        assert self._server is not None
         self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
 
-    @property
-    def callers(self) -> list[str]:
-        """The caller of each connection."""
-        return sorted(connection.caller for connection in self._connections)
-
-    def cut(self, caller: str = "") -> int:
-        """Resets the connections of `caller`, or all; how many."""
-        hit = self._of(caller)
-        for connection in hit:
+    def cut(self, caller: str = "") -> None:
+        """Resets the connections of `caller`, or all."""
+        for connection in self._of(caller):
             connection.reset()
-        return len(hit)
 
     def hold(self, caller: str = "") -> None:
         """From now on nothing passes, neither way, on old and new connections of `caller`."""
@@ -104,34 +100,28 @@ class Proxy:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(self._name_of(writer.get_extra_info("peername")[1]), writer)
-        connection.bytes_per_s = self._slow.get(connection.caller) or self._slow.get("", 0.0)
-        if not self._held & {"", connection.caller}:
+        """Forwards both ways until one of the ends closes; then both are closed."""
+        caller = self.name_of(writer.get_extra_info("peername")[1])
+        connection = _Connection(caller, [writer])
+        connection.bytes_per_s = self._slow.get(caller) or self._slow.get("", 0.0)
+        if not self._held & {"", caller}:
             connection.open.set()
         self._connections.add(connection)
+        pumps = []
         try:
-            await self._forward(connection, reader)
-        finally:
-            connection.reset()
-            self._connections.discard(connection)
-
-    async def _forward(self, connection: _Connection, reader: asyncio.StreamReader) -> None:
-        """Pumps both ways until one of the ends closes; then both are closed."""
-        await connection.open.wait()
-        try:
-            far_reader, connection.far = await asyncio.open_connection("127.0.0.1", self.port)
-        except OSError:
-            return  # nothing listens there now
-        pumps = [
-            asyncio.create_task(_pump(connection, reader, connection.far)),
-            asyncio.create_task(_pump(connection, far_reader, connection.near)),
-        ]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            await connection.open.wait()
+            with contextlib.suppress(OSError):  # nothing listens there now
+                far_reader, far = await asyncio.open_connection("127.0.0.1", self.port)
+                connection.writers.append(far)
+                ways = ((reader, far), (far_reader, writer))
+                pumps = [asyncio.create_task(_pump(connection, *way)) for way in ways]
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+            connection.reset()
+            self._connections.discard(connection)
 
 
 async def _pump(
@@ -150,37 +140,10 @@ async def _pump(
                 await asyncio.sleep(len(data) / connection.bytes_per_s)
 
 
-def _reset(writer: asyncio.StreamWriter) -> None:
-    end = writer.get_extra_info("socket")
-    if end is not None and end.fileno() >= 0:
-        with contextlib.suppress(OSError):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-    writer.transport.abort()
-
-
-_TABLE = Path("/proc/net/tcp")
-_LOCAL, _INODE = 1, 9  # columns of the table
-
-
 def owner(port: int, pids: Mapping[str, int]) -> str:
     """The one of `pids`, by name, that has a connection from 127.0.0.1:`port`; "unknown" else."""
-    sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     for name, pid in pids.items():
-        if sockets & _open_files(pid):
-            return name
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(one.laddr.port == port for one in psutil.Process(pid).net_connections("tcp4")):
+                return name
     return "unknown"
-
-
-def _inodes(port: int) -> set[str]:
-    wanted = f"0100007F:{port:04X}"  # addresses are little-endian
-    rows = (line.split() for line in _TABLE.read_text().splitlines() if wanted in line)
-    return {row[_INODE] for row in rows if row[_LOCAL] == wanted}
-
-
-def _open_files(pid: int) -> set[str]:
-    found = set()
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it has just been closed
-                found.add(str(link.readlink()))
-    return found

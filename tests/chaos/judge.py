@@ -1,0 +1,120 @@
+"""The judgement of a chaos run: what each request may get, and the stats. Knows no cluster."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.client import Completion
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from tests.chaos import load
+from tests.chaos.load import ChaosRequest, Outcome
+
+DEADLINE_SLACK_S = 10.0  # a passed deadline is reported within this, on a busy machine
+MISMATCH = "other tokens than the oracle's"
+_LOGPROB_TOLERANCE = 1e-3
+
+
+def violation(request: ChaosRequest, outcome: Outcome, router_down: bool, role_down: bool) -> str:
+    """What is wrong with how a request ended; empty if nothing is.
+
+    `router_down` and `role_down` tell whether, while it ran, there was a moment without a healthy
+    router, or without a healthy worker of some role. Of a stream over HTTP `router_down` is about
+    its own router: killed, where it was cut.
+    """
+    if outcome.end == load.NO_END:
+        return "it did not end"
+    tokens = tuple(outcome.token_ids)
+    if tokens != request.run.whole.token_ids[: len(tokens)]:
+        return f"{MISMATCH}: {tokens}"
+    if outcome.completion is not None:
+        return _wrong_completion(request, outcome.completion)
+    error = outcome.error
+    if error is None or _is_allowed(request, outcome, error, router_down, role_down):
+        return ""
+    lasted_s = outcome.ended_s - outcome.began_s
+    return f"{type(error).__name__} after {lasted_s:.1f} s and {len(tokens)} tokens: {error}"
+
+
+def _is_allowed(
+    request: ChaosRequest, outcome: Outcome, error: BatonError, router_down: bool, role_down: bool
+) -> bool:
+    match error:
+        case DeadlineExceeded():
+            late = outcome.ended_s - outcome.began_s > request.timeout_s + DEADLINE_SLACK_S
+            return request.timeout_s < load.LONG_TIMEOUT_S and not late
+        case Overloaded():
+            return not outcome.token_ids and error.retry_after_s > 0
+        case Unavailable() if outcome.end == load.REFUSED:
+            return error.retry_after_s > 0
+        case Unavailable() if outcome.end not in (load.CUT, load.UNREACHED):
+            return router_down or role_down
+    # CANCELLED is gRPC's status for a call whose server was stopped.
+    return isinstance(error, (Unavailable, Cancelled)) and router_down
+
+
+def _wrong_completion(request: ChaosRequest, done: Completion) -> str:
+    run = request.run
+    if request.stop:
+        wanted: tuple[Any, ...] = ("stop", request.stop, run.whole.text.partition(request.stop)[0])
+        got: tuple[Any, ...] = (done.finish_reason, done.stop, done.text)
+        return "" if got == wanted else f"(reason, stop, text): {got}, not {wanted}"
+    usage = done.usage
+    wanted = ("length", request.max_tokens, request.max_tokens, len(run.prompt))
+    got = (done.finish_reason, len(done.token_ids), usage.completion_tokens, usage.prompt_tokens)
+    if got != wanted:
+        return f"(reason, tokens, usage's tokens, prompt's tokens): {got}, not {wanted}"
+    if not run.whole.text.startswith(done.text.rstrip("\ufffd")):
+        return f"other text than the oracle's: {done.text!r}"
+    if len(done.logprobs) != (request.max_tokens if request.logprobs else 0):
+        return f"log-probabilities of {len(done.logprobs)} of {request.max_tokens} tokens"
+    for position, (ours, theirs) in enumerate(zip(run.whole.logprobs, done.logprobs, strict=False)):
+        close = abs(ours.logprob - theirs.logprob) < _LOGPROB_TOLERANCE
+        if ours.token_id != theirs.token_id or not close:
+            return f"at token {position} the oracle has {ours} and the cluster {theirs}"
+    return ""
+
+
+@dataclass
+class ChaosStats:
+    """Counts of one or several rounds. `violations` is empty exactly when the promise was kept."""
+
+    counts: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    largest_s: dict[str, float] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+
+    def count(self, outcome: Outcome, excused: bool) -> None:
+        """Adds one request; `excused` if a router or a whole role was down while it ran."""
+        end = type(outcome.error).__name__ if outcome.end == load.FAILED else outcome.end
+        self.counts["requests"][end] += 1
+        if outcome.router:
+            self.counts["of them over HTTP"][end] += 1
+        if outcome.completion is not None:
+            attempts = outcome.completion.route.attempts
+            self.counts["attempts of those complete"][f"with {attempts or 1}"] += 1
+        gap = "gap while a router or a role was down" if excused else "gap"
+        self._note_largest(gap, outcome.largest_gap_s)
+        if outcome.times:
+            self._note_largest("time to first token", outcome.times[0] - outcome.began_s)
+
+    def add(self, other: ChaosStats) -> None:
+        """Adds another round's."""
+        for name, counted in other.counts.items():
+            self.counts[name] += counted
+        for name, value in other.largest_s.items():
+            self._note_largest(name, value)
+        self.violations += other.violations
+
+    def _note_largest(self, name: str, value_s: float) -> None:
+        self.largest_s[name] = max(self.largest_s.get(name, 0.0), value_s)
+
+    def render(self) -> str:
+        """The figures, one a line."""
+        rows = [
+            (name, f"{of.total()} ({', '.join(f'{n} {kind}' for kind, n in of.most_common())})")
+            for name, of in self.counts.items()
+        ]
+        rows += [(f"largest {name}", f"{value:.2f} s") for name, value in self.largest_s.items()]
+        rows.append(("violations", f"{len(self.violations)}"))
+        return "\n".join(f"  {name:45} {value}" for name, value in rows)

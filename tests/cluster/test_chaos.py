@@ -1,0 +1,42 @@
+"""A short set of seeds: real clusters under load and faults keep the promise.
+
+`make chaos MINUTES=10` is the long form.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.harness import Harness
+from tests.chaos.load import COMPLETE, Run, oracle_runs
+
+SECONDS = 9.0
+NEW_TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    """What every request must get."""
+    return oracle_runs(NEW_TOKENS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("seed", "routers", "transport"), [(11, 2, "shm"), (12, 1, "gloo")])
+async def test_every_request_ends_right_and_nothing_is_kept(
+    fork_server: None, runs: list[Run], seed: int, routers: int, transport: str
+) -> None:
+    said: list[str] = []
+    harness = Harness(
+        said.append, routers=routers, transport=transport, callers=6, mean_pause_s=1.5
+    )
+    async with harness:
+        try:
+            await harness.warm_up(runs)
+            stats = await harness.round(runs, seed, SECONDS)
+            assert not stats.violations
+        except BaseException:
+            print(*said, harness.logs(), sep="\n")
+            raise
+    print(stats.render())
+    assert stats.counts["requests"][COMPLETE] and stats.counts["faults"]  # on any machine
+    assert not harness.leftovers()
