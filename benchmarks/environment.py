@@ -1,8 +1,9 @@
-"""The machine, and where the other engines are installed: what comparisons share."""
+"""The machine, where the other engines are installed, and what all benchmarks print with."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import subprocess
@@ -10,7 +11,9 @@ import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from rich.console import Console
 
 from benchmarks import checkpoint
 from benchmarks.shapes import SHAPES
@@ -19,6 +22,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = "docs/comparison.md"
 _LAST_LINES = 5
 _LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
+console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+T = TypeVar("T")
+
+
+def say(line: str) -> None:
+    """How a long run goes."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class Missing(Exception):
@@ -76,10 +86,22 @@ def machine(cpus: Sequence[int], threads: int) -> dict[str, Any]:
     }
 
 
+def rotated(names: Sequence[T], round_: int) -> list[T]:
+    """Who begins changes with each round: a machine that slows down favours none."""
+    began = round_ % max(1, len(names))
+    return [*names[began:], *names[:began]]
+
+
 def exit_text(status: int, log: Path) -> str:
     """How a process ended, with the last lines of what it printed."""
     lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
     return " | ".join([f"it ended with status {status}", *lines])
+
+
+def write(file: Path | None, report: dict[str, Any]) -> None:
+    """The report as JSON, where `--json` names a file."""
+    if file:
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +141,6 @@ def _directory(text: str) -> Path | None:
 
 def _cpus(text: str) -> tuple[int, ...]:
     cpus = tuple(sorted({int(part) for part in text.split(",")}))
-    if missing := set(cpus) - os.sched_getaffinity(0):
+    if missing := set(cpus) - set(cores()):
         raise argparse.ArgumentTypeError(f"core {min(missing)} is not for this process")
     return cpus

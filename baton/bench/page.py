@@ -14,8 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from baton.bench.report import Report, ServerStage
-from baton.bench.stats import latency
+from baton.bench.report import Report
 from baton.bench.terminal import LATENCY_TITLES, show
 
 _LOG_FROM = 5.0  # smaller spans are easier to read on an even scale
@@ -60,7 +59,7 @@ def page_of(report: Report) -> str:
 
 def _sweep(report: Report) -> Iterator[str]:
     """Throughput against latency, a point for each value of the sweep."""
-    if report["knees"] is None:
+    if not report["knees"]:
         return
     yield "<h2>Sweep</h2><div class='plots'>"
     for name, title in LATENCY_TITLES.items():
@@ -71,7 +70,7 @@ def _sweep(report: Report) -> Iterator[str]:
                 points = [
                     (stats["output_tokens_per_s"], spread["p95"] * 1e3, value)
                     for value, stats in stages
-                    if (spread := latency(stats, name))
+                    if (spread := stats[name])
                 ]
                 x, y = [x for x, _, _ in points], [y for _, y, _ in points]
                 axes.plot(x, y, marker="o", color=f"C{i}", label=server["name"])
@@ -84,7 +83,7 @@ def _sweep(report: Report) -> Iterator[str]:
     yield "</div>"
 
 
-def _stage(label: str, servers: Sequence[ServerStage]) -> Iterator[str]:
+def _stage(label: str, servers: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"<h2>{escape(label)}</h2><div class='plots'>"
     for name, title in LATENCY_TITLES.items():
 
@@ -107,7 +106,7 @@ def _stage(label: str, servers: Sequence[ServerStage]) -> Iterator[str]:
             axes: Axes, names: Sequence[str] = names, per_s: bool = unit == "per second"
         ) -> None:
             for i, server in enumerate(servers):
-                timeline: Any = server["timeline"]
+                timeline = server["timeline"]
                 factor = 1 / timeline["width_s"] if per_s else 1
                 for k, name in enumerate(names):
                     scale = 1e3 if name.endswith("_s") else factor

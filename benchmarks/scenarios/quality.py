@@ -36,7 +36,7 @@ from baton.engine import build
 from baton.engine.batch import StepBatch
 from baton.engine.runner import Runner
 from baton.text import Tokenizer, load_tokenizer
-from benchmarks.scenarios.common import console
+from benchmarks.environment import console
 
 # The demo model's tools are scripts beside each other, not a package.
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "demo_model"))

@@ -27,7 +27,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import RowCost, SpeculativeConfig
 from baton.sampling import SamplingParams
 from baton.text import load_tokenizer
-from benchmarks.scenarios.common import console
+from benchmarks.environment import console
 
 MODES = ("none", "adaptive", "always")
 OUTPUTS = {

@@ -33,7 +33,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 from baton.server import settle
-from benchmarks.scenarios.common import console
+from benchmarks.environment import console
 from benchmarks.shapes import SHAPES
 
 PARTS = ("plan", "build", "model", "sample", "publish")

@@ -22,6 +22,7 @@ from baton.bench.report import Report
 from baton.bench.serve import Settings
 from baton.bench.servers import RequestOptions
 from baton.bench.terminal import Progress, show, status_of
+from baton.bench.trace import Scale
 from baton.bench.workload import Lengths, Workload
 from baton.cli.bench import settings_of
 from baton.errors import ConfigError, Unavailable
@@ -138,28 +139,25 @@ async def test_a_signal_ends_it_early(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-async def test_a_server_that_answers_nothing(tmp_path: Path, dead_address: str) -> None:
-    async with serving(ScriptedOpenAI((503, "warming up"))) as url:
-        settings = Settings(LOAD, [(url, RequestOptions())], output=tmp_path)
-        with pytest.raises(Unavailable, match="HTTP_503: warming up"):
-            await bench(settings)
-    output = tmp_path / "none"
-    for url in (f"http://{dead_address}", dead_address):
-        with pytest.raises(Unavailable, match=dead_address):
-            await bench(replace(settings, targets=[(url, RequestOptions())], output=output))
-    assert not output.exists()
-    with pytest.raises(ConfigError, match="is no server"):
-        await bench(replace(settings, targets=[("ftp://x", RequestOptions())]))
-
-
-async def test_a_place_for_the_report_is_made_first(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    server = ScriptedOpenAI(HELLO)
+async def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path, dead_address: str) -> None:
+    server = ScriptedOpenAI((503, "warming up"))
+    output, blocked = tmp_path / "none", tmp_path / "file"
+    blocked.write_text("")
     async with serving(server) as url:
-        settings = Settings(LOAD, [(url, RequestOptions())], output=tmp_path / "file" / "out")
+        settings = Settings(LOAD, [(url, RequestOptions())], output=blocked / "out")
         with pytest.raises(ConfigError, match="cannot be made"):
             await bench(settings)
-    assert not server.bodies
+        assert not server.bodies  # the directory is made first
+        with pytest.raises(Unavailable, match="HTTP_503: warming up"):
+            await bench(replace(settings, output=tmp_path))
+    for target, error, message in (
+        (f"http://{dead_address}", Unavailable, dead_address),
+        (dead_address, Unavailable, dead_address),
+        ("ftp://x", ConfigError, "is no server"),
+    ):
+        with pytest.raises(error, match=message):
+            await bench(replace(settings, targets=[(target, RequestOptions())], output=output))
+    assert not output.exists()
 
 
 async def test_errors_are_counted(tmp_path: Path) -> None:
@@ -216,59 +214,64 @@ class TestOptions:
         both_keys = settings_from(*both, "--against-api-key-file", str(tmp_path / "key"))
         assert [options.api_key for _, options in both_keys.targets] == ["secret", "other"]
 
-    def test_how_a_load_ends(self) -> None:
-        assert settings_from().workload.duration_s == 30
-        assert settings_from("--count", "5").workload.duration_s == 0
-        assert settings_from("--trace", "x.jsonl").workload.duration_s == 0
-        assert settings_from("--concurrency", "9").workload.rate == 0
-        assert settings_from("--concurrency", "9").warm_up == 9
-        assert settings_from("--rate", "3").workload.rate == 3
+    @pytest.mark.parametrize(
+        ("argv", "expected"),
+        [
+            ([], {"duration_s": 30, "rate": 1}),
+            (["--count", "5"], {"duration_s": 0, "count": 5}),
+            (["--trace", "x.jsonl"], {"duration_s": 0, "rate": 0}),
+            (["--concurrency", "9"], {"rate": 0, "concurrency": 9}),
+            (["--rate", "3"], {"rate": 3}),
+            (
+                ["--trace", "x", "--rate-scale", "2", "--length-scale", "0.5", "--skip", "3",
+                 "--max-prompt", "7", "--max-output", "8", "--spread-ties"],
+                {"scale": Scale(2, 0.5, 3, 7, 8, True)},
+            ),
+        ],
+    )  # fmt: skip
+    def test_workload(self, argv: list[str], expected: dict[str, Any]) -> None:
+        workload = settings_from(*argv).workload
+        assert {name: getattr(workload, name) for name in expected} == expected
+
+    def test_warm_up_and_seed_have_defaults_of_their_own(self) -> None:
+        assert (settings_from().warm_up, settings_from("--concurrency", "9").warm_up) == (4, 9)
         assert settings_from().workload.seed != settings_from().workload.seed
 
-    def test_a_trace_is_scaled(self) -> None:
-        scale = settings_from(
-            *("--trace", "x", "--rate-scale", "2", "--length-scale", "0.5", "--skip", "3"),
-            *("--max-prompt", "7", "--max-output", "8", "--spread-ties"),
-        ).workload.scale
-        told = (scale.rate, scale.length, scale.skip, scale.max_prompt, scale.max_output)
-        assert told == (2, 0.5, 3, 7, 8) and scale.spread_ties
+    def test_interference(self) -> None:
+        load = settings_from("--interference", "1000,2", "--duration", "7").interference
+        assert load == Interference(prompt=1000, every_s=2, periods=4)
+        settings = settings_from("--interference", "--concurrency", "3", "--output-tokens", "9")
+        assert settings.interference == Interference(streams=3, stream_output=9)
 
     @pytest.mark.parametrize(
         "argv",
         [
-            ["--rate", "1", "--concurrency", "2"],
-            ["--rate", "0"],
-            ["--rate", "x"],
-            ["--count", "0"],
-            ["--sweep", "1,,2"],
-            ["--trace", "x", "--rate", "2"],
-            ["--interference", "--rate", "2"],
-            ["--sweep", "1,2", "--concurrency", "2"],
-            ["--trace", "x", "--shared-prefix", "9"],
-            ["--arrivals", "never"],
+            "--rate 1 --concurrency 2", "--rate 0", "--rate x", "--count 0", "--sweep 1,,2",
+            "--trace x --rate 2", "--interference --rate 2", "--sweep 1,2 --concurrency 2",
+            "--trace x --shared-prefix 9", "--arrivals never",
         ],
-    )
-    def test_bad_usage(self, argv: list[str]) -> None:
+    )  # fmt: skip
+    def test_bad_usage(self, argv: str) -> None:
         with pytest.raises(SystemExit) as end:
-            cli.main(["bench", "serve", *argv])
+            cli.main(["bench", "serve", *argv.split()])
         assert end.value.code == 2
 
     @pytest.mark.parametrize(
-        ("argv", "told"),
+        ("argv", "message"),
         [
-            (["--ids", "9-7"], "no range"),
-            (["--slo", "x=1"], "--slo"),
-            (["--interference", "0,1"], "2048,6"),
-            (["--prompt-tokens", "many"], "no length"),
-            (["--target", "nowhere"], "nowhere"),
+            ("--ids 9-7", "no range"),
+            ("--slo x=1", "--slo"),
+            ("--interference 0,1", "2048,6"),
+            ("--prompt-tokens many", "no length"),
+            ("--target nowhere", "nowhere"),
         ],
     )
     def test_bad_values_are_reported(
-        self, argv: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+        self, argv: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
-        assert cli.main(["bench", "serve", *argv, "--output", str(tmp_path)]) == 1
+        assert cli.main(["bench", "serve", *argv.split(), "--output", str(tmp_path)]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("baton: error: ") and told in error
+        assert error.startswith("baton: error: ") and message in error
 
     @pytest.mark.parametrize("what", [["bench"], ["bench", "serve"]])
     def test_help(self, what: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,10 +307,3 @@ def test_nothing_is_written_unasked(
     assert settings_from().output is None
     assert cli.main(["bench", "serve", "--target", dead_address, "--json"]) == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_options_of_interference() -> None:
-    load = settings_from("--interference", "1000,2", "--duration", "7").interference
-    assert load == Interference(prompt=1000, every_s=2, periods=4)
-    settings = settings_from("--interference", "--concurrency", "3", "--output-tokens", "9")
-    assert settings.interference == Interference(streams=3, stream_output=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton import errors
-from baton.bench.request import Demand, Outcome
+from baton.bench.request import Demand, Outcome, Phases
 from baton.bench.servers import EventReader, GrpcServer, HttpServer, RequestOptions
 from baton.v1 import common_pb2
 from tests.unit.bench.scripted_openai import (
@@ -55,7 +56,7 @@ async def grpc(router: ScriptedRouter, **options: Any) -> AsyncIterator[GrpcServ
 
 async def ask(client: HttpServer | GrpcServer) -> Outcome:
     """What becomes of one request."""
-    outcome = Outcome(0.0, planned_output=7)
+    outcome = Outcome(0.0, planned_output_tokens=7)
     async with asyncio.timeout(30):
         await client.send(client.body(DEMAND), outcome)
     assert outcome.ended_s > 0
@@ -66,8 +67,9 @@ class TestHttp:
     async def test_a_completion(self) -> None:
         server = ScriptedOpenAI([text("Hel"), text(""), text("lo"), usage(3, 2, 1), DONE])
         async with http(server, api_key="k") as client:
-            assert await client.connect() == "scripted"
+            await client.connect()
             outcome = await ask(client)
+        assert client.model == "scripted"
         assert outcome.ok
         assert len(outcome.token_times_s) == 2  # the empty chunk is no token
         assert outcome.token_times_s[0] <= outcome.token_times_s[1] <= outcome.ended_s
@@ -88,48 +90,49 @@ class TestHttp:
         ]  # fmt: skip
         server = ScriptedOpenAI(HELLO, chat)
         async with http(server, prompt_form="text", ignore_eos=False, model="m") as client:
-            assert await client.connect() == "m"
+            await client.connect()
             await ask(client)
             chatty = HttpServer(client.url, RequestOptions(prompt_form="chat", model="m"))
             outcome = await ask(chatty)
             await chatty.close()
         assert outcome.ok and len(outcome.token_times_s) == 1  # the role is no token
+        assert {body["model"] for body in server.bodies} == {"m"}
         plain, chatted = server.bodies
         assert len(plain["prompt"].split()) == 5 and "ignore_eos" not in plain
         assert chatted["path"] == "/v1/chat/completions"
         assert chatted["messages"] == [{"role": "user", "content": plain["prompt"]}]
 
-    async def test_a_first_token_is_timed_when_it_comes(self) -> None:
+    async def test_an_answer_that_comes_whole(self) -> None:
+        answer = {"choices": [{"text": "Hello"}], "usage": {"completion_tokens": 2}}
+        async with http(ScriptedOpenAI((200, json.dumps(answer))), stream=False) as client:
+            outcome = await ask(client)
+        assert outcome.ok and (outcome.output_tokens, len(outcome.token_times_s)) == (2, 1)
+
+    async def test_tokens_are_timed_when_they_come(self) -> None:
         gate = asyncio.Event()
-        server = ScriptedOpenAI([text("a"), gate, text("b"), usage(1, 2), DONE])
+        # Without a usage chunks are counted.
+        server = ScriptedOpenAI([text("a"), gate, text("b"), DONE])
         async with http(server) as client:
-            options = asyncio.create_task(ask(client))
+            asking = asyncio.create_task(ask(client))
             async with asyncio.timeout(30):
                 await server.begun.wait()
             await asyncio.sleep(0.3)
             gate.set()
-            outcome = await options
+            outcome = await asking
         (gap_s,) = outcome.gaps_s
         assert outcome.tpot_s == gap_s > 0.1
-
-    async def test_connections_are_kept(self) -> None:
-        server = ScriptedOpenAI(HELLO)
-        async with http(server) as client:
-            outcomes = [await ask(client) for _ in range(3)]
-        assert [o.opened_connection for o in outcomes] == [True, False, False]
-        assert len(set(server.peers)) == 1
-
-    async def test_a_connection_for_each_request_where_it_is_asked_for(self) -> None:
-        server = ScriptedOpenAI(HELLO)
-        async with http(server, keep_alive=False) as client:
-            outcomes = [await ask(client) for _ in range(3)]
-        assert [o.ok and o.opened_connection for o in outcomes] == [True, True, True]
-        assert len(set(server.peers)) == 3
-
-    async def test_without_usage_chunks_are_counted(self) -> None:
-        async with http(ScriptedOpenAI([text("a"), text("b"), DONE])) as client:
-            outcome = await ask(client)
         assert (outcome.output_tokens, outcome.cached_tokens) == (2, None)
+
+    @pytest.mark.parametrize("keep_alive", [True, False])
+    async def test_connections_are_kept_unless_one_for_each_is_asked_for(
+        self, keep_alive: bool
+    ) -> None:
+        server = ScriptedOpenAI(HELLO)
+        async with http(server, keep_alive=keep_alive) as client:
+            outcomes = [await ask(client) for _ in range(3)]
+        assert all(o.ok for o in outcomes)
+        assert [o.opened_connection for o in outcomes] == [True, not keep_alive, not keep_alive]
+        assert len(set(server.peers)) == (1 if keep_alive else 3)
 
     @pytest.mark.parametrize(
         ("script", "status", "message"),
@@ -141,24 +144,14 @@ class TestHttp:
             ([text("a"), b"data: {nonsense\n\n", DONE], "GARBLED", "nonsense"),
             ([text("a"), b"data: 5\n\n", DONE], "GARBLED", "5"),
             ([text("a"), b"hang up"], "BROKEN", ""),
+            ([text("a"), asyncio.Event()], "TIMEOUT", "0.5 s"),
         ],
     )
-    async def test_what_goes_wrong(self, script: Any, status: str, message: str) -> None:
-        async with http(ScriptedOpenAI(script)) as client:
+    async def test_an_error_has_a_status(self, script: Any, status: str, message: str) -> None:
+        async with http(ScriptedOpenAI(script), timeout_s=0.5) as client:
             outcome = await ask(client)
         assert outcome.status == status and message in outcome.message
-
-    async def test_too_slow(self) -> None:
-        async with http(ScriptedOpenAI([text("a"), asyncio.Event()]), timeout_s=0.3) as client:
-            outcome = await ask(client)
-        assert (outcome.status, len(outcome.token_times_s)) == ("TIMEOUT", 1)
-
-    async def test_nobody_there(self, dead_address: str) -> None:
-        client = HttpServer(f"http://{dead_address}", RequestOptions())
-        with pytest.raises(errors.Unavailable, match="does not answer"):
-            await client.connect()
-        assert (await ask(client)).status == "UNREACHABLE"
-        await client.close()
+        assert len(outcome.token_times_s) == (0 if isinstance(script, tuple) else 1)
 
 
 class TestGrpc:
@@ -172,14 +165,13 @@ class TestGrpc:
         )
         router = ScriptedRouter([started(), delta("a", 1), delta("", 2, 3), delta("b"), end])
         async with grpc(router, api_key="k", timeout_s=50) as client:
-            assert await client.connect() == "demo"
+            await client.connect()
             outcome = await ask(client)
+        assert client.model == "demo"
         assert outcome.ok and list(outcome.token_counts) == [1, 2]
         counts = (outcome.prompt_tokens, outcome.output_tokens, outcome.cached_tokens)
         assert counts == (5, 3, 2)
-        assert outcome.phases is not None
-        assert (outcome.phases.queue_s, outcome.phases.transfer_bytes) == (0.001, 64)
-        assert (outcome.attempts, outcome.prefilled_by_decode) == (2, False)
+        assert outcome.phases == Phases(0.001, 0.02, 0.04, 0.005, 64, 2, False)
         (request,) = router.requests
         assert list(request.token_ids.ids) == DEMAND.prompt(RequestOptions().ids)
         assert (request.sampling.max_tokens, request.sampling.ignore_eos) == (7, True)
@@ -196,43 +188,41 @@ class TestGrpc:
         assert chat.chat.messages[0].content == plain.text
 
     @pytest.mark.parametrize(
-        ("script", "status"),
+        ("script", "status", "message"),
         [
-            ([errors.Overloaded("full", 2.0)], "RESOURCE_EXHAUSTED"),
-            ([started(), delta("a", 1), errors.Unavailable("gone")], "UNAVAILABLE"),
+            ([errors.Overloaded("full", 2.0)], "RESOURCE_EXHAUSTED", "full"),
+            ([started(), delta("a", 1), errors.Unavailable("gone")], "UNAVAILABLE", "gone"),
+            ([started(), delta("a", 1)], "INCOMPLETE", "without its last message"),
+            ([started(), delta("a", 1), asyncio.Event()], "DEADLINE_EXCEEDED", ""),
         ],
     )
-    async def test_what_goes_wrong(self, script: list[Any], status: str) -> None:
-        async with grpc(ScriptedRouter(script)) as client:
+    async def test_an_error_has_a_status(self, script: Any, status: str, message: str) -> None:
+        async with grpc(ScriptedRouter(script), timeout_s=0.5) as client:
             outcome = await ask(client)
-        assert (outcome.status, outcome.message) == (status, str(script[-1]))
+        assert outcome.status == status and message in outcome.message
+        assert len(outcome.token_times_s) == (1 if len(script) > 1 else 0)
+        assert outcome.retry_after_s == (2.0 if status == "RESOURCE_EXHAUSTED" else 0.0)
 
-    async def test_a_stream_without_its_end(self) -> None:
-        async with grpc(ScriptedRouter([started(), delta("a", 1)])) as client:
-            assert (await ask(client)).status == "INCOMPLETE"
-
-    async def test_too_slow(self) -> None:
-        router = ScriptedRouter([started(), delta("a", 1), asyncio.Event()])
-        async with grpc(router, timeout_s=0.3) as client:
-            outcome = await ask(client)
-        assert (outcome.status, len(outcome.token_times_s)) == ("DEADLINE_EXCEEDED", 1)
-
-    async def test_given_up(self) -> None:
+    async def test_a_cancelled_request_is_cancelled_at_the_router(self) -> None:
         router = ScriptedRouter([started(), delta("a", 1), asyncio.Event()])
         async with grpc(router) as client:
-            options = asyncio.create_task(ask(client))
-            await asyncio.wait((options,), timeout=0.3)
-            options.cancel()
+            asking = asyncio.create_task(ask(client))
+            await asyncio.wait((asking,), timeout=0.3)
+            asking.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await options
+                await asking
             async with asyncio.timeout(30):
                 await router.cancelled.wait()
 
-    async def test_nobody_there(self, dead_address: str) -> None:
-        client = GrpcServer(dead_address, RequestOptions())
-        with pytest.raises(errors.Unavailable):
+
+async def test_a_server_that_does_not_answer(dead_address: str) -> None:
+    for client, status in (
+        (HttpServer(f"http://{dead_address}", RequestOptions()), "UNREACHABLE"),
+        (GrpcServer(dead_address, RequestOptions()), "UNAVAILABLE"),
+    ):
+        with pytest.raises(errors.Unavailable, match=dead_address):
             await client.connect()
-        assert (await ask(client)).status == "UNAVAILABLE"
+        assert (await ask(client)).status == status
         await client.close()
 
 
@@ -242,6 +232,13 @@ STREAM = (
 EVENTS = [b'{"a": 1}', b"two\nlines", "é✓".encode(), b"[DONE]"]
 
 
+@given(st.lists(st.integers(0, len(STREAM)), max_size=8), st.sampled_from(["\n", "\r\n", "\r"]))
+def test_events_are_read_however_the_stream_is_cut(cuts: list[int], end: str) -> None:
+    # A lone CR ends a line only when no LF follows: something must.
+    stream = STREAM.replace("\n", end).encode() + b":"
+    assert read(stream, *cuts) == read(stream, *range(len(stream))) == EVENTS
+
+
 def read(stream: bytes, *cuts: int) -> list[bytes]:
     """The events of a stream that comes in pieces."""
     reader, ends = EventReader(), [*sorted(cuts), len(stream)]
@@ -249,29 +246,9 @@ def read(stream: bytes, *cuts: int) -> list[bytes]:
     return [e for b, end in zip(begins, ends, strict=False) for e in reader.feed(stream[b:end])]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-class TestCuts:
-    def test_at_every_place(self, end: str) -> None:
-        stream = stream_of(end)
-        assert all(read(stream, cut) == EVENTS for cut in range(len(stream)))
-        assert read(stream, *range(len(stream))) == EVENTS
-
-    @given(st.lists(st.integers(0, len(STREAM)), max_size=8))
-    def test_anywhere(self, end: str, cuts: list[int]) -> None:
-        assert read(stream_of(end), *cuts) == EVENTS
-
-
-def stream_of(end: str) -> bytes:
-    """The stream with such line ends. A lone CR is one only when no LF follows: something must."""
-    return STREAM.replace("\n", end).encode() + b":"
-
-
 def test_an_event_is_given_as_soon_as_it_is_whole() -> None:
     reader = EventReader()
     assert list(reader.feed(b"data: one\n")) == []
     assert list(reader.feed(b"\ndata: tw")) == [b"one"]
     assert list(reader.feed(b"o\n\n")) == [b"two"]
-
-
-def test_an_unfinished_event_is_none() -> None:
-    assert read(b"data: one\n\ndata: two\n") == [b"one"]
+    assert list(reader.feed(b"data: unfinished\n")) == []
