@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import math
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.bench.terminal import table
-from baton.config import KERNELS, EngineConfig, model_path
+from baton.config import EngineConfig, model_path
 from baton.engine import build
 from baton.engine.batch import StepBatch
 from baton.engine.runner import Runner
@@ -82,34 +83,26 @@ class Variant:
 
 
 @dataclass
-class Distance:
-    """How far one variant is from another, token by token."""
-
-    divergences: list[Tensor] = field(default_factory=list)
-    num_same: int = 0
-
-    def add(self, found: Tensor, reference: Tensor) -> None:
-        """Log-probabilities `[tokens, vocab]` of both."""
-        terms = reference.exp() * (reference - found)
-        self.divergences.append(terms.sum(dim=-1, dtype=torch.float64))
-        self.num_same += int((found.argmax(dim=-1) == reference.argmax(dim=-1)).sum())
-
-    def cells(self) -> list[str]:
-        """Mean, 99th percentile and largest divergence, and how often the likeliest is the same."""
-        kl = torch.cat(self.divergences)
-        spread = f"{float(kl.mean()):.6f}", f"{float(kl.quantile(0.99)):.5f}"
-        return [*spread, f"{float(kl.max()):.4f}", f"{self.num_same / len(kl):.2%}"]
-
-
-@dataclass
 class Score:
-    """What one variant made of a text."""
+    """What one variant made of a text, and how far it was from each reference at each token."""
 
     nats: float = 0.0
     tokens: int = 0
-    distances: dict[str, Distance] = field(
-        default_factory=lambda: {name: Distance() for name in REFERENCES}
-    )
+    divergences: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    same: Counter[str] = field(default_factory=Counter)
+
+    def compare(self, reference: str, found: Tensor, expected: Tensor) -> None:
+        """Log-probabilities `[tokens, vocab]` of the variant and of the reference."""
+        terms = expected.exp() * (expected - found)
+        self.divergences[reference].append(terms.sum(dim=-1, dtype=torch.float64))
+        self.same[reference] += int((found.argmax(dim=-1) == expected.argmax(dim=-1)).sum())
+
+    def cells(self, reference: str) -> list[str]:
+        """Mean, 99th percentile and largest divergence, and how often the likeliest is the same."""
+        kl = torch.cat(self.divergences[reference])
+        mean, p99, most = float(kl.mean()), float(kl.quantile(0.99)), float(kl.max())
+        same = self.same[reference] / len(kl)
+        return [f"{mean:.6f}", f"{p99:.5f}", f"{most:.4f}", f"{same:.2%}"]
 
 
 def chunks(stream: Tensor, window: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -130,8 +123,8 @@ def score(variants: dict[str, Variant], stream: Tensor, window: int) -> dict[str
             loss = F.nll_loss(log_probs, targets, reduction="none")
             scores[name].nats += float(loss.double().sum())
             scores[name].tokens += len(targets)
-            for reference, distance in scores[name].distances.items():
-                distance.add(log_probs, found[reference])
+            for reference in REFERENCES:
+                scores[name].compare(reference, log_probs, found[reference])
     return scores
 
 
@@ -169,8 +162,7 @@ def report(
     for variant, one in scores.items():
         bits = one.nats / math.log(2) / num_bytes
         fit = f"{one.nats / one.tokens:.4f}", f"{bits:.4f}", f"{variants[variant].token_bytes}"
-        distances = (cell for distance in one.distances.values() for cell in distance.cells())
-        rows.append([variant, *fit, *distances])
+        rows.append([variant, *fit, *(cell for name in REFERENCES for cell in one.cells(name))])
     console.print(f"\n{name}: {scores['float32'].tokens} tokens, {num_bytes} bytes")
     console.print(table("", columns, rows))
 
@@ -179,20 +171,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="a model directory (default: demo)")
     parser.add_argument("--text", type=Path, help="a text file, UTF-8")
     parser.add_argument("--tokens", type=int, default=65536, help="at most so many of a text")
-    parser.add_argument("--kernels", choices=KERNELS, default="auto")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's own choice")
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> None:
     """Prints a table for each text."""
     tokenizer = load_tokenizer(model_path(args.model))
     if not isinstance(tokenizer, Tokenizer):
         raise SystemExit(f"{args.model} has no tokenizer.json: nothing can be read")
-    settings = EngineConfig(
-        model=args.model, device="cpu", kernels=args.kernels, threads=args.threads
-    )
     window = min(WINDOW, tokenizer.max_context or WINDOW)
-    settings = dataclasses.replace(settings, kv_blocks=window // settings.block_size + 1)
+    settings = EngineConfig(
+        model=args.model,
+        device="cpu",
+        threads=args.threads,
+        kv_blocks=window // EngineConfig.block_size + 1,
+    )
     variants = {
         name: Variant(dataclasses.replace(settings, **changes))  # type: ignore[arg-type]
         for name, changes in VARIANTS.items()
@@ -201,4 +194,3 @@ def main(args: argparse.Namespace) -> int:
         stream = encode(tokenizer, documents, args.tokens)
         num_bytes = len(tokenizer.decode(stream[1:].tolist()).encode())
         report(name, score(variants, stream, window), variants, num_bytes)
-    return 0
