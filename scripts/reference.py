@@ -37,7 +37,8 @@ def metrics() -> Iterator[str]:
         ("Every process", table.EVERYBODY),
     ):
         yield f"## {title}\n"
-        yield "| name in Prometheus, in OpenTelemetry | kind, unit | attributes | |\n|---|---|---|---|"
+        yield "| name in Prometheus, in OpenTelemetry | kind, unit | attributes | |"
+        yield "|---|---|---|---|"
         processes = process if isinstance(process, tuple) else (process,)
         for one in table.TABLE:
             if one.processes == processes:

@@ -39,7 +39,6 @@ class RequestOptions:
     timeout_s: float = 120.0  # of a request
     api_key: str | None = None
     keep_alive: bool = True  # of HTTP connections; False: one a request
-    stream: bool = True  # over HTTP; False: the answer comes whole
     ttft_target_ms: int = 0  # over gRPC; 0: the router's own
 
 
@@ -223,10 +222,9 @@ class HttpServer:
             "model": self.model,
             "max_tokens": demand.new_tokens,
             "temperature": 0,
-            "stream": options.stream,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        if options.stream:
-            body["stream_options"] = {"include_usage": True}
         if options.ignore_eos:
             body["ignore_eos"] = True
         if options.prompt_form == "chat":
@@ -244,11 +242,8 @@ class HttpServer:
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:_MESSAGE_CHARS]
                     outcome.fail(f"HTTP_{response.status}", _error_message(text))
-                elif self._options.stream:
-                    await _read_stream(response, outcome, began)
                 else:
-                    data = await response.read()
-                    _record_event(data, outcome, time.monotonic() - began)
+                    await _read_stream(response, outcome, began)
         except TimeoutError:
             outcome.fail("TIMEOUT", f"not finished within {self._options.timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
@@ -296,7 +291,7 @@ def _record_event(data: bytes, outcome: Outcome, now_s: float) -> None:
 
 def _has_output(choice: dict[str, Any]) -> bool:
     """Whether a chunk brings text; a role alone, or an empty string, is no token."""
-    delta = choice.get("delta") or choice.get("message") or {}
+    delta = choice.get("delta") or {}
     texts = (choice.get("text"), delta.get("content"), delta.get("reasoning_content"))
     return any(texts) or bool(delta.get("reasoning"))
 

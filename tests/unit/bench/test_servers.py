@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -101,12 +100,6 @@ class TestHttp:
         assert len(plain["prompt"].split()) == 5 and "ignore_eos" not in plain
         assert chatted["path"] == "/v1/chat/completions"
         assert chatted["messages"] == [{"role": "user", "content": plain["prompt"]}]
-
-    async def test_an_answer_that_comes_whole(self) -> None:
-        answer = {"choices": [{"text": "Hello"}], "usage": {"completion_tokens": 2}}
-        async with http(ScriptedOpenAI((200, json.dumps(answer))), stream=False) as client:
-            outcome = await ask(client)
-        assert outcome.ok and (outcome.output_tokens, len(outcome.token_times_s)) == (2, 1)
 
     async def test_tokens_are_timed_when_they_come(self) -> None:
         gate = asyncio.Event()
