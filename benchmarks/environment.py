@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Container, Sequence
@@ -74,11 +75,9 @@ def cores() -> tuple[int, ...]:
 
 def machine(cpus: Sequence[int], threads: int) -> dict[str, Any]:
     """Processor, cores, and how busy the machine was before: no result means much without it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
     return {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "processor": names[0] if names else platform.machine(),
         "system": platform.platform(),
         "cpus": list(cpus),
         "threads": threads,

@@ -80,9 +80,8 @@ class LlamaCpp(Adapter):
     def _fill(self, batch: int, context: int) -> None:
         """Computes the prompts that are not there yet."""
         there, length = self._filled
-        memory = self._api.llama_get_memory(self._decoding)
         if length != context:
-            self._api.llama_memory_clear(memory, False)
+            self._api.llama_memory_clear(self._api.llama_get_memory(self._decoding), False)
             there = 0
         for sequence in range(there, batch):
             prompt = self.setup.prompt(context, sequence)
@@ -90,9 +89,8 @@ class LlamaCpp(Adapter):
         self._filled = (max(there, batch), context)
 
     def _step(self, tokens: Sequence[int], at: int) -> list[int]:
-        self._compute(
-            self._decoding, [(token, at, i) for i, token in enumerate(tokens)], every=True
-        )
+        rows = [(token, at, i) for i, token in enumerate(tokens)]
+        self._compute(self._decoding, rows, every=True)
         return self._sample(self._decoding, len(tokens))
 
     def _compute(

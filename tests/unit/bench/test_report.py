@@ -84,8 +84,7 @@ def test_every_field_is_documented_and_survives_json() -> None:
     assert found["schema"] == SCHEMA and f"`{SCHEMA}`" in DOCS.read_text()
 
 
-@pytest.mark.parametrize("sweep", [(None,), SWEEP])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("servers", "sweep"), [(1, (None,)), (2, SWEEP)])
 def test_the_page_is_whole_and_loads_nothing(servers: int, sweep: Sequence[float | None]) -> None:
     found, page = report(servers, sweep), Page()
     assert (found["knees"] is None) == (sweep == (None,))
