@@ -133,33 +133,33 @@ def _file_lines(file: Any) -> Iterator[str]:
             text = comments[6, index, 2, number]
             yield f"| `{method.name}` | {request} → {response} | {text} |"
         yield ""
-    for index, message in enumerate(file.message_type):
-        yield from _message_lines(message, (4, index), message.name, comments)
-    for index, enum in enumerate(file.enum_type):
-        yield from _enum_lines(enum, (5, index), enum.name, comments)
+    yield from _type_lines("", file.message_type, file.enum_type, (), (4, 5), comments)
 
 
-def _message_lines(message: Any, path: tuple[int, ...], name: str, comments: Any) -> Iterator[str]:
-    yield f"### {name}\n\n{comments[path]}\n"
-    if message.field:
-        yield "| field | type | |\n|---|---|---|"
-        maps = {one.name: one for one in message.nested_type if one.options.map_entry}
-        for number, field in enumerate(message.field):
-            text = comments[(*path, 2, number)]
-            yield f"| {field.number} `{field.name}` | {_field_type(field, maps)} | {text} |"
+def _type_lines(
+    prefix: str, messages: Any, enums: Any, path: tuple[int, ...], kinds: Any, comments: Any
+) -> Iterator[str]:
+    """Messages and enums of a file or of a message, whose numbers in a path are `kinds`."""
+    for index, message in enumerate(messages):
+        if message.options.map_entry:
+            continue
+        here, name = (*path, kinds[0], index), f"{prefix}{message.name}"
+        yield f"### {name}\n\n{comments[here]}\n"
+        if message.field:
+            yield "| field | type | |\n|---|---|---|"
+            maps = {one.name: one for one in message.nested_type if one.options.map_entry}
+            for number, field in enumerate(message.field):
+                text = comments[(*here, 2, number)]
+                yield f"| {field.number} `{field.name}` | {_field_type(field, maps)} | {text} |"
+            yield ""
+        inner = (message.nested_type, message.enum_type)
+        yield from _type_lines(f"{name}.", *inner, here, (3, 4), comments)
+    for index, enum in enumerate(enums):
+        here = (*path, kinds[1], index)
+        yield f"### {prefix}{enum.name}\n\n{comments[here]}\n\n| value | |\n|---|---|"
+        for number, value in enumerate(enum.value):
+            yield f"| {value.number} `{value.name}` | {comments[(*here, 2, number)]} |"
         yield ""
-    for number, inner in enumerate(message.nested_type):
-        if not inner.options.map_entry:
-            yield from _message_lines(inner, (*path, 3, number), f"{name}.{inner.name}", comments)
-    for number, inner in enumerate(message.enum_type):
-        yield from _enum_lines(inner, (*path, 4, number), f"{name}.{inner.name}", comments)
-
-
-def _enum_lines(enum: Any, path: tuple[int, ...], name: str, comments: Any) -> Iterator[str]:
-    yield f"### {name}\n\n{comments[path]}\n\n| value | |\n|---|---|"
-    for number, value in enumerate(enum.value):
-        yield f"| {value.number} `{value.name}` | {comments[(*path, 2, number)]} |"
-    yield ""
 
 
 def _field_type(field: Any, maps: dict[str, Any]) -> str:

@@ -68,21 +68,18 @@ class Server(Protocol):
     async def close(self) -> None: ...
 
 
-def server_at(url: str, options: RequestOptions) -> Server:
-    """By the form of its address. Needs a running event loop; raises ConfigError."""
-    if url.startswith(("http://", "https://")):
-        return HttpServer(url, options)
-    if "://" not in url or url.startswith("grpc://"):
-        address = url.removeprefix("grpc://")
-        config.split_address(address, "--target")
-        return GrpcServer(address, options)
-    raise ConfigError(f"{url} is no server: give HOST:PORT, grpc://HOST:PORT or an http URL")
-
-
 @asynccontextmanager
 async def connected(url: str, options: RequestOptions) -> AsyncIterator[Server]:
-    """A server that has answered. Raises BatonError."""
-    server = server_at(url, options)
+    """A server that has answered, by the form of its address. Raises BatonError."""
+    server: Server
+    if url.startswith(("http://", "https://")):
+        server = HttpServer(url, options)
+    elif "://" not in url or url.startswith("grpc://"):
+        address = url.removeprefix("grpc://")
+        config.split_address(address, "--target")
+        server = GrpcServer(address, options)
+    else:
+        raise ConfigError(f"{url} is no server: give HOST:PORT, grpc://HOST:PORT or an http URL")
     try:
         await server.connect()
         yield server
@@ -292,8 +289,8 @@ def _record_event(data: bytes, outcome: Outcome, now_s: float) -> None:
 def _has_output(choice: dict[str, Any]) -> bool:
     """Whether a chunk brings text; a role alone, or an empty string, is no token."""
     delta = choice.get("delta") or {}
-    texts = (choice.get("text"), delta.get("content"), delta.get("reasoning_content"))
-    return any(texts) or bool(delta.get("reasoning"))
+    names = ("content", "reasoning_content", "reasoning")
+    return bool(choice.get("text")) or any(map(delta.get, names))
 
 
 def _error_message(text: str) -> str:

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
@@ -73,29 +73,12 @@ PAIRS = (
 )
 
 
-@dataclass(frozen=True)
-class Work:
-    """`steps` decode steps of `size` sequences, or without steps a prompt of `size` tokens."""
+class Work(NamedTuple):
+    """A piece of work: a column's head, the line that asks an adapter for it, and tokens."""
 
-    size: int
-    context: int = 0  # tokens before the first step
-    steps: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """What it produces (decode) or takes in (prefill)."""
-        return self.size * (self.steps or 1)
-
-    @property
-    def label(self) -> str:
-        """A column's head."""
-        return f"{'batch' if self.steps else 'prompt'} {self.size}"
-
-    def request(self) -> dict[str, list[int]]:
-        """The line that asks an adapter for it."""
-        if not self.steps:
-            return {"prefill": [self.size]}
-        return {"decode": [self.size, self.context, self.steps]}
+    label: str
+    request: dict[str, list[int]]
+    tokens: int  # that it produces (decode) or takes in (prefill)
 
 
 def works(batches: Sequence[int], context: int, prompts: Sequence[int]) -> list[Work]:
@@ -103,8 +86,11 @@ def works(batches: Sequence[int], context: int, prompts: Sequence[int]) -> list[
 
     Steps are the same for everybody: enough to time, few enough for the slowest.
     """
-    steps = {n: max(_FEWEST_STEPS, min(_MOST_STEPS, _DECODED_TOKENS // n)) for n in batches}
-    return [*(Work(n, context, steps[n]) for n in batches), *map(Work, prompts)]
+    found = []
+    for n in batches:
+        steps = max(_FEWEST_STEPS, min(_MOST_STEPS, _DECODED_TOKENS // n))
+        found.append(Work(f"batch {n}", {"decode": [n, context, steps]}, n * steps))
+    return found + [Work(f"prompt {n}", {"prefill": [n]}, n) for n in prompts]
 
 
 class EngineProcess:
@@ -133,7 +119,7 @@ class EngineProcess:
         """(seconds, note) of one piece of work. Raises Failed."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: `_read` says how
-            self._process.stdin.write(json.dumps(work.request()).encode() + b"\n")
+            self._process.stdin.write(json.dumps(work.request).encode() + b"\n")
         answer = self._read(timeout_s)
         return float(answer["seconds"]), str(answer["note"])
 
@@ -219,14 +205,13 @@ def measure(
 def setup_of(args: argparse.Namespace, entry: Entry, directory: Path) -> Setup:
     """What an engine's adapter is given."""
     of_adapter = {"baton": {"kernels": args.kernels}, "llama_cpp": {"shape": args.shape}}
-    steps = max((work.steps for work in works(args.batches, args.context, ())), default=0)
     return Setup(
         directory=str(directory),
         vocab=SHAPES[args.shape].vocab,
         threads=args.threads or len(args.cpus),
         cpus=args.cpus,
         max_batch=max(args.batches, default=1),
-        max_context=args.context + steps + _SPARE_TOKENS,
+        max_context=args.context + _MOST_STEPS + _SPARE_TOKENS,
         max_prefill=max(args.prompts, default=1) + _SPARE_TOKENS,
         options={**entry.options, **of_adapter.get(entry.adapter, {})},
     )

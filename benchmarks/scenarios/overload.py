@@ -31,6 +31,7 @@ from benchmarks.scenarios.common import (
     spread,
 )
 
+_SIZES = Workload(prompt_lengths=Lengths(64, 512), output_lengths=Lengths(16, 64))
 _CALLERS = (4, 8, 16, 32)
 _NO_TARGET_MS = 600_000  # while the capacity is measured nothing is refused
 _REFUSED = "RESOURCE_EXHAUSTED"
@@ -45,21 +46,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=60.0, help="of overload: 60")
     add("--times", type=float, default=5.0, help="the capacity: 5")
     add("--ttft-target", type=int, default=1000, metavar="MS", help="1000")
-    add("--prompt-tokens", type=Lengths.parse, default=Lengths(64, 512), help="64-512")
-    add("--new-tokens", type=Lengths.parse, default=Lengths(16, 64), help="16-64")
     add("--capacity-seconds", type=float, default=8.0, help="for each step: 8")
 
 
 async def main(args: argparse.Namespace) -> int:
-    sizes = Workload(prompt_lengths=args.prompt_tokens, output_lengths=args.new_tokens)
     target = ["--ttft-target", str(args.ttft_target / 1e3)]
     async with cluster(args, target) as local, connected(local.address) as server:
         async with connected(local.address, ttft_target_ms=_NO_TARGET_MS) as patient:
             rates = [
-                await capacity(patient, sizes, callers, args.capacity_seconds)
+                await capacity(patient, _SIZES, callers, args.capacity_seconds)
                 for callers in _CALLERS
             ]
-        load = replace(sizes, rate=args.times * max(rates), duration_s=args.seconds)
+        load = replace(_SIZES, rate=args.times * max(rates), duration_s=args.seconds)
         console.print(f"{load.rate:.1f} requests/s for {args.seconds:g} s")
         router = psutil.Process(local.processes["router"].pid)
         memory = [router.memory_info().rss]

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from baton.bench.generator import Generator
-from baton.bench.request import Demand
 from baton.bench.stats import Stats, stats_of
 from baton.bench.terminal import median_table
 from baton.bench.trace import Scale
@@ -59,11 +57,9 @@ async def main(args: argparse.Namespace) -> None:
         spread_ties=True,
     )
     demands = list(Workload(trace=args.trace, scale=scale, count=args.count).demands())
-    tokens = sum(demand.prompt_tokens for demand in demands)
-    console.print(
-        f"{len(demands)} requests in {demands[-1].at_s:.0f} s, {tokens / len(demands):.0f} prompt "
-        f"tokens each, {reusable(demands):.0%} of them seen before"
-    )
+    tokens = sum(demand.prompt_tokens for demand in demands) / len(demands)
+    seconds = demands[-1].at_s
+    console.print(f"{len(demands)} requests in {seconds:.0f} s, {tokens:.0f} prompt tokens each")
     rounds: dict[str, list[Stats]] = {policy: [] for policy in args.policies}
     for _ in range(args.rounds):
         for policy in args.policies:
@@ -77,15 +73,3 @@ async def main(args: argparse.Namespace) -> None:
             rounds[policy].append(stats)
             console.print(f"  {policy}: {stats['statuses']}, {held} blocks held; {lag_of(run)}")
     console.print(median_table("\nmedian (min-max)", _ROWS, rounds))
-
-
-def reusable(demands: Sequence[Demand]) -> float:
-    """Share of prompt tokens that some earlier request had as a prefix too."""
-    seen: set[tuple[tuple[int, int], ...]] = set()
-    shared = 0
-    for demand in demands:
-        prefixes = [demand.parts[:end] for end in range(len(demand.parts), 0, -1)]
-        known = next((prefix for prefix in prefixes if prefix in seen), ())
-        shared += sum(length for _, length in known)
-        seen.update(prefixes)
-    return shared / sum(demand.prompt_tokens for demand in demands)

@@ -132,12 +132,12 @@ def texts(file: Path | None) -> dict[str, list[str]]:
     """Documents by the name of what they are."""
     if file is not None:
         return {file.name: [file.read_text(encoding="utf-8")]}
-    held_out = [file for file in corpus.read_corpus() if file.is_held_out]
-    named = {
-        "held-out library": [file.text for file in held_out if not file.is_test],
-        "held-out test suites": [file.text for file in held_out if file.is_test],
-    }
-    return {name: documents for name, documents in named.items() if documents}
+    named: dict[str, list[str]] = {}
+    for one in corpus.read_corpus():
+        if one.is_held_out:
+            name = "held-out test suites" if one.is_test else "held-out library"
+            named.setdefault(name, []).append(one.text)
+    return dict(sorted(named.items()))
 
 
 def encode(tokenizer: Tokenizer, documents: list[str], tokens_max: int) -> Tensor:
@@ -151,20 +151,14 @@ def encode(tokenizer: Tokenizer, documents: list[str], tokens_max: int) -> Tenso
     return torch.tensor(stream[: tokens_max + 1])
 
 
-def report(
-    name: str, scores: dict[str, Score], variants: dict[str, Variant], num_bytes: int
-) -> None:
-    """Prints a table."""
-    columns = ["nats/token", "bits/byte", "KV"]
-    for reference in REFERENCES:
-        columns += [f"KL {reference}", "p99", "max", "same"]
-    rows = []
-    for variant, one in scores.items():
+def rows_of(
+    scores: dict[str, Score], variants: dict[str, Variant], num_bytes: int
+) -> Iterator[list[str]]:
+    """A row for each variant."""
+    for name, one in scores.items():
         bits = one.nats / math.log(2) / num_bytes
-        fit = f"{one.nats / one.tokens:.4f}", f"{bits:.4f}", f"{variants[variant].token_bytes}"
-        rows.append([variant, *fit, *(cell for name in REFERENCES for cell in one.cells(name))])
-    console.print(f"\n{name}: {scores['float32'].tokens} tokens, {num_bytes} bytes")
-    console.print(table("", columns, rows))
+        fit = f"{one.nats / one.tokens:.4f}", f"{bits:.4f}", f"{variants[name].token_bytes}"
+        yield [name, *fit, *(cell for reference in REFERENCES for cell in one.cells(reference))]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +184,12 @@ def main(args: argparse.Namespace) -> None:
         name: Variant(dataclasses.replace(settings, **changes))  # type: ignore[arg-type]
         for name, changes in VARIANTS.items()
     }
+    columns = ["nats/token", "bits/byte", "KV"]
+    for reference in REFERENCES:
+        columns += [f"KL {reference}", "p99", "max", "same"]
     for name, documents in texts(args.text).items():
         stream = encode(tokenizer, documents, args.tokens)
         num_bytes = len(tokenizer.decode(stream[1:].tolist()).encode())
-        report(name, score(variants, stream, window), variants, num_bytes)
+        rows = list(rows_of(score(variants, stream, window), variants, num_bytes))
+        console.print(f"\n{name}: {len(stream) - 1} tokens, {num_bytes} bytes")
+        console.print(table("", columns, rows))

@@ -33,7 +33,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=512, help="tokens of each prompt: 512")
     add("--tokens", type=int, default=400, help="that each stream gets: 400")
     add("--rounds", type=int, default=5, help="5")
-    add("--quantization", choices=("none", "int8"), default="none")
 
 
 async def main(args: argparse.Namespace) -> None:
@@ -41,7 +40,7 @@ async def main(args: argparse.Namespace) -> None:
     all_cores = os.sched_getaffinity(0)
     core = max(all_cores)  # where the decode worker computes
     directory = checkpoint.directory_of(shape, checkpoint.default_cache())
-    options = {"dtype": "bfloat16", "quantization": args.quantization}
+    options = {"dtype": "bfloat16"}
     setup = Setup(str(directory), shape.vocab, 1, (core,), batch, context + tokens, 1, options)
     os.sched_setaffinity(0, {core})  # the engine's thread inherits it
     alone = Baton(setup)

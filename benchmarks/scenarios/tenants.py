@@ -24,6 +24,8 @@ from benchmarks.environment import console
 from benchmarks.scenarios.common import add_cluster_options, cluster, connected, lag_of, spread
 from benchmarks.scenarios.overload import capacity
 
+_STEADY = Workload(prompt_lengths=Lengths(256, 768), output_lengths=Lengths(16, 64))
+_FLOOD = Workload(prompt_lengths=Lengths(256, 2048), output_lengths=Lengths(16, 128))
 _GOAL = 1.5
 _HEAD_START_S = 3.0  # of the flood, which lasts as much longer
 
@@ -35,10 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=3, help="3")
     add("--rate", type=float, default=4.0, help="of the steady tenant, requests/s: 4")
     add("--times", type=float, default=3.0, help="the capacity, of the flood: 3")
-    add("--prompt", type=Lengths.parse, default=Lengths(256, 768), help="256-768")
-    add("--new", type=Lengths.parse, default=Lengths(16, 64), help="16-64")
-    add("--flood-prompt", type=Lengths.parse, default=Lengths(256, 2048), help="256-2048")
-    add("--flood-new", type=Lengths.parse, default=Lengths(16, 128), help="16-128")
 
 
 async def main(args: argparse.Namespace) -> int:
@@ -54,15 +52,9 @@ async def main(args: argparse.Namespace) -> int:
             connected(local.address, api_key=keys["steady"]) as steady,
             connected(local.address, api_key=keys["flood"]) as flood,
         ):
-            sizes = Workload(prompt_lengths=args.flood_prompt, output_lengths=args.flood_new)
-            rate = args.times * await capacity(flood, sizes, 32, args.seconds / 2)
-            flood_load = replace(sizes, rate=rate, duration_s=args.seconds + 2 * _HEAD_START_S)
-            load = Workload(
-                rate=args.rate,
-                duration_s=args.seconds,
-                prompt_lengths=args.prompt,
-                output_lengths=args.new,
-            )
+            rate = args.times * await capacity(flood, _FLOOD, 32, args.seconds / 2)
+            flood_load = replace(_FLOOD, rate=rate, duration_s=args.seconds + 2 * _HEAD_START_S)
+            load = replace(_STEADY, rate=args.rate, duration_s=args.seconds)
             seeds = itertools.count()
 
             async def trickle(wait_s: float = 0.0) -> Run:

@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.engine import compare
@@ -20,6 +20,10 @@ from benchmarks.engine.adapters.protocol import Setup
 from benchmarks.engine.compare import ENTRIES, EngineProcess, Work, measure, works
 from benchmarks.environment import ROOT, Failed, Missing, Rivals
 
+DECODE, PROMPT, TOO_LARGE = (
+    Work("", request, 1)
+    for request in ({"decode": [2, 16, 3]}, {"prefill": [50]}, {"decode": [5, 16, 3]})
+)
 SETUP = Setup("/nowhere", 512, 1, (min(os.sched_getaffinity(0)),), 4, 80, 64, {"dtype": "float32"})
 WORKING = """
 class Counting(Adapter):
@@ -50,10 +54,10 @@ def test_an_adapter_answers_fails_and_answers_again(tmp_path: Path) -> None:
     """What a library prints is no answer, and a failure does not end the process."""
     one = start(tmp_path, WORKING)
     assert one.ready(30) == {"version": "7", "batch": "4", "dtype": "float32"}
-    assert one.run(Work(2, 16, 3), 30) == (0.6, "by counting")
+    assert one.run(DECODE, 30) == (0.6, "by counting")
     with pytest.raises(Failed, match=r"^ValueError: too large$"):
-        one.run(Work(5, 16, 3), 30)
-    assert one.run(Work(50), 30) == (0.5, "")
+        one.run(TOO_LARGE, 30)
+    assert one.run(PROMPT, 30) == (0.5, "")
     one.close(at_once=False)
     assert "a library that prints" in (tmp_path / "log").read_text()
 
@@ -93,16 +97,16 @@ ONE, MANY, LONG = works([1, 8], 512, [64])
 
 
 class Scripted:
-    """Records the order; `fails` maps (engine, work) to the first of its calls that fails."""
+    """Records the order; `fails` maps (engine, label) to the first of its calls that fails."""
 
-    def __init__(self, fails: dict[tuple[str, Work], int] | None = None) -> None:
-        self.order: list[tuple[str, Work]] = []
+    def __init__(self, fails: dict[tuple[str, str], int] | None = None) -> None:
+        self.order: list[tuple[str, str]] = []
         self._fails = fails or {}
 
     def __call__(self, name: str, work: Work) -> tuple[float, str]:
-        self.order.append((name, work))
-        times = self.order.count((name, work))
-        if times >= self._fails.get((name, work), 1000):
+        self.order.append((name, work.label))
+        times = self.order.count((name, work.label))
+        if times >= self._fails.get((name, work.label), 1000):
             raise Failed("it did not work")
         return work.tokens / (100.0 * times), "a way" if name == "baton-int8" else ""
 
@@ -115,18 +119,19 @@ def test_neighbours_in_time_are_compared_and_who_begins_changes() -> None:
         "bca", "bca",
         "cab", "cab",
     ]  # fmt: skip
-    assert [work for _, work in run.order[:6]] == [ONE] * 3 + [LONG] * 3
+    assert [label for _, label in run.order[:6]] == [ONE.label] * 3 + [LONG.label] * 3
     assert (ONE.tokens, MANY.tokens, LONG.tokens) == (48, 8 * 48, 64)
-    steps = [work.steps for work in works([1, 8, 16, 32, 64], 512, [])]
+    steps = [work.request["decode"][2] for work in works([1, 8, 16, 32, 64], 512, [])]
     assert steps == [48, 48, 24, 12, 12]
 
 
 def test_failed_work_is_not_tried_again_and_ratios_are_of_the_same_round() -> None:
     """The warm-up, whose rate would be 100, does not count."""
     int8, bf16 = "baton-int8", "baton-bf16"
-    run = Scripted({(int8, ONE): 1, (bf16, LONG): 3})
+    run = Scripted({(int8, "batch 1"): 1, (bf16, "prompt 64"): 3})
     found = measure([int8, bf16], [ONE, LONG], 3, run)
-    counts = [run.order.count(key) for key in ((int8, ONE), (int8, LONG), (bf16, LONG))]
+    asked = ((int8, "batch 1"), (int8, "prompt 64"), (bf16, "prompt 64"))
+    counts = [run.order.count(key) for key in asked]
     assert counts == [1, 4, 3]
     failure = "it did not work"
     assert found["failures"] == {int8: {"batch 1": failure}, bf16: {"prompt 64": failure}}
@@ -208,23 +213,6 @@ runpy.run_module("benchmarks", run_name="__main__")
 """
 
 
-def running(folder: Path) -> dict[int, str]:
-    """What runs with `folder` in its environment: command lines by process id."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(folder).encode() in (process / "environ").read_bytes():
-                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
-    return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_engines_end_with_it(tmp_path: Path, signum: signal.Signals) -> None:
     """At once and without a traceback, whatever they are doing, and what they started too.
@@ -232,23 +220,27 @@ def test_engines_end_with_it(tmp_path: Path, signum: signal.Signals) -> None:
     After a SIGKILL the kernel ends the adapters.
     """
     (tmp_path / "slow_adapter.py").write_text(SLOW)
-    bench = subprocess.Popen(
+    bench = psutil.Popen(
         [sys.executable, "-c", BENCH],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
     )
-    assert bench.stderr is not None
+    children: dict[psutil.Process, str] = {}
     try:
         assert any("warm-up: batch 1" in line for line in bench.stderr), "it ended"
-        until(lambda: any("sleep" in line for line in running(tmp_path).values()))
+        while "sleep" not in children.values():
+            time.sleep(0.02)
+            children = {child: child.name() for child in bench.children(recursive=True)}
         os.killpg(bench.pid, signum)  # as a terminal does
         assert bench.wait(10) == (130 if signum != signal.SIGKILL else -signum)
         assert "Traceback" not in bench.stderr.read()
-        name = "slow_adapter" if signum == signal.SIGKILL else ""
-        until(lambda: not any(name in line for line in running(tmp_path).values()))
+        ended = [c for c, name in children.items() if signum != signal.SIGKILL or name != "sleep"]
+        assert len(ended) == len(children) - (signum == signal.SIGKILL)
+        assert not psutil.wait_procs(ended, timeout=10)[1]
     finally:
-        for pid in running(tmp_path):
-            os.kill(pid, signal.SIGKILL)
+        for process in (*children, bench):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         bench.communicate()

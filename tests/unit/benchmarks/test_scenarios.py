@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from baton.bench.generator import Run
-from baton.bench.request import Demand, Outcome
+from baton.bench.request import Outcome
 from baton.local.span_store import Span
 from benchmarks.__main__ import COMMANDS, parser
 from benchmarks.scenarios.baseline_router import POLICIES, picker
 from benchmarks.scenarios.handoff_cost import cost_of
 from benchmarks.scenarios.overload import goals_of
-from benchmarks.scenarios.placement import reusable
 from router.fleet.snapshot import Snapshot
 from tests.unit.bench.outcomes import failed, outcome
 from tests.unit.router.snapshots import fleet, needs, worker
@@ -44,11 +43,6 @@ def test_round_robin_takes_turns_and_least_connections_the_least_busy() -> None:
     )
     found = picks("round-robin", broken, 4, full={"d1"}, failed={"d2"})
     assert set(found) == {"p1 d3"}  # what is down, full or failed is left out
-
-
-def test_what_a_perfect_cache_would_reuse() -> None:
-    parts = [((1, 64), (9, 61)), ((1, 64), (2, 64), (3, 10)), ((4, 64), (2, 11))]
-    assert reusable([Demand(0.0, p, 1) for p in parts]) == pytest.approx(64 / (125 + 138 + 75))
 
 
 def refusal(ended_s: float, retry_after_s: float = 0.5) -> Outcome:
