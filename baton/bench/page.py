@@ -36,10 +36,11 @@ def page_of(report: Report) -> str:
     limits = {f"slo {name}": f"{limit_s:g} s" for name, limit_s in (report["slo"] or {}).items()}
     load = {**{k: v for k, v in report["workload"].items() if v}, **limits}
     text = " · ".join(f"{k.replace('_', ' ')} {v}" for k, v in load.items())
-    data = json.dumps(report, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(report, separators=(",", ":"))
+    data = data.replace("<", "\\u003c").replace("&", "\\u0026")
     parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
         f"<title>Baton bench, {escape(report['created'])}</title>",
         f"<style>{_STYLE}</style></head><body><h1>Load report</h1>",
         f"<p>{escape(text)} · {escape(report['created'])}</p>",

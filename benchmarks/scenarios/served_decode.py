@@ -12,6 +12,7 @@ import asyncio
 import os
 import statistics
 from dataclasses import replace
+from typing import Any
 
 from baton.bench.generator import Generator
 from baton.bench.request import IdRange
@@ -40,7 +41,7 @@ async def main(args: argparse.Namespace) -> None:
     all_cores = os.sched_getaffinity(0)
     core = max(all_cores)  # where the decode worker computes
     directory = checkpoint.directory_of(shape, checkpoint.default_cache())
-    options = {"dtype": "bfloat16"}
+    options: dict[str, Any] = {"dtype": "bfloat16"}
     setup = Setup(str(directory), shape.vocab, 1, (core,), batch, context + tokens, 1, options)
     os.sched_setaffinity(0, {core})  # the engine's thread inherits it
     alone = Baton(setup)
