@@ -107,14 +107,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of both comparisons."""
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="M", help="default: M")
-    text = "virtual environment with the others"
-    add("--rivals", type=_directory, metavar="VENV", help=text)
-    text = "where llama.cpp was built: libllama and llama-server (default: the package's own)"
-    add("--llama-cpp", type=_directory, metavar="DIR", help=text)
-    text = "keeps the models that are made (default: the user's cache)"
-    add("--cache", type=Path, default=checkpoint.default_cache(), metavar="DIR", help=text)
-    text = "cores for everybody (default: the first two)"
-    add("--cpus", type=_cpus, default=cores()[:2], metavar="N,N", help=text)
+    add("--rivals", type=_directory, metavar="VENV", help="virtual environment with the others")
+    add("--llama-cpp", type=_directory, metavar="DIR", help="with libllama and llama-server")
+    add("--cache", type=Path, default=checkpoint.default_cache(), metavar="DIR", help="of models")
+    add("--cpus", type=_cpus, default=cores()[:2], metavar="N,N", help="default: the first two")
     add("--json", type=Path, metavar="FILE", help="write all results there")
 
 

@@ -95,11 +95,7 @@ class _Bench:
     """The stages of one run as they are driven."""
 
     def __init__(
-        self,
-        settings: Settings,
-        servers: Sequence[Server],
-        stop: asyncio.Event,
-        progress: Progress,
+        self, settings: Settings, servers: Sequence[Server], stop: asyncio.Event, progress: Progress
     ) -> None:
         self.stages: list[Stage] = []
         self.interference: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ from baton.bench.terminal import median_of, table
 from baton.local.child import tied
 from benchmarks import checkpoint, environment
 from benchmarks.engine.adapters.protocol import Setup
-from benchmarks.environment import PAGE, ROOT, Failed, Missing, Rivals, console, exit_text, rotated
+from benchmarks.environment import Failed, Missing, Rivals, console, exit_text, rotated, say
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.engine/2"
@@ -101,7 +101,7 @@ class EngineProcess:
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 tied(argv),
-                cwd=ROOT,
+                cwd=environment.ROOT,
                 env={**os.environ, **env},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -154,13 +154,7 @@ Run = Callable[[str, Work], tuple[float, str]]  # (seconds, note); raises Failed
 ByWork = dict[str, dict[str, Any]]  # by engine and a work's label
 
 
-def measure(
-    names: Sequence[str],
-    todo: Sequence[Work],
-    rounds: int,
-    run: Run,
-    say: Callable[[str], None] = environment.say,
-) -> dict[str, ByWork]:
+def measure(names: Sequence[str], todo: Sequence[Work], rounds: int, run: Run) -> dict[str, ByWork]:
     """Warms everybody up with each piece of work, then measures it in `rounds` rounds.
 
     Work that failed is not given to the same engine again, and has fewer rounds. A ratio is of
@@ -227,9 +221,7 @@ def variables(entry: Entry, rivals: Rivals, threads: int) -> dict[str, str]:
     return found
 
 
-def compare(
-    args: argparse.Namespace, say: Callable[[str], None] = environment.say
-) -> dict[str, Any]:
+def compare(args: argparse.Namespace) -> dict[str, Any]:
     """The report; raises SystemExit when no engine can be started."""
     rivals, shape = Rivals(args.rivals, args.llama_cpp), SHAPES[args.shape]
     directory = checkpoint.directory_of(shape, args.cache)
@@ -251,7 +243,7 @@ def compare(
                     engines[name] = EngineProcess(argv, env, log)
                     about[name] = engines[name].ready()
                 except Missing as reason:
-                    absent[name] = f"not installed: {reason}; {PAGE} tells how"
+                    absent[name] = f"not installed: {reason}; {environment.PAGE} tells how"
                 except (Failed, OSError) as failure:
                     absent[name] = f"does not start: {failure}"
             for name, why in absent.items():
@@ -260,7 +252,7 @@ def compare(
                 raise SystemExit("no candidate could be started")
             todo = works(args.batches, args.context, args.prompts)
             measured = measure(
-                list(about), todo, args.rounds, lambda name, work: engines[name].run(work), say
+                list(about), todo, args.rounds, lambda name, work: engines[name].run(work)
             )
             at_once = False
         finally:
@@ -307,7 +299,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its command line."""
     environment.add_options(parser)
     add = parser.add_argument
     add("--threads", type=int, default=0, metavar="N", help="default: a core each")

@@ -154,15 +154,16 @@ def options(tmp_path: Path, *argv: str) -> argparse.Namespace:
 
 
 @pytest.mark.timeout(300)
-def test_baton_is_measured_and_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_baton_is_measured_and_what_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     python = tmp_path / "venv" / "bin" / "python"  # one that has no library
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
-    said: list[str] = []
     rivals = ("--rivals", str(tmp_path / "venv"))
     args = options(tmp_path, "--candidates", "vllm-bf16,baton-float32", *rivals)
-    report = json.loads(json.dumps(compare.compare(args, said.append)))
+    report = json.loads(json.dumps(compare.compare(args)))
     rates = report["tokens_per_s"]["baton-float32"]
     assert {label: len(of) for label, of in rates.items()} == {
         "batch 1": 2, "batch 3": 2, "prompt 70": 2,
@@ -172,9 +173,9 @@ def test_baton_is_measured_and_what_is_missing_is_named(tmp_path: Path) -> None:
     reason = "not installed: No module named 'vllm'; docs/comparison.md"
     assert report["absent"]["vllm-bf16"].startswith(reason)
     assert any(reason in line for line in compare.text_of(report) if isinstance(line, str))
-    assert any("round 2 of 2: prompt 70" in line for line in said)
+    assert "round 2 of 2: prompt 70" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="no candidate"):
-        compare.compare(options(tmp_path, "--candidates", "vllm-bf16", *rivals), said.append)
+        compare.compare(options(tmp_path, "--candidates", "vllm-bf16", *rivals))
 
 
 def test_threads_are_set_before_anything_is_imported(tmp_path: Path) -> None:
