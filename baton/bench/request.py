@@ -54,14 +54,9 @@ def text_of(ids: Sequence[int]) -> str:
 _TEXT = (
     "the of and to in is was for on that with as his they be at one have this from or had by hot "
     "but some what there we can out other were all your when up use word how said an each she "
-    "which do their time if will way about many then them would write like so these her long make "
-    "thing see him two has look more day could go come did my no most who over know water than "
-    "call first people may down side been now find any new work part take get place made live "
-    "where after back little only round man year came show every good me give our under name very "
-    "through just form much great think say help low line before turn cause same mean differ move "
-    "right boy old too does tell sentence set three want air well also play small end put home"
+    "which do their time if will way about many then them would write like so these her long make"
 )
-_WORDS = tuple(_TEXT.split())
+_WORDS = _TEXT.split()
 
 
 @dataclass(slots=True)

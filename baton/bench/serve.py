@@ -58,14 +58,8 @@ async def run(settings: Settings, progress: Progress) -> Report:
         infos = []
         for name, target in zip("AB", settings.targets, strict=False):
             servers.append(server := await stack.enter_async_context(connected(*target)))
-            infos.append(
-                {
-                    "name": name,
-                    "url": server.url,
-                    "protocol": server.protocol,
-                    "model": server.model,
-                }
-            )
+            address = {"name": name, "url": server.url, "protocol": server.protocol}
+            infos.append({**address, "model": server.model})
         if settings.output:  # before the run, which would otherwise be for nothing
             try:
                 settings.output.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,8 @@
 """Requests recorded at public services, scaled to a machine: two file formats.
 
-Mooncake (JSON Lines): {"timestamp": ms, "input_length": tokens, "output_length": tokens,
-"hash_ids": one for each 512 tokens of the prompt}; equal ids at equal places are equal text.
+Mooncake (JSON Lines): equal `hash_ids` at equal places are equal text.
 Source: R. Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving".
-
-Azure LLM inference (CSV): TIMESTAMP,ContextTokens,GeneratedTokens; prompts share nothing.
+Azure LLM inference (CSV): prompts share nothing.
 Source: P. Patel et al., "Splitwise: Efficient Generative LLM Inference Using Phase Splitting".
 """
 

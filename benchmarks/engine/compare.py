@@ -130,14 +130,18 @@ class EngineProcess:
                 process.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_END_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _read(self, timeout_s: float) -> dict[str, Any]:
         """The next line; a process that ended or is silent has failed, and is ended."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            self.close()
+            self._kill()
             raise Failed(f"no answer within {timeout_s:g} s")
         line = self._process.stdout.readline()
         if not line:

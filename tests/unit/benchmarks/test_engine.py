@@ -81,6 +81,8 @@ def test_an_adapter_that_does_not_start_is_missing_or_failed(
     one = start(tmp_path, body)
     with pytest.raises(error, match=text):
         one.ready(0.5 if "sleep" in body else 30)
+    with pytest.raises(Failed, match="it ended with status"):
+        one.run(PROMPT, 30)
     one.close()
 
 
