@@ -54,23 +54,25 @@ INTERFERENCE_ROWS: Sequence[Row] = (
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the whole report: tables and lines, in order."""
+    """Prints the whole report."""
+    for part in _parts(report):
+        console.print(part)
+
+
+def _parts(report: Report) -> Iterator[RenderableType]:
     for server in report["servers"]:
-        console.print(Text(f"{server['name']}  {server['url']}  {server['model']}"))
+        yield Text(f"{server['name']}  {server['url']}  {server['model']}")
     if report["partial"]:
-        text = "PARTIAL: ended early; results are of what had ended by then"
-        console.print(Text(text, "bold yellow"))
+        yield Text("PARTIAL: ended early; results are of what had ended by then", "bold yellow")
     for stage in report["stages"]:
-        for part in _stage(stage):
-            console.print(part)
+        yield from _stage(stage)
     if report["interference"]:
         rounds = {one["server"]: one["rounds"] for one in report["interference"]}
-        console.print("", median_table("median (min-max)", INTERFERENCE_ROWS, rounds), sep="\n")
+        yield Text()
+        yield median_table("median (min-max)", INTERFERENCE_ROWS, rounds)
     if report["knees"]:
-        for part in _sweep(report):
-            console.print(part)
-    for part in _generator(report["generator"]):
-        console.print(part)
+        yield from _sweep(report)
+    yield from _generator(report["generator"])
 
 
 def milliseconds(value_s: float | None) -> str:

@@ -11,30 +11,23 @@ import pytest
 from baton.bench.generator import Generator
 from baton.bench.report import generator_stats
 from baton.bench.request import INTERRUPTED, Demand, Outcome
+from tests.unit.bench.outcomes import FakeServer
 
 FOREVER = 1e9
 pytestmark = pytest.mark.timeout(60)
 
 
-class FakeServer:
+class Slow(FakeServer):
     """Answers each request after so many seconds, once `before` has run."""
 
-    url, protocol, model = "fake://", "fake", "fake"
-
     def __init__(self, takes_s: float = 0.0, before: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
         self.takes_s, self.before = takes_s, before
         self.running = self.most = 0
-        self.bodies: list[bytes] = []
         self.three_run = asyncio.Event()
 
-    async def connect(self) -> None: ...
-
-    def body(self, demand: Demand) -> bytes:
-        return str(demand.parts[0][0]).encode()
-
-    async def send(self, body: bytes, outcome: Outcome) -> None:
+    async def answer(self, demand: Demand, outcome: Outcome) -> None:
         self.before()
-        self.bodies.append(body)
         self.running += 1
         self.most = max(self.most, self.running)
         if self.running == 3:
@@ -46,8 +39,6 @@ class FakeServer:
             self.running -= 1
             outcome.ended_s = self.takes_s
 
-    async def close(self) -> None: ...
-
 
 def demands(number: int, every_s: float = 0.0) -> Iterator[Demand]:
     return (Demand(i * every_s, ((i, 4),), 2) for i in range(number))
@@ -55,9 +46,9 @@ def demands(number: int, every_s: float = 0.0) -> Iterator[Demand]:
 
 async def test_an_open_loop_sends_each_request_at_its_time() -> None:
     """All are sent in order, none before its time, though the first has not ended."""
-    server = FakeServer(0.5)
+    server = Slow(0.5)
     run = await Generator(server).open_loop(demands(20, 0.01))
-    assert server.bodies == [str(i).encode() for i in range(20)] and server.most > 1
+    assert [d.parts[0][0] for d in server.demands] == list(range(20)) and server.most > 1
     assert [o.at_s for o in run.outcomes] == [i * 0.01 for i in range(20)]
     assert all(o.ok and o.sent_s >= o.at_s - 1e-3 for o in run.outcomes)
     assert run.seconds >= 0.19 + 0.5 - 0.01
@@ -66,21 +57,21 @@ async def test_an_open_loop_sends_each_request_at_its_time() -> None:
 
 
 async def test_a_closed_loop_keeps_its_concurrency() -> None:
-    server = FakeServer(0.01)
+    server = Slow(0.01)
     run = await Generator(server).closed_loop(demands(30), 4)
     assert (server.most, len(run.outcomes), run.ok) == (4, 30, 30)
-    assert sorted(int(body) for body in server.bodies) == list(range(30))
+    assert sorted(d.parts[0][0] for d in server.demands) == list(range(30))
     assert run.outcomes[4].at_s >= 0.01  # due when the one before it had ended
 
 
 async def test_a_closed_loop_begins_nothing_after_its_time() -> None:
-    run = await Generator(FakeServer(0.05)).closed_loop(demands(10**6), 2, 0.3)
+    run = await Generator(Slow(0.05)).closed_loop(demands(10**6), 2, 0.3)
     assert run.outcomes and all(o.ok and o.at_s < 0.3 for o in run.outcomes)
 
 
 async def test_a_generator_that_is_late_complains() -> None:
     """Its own work keeps the event loop busy: that is no latency of the server."""
-    server = FakeServer(before=lambda: time.sleep(0.05))
+    server = Slow(before=lambda: time.sleep(0.05))
     late = generator_stats([await Generator(server).open_loop(demands(10, 0.01))])
     assert late["late_s"]["max"] > 0.2 and late["loop_late_s"]["max"] > 0.03
     complaints = "; ".join(late["complaints"])
@@ -89,7 +80,7 @@ async def test_a_generator_that_is_late_complains() -> None:
 
 @pytest.mark.parametrize("kind", ["open", "closed"])
 async def test_a_stop_cancels_what_runs_and_begins_nothing_more(kind: str) -> None:
-    server, stop = FakeServer(FOREVER), asyncio.Event()
+    server, stop = Slow(FOREVER), asyncio.Event()
     generator = Generator(server, stop)
     loops = {
         "open": lambda: generator.open_loop([*demands(3), Demand(FOREVER, ((9, 1),), 1)]),
@@ -105,6 +96,6 @@ async def test_a_stop_cancels_what_runs_and_begins_nothing_more(kind: str) -> No
 
 async def test_an_error_in_the_generator_ends_the_run() -> None:
     """It is no answer of the server."""
-    server = FakeServer(before=lambda: 1 // 0)
+    server = Slow(before=lambda: 1 // 0)
     with pytest.RaisesGroup(ZeroDivisionError):
         await Generator(server).open_loop(demands(1))

@@ -10,7 +10,7 @@ import pytest
 
 from baton.bench.interference import Interference, interference, stream_stats
 from baton.bench.request import INTERRUPTED, Demand, Outcome
-from tests.unit.bench.outcomes import outcome
+from tests.unit.bench.outcomes import FakeServer, outcome
 
 LOAD = Interference(
     streams=2, stream_prompt=8, stream_output=20, prompt=64, prompt_output=2,
@@ -59,28 +59,18 @@ def test_streams_start_apart_and_each_period_begins_with_a_prompt() -> None:
     assert LOAD.window_s == (0.1, pytest.approx(0.7))
 
 
-class Paced:
+class Paced(FakeServer):
     """A server whose streams bring a token each 5 ms, and stall while a long prompt runs."""
 
-    url, protocol, model = "paced", "none", ""
-
     def __init__(self, prompt_s: float = 0.0) -> None:
+        super().__init__()
         self._prompt_s = prompt_s
         self._free = asyncio.Event()
         self._free.set()
-        self._demands: list[Demand] = []
-        self.prompts: list[tuple[tuple[int, int], ...]] = []
 
-    async def connect(self) -> None: ...
-
-    def body(self, demand: Demand) -> bytes:
-        self._demands.append(demand)
-        return str(len(self._demands) - 1).encode()
-
-    async def send(self, body: bytes, outcome: Outcome) -> None:
-        loop, demand = asyncio.get_running_loop(), self._demands[int(body)]
+    async def answer(self, demand: Demand, outcome: Outcome) -> None:
+        loop = asyncio.get_running_loop()
         began = loop.time()
-        self.prompts.append(demand.parts)
         if demand.prompt_tokens >= LOAD.prompt and self._prompt_s:
             self._free.clear()
             await asyncio.sleep(self._prompt_s)
@@ -90,8 +80,6 @@ class Paced:
             await self._free.wait()
             outcome.add_tokens(1, loop.time() - began)
         outcome.output_tokens, outcome.ended_s = demand.new_tokens, loop.time() - began
-
-    async def close(self) -> None: ...
 
 
 async def test_stalls_are_seen_beside_prompts_and_no_prompt_is_sent_twice() -> None:
@@ -104,7 +92,8 @@ async def test_stalls_are_seen_beside_prompts_and_no_prompt_is_sent_twice() -> N
         assert found["kept"] == pytest.approx(beside["tokens_per_s"] / alone["tokens_per_s"])
         assert beside["failed"] == alone["failed"] == 0
         assert len(runs) == 3 and all(run.outcomes for run in runs)
-    assert len(set(server.prompts)) == len(server.prompts) > 8
+    prompts = [demand.parts for demand in server.demands]
+    assert len(set(prompts)) == len(prompts) > 8
 
 
 async def test_it_ends_early() -> None:
