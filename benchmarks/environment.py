@@ -1,16 +1,20 @@
-"""The machine, and where the other engines are installed: what comparisons share."""
+"""The machine, where the other engines are installed, and what all benchmarks print with."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from rich.console import Console
 
 from benchmarks import checkpoint
 from benchmarks.shapes import SHAPES
@@ -19,6 +23,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = "docs/comparison.md"
 _LAST_LINES = 5
 _LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
+console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+T = TypeVar("T")
+
+
+def say(line: str) -> None:
+    """How a long run goes."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class Missing(Exception):
@@ -64,16 +75,20 @@ def cores() -> tuple[int, ...]:
 
 def machine(cpus: Sequence[int], threads: int) -> dict[str, Any]:
     """Processor, cores, and how busy the machine was before: no result means much without it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
     return {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "processor": names[0] if names else platform.machine(),
         "system": platform.platform(),
         "cpus": list(cpus),
         "threads": threads,
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def rotated(names: Sequence[T], round_: int) -> list[T]:
+    """Who begins changes with each round: a machine that slows down favours none."""
+    began = round_ % max(1, len(names))
+    return [*names[began:], *names[:began]]
 
 
 def exit_text(status: int, log: Path) -> str:
@@ -82,18 +97,20 @@ def exit_text(status: int, log: Path) -> str:
     return " | ".join([f"it ended with status {status}", *lines])
 
 
+def write(file: Path | None, report: dict[str, Any]) -> None:
+    """The report as JSON, where `--json` names a file."""
+    if file:
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of both comparisons."""
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="M", help="default: M")
-    text = "virtual environment with the others"
-    add("--rivals", type=_directory, metavar="VENV", help=text)
-    text = "where llama.cpp was built: libllama and llama-server (default: the package's own)"
-    add("--llama-cpp", type=_directory, metavar="DIR", help=text)
-    text = "keeps the models that are made (default: the user's cache)"
-    add("--cache", type=Path, default=checkpoint.default_cache(), metavar="DIR", help=text)
-    text = "cores for everybody (default: the first two)"
-    add("--cpus", type=_cpus, default=cores()[:2], metavar="N,N", help=text)
+    add("--rivals", type=_directory, metavar="VENV", help="virtual environment with the others")
+    add("--llama-cpp", type=_directory, metavar="DIR", help="with libllama and llama-server")
+    add("--cache", type=Path, default=checkpoint.default_cache(), metavar="DIR", help="of models")
+    add("--cpus", type=_cpus, default=cores()[:2], metavar="N,N", help="default: the first two")
     add("--json", type=Path, metavar="FILE", help="write all results there")
 
 
@@ -119,6 +136,6 @@ def _directory(text: str) -> Path | None:
 
 def _cpus(text: str) -> tuple[int, ...]:
     cpus = tuple(sorted({int(part) for part in text.split(",")}))
-    if missing := set(cpus) - os.sched_getaffinity(0):
+    if missing := set(cpus) - set(cores()):
         raise argparse.ArgumentTypeError(f"core {min(missing)} is not for this process")
     return cpus

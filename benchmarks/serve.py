@@ -10,38 +10,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-from rich.console import Console
 
 from baton.bench.generator import Generator
 from baton.bench.interference import Interference, interference, stream_stats
 from baton.bench.request import Demand, IdRange
-from baton.bench.servers import HttpServer, RequestOptions
-from baton.bench.stats import stats_of
+from baton.bench.servers import RequestOptions, Server, connected
+from baton.bench.stats import Stats, stats_of
 from baton.bench.terminal import INTERFERENCE_ROWS, median_table
 from baton.bench.workload import Lengths, Workload
-from baton.config import KV_DTYPES, QUANTIZATIONS, ClusterConfig, EngineConfig, RouterLimits
+from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.errors import BatonError
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.slo import Slo
 from benchmarks import checkpoint, environment
 from benchmarks.engine.adapters.gguf_file import gguf_of
-from benchmarks.environment import Failed, Missing, Rivals, cores, exit_text
+from benchmarks.environment import Failed, Missing, Rivals, console, cores, exit_text, rotated, say
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.comparison/2"
@@ -59,23 +55,20 @@ MIXED = Workload(
     output_lengths=Lengths.parse("lognormal:45,0.7,256"),
 )
 MIXED_SLO = Slo.parse("ttft=1,tpot=0.1")
-# Title, path in the results, factor, format.
 _MIXED_ROWS = (
-    ("requests/s finished", ("requests_per_s",), 1, ".2f"),
-    ("output tokens/s", ("output_tokens_per_s",), 1, ".0f"),
-    *(
-        (f"{name.upper()} {p}, ms", (f"{name}_s", p), 1e3, ".1f")
-        for name, percentiles in (
-            ("ttft", ("p50", "p95")),
-            ("tpot", ("p50", "p95")),
-            ("itl", ("p50", "p99", "max")),
-        )
-        for p in percentiles
-    ),
-    ("time in gaps over 200 ms, %", ("long_gap_share",), 100, ".2f"),
-    ("goodput, requests/s", ("goodput", "requests_per_s"), 1, ".2f"),
-    ("goodput, % of requests", ("goodput", "share"), 100, ".1f"),
-    ("failed requests", ("requests", "failed"), 1, ".0f"),
+    ("requests/s finished", "requests_per_s", 1, ".2f"),
+    ("output tokens/s", "output_tokens_per_s", 1, ".0f"),
+    ("TTFT p50, ms", "ttft_s.p50", 1e3, ".1f"),
+    ("TTFT p95, ms", "ttft_s.p95", 1e3, ".1f"),
+    ("TPOT p50, ms", "tpot_s.p50", 1e3, ".1f"),
+    ("TPOT p95, ms", "tpot_s.p95", 1e3, ".1f"),
+    ("ITL p50, ms", "itl_s.p50", 1e3, ".1f"),
+    ("ITL p99, ms", "itl_s.p99", 1e3, ".1f"),
+    ("ITL max, ms", "itl_s.max", 1e3, ".1f"),
+    ("time in gaps over 200 ms, %", "long_gap_share", 100, ".2f"),
+    ("goodput, requests/s", "goodput.requests_per_s", 1, ".2f"),
+    ("goodput, % of requests", "goodput.share", 100, ".1f"),
+    ("failed requests", "requests.failed", 1, ".0f"),
 )
 
 
@@ -92,7 +85,7 @@ class Start:
 
 def baton_1p1d(start: Start) -> AbstractAsyncContextManager[str]:
     """Baton as `baton up` starts it: a prefill and a decode worker that share the cores."""
-    return _cluster(ClusterConfig(engine=start.engine, port=0, trace_sample=0.0), {})
+    return _cluster(ClusterConfig(engine=start.engine), {})
 
 
 def baton_aggregated(start: Start) -> AbstractAsyncContextManager[str]:
@@ -102,19 +95,17 @@ def baton_aggregated(start: Start) -> AbstractAsyncContextManager[str]:
     to do, and takes memory only.
     """
     limits = RouterLimits(local_prefill_max_tokens=_EVERY_PROMPT)
-    config = ClusterConfig(engine=start.engine, limits=limits, port=0, trace_sample=0.0)
     pinned = ("--cpus", ",".join(map(str, cores())))
     extra = {
         "decode": ("--threads", str(len(cores())), *pinned),
         "prefill": ("--threads", "1", "--kv-blocks", str(_IDLE_BLOCKS), *pinned),
     }
-    return _cluster(config, extra)
+    return _cluster(ClusterConfig(engine=start.engine, limits=limits), extra)
 
 
 @asynccontextmanager
 async def _cluster(config: ClusterConfig, extra: Mapping[str, Sequence[str]]) -> AsyncIterator[str]:
-    (port,) = ports.consecutive("127.0.0.1", 0, 1)
-    config = replace(config, http_port=port)
+    config = replace(config, port=0, http_port=ports.free(), trace_sample=0.0)
     async with LocalCluster(config, extra_args=extra, start_timeout_s=_READY_S) as cluster:
         yield f"http://{cluster.http_addresses[0]}"
 
@@ -122,12 +113,10 @@ async def _cluster(config: ClusterConfig, extra: Mapping[str, Sequence[str]]) ->
 def vllm(start: Start) -> AbstractAsyncContextManager[str]:
     """vLLM's OpenAI server, its defaults but for what is set here."""
     start.rivals.need("vllm")
-    (port,) = ports.consecutive("127.0.0.1", 0, 1)
     argv = [
         *(start.rivals.python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(start.directory), "--dtype", "bfloat16"),
         *("--max-model-len", str(_MOST_CONTEXT)),
-        *("--host", "127.0.0.1", "--port", str(port)),
     ]
     env = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),
@@ -135,7 +124,7 @@ def vllm(start: Start) -> AbstractAsyncContextManager[str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "LD_PRELOAD": start.rivals.preload,
     }
-    return program(argv, env, port, start.log)
+    return program(argv, env, start.log)
 
 
 def llama_server(start: Start) -> AbstractAsyncContextManager[str]:
@@ -145,14 +134,12 @@ def llama_server(start: Start) -> AbstractAsyncContextManager[str]:
         raise Missing("no llama-server in the directory that --llama-cpp names")
     start.rivals.need("gguf")
     file = gguf_of(start.rivals.python, str(start.directory), start.shape, "bf16")
-    (port,) = ports.consecutive("127.0.0.1", 0, 1)
     argv = [
-        str(folder / "llama-server"),
-        *("--model", str(file), "--host", "127.0.0.1", "--port", str(port)),
+        *(str(folder / "llama-server"), "--model", str(file)),
         *("--threads", threads, "--threads-batch", threads),
         *("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _MOST_CONTEXT)),
     ]
-    return program(argv, {}, port, start.log)
+    return program(argv, {}, start.log)
 
 
 SERVERS: Mapping[str, Callable[[Start], AbstractAsyncContextManager[str]]] = {
@@ -166,14 +153,13 @@ _CLOSING = frozenset({"llama-server"})
 
 
 @asynccontextmanager
-async def program(
-    argv: Sequence[str], env: Mapping[str, str], port: int, log: Path
-) -> AsyncIterator[str]:
+async def program(argv: Sequence[str], env: Mapping[str, str], log: Path) -> AsyncIterator[str]:
     """Runs a server until the block ends; its URL once it is healthy. Raises Failed."""
+    port = str(ports.free())
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
-            *argv,
+            *(*argv, "--host", "127.0.0.1", "--port", port),
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -203,16 +189,16 @@ async def program(
         await process.wait()
 
 
-async def mixed(server: HttpServer, rate: float, duration_s: float, seed: int) -> dict[str, Any]:
+async def mixed(server: Server, args: argparse.Namespace, seed: int) -> Stats:
     """Requests of mixed sizes at Poisson times; the statistics of `baton bench serve`."""
-    load = replace(MIXED, rate=rate, duration_s=duration_s, seed=seed)
+    load = replace(MIXED, rate=args.rate, duration_s=args.mixed_duration, seed=seed)
     run = await Generator(server).open_loop(load.demands())
     ok = [outcome for outcome in run.outcomes if outcome.ok]
     gaps = stream_stats(ok, (0.0, math.inf))["long_gap_share"]
     return {**stats_of(run.outcomes, run.seconds, MIXED_SLO), "long_gap_share": gaps}
 
 
-async def warm_up(server: HttpServer) -> None:
+async def warm_up(server: Server) -> None:
     """First-time costs, and the connections. Raises Failed when a request is not answered."""
     demands = (
         Demand(0.0, ((_WARM_UP_SEED + number, prompt),), output)
@@ -223,51 +209,33 @@ async def warm_up(server: HttpServer) -> None:
         raise Failed(f"a first request ended with {failed.status}: {failed.message}")
 
 
-Results = dict[str, dict[str, list[Any]]]  # by load, by server: one for each round
+Results = dict[str, dict[str, list[Stats]]]  # by load, by server: one for each round
 
 
-async def rounds(
-    args: argparse.Namespace, results: Results, absent: dict[str, str], say: Callable[[str], None]
-) -> None:
+async def rounds(args: argparse.Namespace, results: Results, absent: dict[str, str]) -> None:
     """All servers in turn; one that fails is left out from then on, its results stay."""
     shape = SHAPES[args.shape]
     directory = checkpoint.directory_of(shape, args.cache)
-    engine = EngineConfig(
-        model=str(directory),
-        dtype="bfloat16",
-        quantization=args.quantization,
-        kv_dtype=args.kv_dtype,
-        chunk_tokens=args.chunk_tokens,
-    )
+    engine = EngineConfig(model=str(directory), dtype="bfloat16")
     load = Interference(every_s=args.every, periods=args.periods)
-    rivals = Rivals(args.rivals, args.llama_cpp)
+    rivals, ids = Rivals(args.rivals, args.llama_cpp), IdRange(_FIRST_ID, shape.vocab)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
         for round_ in range(args.rounds):
-            names = [name for name in args.servers if name not in absent]
-            began = round_ % max(1, len(names))
-            for name in [*names[began:], *names[:began]]:
+            for name in rotated([name for name in args.servers if name not in absent], round_):
                 start = Start(args.shape, directory, rivals, Path(logs) / name, engine)
                 options = RequestOptions(
-                    ids=IdRange(_FIRST_ID, shape.vocab),
-                    timeout_s=_TIMEOUT_S,
-                    keep_alive=name not in _CLOSING,
+                    ids=ids, timeout_s=_TIMEOUT_S, keep_alive=name not in _CLOSING
                 )
                 try:
-                    async with SERVERS[name](start) as url, contextlib.AsyncExitStack() as stack:
-                        server = HttpServer(url, options)
-                        stack.push_async_callback(server.close)
-                        await server.connect()
+                    async with SERVERS[name](start) as url, connected(url, options) as server:
                         await warm_up(server)
                         for kind in args.loads:
                             say(f"round {round_ + 1} of {args.rounds}: {name}, {kind}")
-                            result: Any
                             if kind == "interference":
-                                alone_first = round_ % 2 == 0
-                                result, _ = await interference(server, load, round_, alone_first)
+                                found, _ = await interference(server, load, round_, round_ % 2 == 0)
                             else:
-                                duration_s = args.mixed_duration
-                                result = await mixed(server, args.rate, duration_s, round_ + 1)
-                            results[kind].setdefault(name, []).append(result)
+                                found = await mixed(server, args, round_ + 1)
+                            results[kind].setdefault(name, []).append(found)
                 except (Missing, Failed, BatonError, OSError) as error:
                     kind = "not installed" if isinstance(error, Missing) else "failed"
                     absent[name] = f"{kind}: {error}"
@@ -275,25 +243,16 @@ async def rounds(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its command line."""
     environment.add_options(parser)
     add = parser.add_argument
     names, text = environment.names, f"of {', '.join(SERVERS)} (default: all)"
     add("--servers", type=names(SERVERS), default=tuple(SERVERS), metavar="NAME,...", help=text)
     add("--loads", type=names(LOADS), default=LOADS, metavar="NAME,...", help="default: both")
     add("--rounds", type=int, default=3, metavar="N", help="default: 3")
-    text = "of the mixed load, requests a second: 1.9"
-    add("--rate", type=float, default=1.9, metavar="R", help=text)
-    text = "seconds in which requests of the mixed load begin: 45"
-    add("--mixed-duration", type=float, default=45.0, metavar="S", help=text)
-    text = f"seconds from one long prompt to the next: {Interference.every_s:g}"
-    add("--every", type=float, default=Interference.every_s, metavar="S", help=text)
-    text = f"long prompts in each window: {Interference.periods}"
-    add("--periods", type=int, default=Interference.periods, metavar="N", help=text)
-    add("--quantization", choices=QUANTIZATIONS, default="none", help="Baton's")
-    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="Baton's")
-    text = f"Baton's, default: {EngineConfig.chunk_tokens}"
-    add("--chunk-tokens", type=int, default=EngineConfig.chunk_tokens, metavar="N", help=text)
+    add("--rate", type=float, default=1.9, metavar="R", help="of the mixed load, requests/s: 1.9")
+    add("--mixed-duration", type=float, default=45.0, metavar="S", help="of its arrivals: 45 s")
+    add("--every", type=float, default=6.0, metavar="S", help="between long prompts: 6 s")
+    add("--periods", type=int, default=4, metavar="N", help="long prompts in each window: 4")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -304,11 +263,9 @@ def main(args: argparse.Namespace) -> int:
     absent: dict[str, str] = {}
     is_partial = False
     try:
-        work = rounds(args, results, absent, lambda line: print(line, file=sys.stderr, flush=True))
-        asyncio.run(work)
+        asyncio.run(rounds(args, results, absent))
     except KeyboardInterrupt:  # the servers have been stopped on its way
         is_partial = True
-    console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False, markup=False)
     console.print(
         f"shape {args.shape}; servers and client on cores {machine['cpus']} of "
         f"{machine['processor']}, load before {machine['load_before']}; one server at a time, "
@@ -319,14 +276,6 @@ def main(args: argparse.Namespace) -> int:
     for kind, rows in (("interference", INTERFERENCE_ROWS), ("mixed", _MIXED_ROWS)):
         if found := results.get(kind):
             console.print("", median_table(f"{kind}: median (min-max)", rows, found), sep="\n")
-    if args.json:
-        report = {
-            "schema": SCHEMA,
-            "machine": machine,
-            "partial": is_partial,
-            "shape": SHAPES[args.shape].config(),
-            "absent": absent,
-            **results,
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {"schema": SCHEMA, "machine": machine, "partial": is_partial, "absent": absent}
+    environment.write(args.json, {**report, "shape": SHAPES[args.shape].config(), **results})
     return 130 if is_partial else 0

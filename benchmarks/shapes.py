@@ -17,8 +17,6 @@ class Shape:
     """
 
     name: str
-    like: str
-    architecture: str
     hidden: int
     layers: int
     heads: int
@@ -52,7 +50,7 @@ class Shape:
     def config(self) -> dict[str, Any]:
         """Its config.json, as Hugging Face transformers writes one."""
         return {
-            "architectures": [self.architecture],
+            "architectures": ["Qwen2ForCausalLM" if self.biased else "LlamaForCausalLM"],
             "model_type": "qwen2" if self.biased else "llama",
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -74,31 +72,16 @@ class Shape:
         }
 
 
-_LLAMA, _QWEN = "LlamaForCausalLM", "Qwen2ForCausalLM"
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("tiny", "nothing real: for tests", _LLAMA, 128, 2, 4, 2, 256, 512),
-        Shape("M", "SmolLM2-135M", _LLAMA, 576, 30, 9, 3, 1536, 49152),
-        Shape("L", "Qwen2.5-0.5B", _QWEN, 896, 24, 14, 2, 4864, 151936, biased=True),
-    )
+    "tiny": Shape("tiny", 128, 2, 4, 2, 256, 512),  # for tests
+    "M": Shape("M", 576, 30, 9, 3, 1536, 49152),  # SmolLM2-135M
+    "L": Shape("L", 896, 24, 14, 2, 4864, 151936, biased=True),  # Qwen2.5-0.5B
 }
 
 # What `python -m benchmarks gpu` runs: too large for the others' cores. `smoke` is for its dry run.
+_LLAMA3: dict[str, Any] = {"rope_theta": 500000.0, "max_context": 16384}
 GPU_SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape(
-            "1B", "Llama-3.2-1B", _LLAMA, 2048, 16, 32, 8, 8192, 128256,
-            rope_theta=500000.0, max_context=16384,
-        ),
-        Shape(
-            "8B", "Llama-3.1-8B", _LLAMA, 4096, 32, 32, 8, 14336, 128256,
-            tied=False, rope_theta=500000.0, max_context=16384,
-        ),
-        Shape(
-            "smoke", "nothing real: for dry runs", _LLAMA, 64, 1, 4, 2, 64, 96,
-            tied=False, max_context=512,
-        ),
-    )
-}  # fmt: skip
+    "1B": Shape("1B", 2048, 16, 32, 8, 8192, 128256, **_LLAMA3),  # Llama-3.2-1B
+    "8B": Shape("8B", 4096, 32, 32, 8, 14336, 128256, tied=False, **_LLAMA3),  # Llama-3.1-8B
+    "smoke": Shape("smoke", 64, 1, 4, 2, 64, 96, tied=False, max_context=512),
+}

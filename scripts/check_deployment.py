@@ -31,7 +31,6 @@ COMPOSE = Path(__file__).parents[1] / "compose"
 OBSERVABILITY = COMPOSE / "observability"
 BASE = COMPOSE / "compose.yaml"
 OVERLAYS = sorted(COMPOSE.glob("compose.*.yaml"))
-COMMANDS = ("router", "prefill-worker", "decode-worker")
 _OPTION = "BATON_OPT_"
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}")
 
@@ -51,21 +50,18 @@ def main() -> int:
         *dashboards(),
         *alerts(),
         *scraping(),
-        *collecting(),
         *tools(),
     ]
     print("\n".join(found) if found else "deployment: compose files, dashboards, alerts are good")
     return 1 if found else 0
 
 
+def load(file: Path) -> Any:
+    """A YAML file with the defaults of compose's variables put in."""
+    return yaml.safe_load(_VARIABLE.sub(lambda match: match["default"] or "", file.read_text()))
+
+
 # --- compose files --------------------------------------------------------------------------------
-
-
-def load(file: Path) -> dict[str, Any]:
-    """A compose file with the defaults of its variables put in."""
-    text = _VARIABLE.sub(lambda match: match["default"] or "", file.read_text())
-    content: dict[str, Any] = yaml.safe_load(text)
-    return content
 
 
 def schema_errors(*files: Path) -> Iterator[str]:
@@ -77,41 +73,40 @@ def schema_errors(*files: Path) -> Iterator[str]:
 def compose_errors(base: Path, overlays: Sequence[Path]) -> Iterator[str]:
     """What is wrong with a compose file and its overlays, each by itself and all together."""
     under = together = load(base)
-    yield from _service_errors(base.name, under, under)
+    wholes = [(base.name, under)]
     for overlay in overlays:
-        over = load(overlay)
-        yield from _service_errors(overlay.name, over, merge(under, over))
-        together = merge(together, over)
-    yield from _service_errors("all together", {"services": {}}, together)
+        wholes.append((overlay.name, merge(under, load(overlay))))
+        together = merge(together, load(overlay))
+    for name, whole in [*wholes, ("all together", together)]:
+        for service, settings in whole["services"].items():
+            yield from (
+                f"{name}: {service}: {e}" for e in _service_errors(service, settings, whole)
+            )
 
 
-def _service_errors(name: str, one: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[str]:
-    for service, settings in merged["services"].items():
-        where = f"{name}: {service}"
-        if not settings.get("image"):
-            yield f"{where}: has no image"
-        for secret in settings.get("secrets", ()):
-            if secret not in merged.get("secrets", {}):
-                yield f"{where}: secret {secret} is not declared"
-        for other in settings.get("depends_on", ()):
-            if other not in merged["services"]:
-                yield f"{where}: depends on {other}, which is not there"
-        if service in ("prefill", "decode") and settings.get("ports"):
-            yield f"{where}: several cannot share a published port"
-        if settings.get("container_name"):
-            yield f"{where}: a fixed name prevents --scale"
-        yield from (f"{where}: {wrong}" for wrong in _option_errors(settings))
-    for service, settings in one["services"].items():
-        for volume in settings.get("volumes", ()):
-            source = volume.partition(":")[0]
-            if source.startswith("./") and not (COMPOSE / source).exists():
-                yield f"{name}: {service}: mounts {source}, which is not there"
+def _service_errors(
+    name: str, settings: Mapping[str, Any], whole: Mapping[str, Any]
+) -> Iterator[str]:
+    if not settings.get("image"):
+        yield "has no image"
+    if settings.get("container_name"):
+        yield "a fixed name prevents --scale"
+    if name in ("prefill", "decode") and settings.get("ports"):
+        yield "several cannot share a published port"
+    for secret in set(settings.get("secrets", ())) - whole.get("secrets", {}).keys():
+        yield f"secret {secret} is not declared"
+    for other in set(settings.get("depends_on", ())) - whole["services"].keys():
+        yield f"depends on {other}, which is not there"
+    for source in (volume.partition(":")[0] for volume in settings.get("volumes", ())):
+        if source.startswith("./") and not (COMPOSE / source).exists():
+            yield f"mounts {source}, which is not there"
+    yield from _option_errors(settings)
 
 
 def _option_errors(settings: Mapping[str, Any]) -> Iterator[str]:
     """What the program says of the options that service.sh would make of the environment."""
     command = settings.get("command") or [""]
-    if command[0] not in COMMANDS:
+    if command[0] not in ("router", "prefill-worker", "decode-worker"):
         return
     argv = [*command, "--host", "0.0.0.0", "--port", "7700"]
     for name, value in settings.get("environment", {}).items():
@@ -156,8 +151,7 @@ def query_errors(expr: str, known: Mapping[str, frozenset[str]]) -> Iterator[str
     for variable, value in _GRAFANA.items():
         expr = expr.replace(variable, value)
     if listed := _LIST.fullmatch(expr):
-        yield from query_errors(f"sum by ({listed['label']}) ({listed['selector']})", known)
-        return
+        expr = f"sum by ({listed['label']}) ({listed['selector']})"
     try:
         tree = promql_parser.parse(expr)
     except ValueError as error:
@@ -168,37 +162,36 @@ def query_errors(expr: str, known: Mapping[str, frozenset[str]]) -> Iterator[str
 
 def _tree_errors(tree: Any, known: Mapping[str, frozenset[str]], wanted: set[str]) -> Iterator[str]:
     """`wanted` are the labels that the surrounding expression needs."""
+    inner: Sequence[Any] = ()
     match tree:
         case promql_parser.VectorSelector():
-            labels = known.get(tree.name or "")
-            if labels is None:
-                yield f"queries {tree.name}, which is not exported"
-                return
             used = wanted | {matcher.name for matcher in tree.matchers.matchers}
-            if unknown := sorted(used - labels):
+            if (labels := known.get(tree.name or "")) is None:
+                yield f"queries {tree.name}, which is not exported"
+            elif unknown := sorted(used - labels):
                 yield f"queries {tree.name} by {', '.join(unknown)}, which it does not have"
         case promql_parser.AggregateExpr():
             grouped = set(tree.modifier.labels) if tree.modifier else set()
             if lost := sorted(wanted - grouped):
                 yield f"needs {', '.join(lost)} of what is summed up without it"
-            yield from _tree_errors(tree.expr, known, grouped)
+            inner, wanted = [tree.expr], grouped
         case promql_parser.BinaryExpr():
-            yield from _tree_errors(tree.lhs, known, wanted)
-            yield from _tree_errors(tree.rhs, known, wanted)
+            inner = [tree.lhs, tree.rhs]
         case promql_parser.Call():
-            inner = wanted | {"le"} if tree.func.name == "histogram_quantile" else wanted
-            for argument in tree.args:
-                yield from _tree_errors(argument, known, inner)
+            inner = tree.args
+            wanted = wanted | {"le"} if tree.func.name == "histogram_quantile" else wanted
         case promql_parser.MatrixSelector():
-            yield from _tree_errors(tree.vector_selector, known, wanted)
+            inner = [tree.vector_selector]
         case promql_parser.ParenExpr() | promql_parser.UnaryExpr() | promql_parser.SubqueryExpr():
-            yield from _tree_errors(tree.expr, known, wanted)
+            inner = [tree.expr]
+    for one in inner:
+        yield from _tree_errors(one, known, wanted)
 
 
 def dashboards() -> Iterator[str]:
     """What is wrong with the dashboards' queries and data sources."""
     known = samples()
-    sources = _yaml(OBSERVABILITY / "grafana/provisioning/datasources/datasources.yaml")
+    sources = load(OBSERVABILITY / "grafana/provisioning/datasources/datasources.yaml")
     uids = {source["uid"] for source in sources["datasources"]}
     for file in sorted((OBSERVABILITY / "grafana" / "dashboards").glob("*.json")):
         page = json.loads(file.read_text())
@@ -214,7 +207,7 @@ def dashboards() -> Iterator[str]:
 def alerts() -> Iterator[str]:
     """What is wrong with the alert rules."""
     known, names = samples(), set()
-    for group in _yaml(OBSERVABILITY / "alerts.yaml")["groups"]:
+    for group in yaml.safe_load((OBSERVABILITY / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             name = rule["alert"]
             yield from (f"{name}: {wrong}" for wrong in query_errors(rule["expr"], known))
@@ -231,12 +224,10 @@ def alerts() -> Iterator[str]:
 
 
 def scraping() -> Iterator[str]:
-    """Services that Prometheus scrapes and that do not exist, and ports that are not theirs."""
+    """What Prometheus scrapes and is not there, and parts that the collector does not define."""
     ours = load(BASE)["services"]
-    services = set(ours)
-    for overlay in OVERLAYS:
-        services |= load(overlay)["services"].keys()
-    for job in _yaml(OBSERVABILITY / "prometheus.yaml")["scrape_configs"]:
+    services = {name for file in (BASE, *OVERLAYS) for name in load(file)["services"]}
+    for job in load(OBSERVABILITY / "prometheus.yaml")["scrape_configs"]:
         for found in job.get("dns_sd_configs", ()):
             for name in found["names"]:
                 environment = ours.get(name, {}).get("environment", {})
@@ -246,11 +237,7 @@ def scraping() -> Iterator[str]:
             for host in (target.partition(":")[0] for target in group["targets"]):
                 if host not in {*services, "localhost"}:
                     yield f"prometheus.yaml: there is no service {host}"
-
-
-def collecting() -> Iterator[str]:
-    """Parts of the collector's pipelines that it does not define."""
-    config = _yaml(OBSERVABILITY / "collector.yaml")
+    config = load(OBSERVABILITY / "collector.yaml")
     for name, pipeline in config["service"]["pipelines"].items():
         for kind in ("receivers", "processors", "exporters"):
             for part in set(pipeline[kind]) - config[kind].keys():
@@ -271,10 +258,6 @@ def _run(*argv: str) -> Iterator[str]:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         yield f"{' '.join(argv)}: {done.stdout}{done.stderr}"
-
-
-def _yaml(file: Path) -> Any:
-    return yaml.safe_load(file.read_text())
 
 
 if __name__ == "__main__":

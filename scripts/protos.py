@@ -31,16 +31,6 @@ def generate(out: Path) -> None:
             stub.unlink()  # a file of messages only has no services to stub
 
 
-def stale(fresh: Path) -> list[str]:
-    """Names of committed stubs that differ from what the generator makes now."""
-    made = {path.name for path in fresh.iterdir()}
-    kept = {path.name for path in STUBS.glob("*_pb2*")}
-    changed = {
-        name for name in made & kept if not filecmp.cmp(fresh / name, STUBS / name, shallow=False)
-    }
-    return sorted((made ^ kept) | changed)
-
-
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(
@@ -54,8 +44,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
-        if names := stale(Path(scratch) / "baton/v1"):
-            sys.exit(f"stubs are stale, run 'make protos': {', '.join(names)}")
+        fresh = Path(scratch) / "baton/v1"
+        names = {path.name for folder in (fresh, STUBS) for path in folder.glob("*_pb2*")}
+        _, changed, lost = filecmp.cmpfiles(fresh, STUBS, names, shallow=False)
+        if stale := sorted(changed + lost):
+            sys.exit(f"stubs are stale, run 'make protos': {', '.join(stale)}")
     print("stubs are up to date")
 
 

@@ -1,7 +1,7 @@
-"""Writes the reference pages in docs/; `--check`, as in `make lint`, only compares them.
+"""Writes what is generated in docs/; `--check`, as in `make lint`, only compares it.
 
-metrics.md comes from the table of metrics, reference/cli.md from the command line's parser,
-reference/grpc.md from the comments in protos/.
+In each page it is what lies between two marks: metrics from their table, options from the command
+line's parser, gRPC's services and messages from the comments in protos/.
 """
 
 from __future__ import annotations
@@ -21,81 +21,14 @@ from grpc_tools import protoc
 from baton import cli
 from baton.cli.options import HelpFormatter
 from baton.metrics import table
-from baton.metrics.table import Instrument
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
-PROTOS = ROOT / "protos"
-
-_METRICS_HEAD = """\
-<!-- Written by scripts/reference.py from baton/metrics/table.py: change it there, and run it. -->
-# Metrics
-
-With `--metrics-port` a process serves its metrics for Prometheus at `http://HOST:PORT/metrics`;
-`baton up --metrics-port 9400` gives its processes that port and the ones after it, and prints them.
-A router that speaks HTTP shows the same page there. Without the option nothing listens.
-
-They are kept by prometheus_client. Names follow OpenTelemetry's semantic conventions for generative
-AI where they have one; a name in a query has `_` for `.`, its unit at the end, and `_total`,
-`_bucket`, `_sum` or `_count` behind that. `target_info` tells a process's service and incarnation.
-
-A request is timed at the router, from its arrival there. Its times are those that callers get in
-`timing`.
-"""
-
-_METRICS_TAIL = """\
-## Queries
-
-| what | query |
-|---|---|
-| output tokens a second | `sum(rate(baton_tokens_output_total[1m]))` |
-| p99 of time to first token | `histogram_quantile(0.99, sum by (le) \
-(rate(gen_ai_server_time_to_first_token_seconds_bucket[5m])))` |
-| goodput of a class, share | `sum by (slo) (rate(baton_slo_requests_total{met="true"}[5m])) / \
-sum by (slo) (rate(baton_slo_requests_total[5m]))` |
-| prefix-hit ratio | `sum(rate(baton_tokens_cached_total[5m])) / \
-sum(rate(baton_tokens_input_total[5m]))` |
-| share of drafts that were right | `sum(rate(baton_engine_drafts_total{right="yes"}[5m])) / \
-sum(rate(baton_engine_drafts_total[5m]))` |
-| mean batch of decode | `rate(baton_engine_batch_size_sum[1m]) / \
-rate(baton_engine_batch_size_count[1m])` |
-| KV blocks in use, share | `sum by (instance) (baton_kv_blocks{state="held"}) / \
-sum by (instance) (baton_kv_blocks)` |
-| price of 1,000 output tokens | `1000 * sum(rate(baton_worker_cost_total[1h])) / \
-sum(rate(baton_tokens_output_total[1h]))` |
-| CPU seconds per 1,000 requests, a router | `1000 * sum by (instance) \
-(rate(process_cpu_time_seconds_total[5m])) / sum by (instance) \
-(rate(baton_requests_ended_total[5m]))` |
-
-Cost is counted at the workers (`--worker-price`, for an hour), because each of several routers sees
-all workers but its own tokens only.
-
-## From a bucket to its trace
-
-Histograms of requests, prompts and transfers carry the trace of the last exported request in each
-bucket as an OpenMetrics exemplar. Prometheus asks for that format by itself and keeps exemplars
-with `--enable-feature=exemplar-storage`. Single gaps between tokens
-(`baton.request.inter_token_latency`) carry none: they are counted too often.
-
-`--trace-sample SHARE` says how many traces are exported: a share by trace id where the trace begins
-at a router, and what the caller decided where the caller sent one. Whatever it says, traces are
-kept of requests that
-
-* failed after the first call to a worker, or for a reason other than the caller's mistake or a
-  refusal for lack of room;
-* needed more than one attempt;
-* had their first token later than `--trace-slow`, or met none of the `--slo` classes.
-
-This is tail sampling: the decision falls when a request ends, so every process records all spans
-and buffers those that were not sampled (the last 16,384; at 20 a request the last 800 requests).
-The router decides and calls the workers that the request ran on. Spans are lost if their worker
-died, overwrote them, or could not be reached; spans of the caller's own process are not covered.
-"""
+DOCS, PROTOS = ROOT / "docs", ROOT / "protos"
+END = "<!-- generated: end -->"
 
 
-def metrics_page() -> str:
-    """The table of metrics, and queries over it."""
-    parts = [_METRICS_HEAD]
+def metrics() -> Iterator[str]:
+    """The table of metrics, and the histograms' buckets."""
     for title, process in (
         ("The router", table.ROUTER),
         ("Both workers", table.WORKERS),
@@ -103,75 +36,43 @@ def metrics_page() -> str:
         ("The decode worker", table.DECODE),
         ("Every process", table.EVERYBODY),
     ):
+        yield f"## {title}\n"
+        yield "| name in Prometheus, in OpenTelemetry | kind, unit | attributes | |"
+        yield "|---|---|---|---|"
         processes = process if isinstance(process, tuple) else (process,)
-        rows = [_metric_row(one) for one in table.TABLE if one.processes == processes]
-        parts.append("\n".join([f"## {title}\n", *_METRIC_COLUMNS, *rows, ""]))
-    return "\n".join([*parts, _buckets(), _METRICS_TAIL])
-
-
-_METRIC_COLUMNS = (
-    "| name in Prometheus, in OpenTelemetry | kind, unit | attributes | |",
-    "|---|---|---|---|",
-)
-
-
-def _metric_row(one: Instrument) -> str:
-    attributes = ", ".join(f"`{name}`" for name in one.attributes)
-    series = one.samples[0] if one.kind == table.COUNTER else one.series
-    names = f"`{series}`<br>`{one.name}`"
-    return f"| {names} | {one.kind}, `{one.unit}` | {attributes} | {one.text} |"
-
-
-def _buckets() -> str:
-    lines = ["## Buckets\n", "| histogram | upper bounds |", "|---|---|"]
+        for one in table.TABLE:
+            if one.processes == processes:
+                attributes = ", ".join(f"`{name}`" for name in one.attributes)
+                series = one.samples[0] if one.kind == table.COUNTER else one.series
+                names = f"`{series}`<br>`{one.name}`"
+                yield f"| {names} | {one.kind}, `{one.unit}` | {attributes} | {one.text} |"
+        yield ""
+    yield "## Buckets\n\n| histogram | upper bounds |\n|---|---|"
     for one in table.TABLE:
         if one.buckets:
-            lines.append(f"| `{one.name}` | {', '.join(f'{bound:g}' for bound in one.buckets)} |")
-    return "\n".join([*lines, ""])
+            yield f"| `{one.name}` | {', '.join(f'{bound:g}' for bound in one.buckets)} |"
+    yield ""
 
 
-_CLI_HEAD = """\
-<!-- Written by scripts/reference.py from the options' declarations: change them, and run it. -->
-# Command line
-
-`baton COMMAND --help` shows the same. Exit status: 0 on success, 1 for an error (one line on
-stderr), 2 for bad usage, 130 after ctrl-C.
-
-Options of `up`, `router`, `prefill-worker`, `decode-worker` and `generate --local` can also come
-from the environment and from a file. The command line goes first, then the environment, then the
-file:
-
-* `--max-batch 32` on the command line;
-* `BATON_OPT_MAX_BATCH=32` in the environment: the flag in capitals, with `_` for `-`;
-* `max-batch = 32` in the TOML file that `--config` names.
-
-A switch is `--graphs` or `--no-graphs`, and `true` or `false` elsewhere. Repeatable options are
-lists in the file and separated by `;` in the environment. One file or environment may serve all
-commands: each takes the options it has. A name that no command has is an error.
-"""
-
-
-def cli_page() -> str:
+def commands() -> Iterator[str]:
     """Each command's options, as its parser has them."""
-    parts = [_CLI_HEAD]
-    for name, parser in _commands("", cli.parser()):
-        parts.append(f"## baton {name}\n\n{_outside_code(parser.description)}\n")
+    for name, parser in _parsers("", cli.parser()):
+        yield f"## baton {name}\n\n{_outside_code(parser.description)}\n"
         for group in parser._action_groups:
             shown = [one for one in group._group_actions if one.help != argparse.SUPPRESS]
             rows = [_option_row(one) for one in shown if "--help" not in one.option_strings]
             if rows:
-                parts.append("\n".join([f"| {group.title} | |", "|---|---|", *rows, ""]))
+                yield "\n".join([f"| {group.title} | |", "|---|---|", *rows, ""])
         examples = parser.epilog.partition("\n")[2]
-        parts.append(f"```sh\n{textwrap.dedent(examples).strip()}\n```\n")
-    return "\n".join(parts)
+        yield f"```sh\n{textwrap.dedent(examples).strip()}\n```\n"
 
 
-def _commands(prefix: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
+def _parsers(prefix: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
     """All commands with their parsers, `bench serve` for a command of a command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
-                inner = list(_commands(f"{prefix}{name} ", command))
+                inner = list(_parsers(f"{prefix}{name} ", command))
                 yield from inner or [(f"{prefix}{name}", command)]
 
 
@@ -193,17 +94,6 @@ def _option_row(one: argparse.Action) -> str:
     return f"| `{usage.replace('|', chr(92) + '|')}` | {formatter._expand_help(one)} |"
 
 
-_GRPC_HEAD = """\
-<!-- Written by scripts/reference.py from protos/: change the comments there, and run it. -->
-# gRPC
-
-Callers use `InferenceService` of a router, operators its `FleetService`. The other services are
-between routers and workers and may change with any minor version. Every server also has
-`grpc.health.v1` and reflection. Errors are gRPC statuses with google.rpc details: `RetryInfo` (when
-to try again), `BadRequest` (which field) and `ErrorInfo` (which error, where several share a
-status): [Python SDK and errors](sdk.md#errors).
-"""
-
 # Callers' services first.
 _FILES = ("inference", "fleet", "trace", "prefill", "decode", "handoff", "worker", "common")
 _SCALARS = {
@@ -212,29 +102,20 @@ _SCALARS = {
 }
 
 
-def grpc_page() -> str:
+def grpc() -> Iterator[str]:
     """Services, messages and enums of our protos, with their comments."""
-    described = {Path(file.name).stem: file for file in _descriptors().file}
-    ours = {Path(path).stem for path in _proto_names()}
-    assert ours == {*_FILES, "etcd"}, "a proto without a place on the page"
-    parts = [_GRPC_HEAD]
-    for name in _FILES:
-        parts += [f"## {name}.proto\n", *_file_lines(described[name])]
-    return "\n".join(parts)
-
-
-def _proto_names() -> list[str]:
-    return [str(path.relative_to(PROTOS)) for path in sorted(PROTOS.glob("baton/v1/*.proto"))]
-
-
-def _descriptors() -> descriptor_pb2.FileDescriptorSet:
-    includes = [PROTOS, resources.files("grpc_tools") / "_proto"]
+    paths = [str(path.relative_to(PROTOS)) for path in sorted(PROTOS.glob("baton/v1/*.proto"))]
+    assert {Path(path).stem for path in paths} == {*_FILES, "etcd"}, "a proto without a place"
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "all.pb"
-        flags = [*(f"-I{path}" for path in includes), "--include_source_info", f"-o{out}"]
-        if protoc.main(["protoc", *flags, *_proto_names()]) != 0:
+        flags = [f"-I{path}" for path in (PROTOS, resources.files("grpc_tools") / "_proto")]
+        if protoc.main(["protoc", *flags, "--include_source_info", f"-o{out}", *paths]) != 0:
             sys.exit("protoc failed: see above")
-        return descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes())
+        described = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes())
+    files = {Path(file.name).stem: file for file in described.file}
+    for name in _FILES:
+        yield f"## {name}.proto\n"
+        yield from _file_lines(files[name])
 
 
 def _file_lines(file: Any) -> Iterator[str]:
@@ -246,42 +127,39 @@ def _file_lines(file: Any) -> Iterator[str]:
         yield f"### {service.name}\n\n{comments[6, index]}\n"
         yield "| RPC | request → response | |\n|---|---|---|"
         for number, method in enumerate(service.method):
-            ends = [
-                f"{'stream ' if streams else ''}{_type_name(kind)}"
-                for streams, kind in (
-                    (method.client_streaming, method.input_type),
-                    (method.server_streaming, method.output_type),
-                )
-            ]
-            yield f"| `{method.name}` | {' → '.join(ends)} | {comments[6, index, 2, number]} |"
+            request, response = _type_name(method.input_type), _type_name(method.output_type)
+            request = f"{'stream ' if method.client_streaming else ''}{request}"
+            response = f"{'stream ' if method.server_streaming else ''}{response}"
+            text = comments[6, index, 2, number]
+            yield f"| `{method.name}` | {request} → {response} | {text} |"
         yield ""
-    for index, message in enumerate(file.message_type):
-        yield from _message_lines(message, (4, index), message.name, comments)
-    for index, enum in enumerate(file.enum_type):
-        yield from _enum_lines(enum, (5, index), enum.name, comments)
+    yield from _type_lines("", file.message_type, file.enum_type, (), (4, 5), comments)
 
 
-def _message_lines(message: Any, path: tuple[int, ...], name: str, comments: Any) -> Iterator[str]:
-    yield f"### {name}\n\n{comments[path]}\n"
-    if message.field:
-        yield "| field | type | |\n|---|---|---|"
-        maps = {one.name: one for one in message.nested_type if one.options.map_entry}
-        for number, field in enumerate(message.field):
-            text = comments[(*path, 2, number)]
-            yield f"| {field.number} `{field.name}` | {_field_type(field, maps)} | {text} |"
+def _type_lines(
+    prefix: str, messages: Any, enums: Any, path: tuple[int, ...], kinds: Any, comments: Any
+) -> Iterator[str]:
+    """Messages and enums of a file or of a message, whose numbers in a path are `kinds`."""
+    for index, message in enumerate(messages):
+        if message.options.map_entry:
+            continue
+        here, name = (*path, kinds[0], index), f"{prefix}{message.name}"
+        yield f"### {name}\n\n{comments[here]}\n"
+        if message.field:
+            yield "| field | type | |\n|---|---|---|"
+            maps = {one.name: one for one in message.nested_type if one.options.map_entry}
+            for number, field in enumerate(message.field):
+                text = comments[(*here, 2, number)]
+                yield f"| {field.number} `{field.name}` | {_field_type(field, maps)} | {text} |"
+            yield ""
+        inner = (message.nested_type, message.enum_type)
+        yield from _type_lines(f"{name}.", *inner, here, (3, 4), comments)
+    for index, enum in enumerate(enums):
+        here = (*path, kinds[1], index)
+        yield f"### {prefix}{enum.name}\n\n{comments[here]}\n\n| value | |\n|---|---|"
+        for number, value in enumerate(enum.value):
+            yield f"| {value.number} `{value.name}` | {comments[(*here, 2, number)]} |"
         yield ""
-    for number, inner in enumerate(message.nested_type):
-        if not inner.options.map_entry:
-            yield from _message_lines(inner, (*path, 3, number), f"{name}.{inner.name}", comments)
-    for number, inner in enumerate(message.enum_type):
-        yield from _enum_lines(inner, (*path, 4, number), f"{name}.{inner.name}", comments)
-
-
-def _enum_lines(enum: Any, path: tuple[int, ...], name: str, comments: Any) -> Iterator[str]:
-    yield f"### {name}\n\n{comments[path]}\n\n| value | |\n|---|---|"
-    for number, value in enumerate(enum.value):
-        yield f"| {value.number} `{value.name}` | {comments[(*path, 2, number)]} |"
-    yield ""
 
 
 def _field_type(field: Any, maps: dict[str, Any]) -> str:
@@ -298,7 +176,7 @@ def _type_name(full: str) -> str:
     return f"[{name}](#{name.lower().replace('.', '')})" if full.startswith(".baton.v1.") else name
 
 
-PAGES = {"metrics.md": metrics_page, "reference/cli.md": cli_page, "reference/grpc.md": grpc_page}
+PAGES = {"metrics.md": metrics, "reference/cli.md": commands, "reference/grpc.md": grpc}
 
 
 def main() -> None:
@@ -308,12 +186,15 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     check = parser.parse_args().check
-    for name, page in PAGES.items():
-        path, text = DOCS / name, page()
+    for name, lines in PAGES.items():
+        path = DOCS / name
+        before, generated = path.read_text(), "\n".join(lines()) + "\n"
+        head, mark, rest = before.partition(" by scripts/reference.py -->\n")
+        assert END in rest, f"docs/{name} has no marks"
+        page = f"{head}{mark}{generated}{END}{rest.partition(END)[2]}"
         if not check:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
+            path.write_text(page)
+        elif page != before:
             sys.exit(f"docs/{name} is stale: run scripts/reference.py")
     print(f"{', '.join(PAGES)}: {'up to date' if check else 'written'}")
 

@@ -12,12 +12,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypedDict
 
 from baton.bench.generator import Generator, Run
 from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
-from baton.bench.stats import Spread, spread_of
+from baton.bench.stats import Stats, spread_of
 
 LONG_GAP_S = 0.2
 _LATEST_END_S = 40.0  # after the window; a prompt that is not answered by then has failed
@@ -56,78 +55,50 @@ class Interference:
             yield Demand(self.ramp_s + number * self.every_s, parts, self.prompt_output)
 
 
-class StreamStats(TypedDict):
-    """The streams in one window. A gap is the time between two messages of one request."""
-
-    tokens_per_s: float
-    itl_s: Spread | None  # gaps that ended in the window
-    long_gap_share: float  # of the time between first and last messages: in gaps over 200 ms
-    ttft_s: Spread | None  # of requests sent in the window
-    failed: int
-
-
-class PromptStats(TypedDict):
-    """The long prompts, whenever they ended; one that was given up counts as failed."""
-
-    sent: int
-    failed: int
-    ttft_s: Spread | None
-
-
-class InterferenceStats(TypedDict):
-    """Both phases; `kept` is the streams' tokens/s with prompts over those without."""
-
-    alone: StreamStats
-    beside: StreamStats
-    prompts: PromptStats
-    kept: float
-
-
 async def interference(
     server: Server,
     load: Interference,
     seed: int,
     alone_first: bool,
     stop: asyncio.Event | None = None,
-) -> tuple[InterferenceStats, list[Run]]:
-    """Runs both phases, with prompts that no cache has; also the runs, the streams' first.
+) -> tuple[Stats, list[Run]]:
+    """Runs both phases, with prompts that no cache has; also the runs.
 
-    With `stop` set it ends early, and the statistics are of what there was.
+    With `stop` set it ends early, and the statistics are of what there was. `kept` is the streams'
+    tokens/s with prompts over those without.
     """
-    runs: dict[bool, tuple[Run, Run]] = {}
-    for number, has_prompts in enumerate((False, True) if alone_first else (True, False)):
-        runs[has_prompts] = await _phase(server, load, (seed * 2 + number) << 56, has_prompts, stop)
-    alone = stream_stats(runs[False][0].outcomes, load.window_s)
-    beside = stream_stats(runs[True][0].outcomes, load.window_s)
-    prompts = runs[True][1].outcomes
-    return InterferenceStats(
-        alone=alone,
-        beside=beside,
-        prompts=PromptStats(
-            sent=len(prompts),
-            failed=sum(not outcome.ok for outcome in prompts),
-            ttft_s=spread_of(outcome.ttft_s for outcome in prompts if outcome.ok),
-        ),
-        kept=beside["tokens_per_s"] / alone["tokens_per_s"] if alone["tokens_per_s"] else 0.0,
-    ), [runs[False][0], *runs[True]]
+    phases: dict[bool, tuple[Run, Run]] = {}
+    for number, has_prompts in enumerate((not alone_first, alone_first)):
+        seeds = (seed * 2 + number) << 56
+        phases[has_prompts] = await _phase(server, load, seeds, has_prompts, stop)
+    (only_streams, _), (streams, prompts) = phases[False], phases[True]
+    alone, beside = (stream_stats(r.outcomes, load.window_s) for r in (only_streams, streams))
+    stats = {
+        "alone": alone,
+        "beside": beside,
+        "prompts": {
+            "sent": len(prompts.outcomes),
+            "failed": sum(not outcome.ok for outcome in prompts.outcomes),
+            "ttft_s": spread_of(outcome.ttft_s for outcome in prompts.outcomes if outcome.ok),
+        },
+        "kept": beside["tokens_per_s"] / alone["tokens_per_s"] if alone["tokens_per_s"] else 0.0,
+    }
+    return stats, [only_streams, streams, prompts]
 
 
 async def _phase(
     server: Server, load: Interference, seed: int, has_prompts: bool, stop: asyncio.Event | None
 ) -> tuple[Run, Run]:
+    """The streams' run and the prompts'."""
     ended = asyncio.Event()
     streams, prompts = Generator(server, ended), Generator(server, ended)
     running = asyncio.create_task(streams.closed_loop(load.stream_demands(seed), load.streams))
-    demands = load.prompt_demands(seed) if has_prompts else iter(())
+    demands = load.prompt_demands(seed) if has_prompts else ()
     arriving = asyncio.create_task(prompts.open_loop(demands))
     stopped = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
-        await asyncio.wait(
-            {stopped, running}, timeout=load.window_s[1], return_when=asyncio.FIRST_COMPLETED
-        )
-        await asyncio.wait(
-            {stopped, arriving}, timeout=_LATEST_END_S, return_when=asyncio.FIRST_COMPLETED
-        )
+        for task, limit_s in ((running, load.window_s[1]), (arriving, _LATEST_END_S)):
+            await asyncio.wait({stopped, task}, timeout=limit_s, return_when="FIRST_COMPLETED")
     finally:
         ended.set()
         stopped.cancel()
@@ -135,10 +106,11 @@ async def _phase(
     return streams.run, prompts.run
 
 
-def stream_stats(outcomes: Sequence[Outcome], window_s: tuple[float, float]) -> StreamStats:
+def stream_stats(outcomes: Sequence[Outcome], window_s: tuple[float, float]) -> Stats:
     """What happened to these requests inside the window.
 
-    Requests that were cancelled at the end of the run count with the tokens they had.
+    Requests that were cancelled at the end of the run count with the tokens they had. A gap is the
+    time between two messages of one request.
     """
     begin_s, end_s = window_s
     spans = [(o.sent_s + a, o.sent_s + b) for o in outcomes for a, b in pairwise(o.token_times_s)]
@@ -146,18 +118,15 @@ def stream_stats(outcomes: Sequence[Outcome], window_s: tuple[float, float]) -> 
     streamed_s = sum(part_s for part_s, _ in inside)
     waited_s = sum(part_s for part_s, gap_s in inside if gap_s > LONG_GAP_S)
     messages = sum(begin_s <= o.sent_s + at < end_s for o in outcomes for at in o.token_times_s)
-    sent = [outcome for outcome in outcomes if begin_s <= outcome.sent_s < end_s]
-    return StreamStats(
-        tokens_per_s=messages * _tokens_per_message(outcomes) / (end_s - begin_s),
-        itl_s=spread_of(b - a for a, b in spans if begin_s <= b < end_s),
-        long_gap_share=waited_s / streamed_s if streamed_s else 0.0,
-        ttft_s=spread_of(outcome.ttft_s for outcome in sent),
-        failed=sum(not o.ok and o.status != INTERRUPTED for o in outcomes),
-    )
-
-
-def _tokens_per_message(outcomes: Sequence[Outcome]) -> float:
-    """Over HTTP a message may bring several tokens; only a request's end says how many it had."""
+    # Over HTTP a message may bring several tokens; only a request's end says how many it had.
     ended = [outcome for outcome in outcomes if outcome.ok]
-    messages = sum(len(outcome.token_times_s) for outcome in ended)
-    return sum(outcome.output_tokens for outcome in ended) / messages if messages else 1.0
+    tokens_per_message = 1.0
+    if ended_messages := sum(len(outcome.token_times_s) for outcome in ended):
+        tokens_per_message = sum(outcome.output_tokens for outcome in ended) / ended_messages
+    return {
+        "tokens_per_s": messages * tokens_per_message / (end_s - begin_s),
+        "itl_s": spread_of(b - a for a, b in spans if begin_s <= b < end_s),
+        "long_gap_share": waited_s / streamed_s if streamed_s else 0.0,
+        "ttft_s": spread_of(o.ttft_s for o in outcomes if begin_s <= o.sent_s < end_s),
+        "failed": sum(not o.ok and o.status != INTERRUPTED for o in outcomes),
+    }

@@ -5,17 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from baton.bench.report import Report, ServerStage
-from baton.bench.stats import latency
+from baton.bench.report import Report
 from baton.bench.terminal import LATENCY_TITLES, show
 
 _LOG_FROM = 5.0  # smaller spans are easier to read on an even scale
@@ -35,66 +33,56 @@ def page_of(report: Report) -> str:
     console = Console(record=True, width=_WIDTH, file=io.StringIO())
     show(report, console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    workload = {name: value for name, value in report["workload"].items() if value}
     limits = {f"slo {name}": f"{limit_s:g} s" for name, limit_s in (report["slo"] or {}).items()}
-    load = " · ".join(f"{k.replace('_', ' ')} {v}" for k, v in {**workload, **limits}.items())
-    data = json.dumps(report, separators=(",", ":")).replace("<", "\\u003c")
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>Baton bench, {escape(report['created'])}</title>",
-            f"<style>{_STYLE}</style></head><body><h1>Load report</h1>",
-            f"<p>{escape(load)} · {escape(report['created'])}</p>",
-            tables,
-            *_sweep(report),
-            *(
-                part
-                for stage in report["stages"]
-                for part in _stage(stage["label"], stage["servers"])
-            ),
-            f'<script type="application/json" id="report">{data}</script></body></html>',
-        ]
-    )
+    load = {**{k: v for k, v in report["workload"].items() if v}, **limits}
+    text = " · ".join(f"{k.replace('_', ' ')} {v}" for k, v in load.items())
+    data = json.dumps(report, separators=(",", ":"))
+    data = data.replace("<", "\\u003c").replace("&", "\\u0026")
+    parts = [
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+        f"<title>Baton bench, {escape(report['created'])}</title>",
+        f"<style>{_STYLE}</style></head><body><h1>Load report</h1>",
+        f"<p>{escape(text)} · {escape(report['created'])}</p>",
+        tables,
+    ]
+    if report["knees"]:
+        parts += ["<h2>Sweep</h2><div class='plots'>", *_sweep(report), "</div>"]
+    for stage in report["stages"]:
+        plots = _stage(stage["servers"])
+        parts += [f"<h2>{escape(stage['label'])}</h2><div class='plots'>", *plots, "</div>"]
+    parts.append(f'<script type="application/json" id="report">{data}</script></body></html>')
+    return "\n".join(parts)
 
 
 def _sweep(report: Report) -> Iterator[str]:
     """Throughput against latency, a point for each value of the sweep."""
-    if report["knees"] is None:
-        return
-    yield "<h2>Sweep</h2><div class='plots'>"
     for name, title in LATENCY_TITLES.items():
-
-        def draw(axes: Axes, name: str = name) -> None:
-            for i, server in enumerate(report["servers"]):
-                stages = [(s["value"], s["servers"][i]["figures"]) for s in report["stages"]]
-                points = [
-                    (stats["output_tokens_per_s"], spread["p95"] * 1e3, value)
-                    for value, stats in stages
-                    if (spread := latency(stats, name))
-                ]
-                x, y = [x for x, _, _ in points], [y for _, y, _ in points]
-                axes.plot(x, y, marker="o", color=f"C{i}", label=server["name"])
-                for at, height, value in points:
-                    axes.annotate(
-                        f"{value:g}", (at, height), xytext=(5, 5), textcoords="offset points"
-                    )
-
-        yield _plot(f"Throughput and {title}, p95", "output tokens/s", "ms", draw, log="y")
-    yield "</div>"
+        plot = _Plot(f"Throughput and {title}, p95", "output tokens/s", "ms")
+        for i, server in enumerate(report["servers"]):
+            points = [
+                (figures["output_tokens_per_s"], figures[name]["p95"] * 1e3, stage["value"])
+                for stage in report["stages"]
+                if (figures := stage["servers"][i]["figures"])[name]
+            ]
+            x, y = [x for x, _, _ in points], [y for _, y, _ in points]
+            plot.axes.plot(x, y, marker="o", color=f"C{i}", label=server["name"])
+            for at, height, value in points:
+                plot.axes.annotate(
+                    f"{value:g}", (at, height), xytext=(5, 5), textcoords="offset points"
+                )
+        yield plot.svg(log="y")
 
 
-def _stage(label: str, servers: Sequence[ServerStage]) -> Iterator[str]:
-    yield f"<h2>{escape(label)}</h2><div class='plots'>"
+def _stage(servers: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Distributions of latencies, and how they and the load went over time."""
     for name, title in LATENCY_TITLES.items():
-
-        def draw(axes: Axes, name: str = name) -> None:
-            for i, server in enumerate(servers):
-                values = [value * 1e3 for value in server["figures"]["quantiles"][name]]
-                shares = [100 * k / max(1, len(values) - 1) for k in range(len(values))]
-                axes.plot(values, shares, color=f"C{i}", label=server["server"])
-
-        yield _plot(f"{title.capitalize()}, distribution", "ms", "% of values", draw, log="x")
+        plot = _Plot(f"{title.capitalize()}, distribution", "ms", "% of values")
+        for i, server in enumerate(servers):
+            values = [value * 1e3 for value in server["figures"]["quantiles"][name]]
+            shares = [100 * k / max(1, len(values) - 1) for k in range(len(values))]
+            plot.axes.plot(values, shares, color=f"C{i}", label=server["server"])
+        yield plot.svg(log="x")
     for title, unit, names in (
         ("Time to first token over time", "ms", ("ttft_p50_s", "ttft_p95_s")),
         ("Inter-token latency over time", "ms", ("itl_p50_s", "itl_p95_s")),
@@ -102,49 +90,44 @@ def _stage(label: str, servers: Sequence[ServerStage]) -> Iterator[str]:
         ("Requests sent, ended and failed", "per second", ("sent", "ended_ok", "failed")),
         ("Requests running", "", ("running",)),
     ):
-
-        def draw_times(
-            axes: Axes, names: Sequence[str] = names, per_s: bool = unit == "per second"
-        ) -> None:
-            for i, server in enumerate(servers):
-                timeline: Any = server["timeline"]
-                factor = 1 / timeline["width_s"] if per_s else 1
-                for k, name in enumerate(names):
-                    scale = 1e3 if name.endswith("_s") else factor
-                    values = [float("nan") if v is None else v * scale for v in timeline[name]]
-                    label = name.removesuffix("_s").replace("_", " ")
-                    # Two servers: a colour each, and a line style for each value.
-                    color, style = (f"C{i}", "-:") if len(servers) > 1 else (f"C{k}", "-")
-                    axes.plot(
-                        timeline["begin_s"],
-                        values,
-                        style[min(k, len(style) - 1)],
-                        color=color,
-                        marker="." if len(values) < 40 else "",
-                        label=f"{server['server']} {label}" if len(servers) > 1 else label,
-                    )
-                axes.set_ylim(bottom=0)
-
-        yield _plot(title, "s", unit, draw_times)
-    yield "</div>"
+        plot = _Plot(title, "s", unit)
+        for i, server in enumerate(servers):
+            timeline = server["timeline"]
+            scale = {"ms": 1e3, "per second": 1 / timeline["width_s"], "": 1}[unit]
+            for k, name in enumerate(names):
+                values = [float("nan") if v is None else v * scale for v in timeline[name]]
+                label = name.removesuffix("_s").replace("_", " ")
+                color, style = f"C{k}", "-"
+                if len(servers) > 1:  # a colour each, and a line style for each value
+                    label = f"{server['server']} {label}"
+                    color, style = f"C{i}", "-" if k == 0 else ":"
+                marker = "." if len(values) < 40 else ""
+                plot.axes.plot(
+                    timeline["begin_s"], values, style, color=color, marker=marker, label=label
+                )
+        plot.axes.set_ylim(bottom=0)
+        yield plot.svg()
 
 
-def _plot(title: str, x: str, y: str, draw: Callable[[Axes], None], log: str = "") -> str:
-    """An SVG element; `log` is the axis that is logarithmic where its values differ enough."""
-    # Text stays text; ids of equal plots are equal, so that the page does not change by chance.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}):
-        figure = Figure(figsize=(5.6, 3.0), layout="constrained")
-        axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
-        draw(axes)
-        lines: Any = axes.get_lines()
-        if log and lines:
-            values = [v for line in lines for v in getattr(line, f"get_{log}data")() if v > 0]
-            if values and max(values) > _LOG_FROM * min(values):
-                (axes.set_xscale if log == "x" else axes.set_yscale)("log")
-        axes.grid(color="#e3e7ee")
-        if lines:
-            axes.legend(fontsize=8)
+class _Plot:
+    def __init__(self, title: str, x: str, y: str) -> None:
+        # Text stays text; ids of equal plots are equal, so that the page does not change by chance.
+        self._settings: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}
+        with rc_context(self._settings):
+            self._figure = Figure(figsize=(5.6, 3.0), layout="constrained")
+            self.axes = self._figure.add_subplot(title=title, xlabel=x, ylabel=y)
+
+    def svg(self, log: str = "") -> str:
+        """An SVG element; the axis `log` is logarithmic where its values differ enough."""
+        lines: Any = self.axes.get_lines()
+        values = [v for line in lines if log for v in getattr(line, f"get_{log}data")() if v > 0]
+        if values and max(values) > _LOG_FROM * min(values):
+            self.axes.set(**{f"{log}scale": "log"})
+        self.axes.grid(color="#e3e7ee")
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    svg = re.sub(r"^.*?(?=<svg)", "", out.getvalue(), flags=re.S)
-    return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+        with rc_context(self._settings):
+            if lines:
+                self.axes.legend(fontsize=8)
+            self._figure.savefig(out, format="svg", metadata={"Date": None})
+        svg = re.sub(r"^.*?(?=<svg)", "", out.getvalue(), flags=re.S)
+        return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)

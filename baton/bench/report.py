@@ -6,104 +6,40 @@ changes its meaning raises it. docs/benchmarking.md describes every field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import TypedDict
+from typing import Any
 
-from baton.bench.comparison import Compared, Knee, compared, knee_of
-from baton.bench.generator import Lag, Run
-from baton.bench.interference import InterferenceStats
+from baton.bench.generator import Run
 from baton.bench.request import Outcome
-from baton.bench.stats import Spread, Stats, limits_of, spread_of, stats_of
-from baton.bench.timeline import Timeline, timeline_of
+from baton.bench.stats import (
+    Stats,
+    limits_of,
+    percentile,
+    spread_of,
+    stats_of,
+    timeline_of,
+    value_at,
+)
 from baton.bench.workload import Workload
 from baton.slo import Slo
 
 SCHEMA = "baton.bench.serve/1"
+Report = dict[str, Any]
 
-
-class ServerInfo(TypedDict):
-    """A server under load."""
-
-    name: str  # "A", "B"
-    url: str
-    protocol: str  # "grpc", "openai"
-    model: str
-
-
-class WorkloadInfo(TypedDict):
-    """What was sent to each; None where it does not apply."""
-
-    rate: float | None
-    sweep: list[float]
-    concurrency: int | None
-    arrivals: str | None
-    burstiness: float | None
-    count: int | None
-    duration_s: float | None
-    prompt_tokens: str | None
-    output_tokens: str | None
-    shared_prefix: int
-    prefixes: int
-    trace: str | None
-    rate_scale: float | None
-    length_scale: float | None
-    seed: int
-    prompt_form: str
-    ignore_eos: bool
-    timeout_s: float
-
-
-class ServerStage(TypedDict):
-    """What one server did in one stage."""
-
-    server: str  # its name
-    blocks: int
-    figures: Stats
-    timeline: Timeline
-
-
-class StageReport(TypedDict):
-    """One load, sent to each server."""
-
-    label: str
-    value: float | None  # of the sweep
-    servers: list[ServerStage]
-    comparison: list[Compared] | None
-
-
-class InterferenceReport(TypedDict):
-    """The interference workload on one server."""
-
-    server: str
-    rounds: list[InterferenceStats]
-
-
-class GeneratorStats(TypedDict):
-    """How well the generator itself kept time."""
-
-    late_s: Spread | None
-    loop_late_s: Spread | None
-    cpu_share: float
-    complaints: list[str]
-
-
-class Report(TypedDict):
-    """The whole."""
-
-    schema: str
-    created: str
-    baton_version: str
-    partial: bool  # ended early: results are of what had ended by then
-    workload: WorkloadInfo
-    slo: dict[str, float] | None
-    servers: list[ServerInfo]
-    stages: list[StageReport]
-    interference: list[InterferenceReport] | None
-    knees: dict[str, Knee | None] | None  # of a sweep, by server
-    generator: GeneratorStats
+# What is compared of two servers, and whether more of it is better.
+_COMPARED = {
+    **{f"{name}_s.{p}": False for name in ("ttft", "itl", "tpot", "e2e") for p in ("p50", "p95")},
+    "requests_per_s": True,
+    "output_tokens_per_s": True,
+    "goodput.share": True,
+    "requests.failed": False,
+}
+_MIN_BLOCKS = 4  # of equal servers one is better in all four with a chance of 1 in 8
+_GOOD_SHARE = 0.9
+_LATE_MS, _BUSY = 10.0, 0.85  # of the generator: beyond these the results are in doubt
 
 
 @dataclass
@@ -111,70 +47,69 @@ class Stage:
     """The runs of one load: for each block, one run for each server, in the servers' order."""
 
     workload: Workload
-    value: float | None = None
+    value: float | None = None  # of the sweep
     blocks: list[list[Run]] = field(default_factory=list)
 
     def runs_of(self, server: int) -> list[Run]:
-        return [block[server] for block in self.blocks if server < len(block)]
+        return [block[server] for block in self.blocks]
 
-    def report(self, servers: Sequence[ServerInfo], slo: Slo | None) -> StageReport:
-        of_servers = []
-        for i, server in enumerate(servers):
-            runs = self.runs_of(i)
-            of_servers.append(
-                ServerStage(
-                    server=server["name"],
-                    blocks=len(runs),
-                    figures=_stats(runs, slo),
-                    timeline=timeline_of(stitched(runs)),
-                )
-            )
+    def report(self, names: Sequence[str], slo: Slo | None) -> dict[str, Any]:
+        servers: list[dict[str, Any]] = [
+            {
+                "server": name,
+                "blocks": len(self.blocks),
+                "figures": _stats(self.runs_of(i), slo),
+                "timeline": timeline_of(stitched(self.runs_of(i))),
+            }
+            for i, name in enumerate(names)
+        ]
         comparison = None
-        if len(servers) == 2:
-            first, second = (stage["figures"] for stage in of_servers)
-            pairs = [
-                (_stats([block[0]], slo), _stats([block[1]], slo))
-                for block in self.blocks
-                if len(block) == 2
-            ]
-            comparison = compared(first, second, pairs)
-        return StageReport(
-            label=self.workload.label, value=self.value, servers=of_servers, comparison=comparison
-        )
+        if len(names) == 2:
+            pairs = [(_stats([a], slo), _stats([b], slo)) for a, b in self.blocks]
+            comparison = compared(servers[0]["figures"], servers[1]["figures"], pairs)
+        return {
+            "label": self.workload.label,
+            "value": self.value,
+            "servers": servers,
+            "comparison": comparison,
+        }
 
 
 def report_of(
-    workload: WorkloadInfo,
-    servers: Sequence[ServerInfo],
+    workload: dict[str, Any],
+    servers: Sequence[dict[str, str]],
     stages: Sequence[Stage],
     slo: Slo | None,
     partial: bool,
-    interference: list[InterferenceReport] | None = None,
-    lag: Lag | None = None,
+    interference: list[dict[str, Any]] | None = None,
+    further: Sequence[Run] = (),
 ) -> Report:
-    """The report of stages that have at least begun; `lag` is that of runs in no stage."""
-    reports = [stage.report(servers, slo) for stage in stages]
-    lag = lag or Lag()
-    for run in (run for stage in stages for block in stage.blocks for run in block):
-        lag.add(run.lag)
-    return Report(
-        schema=SCHEMA,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        baton_version=_version(),
-        partial=partial,
-        workload=workload,
-        slo=limits_of(slo) if slo else None,
-        servers=list(servers),
-        stages=reports,
-        interference=interference,
-        knees=_knees(reports, servers),
-        generator=GeneratorStats(
-            late_s=spread_of(lag.late_s),
-            loop_late_s=spread_of(lag.loop_late_s),
-            cpu_share=lag.cpu_share,
-            complaints=lag.complaints(),
-        ),
-    )
+    """The report of stages that have at least begun; `further` are runs in no stage."""
+    names = [server["name"] for server in servers]
+    reports = [stage.report(names, slo) for stage in stages]
+    knees = {
+        name: knee_of([(stage["value"], stage["servers"][i]["figures"]) for stage in reports])
+        for i, name in enumerate(names)
+        if any(stage.value is not None for stage in stages)
+    }
+    runs = [run for stage in stages for block in stage.blocks for run in block]
+    try:
+        version = metadata.version("baton-serving")
+    except metadata.PackageNotFoundError:
+        version = "unknown"
+    return {
+        "schema": SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "baton_version": version,
+        "partial": partial,
+        "workload": workload,
+        "slo": limits_of(slo) if slo else None,
+        "servers": list(servers),
+        "stages": reports,
+        "interference": interference,
+        "knees": knees or None,
+        "generator": generator_stats([*runs, *further]),
+    }
 
 
 def stitched(runs: Sequence[Run]) -> list[Outcome]:
@@ -194,21 +129,78 @@ def _stats(runs: Sequence[Run], slo: Slo | None) -> Stats:
     return stats_of(outcomes, sum(run.seconds for run in runs), slo)
 
 
-def _knees(
-    stages: Sequence[StageReport], servers: Sequence[ServerInfo]
-) -> dict[str, Knee | None] | None:
-    if not any(stage["value"] is not None for stage in stages):
-        return None
+def generator_stats(runs: Iterable[Run]) -> dict[str, Any]:
+    """How late the generator itself was, and why it may have been the bottleneck."""
+    runs = list(runs)
+    late_s = [outcome.sent_s - outcome.at_s for run in runs for outcome in run.outcomes]
+    loop_late_s = [late for run in runs for late in run.loop_late_s]
+    seconds = sum(run.seconds for run in runs)
+    cpu_share = sum(run.cpu_s for run in runs) / seconds if seconds else 0.0
+    complaints = []
+    if (late_ms := percentile(late_s, 99) * 1e3) > _LATE_MS:
+        complaints.append(f"requests were sent late (p99 {late_ms:.1f} ms)")
+    if (loop_ms := percentile(loop_late_s, 99) * 1e3) > _LATE_MS:
+        complaints.append(f"its event loop was late (p99 {loop_ms:.1f} ms)")
+    if cpu_share > _BUSY:
+        complaints.append(f"it kept a core busy ({cpu_share:.0%})")
     return {
-        server["name"]: knee_of(
-            [(stage["value"] or 0.0, stage["servers"][i]["figures"]) for stage in stages]
-        )
-        for i, server in enumerate(servers)
+        "late_s": spread_of(late_s),
+        "loop_late_s": spread_of(loop_late_s),
+        "cpu_share": cpu_share,
+        "complaints": complaints,
     }
 
 
-def _version() -> str:
-    try:
-        return metadata.version("baton-serving")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+def compared(
+    first: Stats, second: Stats, blocks: Sequence[tuple[Stats, Stats]]
+) -> list[dict[str, Any]]:
+    """Each value that both servers have, with the ratio second / first overall and in each block.
+
+    Where ratios lie on both sides of 1 the difference may be chance, and neither is better.
+    """
+    found = []
+    for figure, more_is_better in _COMPARED.items():
+        a, b = value_at(first, figure), value_at(second, figure)
+        if a is None or b is None:
+            continue
+        pairs = [(value_at(x, figure), value_at(y, figure)) for x, y in blocks]
+        ratios = [y / x for x, y in pairs if x and y is not None]
+        better = ""
+        if len(ratios) >= _MIN_BLOCKS:
+            if all(ratio > 1 for ratio in ratios):
+                better = "second" if more_is_better else "first"
+            elif all(ratio < 1 for ratio in ratios):
+                better = "first" if more_is_better else "second"
+        found.append(
+            {
+                "figure": figure,
+                "first": a,
+                "second": b,
+                "ratio": b / a if a else None,
+                "block_ratios": ratios,
+                "better": better,
+            }
+        )
+    return found
+
+
+def knee_of(stages: Iterable[tuple[float, Stats]]) -> dict[str, Any] | None:
+    """The stage beyond which a server should not be driven, where there is one.
+
+    With an SLO, the stage before the first that is not good. Else the point farthest below the line
+    from the first to the last (V. Satopaa et al., "Finding a 'Kneedle' in a Haystack", without its
+    smoothing).
+    """
+    stages = sorted(stages, key=lambda stage: stage[0])
+    if any(stats["goodput"] for _, stats in stages):
+        good = [bool(s["goodput"]) and s["goodput"]["share"] >= _GOOD_SHARE for _, s in stages]
+        first_bad = good.index(False) if False in good else 0
+        return {"value": stages[first_bad - 1][0], "by": "slo"} if first_bad else None
+    points = [(s["requests_per_s"], s["e2e_s"]["p95"], value) for value, s in stages if s["e2e_s"]]
+    if len(points) < 3:
+        return None
+    (x0, y0, _), (x1, y1, _) = points[0], points[-1]
+    if x1 <= x0 or y1 <= y0:
+        return None
+    depth, value = max(((x - x0) / (x1 - x0) - (y - y0) / (y1 - y0), v) for x, y, v in points)
+    return {"value": value, "by": "shape"} if depth > 0 else None

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 OK = "OK"
 INTERRUPTED = "INTERRUPTED"  # cancelled by the generator, when the run was ended early
@@ -45,9 +44,6 @@ class Demand:
             prompt += [word % span + ids.first for word in words]
         return prompt
 
-    def later(self, by_s: float) -> Demand:
-        return Demand(self.at_s + by_s, self.parts, self.new_tokens)
-
 
 def text_of(ids: Sequence[int]) -> str:
     """A text of about as many tokens, the same for the same ids: one short word each."""
@@ -58,25 +54,22 @@ def text_of(ids: Sequence[int]) -> str:
 _TEXT = (
     "the of and to in is was for on that with as his they be at one have this from or had by hot "
     "but some what there we can out other were all your when up use word how said an each she "
-    "which do their time if will way about many then them would write like so these her long make "
-    "thing see him two has look more day could go come did my no most who over know water than "
-    "call first people may down side been now find any new work part take get place made live "
-    "where after back little only round man year came show every good me give our under name very "
-    "through just form much great think say help low line before turn cause same mean differ move "
-    "right boy old too does tell sentence set three want air well also play small end put home"
+    "which do their time if will way about many then them would write like so these her long make"
 )
-_WORDS = tuple(_TEXT.split())
+_WORDS = _TEXT.split()
 
 
 @dataclass(slots=True)
 class Phases:
     """Where a Baton server says the time went, seconds."""
 
-    queue_s: float
-    ttft_s: float
-    e2e_s: float
-    transfer_s: float
-    transfer_bytes: int
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    attempts: int = 1  # the router's
+    prefilled_by_decode: bool = False
 
 
 @dataclass(slots=True)
@@ -87,10 +80,10 @@ class Outcome:
     `token_times_s` has one time for each message that brought tokens, `token_counts` how many.
     """
 
-    at_s: float  # when it was due
+    at_s: float  # when it was due: a closed loop's, when the one before it had ended
     sent_s: float = 0.0
-    planned_prompt: int = 0
-    planned_output: int = 0
+    planned_prompt_tokens: int = 0
+    planned_output_tokens: int = 0
     status: str = OK
     message: str = ""
     retry_after_s: float = 0.0  # the server's advice with a refusal; 0: none
@@ -102,17 +95,10 @@ class Outcome:
     cached_tokens: int | None = None  # None: the server does not report it
     opened_connection: bool = False
     phases: Phases | None = None
-    attempts: int = 0  # the router's; 0: not reported
-    prefilled_by_decode: bool = False
 
     @property
     def ok(self) -> bool:
         return self.status == OK
-
-    @property
-    def received_tokens(self) -> int:
-        """Tokens in its messages, where messages give a count: else messages."""
-        return sum(self.token_counts)
 
     @property
     def ttft_s(self) -> float | None:
@@ -141,21 +127,4 @@ class Outcome:
         self.token_counts.append(tokens)
 
     def fail(self, status: str, message: str) -> None:
-        """Records how it went wrong."""
         self.status, self.message = status, message
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "at_s": self.at_s,
-            "sent_s": self.sent_s,
-            "status": self.status,
-            "message": self.message,
-            "planned_prompt_tokens": self.planned_prompt,
-            "planned_output_tokens": self.planned_output,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "cached_tokens": self.cached_tokens,
-            "token_times_s": [round(time_s, 6) for time_s in self.token_times_s],
-            "token_counts": list(self.token_counts),
-            "ended_s": self.ended_s,
-        }

@@ -10,21 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from baton.bench.generator import Generator, Lag, Run
+from baton.bench.generator import Generator, Run
 from baton.bench.interference import Interference, interference
 from baton.bench.page import page_of
-from baton.bench.report import (
-    InterferenceReport,
-    Report,
-    ServerInfo,
-    Stage,
-    WorkloadInfo,
-    report_of,
-    stitched,
-)
-from baton.bench.request import Demand
-from baton.bench.servers import RequestOptions, Server, server_at
+from baton.bench.report import Report, Stage, report_of, stitched
+from baton.bench.request import Outcome
+from baton.bench.servers import RequestOptions, Server, connected
 from baton.bench.terminal import Progress
 from baton.bench.workload import Workload
 from baton.errors import ConfigError, Unavailable
@@ -34,6 +27,10 @@ _WARM_UP_TOKENS = 16  # of output at most: enough to touch every part of a serve
 _WARM_UP_SALT = 0  # apart from those of stages: a warm-up must not fill caches for the run
 _WARM_UP_CONCURRENCY = 4
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_WRITTEN = (  # of an outcome, in requests.jsonl
+    "at_s", "sent_s", "status", "message", "planned_prompt_tokens", "planned_output_tokens",
+    "prompt_tokens", "output_tokens", "cached_tokens", "ended_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,13 +55,11 @@ async def run(settings: Settings, progress: Progress) -> Report:
     """
     async with contextlib.AsyncExitStack() as stack:
         servers: list[Server] = []
-        for url, options in settings.targets:
-            servers.append(server_at(url, options))
-            stack.push_async_callback(servers[-1].close)
-        infos = [
-            ServerInfo(name=name, url=s.url, protocol=s.protocol, model=await s.connect())
-            for name, s in zip("AB", servers, strict=False)
-        ]
+        infos = []
+        for name, target in zip("AB", settings.targets, strict=False):
+            servers.append(server := await stack.enter_async_context(connected(*target)))
+            address = {"name": name, "url": server.url, "protocol": server.protocol}
+            infos.append({**address, "model": server.model})
         if settings.output:  # before the run, which would otherwise be for nothing
             try:
                 settings.output.mkdir(parents=True, exist_ok=True)
@@ -73,17 +68,17 @@ async def run(settings: Settings, progress: Progress) -> Report:
                     f"--output {settings.output} cannot be made: {error.strerror}"
                 ) from error
         stop = stack.enter_context(_stop_on_signals(progress))
-        bench = _Bench(settings, servers, infos, stop, progress)
-        for server, info in zip(servers, infos, strict=True):
-            await bench.warm_up(server, info)
+        bench = _Bench(settings, servers, stop, progress)
+        for info, server in zip(infos, servers, strict=True):
+            await bench.warm_up(info["name"], server)
         if settings.interference:
             await bench.interfere(settings.interference)
         else:
             await bench.measure()
     report = report_of(
         *(_workload_info(settings), infos, bench.stages, settings.slo, stop.is_set()),
-        bench.interference,
-        bench.lag,
+        bench.interference or None,
+        bench.interference_runs,
     )
     if settings.output:
         write(settings.output, report, bench.stages)
@@ -94,97 +89,84 @@ class _Bench:
     """The stages of one run as they are driven."""
 
     def __init__(
-        self,
-        settings: Settings,
-        servers: Sequence[Server],
-        infos: Sequence[ServerInfo],
-        stop: asyncio.Event,
-        progress: Progress,
+        self, settings: Settings, servers: Sequence[Server], stop: asyncio.Event, progress: Progress
     ) -> None:
         self.stages: list[Stage] = []
-        self.interference: list[InterferenceReport] | None = None
-        self.lag = Lag()  # of runs that are in no stage
-        self._settings, self._servers, self._infos = settings, servers, infos
+        self.interference: list[dict[str, Any]] = []
+        self.interference_runs: list[Run] = []
+        self._settings, self._servers = settings, servers
+        self._names = "AB"[: len(servers)]
         self._stop, self._progress = stop, progress
-        self._turns = settings.blocks if len(servers) > 1 else 1
+        self._num_turns = settings.blocks if len(servers) > 1 else 1
 
-    async def warm_up(self, server: Server, info: ServerInfo) -> None:
+    async def warm_up(self, name: str, server: Server) -> None:
         """Opens connections and warms code paths; nothing of it is measured.
 
         The requests have the run's prompt lengths, prompts of their own and short outputs.
         """
-        workload = self._settings.workload
+        workload = replace(self._settings.workload, salt=_WARM_UP_SALT)
         demands = (
             replace(demand, new_tokens=min(demand.new_tokens, _WARM_UP_TOKENS))
-            for demand in islice(
-                replace(workload, salt=_WARM_UP_SALT).demands(), self._settings.warm_up
-            )
+            for demand in islice(workload.demands(), self._settings.warm_up)
         )
         generator = Generator(server, self._stop)
-        async with self._progress.of(f"warming up {info['name']}", generator.run):
-            done = await generator.closed_loop(
-                demands, workload.concurrency or _WARM_UP_CONCURRENCY
-            )
+        async with self._progress.of(f"warming up {name}", generator.run):
+            concurrency = workload.concurrency or _WARM_UP_CONCURRENCY
+            done = await generator.closed_loop(demands, concurrency)
         if done.outcomes and not self._stop.is_set() and not done.ok:
             first = done.outcomes[0]
-            raise Unavailable(f"{info['url']} answers no request: {first.status}: {first.message}")
+            raise Unavailable(f"{server.url} answers no request: {first.status}: {first.message}")
 
     async def measure(self) -> None:
         """All stages, one after the other."""
         workload = self._settings.workload
         for value in self._settings.sweep or (None,):
             if self._stop.is_set():
-                break
+                return
             stage = Stage(workload if value is None else workload.at(value), value)
             self.stages.append(stage)
-            blocks = [self._blocks(stage.workload, i) for i in range(len(self._servers))]
-            for turn in range(self._turns):
+            # Each stage and server has prompts of its own: else the second is served from caches.
+            number = len(self._servers)
+            blocks = [
+                replace(stage.workload, salt=len(self.stages) * number + i).blocks(self._num_turns)
+                for i in range(number)
+            ]
+            for turn, i in self._turns():
                 if self._stop.is_set():
                     break
-                runs = [Run() for _ in self._servers]
-                stage.blocks.append(runs)
-                for i in self._order(turn):
-                    runs[i] = await self._block(stage.workload, i, *blocks[i][turn])
+                if len(stage.blocks) == turn:
+                    stage.blocks.append([Run() for _ in self._servers])
+                demands, limit_s = blocks[i][turn]
+                generator = Generator(self._servers[i], self._stop)
+                stage.blocks[turn][i] = generator.run
+                name = f" → {self._names[i]}" if number > 1 else ""
+                async with self._progress.of(f"{stage.workload.label}{name}", generator.run):
+                    if workload.concurrency:
+                        await generator.closed_loop(demands, workload.concurrency, limit_s)
+                    else:
+                        await generator.open_loop(demands)
 
     async def interfere(self, load: Interference) -> None:
         """The interference workload in turns on each server."""
-        rounds: list[InterferenceReport] = [
-            InterferenceReport(server=info["name"], rounds=[]) for info in self._infos
-        ]
-        self.interference = rounds
-        for turn in range(self._turns):
-            for i in self._order(turn):
-                if self._stop.is_set():
-                    return
-                self._progress.say(f"interference on {self._infos[i]['name']}, round {turn + 1}")
-                seed = (self._settings.workload.seed << 8 | turn) << 1 | i
-                stats, runs = await interference(
-                    self._servers[i], load, seed, turn % 2 == 0, self._stop
-                )
-                if not self._stop.is_set():  # a round that was ended early has no meaning
-                    rounds[i]["rounds"].append(stats)
-                for run in runs:
-                    self.lag.add(run.lag)
+        self.interference += [{"server": name, "rounds": []} for name in self._names]
+        for turn, i in self._turns():
+            if self._stop.is_set():
+                return
+            self._progress.say(f"interference on {self._names[i]}, round {turn + 1}")
+            seed = (self._settings.workload.seed << 8 | turn) << 1 | i
+            stats, runs = await interference(
+                self._servers[i], load, seed, turn % 2 == 0, self._stop
+            )
+            if not self._stop.is_set():  # a round that was ended early has no meaning
+                self.interference[i]["rounds"].append(stats)
+            self.interference_runs += runs
 
-    def _order(self, turn: int) -> range:
-        """The first server alternates: a machine that warms up or slows down favours none."""
-        number = len(self._servers)
-        return range(number) if turn % 2 == 0 else range(number - 1, -1, -1)
-
-    def _blocks(self, workload: Workload, server: int) -> list[tuple[Iterator[Demand], float]]:
-        """Each stage and server has prompts of its own: else the second is served from caches."""
-        salt = len(self.stages) * len(self._servers) + server
-        return replace(workload, salt=salt).blocks(self._turns)
-
-    async def _block(
-        self, workload: Workload, server: int, demands: Iterator[Demand], limit_s: float
-    ) -> Run:
-        generator = Generator(self._servers[server], self._stop)
-        name = f" → {self._infos[server]['name']}" if len(self._servers) > 1 else ""
-        async with self._progress.of(f"{workload.label}{name}", generator.run):
-            if workload.concurrency:
-                return await generator.closed_loop(demands, workload.concurrency, limit_s)
-            return await generator.open_loop(demands)
+    def _turns(self) -> Iterator[tuple[int, int]]:
+        """(turn, server). The first server alternates: a machine that slows down favours none."""
+        for turn in range(self._num_turns):
+            order = range(len(self._servers))
+            for i in order if turn % 2 == 0 else reversed(order):
+                yield turn, i
 
 
 def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
@@ -195,8 +177,16 @@ def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
         for place, stage in enumerate(stages):
             for i, server in enumerate(report["servers"]):
                 for outcome in stitched(stage.runs_of(i)):
-                    line = {"stage": place, "server": server["name"], **outcome.to_json()}
+                    line = {"stage": place, "server": server["name"], **_line_of(outcome)}
                     lines.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def _line_of(outcome: Outcome) -> dict[str, Any]:
+    return {
+        **{name: getattr(outcome, name) for name in _WRITTEN},
+        "token_times_s": [round(time_s, 6) for time_s in outcome.token_times_s],
+        "token_counts": list(outcome.token_counts),
+    }
 
 
 @contextlib.contextmanager
@@ -223,26 +213,27 @@ def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
         restore()
 
 
-def _workload_info(settings: Settings) -> WorkloadInfo:
+def _workload_info(settings: Settings) -> dict[str, Any]:
+    """The load as it was asked for, None where it does not apply."""
     workload, options = settings.workload, settings.targets[0][1]
     is_open, is_generated = not workload.concurrency, workload.trace is None
-    return WorkloadInfo(
-        rate=None if settings.sweep else workload.rate or None,
-        sweep=list(settings.sweep),
-        concurrency=workload.concurrency or None,
-        arrivals=workload.arrivals if is_open and is_generated else None,
-        burstiness=workload.burstiness if workload.arrivals == "bursty" else None,
-        count=workload.count or None,
-        duration_s=workload.duration_s or None,
-        prompt_tokens=str(workload.prompt_lengths) if is_generated else None,
-        output_tokens=str(workload.output_lengths) if is_generated else None,
-        shared_prefix=workload.shared_prefix,
-        prefixes=workload.prefixes if workload.shared_prefix else 0,
-        trace=workload.trace.name if workload.trace else None,
-        rate_scale=None if is_generated else workload.scale.rate,
-        length_scale=None if is_generated else workload.scale.length,
-        seed=workload.seed,
-        prompt_form=options.prompt_form,
-        ignore_eos=options.ignore_eos,
-        timeout_s=options.timeout_s,
-    )
+    return {
+        "rate": None if settings.sweep else workload.rate or None,
+        "sweep": list(settings.sweep),
+        "concurrency": workload.concurrency or None,
+        "arrivals": workload.arrivals if is_open and is_generated else None,
+        "burstiness": workload.burstiness if workload.arrivals == "bursty" else None,
+        "count": workload.count or None,
+        "duration_s": workload.duration_s or None,
+        "prompt_tokens": str(workload.prompt_lengths) if is_generated else None,
+        "output_tokens": str(workload.output_lengths) if is_generated else None,
+        "shared_prefix": workload.shared_prefix,
+        "prefixes": workload.prefixes if workload.shared_prefix else 0,
+        "trace": workload.trace.name if workload.trace else None,
+        "rate_scale": None if is_generated else workload.scale.rate,
+        "length_scale": None if is_generated else workload.scale.length,
+        "seed": workload.seed,
+        "prompt_form": options.prompt_form,
+        "ignore_eos": options.ignore_eos,
+        "timeout_s": options.timeout_s,
+    }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -38,7 +39,6 @@ class RequestOptions:
     timeout_s: float = 120.0  # of a request
     api_key: str | None = None
     keep_alive: bool = True  # of HTTP connections; False: one a request
-    stream: bool = True  # over HTTP; False: the answer comes whole
     ttft_target_ms: int = 0  # over gRPC; 0: the router's own
 
 
@@ -46,15 +46,18 @@ class Server(Protocol):
     """One server under load."""
 
     @property
-    def url(self) -> str:
-        """Its address."""
+    def url(self) -> str: ...
 
     @property
     def protocol(self) -> str:
         """ "grpc" or "openai"."""
 
-    async def connect(self) -> str:
-        """The name of the model that is used; raises BatonError if the server does not answer."""
+    @property
+    def model(self) -> str:
+        """Which one is used; known when it is connected."""
+
+    async def connect(self) -> None:
+        """Raises BatonError if the server does not answer."""
 
     def body(self, demand: Demand) -> bytes:
         """The request as it is sent: made before its time, so that making it delays nothing."""
@@ -62,52 +65,58 @@ class Server(Protocol):
     async def send(self, body: bytes, outcome: Outcome) -> None:
         """Sends it and records the outcome, errors too; only its own cancellation is raised."""
 
-    async def close(self) -> None:
-        """Closes the connections."""
+    async def close(self) -> None: ...
 
 
-def server_at(url: str, options: RequestOptions) -> Server:
-    """By the form of its address. Needs a running event loop; raises ConfigError."""
+@asynccontextmanager
+async def connected(url: str, options: RequestOptions) -> AsyncIterator[Server]:
+    """A server that has answered, by the form of its address. Raises BatonError."""
+    server: Server
     if url.startswith(("http://", "https://")):
-        return HttpServer(url, options)
-    if "://" not in url or url.startswith("grpc://"):
+        server = HttpServer(url, options)
+    elif "://" not in url or url.startswith("grpc://"):
         address = url.removeprefix("grpc://")
         config.split_address(address, "--target")
-        return GrpcServer(address, options)
-    raise ConfigError(f"{url} is no server: give HOST:PORT, grpc://HOST:PORT or an http URL")
+        server = GrpcServer(address, options)
+    else:
+        raise ConfigError(f"{url} is no server: give HOST:PORT, grpc://HOST:PORT or an http URL")
+    try:
+        await server.connect()
+        yield server
+    finally:
+        await server.close()
 
 
 class GrpcServer:
-    """A Baton router, as a `Server`. Must be made where an event loop runs."""
+    """A Baton router. Must be made where an event loop runs."""
 
     protocol = "grpc"
 
     def __init__(self, address: str, options: RequestOptions) -> None:
         self.url = f"grpc://{address}"
-        self._options = options
+        self.model, self._options = options.model, options
         self._channel = rpc.channel(address)
-        self._metadata = (
-            (("authorization", f"Bearer {options.api_key}"),) if options.api_key else None
-        )
+        key = (("authorization", f"Bearer {options.api_key}"),)
+        self._metadata = key if options.api_key else None
         self._generate: Any = self._channel.unary_stream(
             _GENERATE,
             request_serializer=None,  # bodies are bytes already
             response_deserializer=inference_pb2.GenerateResponse.FromString,
         )
 
-    async def connect(self) -> str:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+    async def connect(self) -> None:
+        list_models = inference_pb2_grpc.InferenceServiceStub(self._channel).ListModels
         request = inference_pb2.ListModelsRequest()
         try:
             with rpc.translated():
-                answer = await stub.ListModels(
+                answer = await list_models(
                     request, timeout=_MODELS_TIMEOUT_S, metadata=self._metadata
                 )
         except (Unavailable, DeadlineExceeded) as error:
             raise Unavailable(
                 f"no Baton router answers at {self.url} (`baton up` starts one): {error}"
             ) from error
-        return self._options.model or answer.models[0].name
+        self.model = self.model or answer.models[0].name
 
     def body(self, demand: Demand) -> bytes:
         options = self._options
@@ -154,19 +163,19 @@ def _record_finish(finish: inference_pb2.Finish, outcome: Outcome) -> None:
     outcome.prompt_tokens = usage.prompt_tokens
     outcome.output_tokens = usage.completion_tokens
     outcome.cached_tokens = usage.cached_tokens
-    outcome.attempts = route.attempts
-    outcome.prefilled_by_decode = not route.prefill
     outcome.phases = Phases(
         queue_s=timing.queue_ms / 1e3,
         ttft_s=timing.ttft_ms / 1e3,
         e2e_s=timing.e2e_ms / 1e3,
         transfer_s=timing.transfer_ms / 1e3,
         transfer_bytes=timing.transfer_bytes,
+        attempts=route.attempts,
+        prefilled_by_decode=not route.prefill,
     )
 
 
 class HttpServer:
-    """An OpenAI-compatible server, as a `Server`. Must be made where an event loop runs."""
+    """An OpenAI-compatible server. Must be made where an event loop runs."""
 
     protocol = "openai"
 
@@ -175,7 +184,7 @@ class HttpServer:
         base = self.url if self.url.endswith("/v1") else f"{self.url}/v1"
         path = "chat/completions" if options.prompt_form == "chat" else "completions"
         self._models, self._completions = f"{base}/models", f"{base}/{path}"
-        self._options, self._model = options, options.model
+        self.model, self._options = options.model, options
         self._timeout = aiohttp.ClientTimeout(total=options.timeout_s)
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         kept: Any = (
@@ -189,32 +198,30 @@ class HttpServer:
             skip_auto_headers=("Accept-Encoding",),
         )
 
-    async def connect(self) -> str:
+    async def connect(self) -> None:
         try:
             timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
             async with self._session.get(self._models, timeout=timeout) as response:
                 text = await response.text()
                 response.raise_for_status()
-            self._model = self._model or json.loads(text)["data"][0]["id"]
+            self.model = self.model or json.loads(text)["data"][0]["id"]
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unavailable(f"{self._models} does not answer: {error or 'too slow'}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise Unavailable(
                 f"{self._models} lists no model: {text[:_MESSAGE_CHARS]!r}"
             ) from error
-        return self._model
 
     def body(self, demand: Demand) -> bytes:
         options = self._options
         ids = demand.prompt(options.ids)
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": self.model,
             "max_tokens": demand.new_tokens,
             "temperature": 0,
-            "stream": options.stream,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        if options.stream:
-            body["stream_options"] = {"include_usage": True}
         if options.ignore_eos:
             body["ignore_eos"] = True
         if options.prompt_form == "chat":
@@ -232,11 +239,8 @@ class HttpServer:
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:_MESSAGE_CHARS]
                     outcome.fail(f"HTTP_{response.status}", _error_message(text))
-                elif self._options.stream:
-                    await _read_stream(response, outcome, began)
                 else:
-                    data = await response.read()
-                    _record_event(data, outcome, time.monotonic() - began)
+                    await _read_stream(response, outcome, began)
         except TimeoutError:
             outcome.fail("TIMEOUT", f"not finished within {self._options.timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
@@ -262,7 +266,7 @@ async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome, began
                 _record_event(data, outcome, now_s)
     if outcome.ok and not is_done:
         outcome.fail("INCOMPLETE", "the stream ended without [DONE]")
-    outcome.output_tokens = outcome.output_tokens or outcome.received_tokens
+    outcome.output_tokens = outcome.output_tokens or sum(outcome.token_counts)
 
 
 def _record_event(data: bytes, outcome: Outcome, now_s: float) -> None:
@@ -284,9 +288,9 @@ def _record_event(data: bytes, outcome: Outcome, now_s: float) -> None:
 
 def _has_output(choice: dict[str, Any]) -> bool:
     """Whether a chunk brings text; a role alone, or an empty string, is no token."""
-    delta = choice.get("delta") or choice.get("message") or {}
-    texts = (choice.get("text"), delta.get("content"), delta.get("reasoning_content"))
-    return any(texts) or bool(delta.get("reasoning"))
+    delta = choice.get("delta") or {}
+    names = ("content", "reasoning_content", "reasoning")
+    return bool(choice.get("text")) or any(map(delta.get, names))
 
 
 def _error_message(text: str) -> str:
@@ -322,22 +326,12 @@ class EventReader:
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """The data of the events that end in this chunk."""
-        *lines, self._rest = _lines(self._rest + chunk)
+        lines = (self._rest + chunk).splitlines(keepends=True)  # ended by LF, CR LF or CR
+        # The last one may go on; after a CR an LF may follow.
+        self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         for line in lines:
             if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
+                self._data.append(line[5:].rstrip(b"\r\n").removeprefix(b" "))
+            elif not line.strip(b"\r\n") and self._data:
                 yield b"\n".join(self._data)
                 self._data = []
-
-
-def _lines(text: bytes) -> list[bytes]:
-    """Lines ended by LF, CR LF or CR; the last one has no end yet."""
-    if b"\r" not in text:
-        return text.split(b"\n")
-    held = b""
-    if text.endswith(b"\r"):  # an LF may follow
-        text, held = text[:-1], b"\r"
-    lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-    lines[-1] += held
-    return lines

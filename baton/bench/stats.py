@@ -1,6 +1,7 @@
 """The statistics of one stage of a run, made from the outcomes of its requests.
 
-The definitions are those of vLLM's `bench serve`; docs/benchmarking.md has the formulas.
+The definitions are those of vLLM's `bench serve`; docs/benchmarking.md has the formulas and all
+fields of these dictionaries.
 """
 
 from __future__ import annotations
@@ -8,39 +9,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 
 from baton.bench.request import INTERRUPTED, Outcome
 from baton.slo import Slo
 
+Spread = dict[str, float]  # count, mean, p50, p90, p95, p99, min, max
+Stats = dict[str, Any]
+
 _MOST_ERRORS = 10
-
-
-class Spread(TypedDict):
-    """Mean and percentiles of many values; seconds where the field's name ends in _s."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    min: float
-    max: float
+_MAX_SPANS = 60
+_WIDTHS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 def spread_of(values: Iterable[float | None]) -> Spread | None:
-    """The spread of the values there are, percentiles as `percentile`; None of none."""
+    """Mean and percentiles of the values there are; None of none."""
     known = np.array([value for value in values if value is not None])
     if not known.size:
         return None
     p50, p90, p95, p99 = map(float, np.percentile(known, (50, 90, 95, 99)))
-    return Spread(
-        count=known.size, mean=float(known.mean()), p50=p50, p90=p90, p95=p95, p99=p99,
-        min=float(known.min()), max=float(known.max()),
-    )  # fmt: skip
+    return {
+        "count": known.size, "mean": float(known.mean()), "p50": p50, "p90": p90, "p95": p95,
+        "p99": p99, "min": float(known.min()), "max": float(known.max()),
+    }  # fmt: skip
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
@@ -52,88 +45,21 @@ def percentile(values: Iterable[float], percent: float) -> float:
 def quantiles(values: Iterable[float | None], steps: int = 100) -> list[float]:
     """`steps` + 1 values from the smallest to the largest, evenly spaced in rank; none of none."""
     known = [value for value in values if value is not None]
-    found: list[float] = (
-        np.percentile(known, np.linspace(0, 100, steps + 1)).tolist() if known else []
-    )
-    return found
+    return np.percentile(known, np.linspace(0, 100, steps + 1)).tolist() if known else []
 
 
-class Requests(TypedDict):
-    """How many there were; `sent` leaves out the interrupted ones."""
-
-    sent: int
-    ok: int
-    failed: int
-    interrupted: int
-
-
-class ErrorCount(TypedDict):
-    """Requests that ended with one status, with the message of the first."""
-
-    status: str
-    count: int
-    message: str
-
-
-class Goodput(TypedDict):
-    """How many requests met every service-level objective."""
-
-    slo: dict[str, float]  # seconds
-    share: float  # of all that were sent
-    requests_per_s: float
-    met: dict[str, float]  # share of all that were sent, for each objective alone
-
-
-class PhaseStats(TypedDict):
-    """Where the time went according to a Baton server; what it does not see is `outside_s`."""
-
-    queue_s: Spread | None
-    first_token_after_queue_s: Spread | None  # prefill, placement and handoff
-    transfer_s: Spread | None  # of those whose KV was transferred
-    decode_s: Spread | None  # from the first token to the end, at the server
-    outside_s: Spread | None  # the caller's TTFT less the server's: network and client
-    server_ttft_s: Spread | None
-    server_e2e_s: Spread | None
-    transfer_bytes: int
-    transferred: int
-    prefilled_by_decode: int
-    failovers: int  # requests that took more than one attempt
-
-
-class PrefixCache(TypedDict):
-    """Prompt tokens that were not computed again."""
-
-    cached_tokens: int
-    share: float  # of input tokens
-
-
-class Stats(TypedDict):
-    """What one server did in one stage. Latencies and tokens are of requests that ended OK."""
-
-    seconds: float
-    requests: Requests
-    statuses: dict[str, int]
-    errors: list[ErrorCount]
-    requests_per_s: float
-    input_tokens: int
-    output_tokens: int
-    input_tokens_per_s: float
-    output_tokens_per_s: float
-    ttft_s: Spread | None
-    itl_s: Spread | None
-    tpot_s: Spread | None
-    e2e_s: Spread | None
-    goodput: Goodput | None
-    phases: PhaseStats | None
-    prefix_cache: PrefixCache | None
-    short_outputs: int  # fewer tokens than asked for
-    miscounted: int  # the stream's token count differs from its usage, where messages give counts
-    opened_connections: int
-    quantiles: dict[str, list[float]]  # 101 each, for distributions
+def value_at(stats: Any, path: str) -> float | None:
+    """The number at a path as "ttft_s.p50", where there is one."""
+    for key in path.split("."):
+        stats = stats and stats[key]
+    return None if stats is None else float(stats)
 
 
 def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None) -> Stats:
-    """All of them; `seconds` is the time over which rates are taken."""
+    """What became of requests. Latencies and tokens are of those that ended OK.
+
+    `seconds` is the time over which rates are taken. Interrupted requests count nowhere else.
+    """
     every = list(outcomes)
     sent = [outcome for outcome in every if outcome.status != INTERRUPTED]
     ok = [outcome for outcome in sent if outcome.ok]
@@ -145,33 +71,31 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
         "e2e_s": [o.e2e_s for o in ok],
     }
     per_s = 1 / seconds if seconds else 0.0
-    return Stats(
-        seconds=seconds,
-        requests=Requests(
-            sent=len(sent),
-            ok=len(ok),
-            failed=len(sent) - len(ok),
-            interrupted=len(every) - len(sent),
-        ),
-        statuses=dict(Counter(outcome.status for outcome in every)),
-        errors=_errors(sent),
-        requests_per_s=len(ok) * per_s,
-        input_tokens=inputs,
-        output_tokens=outputs,
-        input_tokens_per_s=inputs * per_s,
-        output_tokens_per_s=outputs * per_s,
-        ttft_s=spread_of(latencies["ttft_s"]),
-        itl_s=spread_of(latencies["itl_s"]),
-        tpot_s=spread_of(latencies["tpot_s"]),
-        e2e_s=spread_of(latencies["e2e_s"]),
-        goodput=goodput_of(sent, seconds, slo) if slo else None,
-        phases=_phases(ok),
-        prefix_cache=_prefix_cache(ok),
-        short_outputs=sum(o.output_tokens < o.planned_output for o in ok),
-        miscounted=sum(o.phases is not None and o.received_tokens != o.output_tokens for o in ok),
-        opened_connections=sum(o.opened_connection for o in every),
-        quantiles={name: quantiles(values) for name, values in latencies.items()},
-    )
+    return {
+        "seconds": seconds,
+        "requests": {
+            "sent": len(sent),
+            "ok": len(ok),
+            "failed": len(sent) - len(ok),
+            "interrupted": len(every) - len(sent),
+        },
+        "statuses": dict(Counter(outcome.status for outcome in every)),
+        "errors": _errors(sent),
+        "requests_per_s": len(ok) * per_s,
+        "input_tokens": inputs,
+        "output_tokens": outputs,
+        "input_tokens_per_s": inputs * per_s,
+        "output_tokens_per_s": outputs * per_s,
+        **{name: spread_of(values) for name, values in latencies.items()},
+        "goodput": goodput_of(sent, per_s, limits_of(slo)) if slo else None,
+        "phases": _phases(ok),
+        "prefix_cache": _prefix_cache(ok),
+        "short_outputs": sum(o.output_tokens < o.planned_output_tokens for o in ok),
+        # Where messages give a count: another one than the usage at the stream's end.
+        "miscounted": sum(bool(o.phases) and sum(o.token_counts) != o.output_tokens for o in ok),
+        "opened_connections": sum(o.opened_connection for o in every),
+        "quantiles": {name: quantiles(values) for name, values in latencies.items()},
+    }
 
 
 def limits_of(slo: Slo) -> dict[str, float]:
@@ -180,64 +104,111 @@ def limits_of(slo: Slo) -> dict[str, float]:
     return {name: limit_s for name, limit_s in limits.items() if math.isfinite(limit_s)}
 
 
-def goodput_of(sent: Sequence[Outcome], seconds: float, slo: Slo) -> Goodput:
-    """Over all requests sent: one that failed has met nothing."""
+def goodput_of(sent: Sequence[Outcome], per_s: float, limits: dict[str, float]) -> Stats:
+    """Of all requests sent, those that met every limit; one that failed has met nothing."""
 
     def meets(outcome: Outcome, name: str, limit_s: float) -> bool:
         # An answer of one token has no time per output token, and so meets any limit on it.
         value_s: float | None = getattr(outcome, f"{name}_s")
         return outcome.ok and (value_s is None or value_s <= limit_s)
 
-    limits = limits_of(slo)
     count = max(1, len(sent))
     good = sum(all(meets(o, *limit) for limit in limits.items()) for o in sent)
-    return Goodput(
-        slo=limits,
-        share=good / count,
-        requests_per_s=good / seconds if seconds else 0.0,
-        met={n: sum(meets(o, n, limit_s) for o in sent) / count for n, limit_s in limits.items()},
-    )
+    return {
+        "slo": limits,
+        "share": good / count,
+        "requests_per_s": good * per_s,
+        "met": {
+            n: sum(meets(o, n, limit_s) for o in sent) / count for n, limit_s in limits.items()
+        },
+    }
 
 
-def latency(stats: Stats, name: str) -> Spread | None:
-    """The latency of that name, as "ttft_s"."""
-    spread: Spread | None = stats[name]  # type: ignore[literal-required]
-    return spread
-
-
-def _errors(sent: Sequence[Outcome]) -> list[ErrorCount]:
+def _errors(sent: Sequence[Outcome]) -> list[dict[str, Any]]:
     failed = [outcome for outcome in sent if not outcome.ok]
     first = {outcome.status: outcome.message for outcome in reversed(failed)}
     counts = Counter(outcome.status for outcome in failed)
     return [
-        ErrorCount(status=status, count=count, message=first[status])
+        {"status": status, "count": count, "message": first[status]}
         for status, count in counts.most_common(_MOST_ERRORS)
     ]
 
 
-def _prefix_cache(ok: Sequence[Outcome]) -> PrefixCache | None:
+def _prefix_cache(ok: Sequence[Outcome]) -> Stats | None:
     reported = [outcome for outcome in ok if outcome.cached_tokens is not None]
     if not reported:
         return None
     cached = sum(outcome.cached_tokens or 0 for outcome in reported)
     inputs = max(1, sum(outcome.prompt_tokens for outcome in reported))
-    return PrefixCache(cached_tokens=cached, share=cached / inputs)
+    return {"cached_tokens": cached, "share": cached / inputs}
 
 
-def _phases(ok: Sequence[Outcome]) -> PhaseStats | None:
+def _phases(ok: Sequence[Outcome]) -> Stats | None:
+    """Where the time went according to a Baton server, and outside it."""
     pairs = [(outcome, outcome.phases) for outcome in ok if outcome.phases]
     if not pairs:
         return None
-    return PhaseStats(
-        queue_s=spread_of(p.queue_s for _, p in pairs),
-        first_token_after_queue_s=spread_of(max(0.0, p.ttft_s - p.queue_s) for _, p in pairs),
-        transfer_s=spread_of(p.transfer_s for _, p in pairs if p.transfer_bytes),
-        decode_s=spread_of(p.e2e_s - p.ttft_s for _, p in pairs),
-        outside_s=spread_of(o.ttft_s - p.ttft_s for o, p in pairs if o.ttft_s is not None),
-        server_ttft_s=spread_of(p.ttft_s for _, p in pairs),
-        server_e2e_s=spread_of(p.e2e_s for _, p in pairs),
-        transfer_bytes=sum(p.transfer_bytes for _, p in pairs),
-        transferred=sum(bool(p.transfer_bytes) for _, p in pairs),
-        prefilled_by_decode=sum(o.prefilled_by_decode for o, _ in pairs),
-        failovers=sum(o.attempts > 1 for o, _ in pairs),
+    phases = [p for _, p in pairs]
+    return {
+        "queue_s": spread_of(p.queue_s for p in phases),
+        "first_token_after_queue_s": spread_of(max(0.0, p.ttft_s - p.queue_s) for p in phases),
+        "transfer_s": spread_of(p.transfer_s for p in phases if p.transfer_bytes),
+        "decode_s": spread_of(p.e2e_s - p.ttft_s for p in phases),
+        "outside_s": spread_of(o.ttft_s - p.ttft_s for o, p in pairs if o.ttft_s is not None),
+        "server_ttft_s": spread_of(p.ttft_s for p in phases),
+        "server_e2e_s": spread_of(p.e2e_s for p in phases),
+        "transfer_bytes": sum(p.transfer_bytes for p in phases),
+        "transferred": sum(bool(p.transfer_bytes) for p in phases),
+        "prefilled_by_decode": sum(p.prefilled_by_decode for p in phases),
+        "failovers": sum(p.attempts > 1 for p in phases),
+    }
+
+
+def timeline_of(outcomes: Sequence[Outcome]) -> Stats:
+    """How a stage went over time, in spans of equal width; lists are as long as `begin_s`.
+
+    A first token, or a gap, counts in the span in which it came, or ended.
+    """
+    last_s = max((o.sent_s + o.ended_s for o in outcomes), default=0.0)
+    width_s = next((w for w in _WIDTHS_S if last_s / w <= _MAX_SPANS), _WIDTHS_S[-1])
+    number = math.floor(last_s / width_s) + 1 if outcomes else 0
+
+    def spans_of(values: Iterable[tuple[float, float]]) -> list[list[float]]:
+        """The values of (time, value) pairs by span."""
+        spans: list[list[float]] = [[] for _ in range(number)]
+        for at_s, value in values:
+            spans[min(int(at_s / width_s), number - 1)].append(value)
+        return spans
+
+    def counts(times_s: Iterable[float]) -> list[int]:
+        return [len(span) for span in spans_of((at_s, 1) for at_s in times_s)]
+
+    def percentiles(spans: list[list[float]], percent: float) -> list[float | None]:
+        return [percentile(span, percent) if span else None for span in spans]
+
+    ends = [(o, o.sent_s + o.ended_s) for o in outcomes]
+    messages = [
+        (o.sent_s + at_s, tokens)
+        for o in outcomes
+        for at_s, tokens in zip(o.token_times_s, o.token_counts, strict=True)
+    ]
+    ttfts = spans_of((o.sent_s + o.ttft_s, o.ttft_s) for o in outcomes if o.ttft_s is not None)
+    gaps = spans_of(
+        (o.sent_s + at_s, gap_s)
+        for o in outcomes
+        for at_s, gap_s in zip(o.token_times_s[1:], o.gaps_s, strict=True)
     )
+    sent = counts(o.sent_s for o in outcomes)
+    return {
+        "width_s": width_s,
+        "begin_s": [i * width_s for i in range(number)],
+        "sent": sent,
+        "ended_ok": counts(at_s for o, at_s in ends if o.ok),
+        "failed": counts(at_s for o, at_s in ends if not o.ok and o.status != INTERRUPTED),
+        "running": np.cumsum(np.subtract(sent, counts(at_s for _, at_s in ends))).tolist(),
+        "output_tokens": [int(sum(span)) for span in spans_of(messages)],
+        "ttft_p50_s": percentiles(ttfts, 50),
+        "ttft_p95_s": percentiles(ttfts, 95),
+        "itl_p50_s": percentiles(gaps, 50),
+        "itl_p95_s": percentiles(gaps, 95),
+    }

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.bench.generator import Run
-from baton.bench.report import InterferenceReport, Report, StageReport
-from baton.bench.stats import Stats, latency, percentile
+from baton.bench.report import Report
+from baton.bench.stats import Spread, Stats, percentile, value_at
 
 LATENCY_TITLES = {
     "ttft_s": "time to first token",
@@ -33,15 +33,33 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _KNEES = {"slo": "the highest with 90 % good", "shape": "where latency bends upwards"}
 _REWRITE_S, _LOG_S = 0.5, 5.0
 
+Row = tuple[str, str, float, str]  # title, path in statistics, factor, format
+INTERFERENCE_ROWS: Sequence[Row] = (
+    ("streams alone, tokens/s", "alone.tokens_per_s", 1, ".0f"),
+    ("streams beside prompts, tokens/s", "beside.tokens_per_s", 1, ".0f"),
+    ("share of tokens/s kept, %", "kept", 100, ".1f"),
+    *(
+        (f"{phase}: ITL {name}, ms", f"{phase}.itl_s.{name}", 1e3, ".1f")
+        for phase in ("alone", "beside")
+        for name in ("p50", "p99", "max")
+    ),
+    ("alone: time in gaps over 200 ms, %", "alone.long_gap_share", 100, ".2f"),
+    ("beside: time in gaps over 200 ms, %", "beside.long_gap_share", 100, ".2f"),
+    ("alone: streams' TTFT p50, ms", "alone.ttft_s.p50", 1e3, ".0f"),
+    ("beside: streams' TTFT p50, ms", "beside.ttft_s.p50", 1e3, ".0f"),
+    ("long prompts' TTFT p50, ms", "prompts.ttft_s.p50", 1e3, ".0f"),
+    ("long prompts' TTFT p95, ms", "prompts.ttft_s.p95", 1e3, ".0f"),
+    ("long prompts not answered", "prompts.failed", 1, ".0f"),
+)
+
 
 def show(report: Report, console: Console) -> None:
     """Prints the whole report."""
-    for part in parts_of(report):
+    for part in _parts(report):
         console.print(part)
 
 
-def parts_of(report: Report) -> Iterator[RenderableType]:
-    """Tables and lines, in order."""
+def _parts(report: Report) -> Iterator[RenderableType]:
     for server in report["servers"]:
         yield Text(f"{server['name']}  {server['url']}  {server['model']}")
     if report["partial"]:
@@ -49,10 +67,12 @@ def parts_of(report: Report) -> Iterator[RenderableType]:
     for stage in report["stages"]:
         yield from _stage(stage)
     if report["interference"]:
+        rounds = {one["server"]: one["rounds"] for one in report["interference"]}
         yield Text()
-        yield _interference(report["interference"])
-    yield from _sweep(report)
-    yield from _generator(report)
+        yield median_table("median (min-max)", INTERFERENCE_ROWS, rounds)
+    if report["knees"]:
+        yield from _sweep(report)
+    yield from _generator(report["generator"])
 
 
 def milliseconds(value_s: float | None) -> str:
@@ -74,19 +94,42 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return made
 
 
-def _latency_row(title: str, spread: Any) -> list[str]:
-    return [title, *(milliseconds(spread[name] if spread else None) for name in _COLUMNS)]
+def median_table(title: str, rows: Sequence[Row], rounds: Mapping[str, Sequence[Any]]) -> Table:
+    """A column for each server: medians over its rounds, with the extremes of several."""
+
+    def cell(found: Sequence[Any], path: str, factor: float, form: str) -> str:
+        values = (value_at(one, path) for one in found)
+        return median_of([value * factor for value in values if value is not None], form)
+
+    cells = [
+        [name, *(cell(found, path, factor, form) for found in rounds.values())]
+        for name, path, factor, form in rows
+    ]
+    return table(title, list(rounds), cells)
 
 
-def _stage(stage: StageReport) -> Iterator[RenderableType]:
+def median_of(values: Sequence[float], form: str) -> str:
+    """The median, and the extremes of several: "5 (3-9)"; "-" of none."""
+    if not values:
+        return "-"
+    middle = f"{percentile(values, 50):{form}}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):{form}}-{max(values):{form}})"
+
+
+def _latencies(spread: Spread | None, columns: Sequence[str]) -> list[str]:
+    return [milliseconds(spread[name] if spread else None) for name in columns]
+
+
+def _stage(stage: Mapping[str, Any]) -> Iterator[RenderableType]:
     for server in stage["servers"]:
         stats = server["figures"]
-        rows = [_latency_row(f"  {t}", latency(stats, name)) for name, t in LATENCY_TITLES.items()]
+        rows = [[f"  {t}", *_latencies(stats[n], _COLUMNS)] for n, t in LATENCY_TITLES.items()]
         yield Text()
         yield table(f"{server['server']}: {stage['label']}, ms", _COLUMNS, rows)
         yield from (Text(f"  {line}") for line in _facts(stats))
     if stage["comparison"] is not None:
-        yield Text()
         rows = []
         for one in stage["comparison"]:
             form = milliseconds if "_s." in one["figure"] else "{:.4g}".format
@@ -101,6 +144,7 @@ def _stage(stage: StageReport) -> Iterator[RenderableType]:
                     {"first": "A", "second": "B", "": ""}[one["better"]],
                 ]
             )
+        yield Text()
         head = ("A", "B", "B / A", "in blocks", "better in every block")
         yield table("latencies in ms", head, rows)
 
@@ -122,11 +166,10 @@ def _facts(stats: Stats) -> Iterator[str]:
             for name, limit_s in goodput["slo"].items()
         )
         yield f"goodput   {goodput['share']:.1%}: {goodput['requests_per_s']:.3g}/s ({met})"
-    if (cache := stats["prefix_cache"]) is not None:
+    if cache := stats["prefix_cache"]:
         yield f"cached    {cache['share']:.1%} of input tokens"
-    if (phases := stats["phases"]) is not None:
-        spreads: dict[str, Any] = {title: phases[n] for title, n in _PHASES.items()}  # type: ignore[literal-required]
-        medians = (f"{t} {milliseconds(s['p50'])}" for t, s in spreads.items() if s)
+    if phases := stats["phases"]:
+        medians = (f"{t} {milliseconds(phases[n]['p50'])}" for t, n in _PHASES.items() if phases[n])
         yield f"phases    p50, ms: {', '.join(medians)}"
         yield (
             f"handoffs  {phases['transferred']} with {phases['transfer_bytes']:,} bytes of KV; "
@@ -140,88 +183,29 @@ def _facts(stats: Stats) -> Iterator[str]:
         yield f"{stats['miscounted']} streams have another number of tokens than their usage"
 
 
-# Title, path in `InterferenceStats`, factor, format.
-INTERFERENCE_ROWS = (
-    ("streams alone, tokens/s", ("alone", "tokens_per_s"), 1, ".0f"),
-    ("streams beside prompts, tokens/s", ("beside", "tokens_per_s"), 1, ".0f"),
-    ("share of tokens/s kept, %", ("kept",), 100, ".1f"),
-    *(
-        (f"{phase}: ITL {name}, ms", (phase, "itl_s", name), 1e3, ".1f")
-        for phase in ("alone", "beside")
-        for name in ("p50", "p99", "max")
-    ),
-    ("alone: time in gaps over 200 ms, %", ("alone", "long_gap_share"), 100, ".2f"),
-    ("beside: time in gaps over 200 ms, %", ("beside", "long_gap_share"), 100, ".2f"),
-    ("alone: streams' TTFT p50, ms", ("alone", "ttft_s", "p50"), 1e3, ".0f"),
-    ("beside: streams' TTFT p50, ms", ("beside", "ttft_s", "p50"), 1e3, ".0f"),
-    ("long prompts' TTFT p50, ms", ("prompts", "ttft_s", "p50"), 1e3, ".0f"),
-    ("long prompts' TTFT p95, ms", ("prompts", "ttft_s", "p95"), 1e3, ".0f"),
-    ("long prompts not answered", ("prompts", "failed"), 1, ".0f"),
-)
-
-
-def _interference(servers: Sequence[InterferenceReport]) -> Table:
-    return median_table(
-        "median (min-max)", INTERFERENCE_ROWS, {one["server"]: one["rounds"] for one in servers}
-    )
-
-
-def median_table(
-    title: str,
-    rows: Sequence[tuple[str, Sequence[str], float, str]],
-    rounds: Mapping[str, Sequence[Any]],
-) -> Table:
-    """A column for each server: medians over its rounds, with the extremes of several."""
-
-    def cell(found: Sequence[Any], path: Sequence[str], factor: float, form: str) -> str:
-        values = [_at(one, path) for one in found]
-        known = [value * factor for value in values if value is not None]
-        if not known:
-            return "-"
-        middle = f"{percentile(known, 50):{form}}"
-        return middle if len(known) == 1 else f"{middle} ({min(known):{form}}-{max(known):{form}})"
-
-    cells = [
-        [name, *(cell(found, path, factor, form) for found in rounds.values())]
-        for name, path, factor, form in rows
-    ]
-    return table(title, list(rounds), cells)
-
-
-def _at(value: Any, path: Sequence[str]) -> float | None:
-    for key in path:
-        value = value and value[key]
-    return None if value is None else float(value)
-
-
 def _sweep(report: Report) -> Iterator[RenderableType]:
-    if report["knees"] is None:
-        return
     rows = []
     for stage in report["stages"]:
         for server in stage["servers"]:
             f = server["figures"]
-            spreads = (latency(f, name) for name in ("ttft_s", "tpot_s", "e2e_s"))
-            p95s = [milliseconds(spread["p95"] if spread else None) for spread in spreads]
+            p95s = [_latencies(f[name], ("p95",))[0] for name in ("ttft_s", "tpot_s", "e2e_s")]
             good = f"{f['goodput']['share']:.1%}" if f["goodput"] else "-"
             numbers = [f"{f['requests_per_s']:.3g}", f"{f['output_tokens_per_s']:.0f}"]
             rows.append([f"  {server['server']}: {stage['label']}", *numbers, *p95s, good])
-    head = ("req/s", "tok/s", "TTFT p95", "TPOT p95", "E2E p95", "good")
     yield Text()
+    head = ("req/s", "tok/s", "TTFT p95", "TPOT p95", "E2E p95", "good")
     yield table("sweep, ms", head, rows)
     for name, knee in report["knees"].items():
         found = f"{knee['value']:g} ({_KNEES[knee['by']]})" if knee else "none in this sweep"
         yield Text(f"  knee of {name}: {found}")
 
 
-def _generator(report: Report) -> Iterator[RenderableType]:
-    stats = report["generator"]
-    late, loop = stats["late_s"], stats["loop_late_s"]
+def _generator(stats: Mapping[str, Any]) -> Iterator[Text]:
     parts = [f"{stats['cpu_share']:.0%} of a core"]
-    if late:
-        p50, p99 = milliseconds(late["p50"]), milliseconds(late["p99"])
+    if late := stats["late_s"]:
+        p50, p99 = _latencies(late, ("p50", "p99"))
         parts.append(f"requests late by p50 {p50} p99 {p99} ms")
-    if loop:
+    if loop := stats["loop_late_s"]:
         parts.append(f"event loop late by p99 {milliseconds(loop['p99'])} ms")
     yield Text(f"\ngenerator: {', '.join(parts)}")
     if complaints := stats["complaints"]:
@@ -242,15 +226,15 @@ class Progress:
         self._console.print(text, markup=False, highlight=False)
 
     @asynccontextmanager
-    async def of(self, what: str, *runs: Run) -> AsyncIterator[None]:
-        """Shows the runs' counts as long as the block lasts."""
+    async def of(self, what: str, run: Run) -> AsyncIterator[None]:
+        """Shows the run's counts as long as the block lasts."""
 
         async def rewrite(step_s: float, write: Any) -> None:
             elapsed_s = 0.0
             while True:
                 await asyncio.sleep(step_s)
                 elapsed_s += step_s
-                write(f"{what}, {elapsed_s:.0f} s: {status_of(*runs)}")
+                write(f"{what}, {elapsed_s:.0f} s: {status_of(run)}")
 
         with contextlib.ExitStack() as stack:
             if self._console.is_terminal:
@@ -264,16 +248,12 @@ class Progress:
                 task.cancel()
 
 
-def status_of(*runs: Run) -> str:
-    """Runs in one line."""
-    sent, ok, failed = (
-        sum(len(run.outcomes) for run in runs),
-        sum(run.ok for run in runs),
-        sum(run.failed for run in runs),
-    )
-    parts = [f"{sent} sent", f"{ok} done", f"{sent - ok - failed} running"]
-    if failed:
-        parts.append(f"{failed} failed")
-    if ttfts_s := [ttft_s for run in runs for ttft_s in run.recent_ttfts_s]:
-        parts.append(f"TTFT p50 {percentile(ttfts_s, 50) * 1e3:.0f} ms")
-    return ", ".join([*parts, f"{sum(run.output_tokens for run in runs)} tokens"])
+def status_of(run: Run) -> str:
+    """A run in one line."""
+    sent = len(run.outcomes)
+    parts = [f"{sent} sent", f"{run.ok} done", f"{sent - run.ok - run.failed} running"]
+    if run.failed:
+        parts.append(f"{run.failed} failed")
+    if run.recent_ttfts_s:
+        parts.append(f"TTFT p50 {percentile(run.recent_ttfts_s, 50) * 1e3:.0f} ms")
+    return ", ".join([*parts, f"{run.output_tokens} tokens"])

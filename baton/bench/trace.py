@@ -1,10 +1,8 @@
 """Requests recorded at public services, scaled to a machine: two file formats.
 
-Mooncake (JSON Lines): {"timestamp": ms, "input_length": tokens, "output_length": tokens,
-"hash_ids": one for each 512 tokens of the prompt}; equal ids at equal places are equal text.
+Mooncake (JSON Lines): equal `hash_ids` at equal places are equal text.
 Source: R. Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving".
-
-Azure LLM inference (CSV): TIMESTAMP,ContextTokens,GeneratedTokens; prompts share nothing.
+Azure LLM inference (CSV): prompts share nothing.
 Source: P. Patel et al., "Splitwise: Efficient Generative LLM Inference Using Phase Splitting".
 """
 
@@ -13,11 +11,11 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from baton.bench.request import Demand
 from baton.errors import ConfigError
@@ -39,16 +37,11 @@ class Scale:
     spread_ties: bool = False  # requests of one time are spread evenly up to the next
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     at_s: float
     prompt_tokens: int
     new_tokens: int
-    hash_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.prompt_tokens < 0 or self.new_tokens < 0:
-            raise ValueError("a length below 0")
+    hash_ids: Sequence[int] = ()
 
 
 def demands(path: Path, scale: Scale) -> list[Demand]:
@@ -63,10 +56,13 @@ def demands(path: Path, scale: Scale) -> list[Demand]:
     times_s = [row.at_s - rows[0].at_s for row in rows]
     if scale.spread_ties:
         times_s = _spread(times_s)
-    return [
-        Demand(at_s / scale.rate, _parts(row, scale, i), _length(row.new_tokens, scale, "output"))
-        for i, (row, at_s) in enumerate(zip(rows, times_s, strict=True))
-    ]
+    found = []
+    for i, (row, at_s) in enumerate(zip(rows, times_s, strict=True)):
+        prompt = _length(row.prompt_tokens, scale.length, scale.max_prompt)
+        new_tokens = _length(row.new_tokens, scale.length, scale.max_output)
+        parts = _parts(row.hash_ids, prompt, scale.length, _OWN_SEED + i)
+        found.append(Demand(at_s / scale.rate, parts, new_tokens))
+    return found
 
 
 def _read(path: Path, file: TextIO) -> Iterator[_Row]:
@@ -84,19 +80,19 @@ def _read(path: Path, file: TextIO) -> Iterator[_Row]:
             )
     for number, line in enumerate(lines, start=1 if parse is _mooncake else 2):
         try:
-            yield parse(line)
+            row = parse(line)
+            if row.prompt_tokens < 0 or row.new_tokens < 0:
+                raise ValueError("a length below 0")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}, line {number}, is no request: {error!r}") from error
+        yield row
 
 
 def _mooncake(line: str) -> _Row:
     value = json.loads(line)
-    return _Row(
-        float(value["timestamp"]) / 1e3,
-        int(value["input_length"]),
-        int(value["output_length"]),
-        tuple(map(int, value.get("hash_ids") or ())),
-    )
+    lengths = int(value["input_length"]), int(value["output_length"])
+    hash_ids = [int(hash_id) for hash_id in value.get("hash_ids") or ()]
+    return _Row(float(value["timestamp"]) / 1e3, *lengths, hash_ids)
 
 
 def _azure(line: dict[str, str]) -> _Row:
@@ -116,23 +112,23 @@ def _spread(times_s: list[float]) -> list[float]:
     return spread
 
 
-def _length(tokens: int, scale: Scale, of: str) -> int:
-    most: int = getattr(scale, f"max_{of}")
-    scaled = max(1, round(tokens * scale.length))
+def _length(tokens: int, factor: float, most: int) -> int:
+    scaled = max(1, round(tokens * factor))
     return min(scaled, most) if most else scaled
 
 
-def _parts(row: _Row, scale: Scale, place: int) -> tuple[tuple[int, int], ...]:
+def _parts(
+    hash_ids: Sequence[int], total: int, factor: float, own_seed: int
+) -> tuple[tuple[int, int], ...]:
     """One part for each hash id, and what they do not cover as a part of its own."""
-    total = _length(row.prompt_tokens, scale, "prompt")
     parts: list[tuple[int, int]] = []
     begin = 0
-    for i, hash_id in enumerate(row.hash_ids, start=1):
+    for i, hash_id in enumerate(hash_ids, start=1):
         # Ends are rounded, not sizes, so that the rounding does not add up over a long prompt.
-        end = min(round(i * _TOKENS_OF_AN_ID * scale.length), total)
+        end = min(round(i * _TOKENS_OF_AN_ID * factor), total)
         if end > begin:
             parts.append((hash_id, end - begin))
         begin = max(begin, end)
     if begin < total:
-        parts.append((_OWN_SEED + place, total - begin))
+        parts.append((own_seed, total - begin))
     return tuple(parts)

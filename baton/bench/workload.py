@@ -130,7 +130,7 @@ class Workload:
         blocks: list[list[Demand]] = [[] for _ in range(number)]
         for demand in demands:
             i = min(int(demand.at_s / block_s), number - 1)
-            blocks[i].append(demand.later(-i * block_s))
+            blocks[i].append(replace(demand, at_s=demand.at_s - i * block_s))
         return [(iter(block), 0.0) for block in blocks]
 
     def at(self, value: float) -> Workload:

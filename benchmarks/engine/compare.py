@@ -9,26 +9,26 @@ changes with each round. A round before the first warms up and is not counted.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console
+from rich.console import RenderableType
 
-from baton.bench.stats import percentile
-from baton.bench.terminal import table
+from baton.bench.terminal import median_of, table
 from baton.local.child import tied
 from benchmarks import checkpoint, environment
 from benchmarks.engine.adapters.protocol import Setup
-from benchmarks.environment import PAGE, ROOT, Failed, Missing, Rivals, exit_text
+from benchmarks.environment import Failed, Missing, Rivals, console, exit_text, rotated, say
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.engine/2"
@@ -73,29 +73,12 @@ PAIRS = (
 )
 
 
-@dataclass(frozen=True)
-class Work:
-    """`steps` decode steps of `size` sequences, or without steps a prompt of `size` tokens."""
+class Work(NamedTuple):
+    """A piece of work: a column's head, the line that asks an adapter for it, and tokens."""
 
-    size: int
-    context: int = 0  # tokens before the first step
-    steps: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """What it produces (decode) or takes in (prefill)."""
-        return self.size * (self.steps or 1)
-
-    @property
-    def label(self) -> str:
-        """A column's head."""
-        return f"{'batch' if self.steps else 'prompt'} {self.size}"
-
-    def request(self) -> dict[str, Any]:
-        """The line that asks an adapter for it."""
-        if not self.steps:
-            return {"do": "prefill", "tokens": self.size}
-        return {"do": "decode", "batch": self.size, "context": self.context, "steps": self.steps}
+    label: str
+    request: dict[str, list[int]]
+    tokens: int  # that it produces (decode) or takes in (prefill)
 
 
 def works(batches: Sequence[int], context: int, prompts: Sequence[int]) -> list[Work]:
@@ -103,132 +86,130 @@ def works(batches: Sequence[int], context: int, prompts: Sequence[int]) -> list[
 
     Steps are the same for everybody: enough to time, few enough for the slowest.
     """
-    steps = {n: max(_FEWEST_STEPS, min(_MOST_STEPS, _DECODED_TOKENS // n)) for n in batches}
-    return [*(Work(n, context, steps[n]) for n in batches), *map(Work, prompts)]
+    found = []
+    for n in batches:
+        steps = max(_FEWEST_STEPS, min(_MOST_STEPS, _DECODED_TOKENS // n))
+        found.append(Work(f"batch {n}", {"decode": [n, context, steps]}, n * steps))
+    return found + [Work(f"prompt {n}", {"prefill": [n]}, n) for n in prompts]
 
 
 class EngineProcess:
     """An adapter's process. What it prints beside its answers goes to `log`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self._process, self._log = process, log
-
-    @classmethod
-    async def start(cls, argv: Sequence[str], env: Mapping[str, str], log: Path) -> EngineProcess:
-        """Starts it in a process group of its own: ctrl-C is ours, its children end with it."""
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self._log = log
         with log.open("wb") as errors:
-            process = await asyncio.create_subprocess_exec(
-                *tied(argv),
-                cwd=ROOT,
+            self._process = subprocess.Popen(
+                tied(argv),
+                cwd=environment.ROOT,
                 env={**os.environ, **env},
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=errors,
-                process_group=0,
+                bufsize=0,
+                process_group=0,  # ctrl-C is ours, and its children end with it
             )
-        return cls(process, log)
 
-    async def ready(self, timeout_s: float = _READY_S) -> dict[str, str]:
+    def ready(self, timeout_s: float = _READY_S) -> dict[str, str]:
         """What it reports of itself once it is loaded. Raises Missing or Failed."""
-        answer = await self._read(timeout_s)
-        if "missing" in answer:
-            raise Missing(answer["missing"])
-        about: dict[str, str] = answer["ready"]
+        about: dict[str, str] = self._read(timeout_s)["ready"]
         return about
 
-    async def run(self, work: Work, timeout_s: float = _ANSWER_S) -> tuple[float, str]:
+    def run(self, work: Work, timeout_s: float = _ANSWER_S) -> tuple[float, str]:
         """(seconds, note) of one piece of work. Raises Failed."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(work.request()).encode() + b"\n")
-        answer = await self._read(timeout_s)
-        return float(answer["seconds"]), str(answer.get("note", ""))
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `_read` says how
+            self._process.stdin.write(json.dumps(work.request).encode() + b"\n")
+        answer = self._read(timeout_s)
+        return float(answer["seconds"]), str(answer["note"])
 
-    async def close(self, at_once: bool = True) -> None:
+    def close(self, at_once: bool = True) -> None:
         """Ends the process and what it started; not `at_once`: first by the end of its input."""
-        if not at_once and self._process.stdin:
-            self._process.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _END_S)
+        with self._process as process:
+            if not at_once and process.stdin:
+                process.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+            self._kill()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        self._process.wait()
 
-    async def _read(self, timeout_s: float) -> dict[str, Any]:
+    def _read(self, timeout_s: float) -> dict[str, Any]:
         """The next line; a process that ended or is silent has failed, and is ended."""
         assert self._process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
-        except TimeoutError:
-            await self.close()
-            raise Failed(f"no answer within {timeout_s:g} s") from None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            self._kill()
+            raise Failed(f"no answer within {timeout_s:g} s")
+        line = self._process.stdout.readline()
         if not line:
-            raise Failed(exit_text(await self._process.wait(), self._log))
+            raise Failed(exit_text(self._process.wait(), self._log))
         answer: dict[str, Any] = json.loads(line)
+        if "missing" in answer:
+            raise Missing(answer["missing"])
         if "error" in answer:
-            raise Failed(str(answer["error"]))
+            raise Failed(answer["error"])
         return answer
 
 
-@dataclass
-class Measured:
-    """Tokens per second of each engine and work, by round; what failed has fewer rounds."""
-
-    rates: dict[str, dict[Work, dict[int, float]]] = field(default_factory=dict)
-    notes: dict[str, dict[Work, str]] = field(default_factory=dict)
-    failures: dict[str, dict[Work, str]] = field(default_factory=dict)
-
-    def values(self, name: str, work: Work) -> list[float]:
-        """Tokens a second in each round."""
-        return list(self.rates[name].get(work, {}).values())
-
-    def ratios(self, first: str, second: str, work: Work) -> list[float]:
-        """One's rate over the other's, round by round: they were measured next to each other."""
-        a, b = self.rates[first].get(work, {}), self.rates[second].get(work, {})
-        return [a[round_] / b[round_] for round_ in a if round_ in b]
+Run = Callable[[str, Work], tuple[float, str]]  # (seconds, note); raises Failed
+ByWork = dict[str, dict[str, Any]]  # by engine and a work's label
 
 
-Run = Callable[[str, Work], Awaitable[tuple[float, str]]]  # (seconds, note); raises Failed
-
-
-async def measure(
-    names: Sequence[str], todo: Sequence[Work], rounds: int, run: Run, say: Callable[[str], None]
-) -> Measured:
+def measure(names: Sequence[str], todo: Sequence[Work], rounds: int, run: Run) -> dict[str, ByWork]:
     """Warms everybody up with each piece of work, then measures it in `rounds` rounds.
 
-    Work that failed is not given to the same engine again.
+    Work that failed is not given to the same engine again, and has fewer rounds. A ratio is of
+    rates in the same round, which were measured next to each other.
     """
-    measured = Measured({name: {} for name in names})
+    rates: ByWork = {name: {work.label: {} for work in todo} for name in names}
+    notes: ByWork = {}
+    failures: ByWork = {}
     for round_ in range(rounds + 1):
-        began = round_ % len(names)
         which = f"round {round_} of {rounds}" if round_ else "warm-up"
         for work in todo:
-            for name in [*names[began:], *names[:began]]:
-                if work in measured.failures.get(name, ()):
+            for name in rotated(names, round_):
+                if work.label in failures.get(name, ()):
                     continue
                 say(f"{which}: {work.label}, {name}")
                 try:
-                    seconds, note = await run(name, work)
+                    seconds, note = run(name, work)
                 except Failed as failure:
-                    measured.failures.setdefault(name, {})[work] = str(failure)
+                    failures.setdefault(name, {})[work.label] = str(failure)
                     continue
                 if round_:
-                    measured.rates[name].setdefault(work, {})[round_] = work.tokens / seconds
+                    rates[name][work.label][round_] = work.tokens / seconds
                 if note:
-                    measured.notes.setdefault(name, {})[work] = note
-    return measured
+                    notes.setdefault(name, {})[work.label] = note
+    return {
+        "tokens_per_s": {
+            n: {w: list(r.values()) for w, r in of.items()} for n, of in rates.items()
+        },
+        "notes": notes,
+        "failures": failures,
+        "ratios": {
+            f"{a} / {b}": {
+                label: [rate / rates[b][label][n] for n, rate in of.items() if n in rates[b][label]]
+                for label, of in rates[a].items()
+            }
+            for a, b in PAIRS
+            if a in rates and b in rates
+        },
+    }
 
 
 def setup_of(args: argparse.Namespace, entry: Entry, directory: Path) -> Setup:
     """What an engine's adapter is given."""
     of_adapter = {"baton": {"kernels": args.kernels}, "llama_cpp": {"shape": args.shape}}
-    steps = max((work.steps for work in works(args.batches, args.context, ())), default=0)
     return Setup(
         directory=str(directory),
         vocab=SHAPES[args.shape].vocab,
         threads=args.threads or len(args.cpus),
         cpus=args.cpus,
         max_batch=max(args.batches, default=1),
-        max_context=args.context + steps + _SPARE_TOKENS,
+        max_context=args.context + _MOST_STEPS + _SPARE_TOKENS,
         max_prefill=max(args.prompts, default=1) + _SPARE_TOKENS,
         options={**entry.options, **of_adapter.get(entry.adapter, {})},
     )
@@ -244,72 +225,55 @@ def variables(entry: Entry, rivals: Rivals, threads: int) -> dict[str, str]:
     return found
 
 
-async def compare(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+def compare(args: argparse.Namespace) -> dict[str, Any]:
     """The report; raises SystemExit when no engine can be started."""
-    rivals, todo = (
-        Rivals(args.rivals, args.llama_cpp),
-        works(args.batches, args.context, args.prompts),
-    )
-    directory = checkpoint.directory_of(SHAPES[args.shape], args.cache)
+    rivals, shape = Rivals(args.rivals, args.llama_cpp), SHAPES[args.shape]
+    directory = checkpoint.directory_of(shape, args.cache)
+    machine = environment.machine(args.cpus, args.threads or len(args.cpus))
+    engines: dict[str, EngineProcess] = {}
     about: dict[str, dict[str, str]] = {}
     absent: dict[str, str] = {}
-    machine = environment.machine(args.cpus, args.threads or len(args.cpus))
+    at_once = True
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
-        engines: dict[str, EngineProcess] = {}
-        at_once = True
         try:
             for name in args.candidates:
                 say(f"starting {name}")
                 entry = ENTRIES[name]
                 python = sys.executable if entry.is_ours else rivals.python
                 setup = setup_of(args, entry, directory)
-                argv = [
-                    python,
-                    "-m",
-                    f"{ADAPTERS}{entry.adapter}",
-                    setup.to_json(),
-                ]
+                argv = [python, "-m", f"{ADAPTERS}{entry.adapter}", setup.to_json()]
                 env, log = variables(entry, rivals, setup.threads), Path(logs) / f"{name}.log"
                 try:
-                    engines[name] = await EngineProcess.start(argv, env, log)
-                    about[name] = await engines[name].ready()
+                    engines[name] = EngineProcess(argv, env, log)
+                    about[name] = engines[name].ready()
                 except Missing as reason:
-                    absent[name] = f"not installed: {reason}; {PAGE} tells how"
+                    absent[name] = f"not installed: {reason}; {environment.PAGE} tells how"
                 except (Failed, OSError) as failure:
                     absent[name] = f"does not start: {failure}"
             for name, why in absent.items():
                 say(f"{name}: {why}")
             if not about:
                 raise SystemExit("no candidate could be started")
-            measured = await measure(
-                list(about), todo, args.rounds, lambda name, work: engines[name].run(work), say
+            todo = works(args.batches, args.context, args.prompts)
+            measured = measure(
+                list(about), todo, args.rounds, lambda name, work: engines[name].run(work)
             )
             at_once = False
         finally:
-            await asyncio.gather(*(engine.close(at_once) for engine in engines.values()))
+            for engine in engines.values():
+                engine.close(at_once)
     return {
         "schema": SCHEMA,
         "machine": machine,
-        "shape": {"name": args.shape, **SHAPES[args.shape].config()},
+        "shape": {"name": args.shape, **shape.config()},
         "context": args.context,
         "about": about,
         "absent": absent,
-        "tokens_per_s": {
-            name: {work.label: measured.values(name, work) for work in todo} for name in about
-        },
-        "notes": {n: {w.label: text for w, text in of.items()} for n, of in measured.notes.items()},
-        "failures": {
-            n: {w.label: text for w, text in of.items()} for n, of in measured.failures.items()
-        },
-        "ratios": {
-            f"{a} / {b}": {work.label: measured.ratios(a, b, work) for work in todo}
-            for a, b in PAIRS
-            if a in about and b in about
-        },
+        **measured,
     }
 
 
-def text_of(report: Mapping[str, Any]) -> Iterator[Any]:
+def text_of(report: Mapping[str, Any]) -> Iterator[RenderableType]:
     """What it was measured on, then rates and ratios: medians with their extremes."""
     machine = report["machine"]
     yield (
@@ -323,20 +287,15 @@ def text_of(report: Mapping[str, Any]) -> Iterator[Any]:
         ("tokens/s: median (min-max)", "tokens_per_s", ".0f"),
         ("ratio within a round", "ratios", ".2f"),
     ):
-        labels = list(next(iter(report[part].values()), {}))
+        found = report[part]
         rows = [
-            [n, *(_cell(of[label], form) for label in labels)] for n, of in report[part].items()
+            [n, *(median_of(values, form) for values in of.values())] for n, of in found.items()
         ]
-        yield from ("", table(title, labels, rows)) if rows else ()
+        if rows:
+            yield from ("", table(title, list(next(iter(found.values()))), rows))
     for part, which in (("failures", "failed: "), ("notes", "")):
         for name, of in report[part].items():
             yield f"{name}: " + "; ".join(f"{label}: {which}{text}" for label, text in of.items())
-
-
-def _cell(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "-"
-    return f"{percentile(values, 50):{form}} ({min(values):{form}}-{max(values):{form}})"
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -344,7 +303,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its command line."""
     environment.add_options(parser)
     add = parser.add_argument
     add("--threads", type=int, default=0, metavar="N", help="default: a core each")
@@ -360,10 +318,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
-    report = asyncio.run(compare(args, lambda line: print(line, file=sys.stderr, flush=True)))
-    console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False, markup=False)
+    report = compare(args)
     for part in text_of(report):
         console.print(part)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    environment.write(args.json, report)
     return 0

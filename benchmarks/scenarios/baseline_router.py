@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 from baton.cli import main
@@ -21,19 +21,10 @@ from router.placement.scoring import Pair, pairs_of
 
 Pick = Callable[[Snapshot, PlacementRequest, Set[str], Set[str]], Pair]
 Rank = Callable[[WorkerView], int]
-
-
-def round_robin(worker: WorkerView) -> int:
-    """Nothing but the order of use counts, which `picker` adds."""
-    return 0
-
-
-def least_connections(worker: WorkerView) -> int:
-    """Requests of this router that the worker has now."""
-    return max(len(worker.assigned), worker.assigned_sequences)
-
-
-POLICIES: dict[str, Rank] = {"round-robin": round_robin, "least-connections": least_connections}
+POLICIES: dict[str, Rank] = {
+    "round-robin": lambda worker: 0,  # nothing but the order of use counts, which `picker` adds
+    "least-connections": lambda worker: max(len(worker.assigned), worker.assigned_sequences),
+}
 
 
 def picker(rank: Rank) -> Pick:
@@ -66,11 +57,6 @@ def picker(rank: Rank) -> Pick:
     return pick
 
 
-def run(policy: str, argv: Sequence[str]) -> int:
-    """`baton ARGV…` under a policy."""
-    setattr(placement, "pick", picker(POLICIES[policy]))  # noqa: B010 - it is a function to mypy
-    return main(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], sys.argv[2:]))
+if __name__ == "__main__":  # `baton ARGV…` under a policy
+    setattr(placement, "pick", picker(POLICIES[sys.argv[1]]))  # noqa: B010 - a function to mypy
+    sys.exit(main(sys.argv[2:]))

@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
-
+from baton.bench import servers
 from baton.bench.generator import Run
-from baton.bench.servers import RequestOptions, Server, server_at
+from baton.bench.servers import RequestOptions, Server
 from baton.bench.stats import percentile
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig
 from baton.local.cluster import LocalCluster
+from benchmarks.environment import console
 
 TINY = Path(__file__).with_name("tiny.json")
 _POLL_S = 0.5
-console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
 
 
 def add_cluster_options(
     parser: argparse.ArgumentParser,
-    prefill: int,
-    decode: int,
+    workers: int,
     simulate: str = "",
     kv_blocks: int = 4096,
     chunk_tokens: int = 256,
 ) -> None:
-    """How many workers there are and what runs on them."""
+    """How many workers of each role there are and what runs on them."""
     add = parser.add_argument
-    add("--prefill", type=int, default=prefill, help=f"prefill workers: {prefill}")
-    add("--decode", type=int, default=decode, help=f"decode workers: {decode}")
+    add("--prefill", type=int, default=workers, help=f"prefill workers: {workers}")
+    add("--decode", type=int, default=workers, help=f"decode workers: {workers}")
     speed = "TOKENS_PER_S,STEP_MS[,MS_PER_SEQUENCE]"
     text = f"simulated engines of this speed (default: {simulate or 'the demo model, computed'})"
     add("--simulate", default=simulate, metavar=speed, help=text)
@@ -66,15 +63,9 @@ def cluster(
     return LocalCluster(config, extra_args={"router": router}, programs=programs)
 
 
-@asynccontextmanager
-async def connected(url: str, **options: Any) -> AsyncIterator[Server]:
+def connected(url: str, **options: Any) -> AbstractAsyncContextManager[Server]:
     """A server as the generator sends to it."""
-    server = server_at(url, RequestOptions(**options))
-    try:
-        await server.connect()
-        yield server
-    finally:
-        await server.close()
+    return servers.connected(url, RequestOptions(**options))
 
 
 async def blocks_held(address: str, wait_s: float = 20.0) -> int:
@@ -98,5 +89,5 @@ def spread(values_s: Iterable[float | None]) -> str:
 
 def lag_of(run: Run) -> str:
     """How late requests were sent and how late the generator's own loop ran."""
-    late, loop = spread(run.lag.late_s), spread(run.lag.loop_late_s)
+    late, loop = spread(o.sent_s - o.at_s for o in run.outcomes), spread(run.loop_late_s)
     return f"generator: requests sent late by {late}, its event loop late by {loop}"

@@ -1,43 +1,40 @@
-"""Baton's choice of workers against round robin and least connections, on a production trace."""
+"""Baton's choice of workers against round robin and least connections, on a production trace.
+
+A slice of a Mooncake trace, scaled down, runs through a real router and simulated workers: real
+blocks, caches and transfers, simulated computing. The baselines are the same router with another
+choice of workers. Each run has a fresh cluster; a round takes the policies in turn, and what is
+shown is the median over rounds.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from baton.bench.generator import Generator
-from baton.bench.request import Demand
 from baton.bench.stats import Stats, stats_of
 from baton.bench.terminal import median_table
 from baton.bench.trace import Scale
 from baton.bench.workload import Workload
+from benchmarks.environment import console
 from benchmarks.scenarios import baseline_router
-from benchmarks.scenarios.common import (
-    add_cluster_options,
-    blocks_held,
-    cluster,
-    connected,
-    console,
-    lag_of,
-)
+from benchmarks.scenarios.common import add_cluster_options, blocks_held, cluster, connected, lag_of
 
 _OWN = "baton"
 _POLICIES = (_OWN, *baseline_router.POLICIES)
 _ROWS = (
-    ("TTFT p50, ms", ("ttft_s", "p50"), 1e3, ".0f"),
-    ("TTFT p99, ms", ("ttft_s", "p99"), 1e3, ".0f"),
-    ("E2E p50, ms", ("e2e_s", "p50"), 1e3, ".0f"),
-    ("E2E p99, ms", ("e2e_s", "p99"), 1e3, ".0f"),
-    ("cached, %", ("prefix_cache", "share"), 100, ".1f"),
-    ("requests/s", ("requests_per_s",), 1, ".1f"),
-    ("prompt tokens/s", ("input_tokens_per_s",), 1, ".0f"),
+    ("TTFT p50, ms", "ttft_s.p50", 1e3, ".0f"),
+    ("TTFT p99, ms", "ttft_s.p99", 1e3, ".0f"),
+    ("E2E p50, ms", "e2e_s.p50", 1e3, ".0f"),
+    ("E2E p99, ms", "e2e_s.p99", 1e3, ".0f"),
+    ("cached, %", "prefix_cache.share", 100, ".1f"),
+    ("requests/s", "requests_per_s", 1, ".1f"),
+    ("prompt tokens/s", "input_tokens_per_s", 1, ".0f"),
 )
 
 
-def placement_options(parser: argparse.ArgumentParser) -> None:
-    """Its command line."""
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", type=Path, required=True, help="Mooncake's JSON Lines")
     add("--first", type=int, default=0, help="rows left out")
@@ -47,16 +44,10 @@ def placement_options(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=4096, help="prompts are cut to so many: 4096")
     add("--rounds", type=int, default=3, help="of each policy: 3")
     add("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
-    add_cluster_options(parser, prefill=4, decode=4, simulate="8000,20", kv_blocks=16384)
+    add_cluster_options(parser, workers=4, simulate="8000,20", kv_blocks=16384)
 
 
-async def placement(args: argparse.Namespace) -> None:
-    """A slice of a Mooncake trace, scaled down, runs through a real router and simulated workers:
-    real blocks, caches and transfers, simulated computing.
-
-    The baselines are the same router with another choice of workers. Each run has a fresh cluster;
-    a round takes the policies in turn, and what is shown is the median over rounds.
-    """
+async def main(args: argparse.Namespace) -> None:
     scale = Scale(
         rate=args.rate,
         length=1 / args.length,
@@ -66,11 +57,9 @@ async def placement(args: argparse.Namespace) -> None:
         spread_ties=True,
     )
     demands = list(Workload(trace=args.trace, scale=scale, count=args.count).demands())
-    tokens = sum(demand.prompt_tokens for demand in demands)
-    console.print(
-        f"{len(demands)} requests in {demands[-1].at_s:.0f} s, {tokens / len(demands):.0f} prompt "
-        f"tokens each, {reusable(demands):.0%} of them seen before"
-    )
+    tokens = sum(demand.prompt_tokens for demand in demands) / len(demands)
+    seconds = demands[-1].at_s
+    console.print(f"{len(demands)} requests in {seconds:.0f} s, {tokens:.0f} prompt tokens each")
     rounds: dict[str, list[Stats]] = {policy: [] for policy in args.policies}
     for _ in range(args.rounds):
         for policy in args.policies:
@@ -84,15 +73,3 @@ async def placement(args: argparse.Namespace) -> None:
             rounds[policy].append(stats)
             console.print(f"  {policy}: {stats['statuses']}, {held} blocks held; {lag_of(run)}")
     console.print(median_table("\nmedian (min-max)", _ROWS, rounds))
-
-
-def reusable(demands: Sequence[Demand]) -> float:
-    """Share of prompt tokens that some earlier request had as a prefix too."""
-    seen: set[tuple[tuple[int, int], ...]] = set()
-    shared = 0
-    for demand in demands:
-        prefixes = [demand.parts[:end] for end in range(len(demand.parts), 0, -1)]
-        known = next((prefix for prefix in prefixes if prefix in seen), ())
-        shared += sum(length for _, length in known)
-        seen.update(prefixes)
-    return shared / sum(demand.prompt_tokens for demand in demands)

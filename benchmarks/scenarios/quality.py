@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import math
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +32,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baton.bench.terminal import table
-from baton.config import KERNELS, EngineConfig, model_path
+from baton.config import EngineConfig, model_path
 from baton.engine import build
 from baton.engine.batch import StepBatch
 from baton.engine.runner import Runner
 from baton.text import Tokenizer, load_tokenizer
-from benchmarks.scenarios.common import console
+from benchmarks.environment import console
 
 # The demo model's tools are scripts beside each other, not a package.
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "demo_model"))
@@ -82,34 +83,26 @@ class Variant:
 
 
 @dataclass
-class Distance:
-    """How far one variant is from another, token by token."""
-
-    divergences: list[Tensor] = field(default_factory=list)
-    num_same: int = 0
-
-    def add(self, found: Tensor, reference: Tensor) -> None:
-        """Log-probabilities `[tokens, vocab]` of both."""
-        terms = reference.exp() * (reference - found)
-        self.divergences.append(terms.sum(dim=-1, dtype=torch.float64))
-        self.num_same += int((found.argmax(dim=-1) == reference.argmax(dim=-1)).sum())
-
-    def cells(self) -> list[str]:
-        """Mean, 99th percentile and largest divergence, and how often the likeliest is the same."""
-        kl = torch.cat(self.divergences)
-        spread = f"{float(kl.mean()):.6f}", f"{float(kl.quantile(0.99)):.5f}"
-        return [*spread, f"{float(kl.max()):.4f}", f"{self.num_same / len(kl):.2%}"]
-
-
-@dataclass
 class Score:
-    """What one variant made of a text."""
+    """What one variant made of a text, and how far it was from each reference at each token."""
 
     nats: float = 0.0
     tokens: int = 0
-    distances: dict[str, Distance] = field(
-        default_factory=lambda: {name: Distance() for name in REFERENCES}
-    )
+    divergences: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    same: Counter[str] = field(default_factory=Counter)
+
+    def compare(self, reference: str, found: Tensor, expected: Tensor) -> None:
+        """Log-probabilities `[tokens, vocab]` of the variant and of the reference."""
+        terms = expected.exp() * (expected - found)
+        self.divergences[reference].append(terms.sum(dim=-1, dtype=torch.float64))
+        self.same[reference] += int((found.argmax(dim=-1) == expected.argmax(dim=-1)).sum())
+
+    def cells(self, reference: str) -> list[str]:
+        """Mean, 99th percentile and largest divergence, and how often the likeliest is the same."""
+        kl = torch.cat(self.divergences[reference])
+        mean, p99, most = float(kl.mean()), float(kl.quantile(0.99)), float(kl.max())
+        same = self.same[reference] / len(kl)
+        return [f"{mean:.6f}", f"{p99:.5f}", f"{most:.4f}", f"{same:.2%}"]
 
 
 def chunks(stream: Tensor, window: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -130,8 +123,8 @@ def score(variants: dict[str, Variant], stream: Tensor, window: int) -> dict[str
             loss = F.nll_loss(log_probs, targets, reduction="none")
             scores[name].nats += float(loss.double().sum())
             scores[name].tokens += len(targets)
-            for reference, distance in scores[name].distances.items():
-                distance.add(log_probs, found[reference])
+            for reference in REFERENCES:
+                scores[name].compare(reference, log_probs, found[reference])
     return scores
 
 
@@ -139,12 +132,12 @@ def texts(file: Path | None) -> dict[str, list[str]]:
     """Documents by the name of what they are."""
     if file is not None:
         return {file.name: [file.read_text(encoding="utf-8")]}
-    held_out = [file for file in corpus.read_corpus() if file.is_held_out]
-    named = {
-        "held-out library": [file.text for file in held_out if not file.is_test],
-        "held-out test suites": [file.text for file in held_out if file.is_test],
-    }
-    return {name: documents for name, documents in named.items() if documents}
+    named: dict[str, list[str]] = {}
+    for one in corpus.read_corpus():
+        if one.is_held_out:
+            name = "held-out test suites" if one.is_test else "held-out library"
+            named.setdefault(name, []).append(one.text)
+    return dict(sorted(named.items()))
 
 
 def encode(tokenizer: Tokenizer, documents: list[str], tokens_max: int) -> Tensor:
@@ -158,47 +151,45 @@ def encode(tokenizer: Tokenizer, documents: list[str], tokens_max: int) -> Tenso
     return torch.tensor(stream[: tokens_max + 1])
 
 
-def report(
-    name: str, scores: dict[str, Score], variants: dict[str, Variant], num_bytes: int
-) -> None:
-    """Prints a table."""
-    columns = ["nats/token", "bits/byte", "KV"]
-    for reference in REFERENCES:
-        columns += [f"KL {reference}", "p99", "max", "same"]
-    rows = []
-    for variant, one in scores.items():
+def rows_of(
+    scores: dict[str, Score], variants: dict[str, Variant], num_bytes: int
+) -> Iterator[list[str]]:
+    """A row for each variant."""
+    for name, one in scores.items():
         bits = one.nats / math.log(2) / num_bytes
-        fit = f"{one.nats / one.tokens:.4f}", f"{bits:.4f}", f"{variants[variant].token_bytes}"
-        distances = (cell for distance in one.distances.values() for cell in distance.cells())
-        rows.append([variant, *fit, *distances])
-    console.print(f"\n{name}: {scores['float32'].tokens} tokens, {num_bytes} bytes")
-    console.print(table("", columns, rows))
+        fit = f"{one.nats / one.tokens:.4f}", f"{bits:.4f}", f"{variants[name].token_bytes}"
+        yield [name, *fit, *(cell for reference in REFERENCES for cell in one.cells(reference))]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="a model directory (default: demo)")
     parser.add_argument("--text", type=Path, help="a text file, UTF-8")
     parser.add_argument("--tokens", type=int, default=65536, help="at most so many of a text")
-    parser.add_argument("--kernels", choices=KERNELS, default="auto")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's own choice")
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> None:
     """Prints a table for each text."""
     tokenizer = load_tokenizer(model_path(args.model))
     if not isinstance(tokenizer, Tokenizer):
         raise SystemExit(f"{args.model} has no tokenizer.json: nothing can be read")
-    settings = EngineConfig(
-        model=args.model, device="cpu", kernels=args.kernels, threads=args.threads
-    )
     window = min(WINDOW, tokenizer.max_context or WINDOW)
-    settings = dataclasses.replace(settings, kv_blocks=window // settings.block_size + 1)
+    settings = EngineConfig(
+        model=args.model,
+        device="cpu",
+        threads=args.threads,
+        kv_blocks=window // EngineConfig.block_size + 1,
+    )
     variants = {
         name: Variant(dataclasses.replace(settings, **changes))  # type: ignore[arg-type]
         for name, changes in VARIANTS.items()
     }
+    columns = ["nats/token", "bits/byte", "KV"]
+    for reference in REFERENCES:
+        columns += [f"KL {reference}", "p99", "max", "same"]
     for name, documents in texts(args.text).items():
         stream = encode(tokenizer, documents, args.tokens)
         num_bytes = len(tokenizer.decode(stream[1:].tolist()).encode())
-        report(name, score(variants, stream, window), variants, num_bytes)
-    return 0
+        rows = list(rows_of(score(variants, stream, window), variants, num_bytes))
+        console.print(f"\n{name}: {len(stream) - 1} tokens, {num_bytes} bytes")
+        console.print(table("", columns, rows))

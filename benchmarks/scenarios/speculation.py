@@ -1,10 +1,9 @@
-"""What n-gram speculation (`--speculate`) gains and costs, on the demo model.
+"""What n-gram speculation (`--speculate`) gains and costs, on the demo model in float32.
 
 Three kinds of output: a repeated list, ordinary code that goes on, and text sampled at such a
-temperature that hardly any proposal is accepted. Each is generated without speculation, with
-adaptive speculation, and with proposals at every step (the cost of a row taken as zero), one after
-the other in each round; a ratio is the median over the rounds of one round's two rates. Tokens
-must be the same in all three, which is checked.
+temperature that hardly any proposal is accepted. Each is generated without speculation and with
+it, one after the other in each round; a ratio is the median over the rounds of one round's two
+rates. Tokens must be the same in both, which is checked.
 """
 
 from __future__ import annotations
@@ -18,30 +17,19 @@ import time
 from dataclasses import dataclass, replace
 
 from baton.bench.terminal import table
-from baton.config import DTYPES, KERNELS, EngineConfig
+from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.blocks import BlockPool
-from baton.engine.loop import Engine, StepReport
-from baton.engine.planner import Planner
+from baton.engine.loop import StepReport
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import RowCost, SpeculativeConfig
 from baton.sampling import SamplingParams
 from baton.text import load_tokenizer
-from benchmarks.scenarios.common import console
+from benchmarks.environment import console
 
-MODES = ("none", "adaptive", "always")
 OUTPUTS = {
     "list repeated": SamplingParams(ignore_eos=True),
     "ordinary code": SamplingParams(temperature=0.7, top_p=0.95, seed=3, ignore_eos=True),
-    "drawn freely": SamplingParams(temperature=1.3, seed=3, ignore_eos=True),
+    "sampled freely": SamplingParams(temperature=1.3, seed=3, ignore_eos=True),
 }
-
-
-class NoCost(RowCost):
-    """A further row costs nothing."""
-
-    def price(self, rows: int) -> float:
-        return 0.0
 
 
 @dataclass
@@ -71,19 +59,11 @@ def prompts(loaded: build.Loaded, output: str, batch: int) -> list[list[int]]:
     return [source[i * 211 : i * 211 + 160] for i in range(batch)]
 
 
-def generate(
-    loaded: build.Loaded, output: str, mode: str, batch: int, args: argparse.Namespace
-) -> Run:
+def generate(loaded: build.Loaded, output: str, batch: int, tokens: int) -> Run:
     """Runs a batch to its end on a new engine; counted from the step after the last prompt."""
-    params = replace(OUTPUTS[output], max_tokens=args.tokens)
-    costs = NoCost() if mode == "always" else RowCost()
-    speculative = SpeculativeConfig(args.speculate, loaded.max_context, costs)
-    blocks = BlockPool(loaded.layout.num_blocks, loaded.layout.block_size, prefix_cache=False)
-    planner = Planner(
-        blocks, loaded.settings.chunk_tokens, batch, None if mode == "none" else speculative
-    )
+    params = replace(OUTPUTS[output], max_tokens=tokens)
     reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
-    engine = Engine(loaded.runner, planner, frozenset(), loaded.max_context, reports.put)
+    engine = loaded.engine(reports.put)
     sequences = [
         Sequence(f"s{i}", list(prompt), len(prompt), params)
         for i, prompt in enumerate(prompts(loaded, output, batch))
@@ -111,21 +91,26 @@ def generate(
 def compare(
     loaded: build.Loaded, output: str, batch: int, args: argparse.Namespace
 ) -> list[list[str]]:
-    """A row for each mode; AssertionError if speculation changed a token."""
+    """A row without and one with speculation; AssertionError if it changed a token."""
+    by_number = {
+        number: replace(loaded, settings=replace(loaded.settings, speculate=number))
+        for number in (0, args.speculate)
+    }
     rounds = []
     for _ in range(args.rounds + 1):  # the first warms up
-        rounds.append({mode: generate(loaded, output, mode, batch, args) for mode in MODES})
-        plain = rounds[-1]["none"].tokens
-        assert all(run.tokens == plain for run in rounds[-1].values()), "a token changed"
+        runs = {n: generate(one, output, batch, args.tokens) for n, one in by_number.items()}
+        assert runs[0].tokens == runs[args.speculate].tokens, "a token changed"
+        rounds.append(runs)
     rows = []
-    for mode in MODES:
-        rate = statistics.median(one[mode].rate for one in rounds[1:])
-        ratio = statistics.median(one[mode].rate / one["none"].rate for one in rounds[1:])
-        last = rounds[-1][mode]
+    for number in by_number:
+        rate = statistics.median(one[number].rate for one in rounds[1:])
+        ratio = statistics.median(one[number].rate / one[0].rate for one in rounds[1:])
+        last = rounds[-1][number]
         tokens = sum(map(len, last.tokens))
         accepted = f"{last.accepted / last.proposed:.0%}" if last.proposed else "-"
         figures = (f"{rate:.0f}", f"{ratio:.2f}", f"{last.proposed / tokens:.2f}", accepted)
-        rows.append([f"{output}, {batch}, {mode}", *figures, f"{tokens / batch / last.steps:.2f}"])
+        name = f"{output}, {batch}, {number}"
+        rows.append([name, *figures, f"{tokens / batch / last.steps:.2f}"])
     return rows
 
 
@@ -134,20 +119,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speculate", type=int, default=4, help="most proposed tokens in a step")
     parser.add_argument("--tokens", type=int, default=300, help="of each output")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--kernels", choices=KERNELS, default="auto")
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> None:
     """Prints a table for each kind of output and batch size."""
-    settings = EngineConfig(
-        dtype=args.dtype, threads=args.threads, kernels=args.kernels, kv_blocks=1024
+    loaded = build.load(
+        EngineConfig(
+            dtype="float32",
+            threads=1,
+            kv_blocks=1024,
+            max_batch=max(args.batch),
+            prefix_cache=False,
+        )
     )
-    loaded = build.load(settings)
     columns = ("tokens/s", "ratio", "proposed a token", "accepted", "tokens a step")
     for output in OUTPUTS:
         for batch in args.batch:
             rows = compare(loaded, output, batch, args)
-            console.print(table("output, batch, speculation", columns, rows))
-    return 0
+            console.print(table("output, batch, --speculate", columns, rows))

@@ -6,6 +6,11 @@ import importlib.metadata
 import queue
 import time
 
+from baton.config import EngineConfig
+from baton.engine import build
+from baton.engine.loop import StepReport
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
 from benchmarks.engine.adapters.protocol import Setup, SteppedAdapter, main
 
 _STEP_S = 120.0  # longer than any step takes
@@ -15,40 +20,33 @@ class Baton(SteppedAdapter):
     """An `Engine` as a worker builds one; `setup.options` are `EngineConfig`'s."""
 
     def __init__(self, setup: Setup) -> None:
-        from baton.config import EngineConfig
-        from baton.engine import build
-        from baton.engine.loop import StepReport
-        from baton.engine.sequence import Sequence
-        from baton.sampling import SamplingParams
-
         super().__init__(setup)
-        self._sequence, self._params = Sequence, SamplingParams
-        loaded = build.load(
-            EngineConfig(
-                model=setup.directory,
-                device="cpu",
-                threads=setup.threads,
-                kv_blocks=-(-setup.cache_tokens // EngineConfig.block_size),
-                **setup.options,
-            )
+        settings = EngineConfig(
+            model=setup.directory,
+            device="cpu",
+            threads=setup.threads,
+            kv_blocks=-(-setup.cache_tokens // EngineConfig.block_size),
+            **setup.options,
         )
-        build.warm_up(loaded)
-        self._about = {
-            "version": importlib.metadata.version("baton-serving"),
-            "model": type(loaded.runner.model).__name__,  # type: ignore[attr-defined]
-            "chunk_tokens": str(loaded.settings.chunk_tokens),
-        }
+        self._loaded = build.load(settings)
+        build.warm_up(self._loaded)
         self._steps: queue.SimpleQueue[tuple[float, StepReport]] = queue.SimpleQueue()
-        self._engine = loaded.engine(lambda report: self._steps.put((time.perf_counter(), report)))
+        self._engine = self._loaded.engine(
+            lambda report: self._steps.put((time.perf_counter(), report))
+        )
         self._engine.start()
 
     def about(self) -> dict[str, str]:
-        return self._about
+        return {
+            "version": importlib.metadata.version("baton-serving"),
+            "model": type(self._loaded.runner.model).__name__,  # type: ignore[attr-defined]
+            "chunk_tokens": str(self._loaded.settings.chunk_tokens),
+        }
 
     def add(self, prompt: list[int], new_tokens: int) -> str:
         name = next(self.names)
-        params = self._params(max_tokens=new_tokens, ignore_eos=True)
-        self._engine.add(self._sequence(name, prompt, len(prompt), params))
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        self._engine.add(Sequence(name, prompt, len(prompt), params))
         return name
 
     def step(self) -> tuple[float, set[str]]:

@@ -79,27 +79,29 @@ def write(directory: Path, shape: Shape, kind: str, file: Path) -> None:
 
 def _describe(writer: Any, shape: Shape) -> None:
     config = shape.config()
-    writer.add_name(shape.name)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_dimension_count(shape.head_size)
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(shape.vocab)
-    tokens = [word(token_id) for token_id in range(shape.vocab)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    # Its tokenizer joins tokens as they are: a space keeps them words (its byte form is "Ġ").
-    writer.add_token_list([f"\u0120{token}" for token in tokens])
-    writer.add_token_types([_CONTROL, *[_NORMAL] * (shape.vocab - 1)])
-    writer.add_token_merges(["w 0"])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_add_bos_token(False)
+    for field, value in {
+        "name": shape.name,
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": shape.hidden,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.intermediate,
+        "head_count": shape.heads,
+        "head_count_kv": shape.kv_heads,
+        "rope_dimension_count": shape.head_size,
+        "rope_freq_base": config["rope_theta"],
+        "layer_norm_rms_eps": config["rms_norm_eps"],
+        "vocab_size": shape.vocab,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "default",
+        # Its tokenizer joins tokens as they are: a space keeps them words (its byte form is "Ġ").
+        "token_list": [f"\u0120{word(token_id)}" for token_id in range(shape.vocab)],
+        "token_types": [_CONTROL, *[_NORMAL] * (shape.vocab - 1)],
+        "token_merges": ["w 0"],
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": config["eos_token_id"],
+        "add_bos_token": False,
+    }.items():
+        getattr(writer, f"add_{field}")(value)
 
 
 if __name__ == "__main__":

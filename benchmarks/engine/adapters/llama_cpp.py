@@ -7,7 +7,6 @@ chooses by itself. Tokens are sampled with numpy's argmax, which is quicker than
 from __future__ import annotations
 
 import ctypes
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -16,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engine.adapters.gguf_file import gguf_of
-from benchmarks.engine.adapters.protocol import Setup, Timed, main
+from benchmarks.engine.adapters.protocol import Adapter, Setup, Timed, main
 
 
-class LlamaCpp:
+class LlamaCpp(Adapter):
     """A model with two contexts: one for decoding sequences, one for prompts.
 
     `setup.options` name the shape and the type of its weights.
@@ -28,7 +27,8 @@ class LlamaCpp:
     def __init__(self, setup: Setup) -> None:
         import llama_cpp
 
-        self._api, self._setup = llama_cpp, setup
+        super().__init__(setup)
+        self._api = llama_cpp
         self._say = llama_cpp.llama_log_callback(lambda level, text, data: None)  # kept alive
         llama_cpp.llama_log_set(self._say, ctypes.c_void_p())
         llama_cpp.llama_backend_init()
@@ -40,7 +40,6 @@ class LlamaCpp:
         )
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {file}")
-        self._seeds = itertools.count(1 << 32)
         self._decoding = self._context(setup.max_batch, setup.max_context)
         self._prompting = self._context(1, setup.max_prefill)
         self._filled = (0, 0)  # (sequences, tokens of each) that are in the decoding context
@@ -50,12 +49,12 @@ class LlamaCpp:
         told = api.llama_print_system_info().decode()
         return {
             "version": f"llama-cpp-python {api.__version__}",
-            "type": str(self._setup.options["type"]),
+            "type": str(self.setup.options["type"]),
             "cpu": ", ".join(p.partition(" = ")[0].split(" ")[-1] for p in told.split("|")[-6:-1]),
         }
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:
-        """See `Adapter`. The prompts stay where they are; what was decoded is removed."""
+        """The prompts stay where they are; what was decoded is removed."""
         self._fill(batch, context)
         tokens = [1 + i for i in range(batch)]
         tokens = self._step(tokens, context)
@@ -66,34 +65,32 @@ class LlamaCpp:
         memory = self._api.llama_get_memory(self._decoding)
         for sequence in range(batch):
             self._api.llama_memory_seq_rm(memory, sequence, context, -1)
-        return Timed(seconds)
+        return seconds, ""
 
     def prefill(self, tokens: int) -> Timed:
-        prompt = self._setup.prompt(tokens, next(self._seeds))
+        prompt = self.new_prompt(tokens)
         memory = self._api.llama_get_memory(self._prompting)
         began = time.perf_counter()
         self._compute(self._prompting, [(token, at, 0) for at, token in enumerate(prompt)])
         self._sample(self._prompting, 1)
         seconds = time.perf_counter() - began
         self._api.llama_memory_clear(memory, False)
-        return Timed(seconds)
+        return seconds, ""
 
     def _fill(self, batch: int, context: int) -> None:
         """Computes the prompts that are not there yet."""
         there, length = self._filled
-        memory = self._api.llama_get_memory(self._decoding)
         if length != context:
-            self._api.llama_memory_clear(memory, False)
+            self._api.llama_memory_clear(self._api.llama_get_memory(self._decoding), False)
             there = 0
         for sequence in range(there, batch):
-            prompt = self._setup.prompt(context, sequence)
+            prompt = self.setup.prompt(context, sequence)
             self._compute(self._decoding, [(t, at, sequence) for at, t in enumerate(prompt)])
         self._filled = (max(there, batch), context)
 
     def _step(self, tokens: Sequence[int], at: int) -> list[int]:
-        self._compute(
-            self._decoding, [(token, at, i) for i, token in enumerate(tokens)], every=True
-        )
+        rows = [(token, at, i) for i, token in enumerate(tokens)]
+        self._compute(self._decoding, rows, every=True)
         return self._sample(self._decoding, len(tokens))
 
     def _compute(
@@ -116,7 +113,7 @@ class LlamaCpp:
         """The most likely token of each row that has scores."""
         scores = ctypes.cast(self._api.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
         sampled: list[int] = (
-            np.ctypeslib.as_array(scores, (rows, self._setup.vocab)).argmax(1).tolist()
+            np.ctypeslib.as_array(scores, (rows, self.setup.vocab)).argmax(1).tolist()
         )
         return sampled
 
@@ -125,7 +122,7 @@ class LlamaCpp:
         length = -(-length // 256) * 256  # what it rounds a stream up to
         params.n_ctx, params.n_seq_max = sequences * length, sequences
         params.n_batch, params.kv_unified = max(2048, length), False
-        params.n_threads = params.n_threads_batch = self._setup.threads
+        params.n_threads = params.n_threads_batch = self.setup.threads
         params.no_perf = True
         context = self._api.llama_init_from_model(self._model, params)
         if not context:

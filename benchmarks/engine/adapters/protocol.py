@@ -3,8 +3,8 @@
 The first line it writes is `{"ready": {...}}`, or `{"missing": why}` where its library is not
 installed. It then answers each of
 
-    {"do": "decode", "batch": 8, "context": 512, "steps": 32}
-    {"do": "prefill", "tokens": 2048}
+    {"decode": [batch, context, steps]}
+    {"prefill": [tokens]}
 
 with `{"seconds": ..., "note": ...}`, or `{"error": why}`, until its input ends.
 
@@ -23,12 +23,13 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 SPARE_TOKENS = 512  # beyond what is measured: sequences that are ready first go on meanwhile
 _FIRST_ID = 10  # of prompts: below lie what tokenizers keep for themselves
+Timed = tuple[float, str]  # seconds, and how it was done where there was a choice
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,16 @@ class Setup:
     max_batch: int
     max_context: int  # of a decoding sequence, its steps included
     max_prefill: int
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Setup:
-        """As `to_json` wrote it."""
         values = json.loads(text)
         return cls(**{**values, "cpus": tuple(values["cpus"])})
 
     def to_json(self) -> str:
         """One argument of a command line."""
-        return json.dumps({**self.__dict__, "options": dict(self.options)})
+        return json.dumps(asdict(self))
 
     @property
     def cache_tokens(self) -> int:
@@ -66,37 +66,37 @@ class Setup:
         return [rng.randrange(_FIRST_ID, self.vocab) for _ in range(length)]
 
 
-@dataclass(frozen=True)
-class Timed:
-    """How long it took; `note` says how it was done where there was a choice."""
+class Adapter(abc.ABC):
+    """One engine with the model in memory. `decode` and `prefill`: see the head of this module."""
 
-    seconds: float
-    note: str = ""
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._seeds = itertools.count(1 << 32)
 
+    def new_prompt(self, tokens: int) -> list[int]:
+        """One that is in no cache."""
+        return self.setup.prompt(tokens, next(self._seeds))
 
-class Adapter(Protocol):
-    """One engine with the model in memory."""
-
+    @abc.abstractmethod
     def about(self) -> dict[str, str]:
         """Its version and the settings that matter."""
 
-    def decode(self, batch: int, context: int, steps: int) -> Timed:
-        """See the head of this module."""
+    @abc.abstractmethod
+    def decode(self, batch: int, context: int, steps: int) -> Timed: ...
 
-    def prefill(self, tokens: int) -> Timed:
-        """See the head of this module."""
+    @abc.abstractmethod
+    def prefill(self, tokens: int) -> Timed: ...
 
 
-class SteppedAdapter(abc.ABC):
+class SteppedAdapter(Adapter):
     """An engine with continuous batching and a prefix cache, driven step by step.
 
     The prompts of decoding sequences stay in the prefix cache from one call to the next.
     """
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+        super().__init__(setup)
         self.names = map(str, itertools.count())
-        self._seeds = itertools.count(1 << 32)  # of prompts that are in no cache
         self._cached: set[tuple[int, int]] = set()  # (batch, context) whose prompts are cached
 
     @abc.abstractmethod
@@ -115,12 +115,12 @@ class SteppedAdapter(abc.ABC):
         if (batch, context) not in self._cached:
             self._run(batch, context, 1)
             self._cached.add((batch, context))
-        return Timed(self._run(batch, context, steps))
+        return self._run(batch, context, steps), ""
 
     def prefill(self, tokens: int) -> Timed:
-        prompt = self.setup.prompt(tokens, next(self._seeds))
+        prompt = self.new_prompt(tokens)
         began = time.perf_counter()
-        return Timed(self._until({self.add(prompt, 1)}) - began)
+        return self._until({self.add(prompt, 1)}) - began, ""
 
     def _run(self, batch: int, context: int, steps: int) -> float:
         """Seconds of `steps` steps in which all sequences got a token."""
@@ -148,36 +148,34 @@ def main(load: Callable[[Setup], Adapter]) -> None:
     # Libraries print: what they write must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+
+    def write(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
     try:
         adapter = load(setup)
-        _write(answers, {"ready": adapter.about()})
+        write({"ready": adapter.about()})
     except ImportError as error:
-        _write(answers, {"missing": str(error)})
-        return
+        write({"missing": str(error)})
     except Exception as error:
-        _write(answers, _failure(error))
-        return
-    for line in sys.stdin:
-        _write(answers, answer(adapter, json.loads(line)))
+        write(_failure(error))
+    else:
+        for line in sys.stdin:
+            write(answer(adapter, json.loads(line)))
 
 
-def answer(adapter: Adapter, request: Mapping[str, Any]) -> dict[str, Any]:
+def answer(adapter: Adapter, request: dict[str, list[int]]) -> dict[str, Any]:
     """Does what one line asks for."""
+    ((kind, sizes),) = request.items()
     try:
-        if request["do"] == "decode":
-            timed = adapter.decode(request["batch"], request["context"], request["steps"])
-        else:
-            timed = adapter.prefill(request["tokens"])
+        run: Callable[..., Timed] = adapter.decode if kind == "decode" else adapter.prefill
+        seconds, note = run(*sizes)
     except Exception as error:
         return _failure(error)
-    return {"seconds": timed.seconds, "note": timed.note}
+    return {"seconds": seconds, "note": note}
 
 
 def _failure(error: Exception) -> dict[str, Any]:
     traceback.print_exc()
     return {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
-
-
-def _write(out: TextIO, message: Mapping[str, Any]) -> None:
-    out.write(json.dumps(message) + "\n")
-    out.flush()

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.engine.adapters.protocol import Setup, Timed, main
+from benchmarks.engine.adapters.protocol import Adapter, Setup, Timed, main
 
 Variant = tuple[str, str]  # attention and cache
 _VARIANTS = tuple(itertools.product(("sdpa", "eager"), ("dynamic", "static")))
 _TRIED_STEPS = 3
 
 
-class Transformers:
+class Transformers(Adapter):
     """One model in bfloat16; `options["generate"]` asks for the library's own loop."""
 
     def __init__(self, setup: Setup) -> None:
@@ -27,10 +27,10 @@ class Transformers:
         import transformers
 
         torch.set_num_threads(setup.threads)
-        self._torch, self._setup, self._transformers = torch, setup, transformers
+        super().__init__(setup)
+        self._torch, self._transformers = torch, transformers
         loader: Any = transformers.AutoModelForCausalLM
         self._model = loader.from_pretrained(setup.directory, dtype=torch.bfloat16).eval()
-        self._seeds = itertools.count(1 << 32)
         self._best: dict[tuple[str, int], Variant] = {}
         self._prompts: dict[int, tuple[Any, Any]] = {}  # by length: (cache, next token)
         self._generates = bool(setup.options.get("generate"))
@@ -39,7 +39,7 @@ class Transformers:
         return {"version": self._transformers.__version__, "torch": str(self._torch.__version__)}
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:
-        """See `Adapter`. The sequences' cached keys and values are copies of one prompt's."""
+        """The sequences' cached keys and values are copies of one prompt's."""
         return self._timed("decode", batch, lambda v, n: self._decode(v, batch, context, n), steps)
 
     def prefill(self, tokens: int) -> Timed:
@@ -48,19 +48,18 @@ class Transformers:
     def _timed(
         self, kind: str, size: int, run: Callable[[Variant, int], float], steps: int
     ) -> Timed:
-        if self._generates:
-            self._best[kind, size] = _VARIANTS[0]
+        """The variant that is the fastest for this kind of work, tried at its first call."""
         if (kind, size) not in self._best:
             tried = {}
-            for variant in _VARIANTS:
+            for variant in _VARIANTS[:1] if self._generates else _VARIANTS:
                 run(variant, _TRIED_STEPS)  # first-time costs
                 tried[variant] = run(variant, _TRIED_STEPS)
             self._best[kind, size] = min(tried, key=tried.__getitem__)
         best = self._best[kind, size]
-        return Timed(run(best, steps), " ".join(best))
+        return run(best, steps), " ".join(best)
 
     def _prefill(self, variant: Variant, tokens: int) -> float:
-        ids = self._torch.tensor([self._setup.prompt(tokens, next(self._seeds))])
+        ids = self._torch.tensor([self.new_prompt(tokens)])
         cache = self._cache(variant, 1, tokens + 1)
         if self._generates:
             return self._generate(ids, cache, 1)
@@ -80,7 +79,7 @@ class Transformers:
                 rows = [part.expand(batch, -1, -1, -1) for part in (layer.keys, layer.values)]
                 cache.update(*(part.contiguous() for part in rows), number, where)
             if self._generates:
-                ids = torch.tensor([[*self._setup.prompt(context, 0), int(token)]])
+                ids = torch.tensor([[*self.setup.prompt(context, 0), int(token)]])
                 return self._generate(ids.expand(batch, -1), cache, steps)
             tokens = self._step(token.expand(batch, 1), cache, context)
             began = time.perf_counter()
@@ -92,7 +91,7 @@ class Transformers:
     def _prompt(self, length: int) -> tuple[Any, Any]:
         """A cache with a prompt of that length, and the token after it."""
         if length not in self._prompts:
-            ids = self._torch.tensor([self._setup.prompt(length, 0)])
+            ids = self._torch.tensor([self.setup.prompt(length, 0)])
             cache = self._cache(_VARIANTS[0], 1, length)
             self._prompts[length] = cache, self._step(ids, cache, 0)
         return self._prompts[length]

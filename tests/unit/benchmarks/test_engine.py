@@ -10,169 +10,139 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.engine import compare
-from benchmarks.engine.adapters.protocol import Setup, Timed, answer
-from benchmarks.engine.compare import ENTRIES, EngineProcess, Measured, Work, measure, works
+from benchmarks.engine.adapters.protocol import Setup
+from benchmarks.engine.compare import ENTRIES, EngineProcess, Work, measure, works
 from benchmarks.environment import ROOT, Failed, Missing, Rivals
 
+DECODE, PROMPT, TOO_LARGE = (
+    Work("", request, 1)
+    for request in ({"decode": [2, 16, 3]}, {"prefill": [50]}, {"decode": [5, 16, 3]})
+)
 SETUP = Setup("/nowhere", 512, 1, (min(os.sched_getaffinity(0)),), 4, 80, 64, {"dtype": "float32"})
-DECODE, PROMPT = Work(2, 16, 3), Work(50)
 WORKING = """
-class Counting:
+class Counting(Adapter):
     def about(self):
         print("a library that prints")
-        return {"version": "7", "batch": str(self.setup.max_batch)}
+        return {"version": "7", "batch": str(self.setup.max_batch), **self.setup.options}
     def decode(self, batch, context, steps):
         if batch > self.setup.max_batch:
             raise ValueError("too large\\nwith details")
-        return Timed(batch * steps / 10, "by counting")
+        return batch * steps / 10, "by counting"
     def prefill(self, tokens):
-        return Timed(tokens / 100)
+        return tokens / 100, ""
 
-def load(setup):
-    adapter = Counting()
-    adapter.setup = setup
-    return adapter
+load = Counting
 """
 
 
-class TestProcess:
-    @staticmethod
-    async def start(folder: Path, body: str) -> EngineProcess:
-        program = folder / "program.py"
-        head = "from benchmarks.engine.adapters.protocol import Timed, main\n"
-        program.write_text(f"{head}{body}\nmain(load)\n")
-        argv = [sys.executable, str(program), SETUP.to_json()]
-        return await EngineProcess.start(argv, {"PYTHONPATH": str(ROOT)}, folder / "log")
-
-    async def test_it_answers_fails_and_answers_again(self, tmp_path: Path) -> None:
-        """What a library prints is no answer, and a failure does not end the process."""
-        one = await self.start(tmp_path, WORKING)
-        assert await one.ready(30) == {"version": "7", "batch": "4"}
-        assert await one.run(DECODE, 30) == (0.6, "by counting")
-        with pytest.raises(Failed, match=r"^ValueError: too large$"):
-            await one.run(Work(5, 16, 3), 30)
-        assert await one.run(PROMPT, 30) == (0.5, "")
-        await one.close(at_once=False)
-        assert "a library that prints" in (tmp_path / "log").read_text()
-
-    @pytest.mark.parametrize(
-        ("body", "error", "text"),
-        [
-            ("def load(setup):\n    import surely_no_such_library\n", Missing, "surely_no_such"),
-            (
-                "def load(setup):\n    raise MemoryError('no room')\n",
-                Failed,
-                "MemoryError: no room",
-            ),
-            (
-                "import sys\nprint('out of luck', file=sys.stderr)\nsys.exit(3)\n",
-                Failed,
-                r"ended with status 3 \| out of luck",
-            ),
-            ("import time\ntime.sleep(600)\n", Failed, r"no answer within 5 s"),
-        ],
-    )
-    async def test_what_goes_wrong(
-        self, tmp_path: Path, body: str, error: type[Exception], text: str
-    ) -> None:
-        one = await self.start(tmp_path, body)
-        with pytest.raises(error, match=text):
-            await one.ready(5 if "sleep" in body else 30)
-        await one.close()
+def start(folder: Path, body: str) -> EngineProcess:
+    """An adapter of such a text, as a process."""
+    program = folder / "program.py"
+    head = "from benchmarks.engine.adapters.protocol import Adapter, main\n"
+    program.write_text(f"{head}{body}\nmain(load)\n")
+    argv = [sys.executable, str(program), SETUP.to_json()]
+    return EngineProcess(argv, {"PYTHONPATH": str(ROOT)}, folder / "log")
 
 
-class TestProtocol:
-    def test_a_setup_arrives_as_it_was_sent(self) -> None:
-        assert Setup.from_json(SETUP.to_json()) == SETUP
+def test_an_adapter_answers_fails_and_answers_again(tmp_path: Path) -> None:
+    """What a library prints is no answer, and a failure does not end the process."""
+    one = start(tmp_path, WORKING)
+    assert one.ready(30) == {"version": "7", "batch": "4", "dtype": "float32"}
+    assert one.run(DECODE, 30) == (0.6, "by counting")
+    with pytest.raises(Failed, match=r"^ValueError: too large$"):
+        one.run(TOO_LARGE, 30)
+    assert one.run(PROMPT, 30) == (0.5, "")
+    one.close(at_once=False)
+    assert "a library that prints" in (tmp_path / "log").read_text()
 
-    def test_prompts_are_the_same_for_the_same_seed_and_lie_in_the_vocabulary(self) -> None:
-        prompt = SETUP.prompt(300, 3)
-        assert prompt == SETUP.prompt(300, 3) != SETUP.prompt(300, 4)
-        # Those of decoding sequences, and those of prompts that no cache has.
-        seeds = [base + number for base in (0, 1 << 32) for number in range(40)]
-        assert len({tuple(SETUP.prompt(20, seed)) for seed in seeds}) == len(seeds)
-        assert len(prompt) == 300 and min(prompt) >= 10 and max(prompt) < SETUP.vocab
 
-    def test_an_answer_is_what_the_adapter_timed(self) -> None:
-        class One:
-            def about(self) -> dict[str, str]:
-                return {}
+@pytest.mark.parametrize(
+    ("body", "error", "text"),
+    [
+        ("def load(setup):\n    import surely_no_such_library\n", Missing, "surely_no_such"),
+        ("def load(setup):\n    raise MemoryError('no room')\n", Failed, "MemoryError: no room"),
+        (
+            "import sys\nprint('out of luck', file=sys.stderr)\nsys.exit(3)\n",
+            Failed,
+            r"ended with status 3 \| out of luck",
+        ),
+        ("import time\ntime.sleep(600)\n", Failed, r"no answer within 0.5 s"),
+    ],
+)
+def test_an_adapter_that_does_not_start_is_missing_or_failed(
+    tmp_path: Path, body: str, error: type[Exception], text: str
+) -> None:
+    one = start(tmp_path, body)
+    with pytest.raises(error, match=text):
+        one.ready(0.5 if "sleep" in body else 30)
+    with pytest.raises(Failed, match="it ended with status"):
+        one.run(PROMPT, 30)
+    one.close()
 
-            def decode(self, batch: int, context: int, steps: int) -> Timed:
-                return Timed(float(batch + context + steps))
 
-            def prefill(self, tokens: int) -> Timed:
-                return Timed(float(tokens), "in one piece")
-
-        assert answer(One(), DECODE.request()) == {"seconds": 21.0, "note": ""}
-        assert answer(One(), Work(4).request()) == {"seconds": 4.0, "note": "in one piece"}
+def test_prompts_are_the_same_for_the_same_seed_and_lie_in_the_vocabulary() -> None:
+    prompt = SETUP.prompt(300, 3)
+    assert prompt == SETUP.prompt(300, 3) != SETUP.prompt(300, 4)
+    # Those of decoding sequences, and those of prompts that no cache has.
+    seeds = [base + number for base in (0, 1 << 32) for number in range(40)]
+    assert len({tuple(SETUP.prompt(20, seed)) for seed in seeds}) == len(seeds)
+    assert len(prompt) == 300 and min(prompt) >= 10 and max(prompt) < SETUP.vocab
 
 
 ONE, MANY, LONG = works([1, 8], 512, [64])
 
 
 class Scripted:
-    """Records the order; `fails` maps (engine, work) to the first of its calls that fails."""
+    """Records the order; `fails` maps (engine, label) to the first of its calls that fails."""
 
-    def __init__(self, fails: dict[tuple[str, Work], int] | None = None) -> None:
-        self.order: list[tuple[str, Work]] = []
+    def __init__(self, fails: dict[tuple[str, str], int] | None = None) -> None:
+        self.order: list[tuple[str, str]] = []
         self._fails = fails or {}
 
-    async def __call__(self, name: str, work: Work) -> tuple[float, str]:
-        self.order.append((name, work))
-        times = self.order.count((name, work))
-        if times >= self._fails.get((name, work), 1000):
+    def __call__(self, name: str, work: Work) -> tuple[float, str]:
+        self.order.append((name, work.label))
+        times = self.order.count((name, work.label))
+        if times >= self._fails.get((name, work.label), 1000):
             raise Failed("it did not work")
-        return work.tokens / (100.0 * times), "a way" if name == "b" else ""
+        return work.tokens / (100.0 * times), "a way" if name == "baton-int8" else ""
 
 
-class TestRounds:
-    def test_rates_count_what_is_produced_or_taken_in(self) -> None:
-        assert (ONE.tokens, MANY.tokens, LONG.tokens) == (48, 8 * 48, 64)
-        steps = [work.steps for work in works([1, 8, 16, 32, 64], 512, [])]
-        assert steps == [48, 48, 24, 12, 12]
+def test_neighbours_in_time_are_compared_and_who_begins_changes() -> None:
+    run = Scripted()
+    measure(["a", "b", "c"], [ONE, LONG], 2, run)
+    assert ["".join(name for name, _ in run.order[i : i + 3]) for i in range(0, 18, 3)] == [
+        "abc", "abc",  # the warm-up
+        "bca", "bca",
+        "cab", "cab",
+    ]  # fmt: skip
+    assert [label for _, label in run.order[:6]] == [ONE.label] * 3 + [LONG.label] * 3
+    assert (ONE.tokens, MANY.tokens, LONG.tokens) == (48, 8 * 48, 64)
+    steps = [work.request["decode"][2] for work in works([1, 8, 16, 32, 64], 512, [])]
+    assert steps == [48, 48, 24, 12, 12]
 
-    async def test_neighbours_in_time_and_who_begins_changes(self) -> None:
-        run = Scripted()
-        await measure(["a", "b", "c"], [ONE, LONG], 2, run, lambda line: None)
-        assert ["".join(name for name, _ in run.order[i : i + 3]) for i in range(0, 18, 3)] == [
-            "abc", "abc",  # the warm-up
-            "bca", "bca",
-            "cab", "cab",
-        ]  # fmt: skip
-        assert [work for _, work in run.order[:6]] == [ONE] * 3 + [LONG] * 3
 
-    async def test_the_warm_up_is_not_counted(self) -> None:
-        measured = await measure(["a", "b"], [ONE], 2, Scripted(), lambda line: None)
-        assert measured.rates["a"][ONE] == {1: 200.0, 2: 300.0}
-        assert measured.notes == {"b": {ONE: "a way"}}
-
-    async def test_what_failed_is_not_tried_again_and_the_rest_goes_on(self) -> None:
-        run = Scripted({("a", ONE): 1, ("b", LONG): 3})
-        measured = await measure(["a", "b"], [ONE, LONG], 3, run, lambda line: None)
-        counts = [run.order.count(key) for key in (("a", ONE), ("a", LONG), ("b", LONG))]
-        assert counts == [1, 4, 3]
-        failures = {"a": {ONE: "it did not work"}, "b": {LONG: "it did not work"}}
-        assert measured.failures == failures
-        assert measured.rates["a"] == {LONG: {1: 200.0, 2: 300.0, 3: 400.0}}
-        assert measured.rates["b"][LONG] == {1: 200.0}
-
-    def test_a_ratio_is_taken_round_by_round(self) -> None:
-        """Of 30/10 and 40/20: not of the medians; the third round has no pair."""
-        rates = {"ours": {ONE: {1: 30.0, 2: 40.0, 3: 20.0}}, "theirs": {ONE: {1: 10.0, 2: 20.0}}}
-        measured = Measured(rates)
-        assert measured.ratios("ours", "theirs", ONE) == [3.0, 2.0]
-        assert measured.ratios("ours", "theirs", LONG) == []
-
-    def test_every_pair_is_of_known_engines(self) -> None:
-        assert {name for pair in compare.PAIRS for name in pair} <= ENTRIES.keys()
-        assert set(compare.DEFAULT) <= ENTRIES.keys()
+def test_failed_work_is_not_tried_again_and_ratios_are_of_the_same_round() -> None:
+    """The warm-up, whose rate would be 100, does not count."""
+    int8, bf16 = "baton-int8", "baton-bf16"
+    run = Scripted({(int8, "batch 1"): 1, (bf16, "prompt 64"): 3})
+    found = measure([int8, bf16], [ONE, LONG], 3, run)
+    asked = ((int8, "batch 1"), (int8, "prompt 64"), (bf16, "prompt 64"))
+    counts = [run.order.count(key) for key in asked]
+    assert counts == [1, 4, 3]
+    failure = "it did not work"
+    assert found["failures"] == {int8: {"batch 1": failure}, bf16: {"prompt 64": failure}}
+    assert found["tokens_per_s"] == {
+        int8: {"batch 1": [], "prompt 64": [200.0, 300.0, 400.0]},
+        bf16: {"batch 1": [200.0, 300.0, 400.0], "prompt 64": [200.0]},
+    }
+    assert found["ratios"] == {f"{int8} / {bf16}": {"batch 1": [], "prompt 64": [1.0]}}
+    assert found["notes"] == {int8: {"prompt 64": "a way"}}
 
 
 def options(tmp_path: Path, *argv: str) -> argparse.Namespace:
@@ -185,20 +155,17 @@ def options(tmp_path: Path, *argv: str) -> argparse.Namespace:
     )
 
 
-@pytest.fixture
-def venv(tmp_path: Path) -> Path:
-    """An environment whose interpreter has no library."""
-    path = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
-    return path
-
-
 @pytest.mark.timeout(300)
-async def test_baton_is_measured_and_what_is_missing_is_named(tmp_path: Path, venv: Path) -> None:
-    said: list[str] = []
-    names = "vllm-bf16,baton-float32"
-    args = options(tmp_path, "--candidates", names, "--rivals", str(venv))
-    report = json.loads(json.dumps(await compare.compare(args, said.append)))
+def test_baton_is_measured_and_what_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "venv" / "bin" / "python"  # one that has no library
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    rivals = ("--rivals", str(tmp_path / "venv"))
+    args = options(tmp_path, "--candidates", "vllm-bf16,baton-float32", *rivals)
+    report = json.loads(json.dumps(compare.compare(args)))
     rates = report["tokens_per_s"]["baton-float32"]
     assert {label: len(of) for label, of in rates.items()} == {
         "batch 1": 2, "batch 3": 2, "prompt 70": 2,
@@ -208,10 +175,9 @@ async def test_baton_is_measured_and_what_is_missing_is_named(tmp_path: Path, ve
     reason = "not installed: No module named 'vllm'; docs/comparison.md"
     assert report["absent"]["vllm-bf16"].startswith(reason)
     assert any(reason in line for line in compare.text_of(report) if isinstance(line, str))
-    assert any("round 2 of 2: prompt 70" in line for line in said)
+    assert "round 2 of 2: prompt 70" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="no candidate"):
-        args = options(tmp_path, "--candidates", "vllm-bf16", "--rivals", str(venv))
-        await compare.compare(args, said.append)
+        compare.compare(options(tmp_path, "--candidates", "vllm-bf16", *rivals))
 
 
 def test_threads_are_set_before_anything_is_imported(tmp_path: Path) -> None:
@@ -227,14 +193,15 @@ def test_threads_are_set_before_anything_is_imported(tmp_path: Path) -> None:
 
 SLOW = """
 import signal, subprocess
-from benchmarks.engine.adapters.protocol import main
-class Slow:
+from benchmarks.engine.adapters.protocol import Adapter, main
+class Slow(Adapter):
     def about(self): return {}
     def decode(self, batch, context, steps):
         subprocess.run(["sleep", "60"])
+    def prefill(self, tokens): pass
 def load(setup):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a library in the middle of its work does
-    return Slow()
+    return Slow(setup)
 main(load)
 """
 BENCH = """
@@ -249,23 +216,6 @@ runpy.run_module("benchmarks", run_name="__main__")
 """
 
 
-def running(folder: Path) -> dict[int, str]:
-    """What runs with `folder` in its environment: command lines by process id."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(folder).encode() in (process / "environ").read_bytes():
-                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
-    return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_engines_end_with_it(tmp_path: Path, signum: signal.Signals) -> None:
     """At once and without a traceback, whatever they are doing, and what they started too.
@@ -273,23 +223,27 @@ def test_engines_end_with_it(tmp_path: Path, signum: signal.Signals) -> None:
     After a SIGKILL the kernel ends the adapters.
     """
     (tmp_path / "slow_adapter.py").write_text(SLOW)
-    bench = subprocess.Popen(
+    bench = psutil.Popen(
         [sys.executable, "-c", BENCH],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
     )
-    assert bench.stderr is not None
+    children: dict[psutil.Process, str] = {}
     try:
         assert any("warm-up: batch 1" in line for line in bench.stderr), "it ended"
-        until(lambda: any("sleep" in line for line in running(tmp_path).values()))
+        while "sleep" not in children.values():
+            time.sleep(0.02)
+            children = {child: child.name() for child in bench.children(recursive=True)}
         os.killpg(bench.pid, signum)  # as a terminal does
         assert bench.wait(10) == (130 if signum != signal.SIGKILL else -signum)
         assert "Traceback" not in bench.stderr.read()
-        name = "slow_adapter" if signum == signal.SIGKILL else ""
-        until(lambda: not any(name in line for line in running(tmp_path).values()))
+        ended = [c for c, name in children.items() if signum != signal.SIGKILL or name != "sleep"]
+        assert len(ended) == len(children) - (signum == signal.SIGKILL)
+        assert not psutil.wait_procs(ended, timeout=10)[1]
     finally:
-        for pid in running(tmp_path):
-            os.kill(pid, signal.SIGKILL)
+        for process in (*children, bench):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         bench.communicate()

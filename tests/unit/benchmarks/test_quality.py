@@ -32,12 +32,12 @@ def test_every_token_but_the_first_is_predicted_once_within_its_window(
 def test_distance_is_the_kl_divergence() -> None:
     wanted = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
     found = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]).log()
-    distance = quality.Distance()
-    distance.add(found, wanted)
+    distance = quality.Score()
+    distance.compare("it", found, wanted)
     first = 0.5 * math.log(2) - 0.25 * math.log(2)
-    assert distance.divergences[0].tolist() == pytest.approx([first, 0.0])
-    assert distance.cells() == [f"{first / 2:.6f}", f"{first * 0.99:.5f}",
-                                     f"{first:.4f}", "50.00%"]  # fmt: skip
+    assert distance.divergences["it"][0].tolist() == pytest.approx([first, 0.0])
+    cells = [f"{first / 2:.6f}", f"{first * 0.99:.5f}", f"{first:.4f}", "50.00%"]
+    assert distance.cells("it") == cells
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
@@ -63,8 +63,8 @@ def test_scores_are_transformers_own(
     assert scores["float32"].nats == pytest.approx(nats, rel=1e-5)
     means = {}
     for name, one in scores.items():
-        distances = (one.distances[reference] for reference in quality.REFERENCES)
-        means[name] = [float(torch.cat(one.divergences).mean()) for one in distances]
+        distances = (one.divergences[reference] for reference in quality.REFERENCES)
+        means[name] = [float(torch.cat(each).mean()) for each in distances]
         assert one.nats == pytest.approx(nats, rel=0.02)
     assert means["float32"][0] == means["bfloat16"][1] == 0
     for name in ("int8 weights", "int8 KV", "int8 both"):
@@ -93,7 +93,7 @@ def test_a_given_text_is_read_and_a_table_printed(
     text.write_text("What is mine is yours.\n" * 20)
     options = ["--model", str(tmp_path / "model"), "--text", str(text), "--tokens", "300"]
     args = parser("quality").parse_args(["quality", *options])
-    assert args.main(args) == 0
+    args.main(args)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "mine.txt: 300 tokens, 300 bytes"
     assert [line[:12].strip() for line in lines[3:]] == list(quality.VARIANTS)
