@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 
 from baton.config import RegistryConfig, split_address
 from baton.local.etcd import EmbeddedEtcd
@@ -78,7 +79,7 @@ class RealEtcd:
         await self._etcd.start()
 
     async def wipe(self):
-        await self._etcd.wipe()
+        await asyncio.to_thread(shutil.rmtree, self._etcd.home / "data")
 
     async def compact(self):
         client = EtcdClient(RegistryConfig(etcd=self._etcd.address))
