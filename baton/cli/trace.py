@@ -18,8 +18,8 @@ from baton.errors import InvalidRequest, Stale
 
 if TYPE_CHECKING:
     from baton.local.span_store import Span
-    from baton.local.trace_source import TraceSource
-    from baton.local.trace_tree import Summary
+    from baton.local.trace_source import Jaeger, KeptTraces
+    from baton.v1.trace_pb2 import TraceSummary
 
 _TEXT = """\
 Draws what a request did, and when, in client, router and workers, and says how much of its time
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
         most = 1 if args.last else args.slowest or _MAX_LISTED
         found = source.summaries(args.slowest is not None, most, args.timeout)
         if args.json and not args.last:
-            print(json.dumps({"traces": [asdict(summary) for summary in found]}))
+            print(json.dumps({"traces": [_fields(summary) for summary in found]}))
             return 0
         if not found:
             raise Stale(f"{source.name} keeps no trace of a request yet")
@@ -131,7 +131,7 @@ def as_json(spans: Sequence[Span]) -> dict[str, Any]:
     }
 
 
-def _source(args: argparse.Namespace) -> TraceSource:
+def _source(args: argparse.Namespace) -> Jaeger | KeptTraces:
     from baton.local import trace_source
 
     if args.jaeger:
@@ -142,20 +142,26 @@ def _source(args: argparse.Namespace) -> TraceSource:
         return trace_source.kept_by(args.target, args.timeout)
 
 
-def listed(found: Sequence[Summary]) -> list[str]:
+def listed(found: Sequence[TraceSummary]) -> list[str]:
     """Requests as lines of a table."""
-    failed = any(summary.error is not None for summary in found)
+    failed = any(summary.HasField("error") for summary in found)
     columns = {key: title for key, title in _COLUMNS.items() if failed or key != "error"}
     return table(columns, [_row(summary) for summary in found])
 
 
-def _row(summary: Summary) -> dict[str, Any]:
+def _fields(summary: TraceSummary) -> dict[str, Any]:
+    """Of `--json`; `error` is why the request failed, possibly empty, None when it did not."""
+    values = {field.name: getattr(summary, field.name) for field in summary.DESCRIPTOR.fields}
+    return {**values, "error": summary.error if summary.HasField("error") else None}
+
+
+def _row(summary: TraceSummary) -> dict[str, Any]:
     ended = time.localtime(summary.start_ns / 1e9 + summary.took_ms / 1e3)
     return {
-        **asdict(summary),
+        **_fields(summary),
         "ended": time.strftime("%H:%M:%S", ended),
         "took": round(summary.took_ms, 1),
-        "error": "" if summary.error is None else summary.error or "yes",
+        "error": (summary.error or "yes") if summary.HasField("error") else "",
     }
 
 

@@ -192,8 +192,8 @@ def workers(routers: Sequence[PolledRouter]) -> Iterator[WorkerLine]:
         router, worker = max(reports, key=lambda report: report[1].load.steps)
         state, reason = worker.state, worker.reason
         if not_ready := [report for report in reports if report[1].state != "READY"]:
-            other, status = not_ready[0]
-            state, reason = status.state, status.reason
+            other, seen_as = not_ready[0]
+            state, reason = seen_as.state, seen_as.reason
             if len(not_ready) < len(reports):
                 reason += f" (says {other.address})"
         yield WorkerLine(router, worker, state, reason)
@@ -212,5 +212,7 @@ def pairs(routers: Sequence[PolledRouter]) -> list[PairLine]:
 
 def events(routers: Sequence[PolledRouter]) -> list[tuple[str, fleet_pb2.RouterEvent]]:
     """(a router's address, what failed there), the newest first."""
-    known = [(one.address, event) for one in routers if one.last for event in one.last.router.events]
+    known = [
+        (one.address, event) for one in routers if one.last for event in one.last.router.events
+    ]
     return sorted(known, key=lambda line: line[1].time_ms, reverse=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.local.span_store import AttributeValue, Span
+from baton.v1.trace_pb2 import TraceSummary
 
 ROUTER = "baton-router"
 # Spans that measure what others are made of; they are no work of their own.
@@ -25,20 +26,6 @@ _MIN_WIDTH = 60
 _MAX_ATTRIBUTE_LINES = 3  # of one span
 _MAX_GAPS = 3
 _HIDDEN = ("rpc.", "network.", "server.", "client.", "otel.", "thread.", "code.", "net.")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One request whose trace is kept."""
-
-    trace_id: str
-    start_ns: int  # Unix
-    took_ms: float
-    spans: int
-    error: str | None  # why the request failed, possibly empty; None when it did not
-    input_tokens: int
-    output_tokens: int
-    attempts: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ def is_whole(spans: Sequence[Span]) -> bool:
     )
 
 
-def summarize(spans: Sequence[Span]) -> Summary | None:
+def summarize(spans: Sequence[Span]) -> TraceSummary | None:
     """The trace in one line; None when it is not one of a request."""
     if (entry := entry_of(spans)) is None:
         return None
@@ -89,7 +76,7 @@ def summarize(spans: Sequence[Span]) -> Summary | None:
         value = entry.attributes.get(attribute)
         return value if isinstance(value, int) else 0
 
-    return Summary(
+    return TraceSummary(
         trace_id=entry.trace_id,
         start_ns=entry.start_ns,
         took_ms=(entry.end_ns - entry.start_ns) / 1e6,
@@ -101,14 +88,11 @@ def summarize(spans: Sequence[Span]) -> Summary | None:
     )
 
 
-def slowest_first(summary: Summary) -> float:
-    """A sort key: the request that took longest comes first."""
-    return -summary.took_ms
-
-
-def latest_first(summary: Summary) -> float:
-    """A sort key: the request that ended last comes first."""
-    return -(summary.start_ns + summary.took_ms * 1e6)
+def summaries(traces: Iterable[Sequence[Span]], slowest: bool, most: int) -> Sequence[TraceSummary]:
+    """The requests among them that took longest, or that ended last, come first."""
+    found = [summary for spans in traces if (summary := summarize(spans))]
+    found.sort(key=lambda one: one.took_ms if slowest else one.start_ns + one.took_ms * 1e6)
+    return found[::-1][:most]
 
 
 def coverage(spans: Sequence[Span]) -> Coverage | None:

@@ -1,4 +1,4 @@
-"""`GET /metrics` on a port of its own, on the event loop to which everything that it shows belongs."""
+"""`GET /metrics` on a port of its own, on the event loop that owns everything it shows."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _answer(page: Page, request: bytes) -> bytes:
     """The response to one HTTP request's head."""
     line, *headers = request.decode("latin-1").split("\r\n")
     method, path, *_ = [*line.split(), "", ""]
-    fields = dict(map(str.strip, header.split(":", 1)) for header in headers if ":" in header)
-    accept = next((value for name, value in fields.items() if name.lower() == "accept"), "")
+    fields = (header.partition(":") for header in headers)
+    accept = next((value.strip() for name, _, value in fields if name.lower() == "accept"), "")
     status, kind, body = HTTPStatus.OK, "text/plain", b"GET /metrics\n"
     if method not in ("GET", "HEAD"):
         status = HTTPStatus.METHOD_NOT_ALLOWED

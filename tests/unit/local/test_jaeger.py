@@ -108,12 +108,6 @@ def test_a_base_path_and_an_id_without_its_zeros(jaeger: Server) -> None:
     assert is_whole(spans)
 
 
-def test_an_unknown_trace_has_no_spans(jaeger: Server) -> None:
-    assert Jaeger(jaeger.url).trace("1" * 32, TIMEOUT_S) == []
-    jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}).encode())
-    assert Jaeger(jaeger.url).trace("2" * 32, TIMEOUT_S) == []
-
-
 def test_requests_are_listed(jaeger: Server) -> None:
     second = json.loads(json.dumps(ANSWER["data"][0]).replace(TRACE, "2" * 32))
     for span in second["spans"]:
@@ -123,12 +117,12 @@ def test_requests_are_listed(jaeger: Server) -> None:
     body = json.dumps({"data": [second, ANSWER["data"][0], other]}).encode()
     jaeger.answers["/api/traces"] = (200, body)
     source = Jaeger(jaeger.url)
-    assert [told.trace_id for told in source.summaries(False, 20, TIMEOUT_S)] == [TRACE, "2" * 32]
-    assert [told.trace_id for told in source.summaries(True, 1, TIMEOUT_S)] == ["2" * 32]
+    assert [one.trace_id for one in source.summaries(False, 20, TIMEOUT_S)] == [TRACE, "2" * 32]
+    assert [one.trace_id for one in source.summaries(True, 1, TIMEOUT_S)] == ["2" * 32]
     asked = parse_qs(urlsplit(jaeger.asked[0]).query)
     assert asked["service"] == [ROUTER] and int(asked["end"][0]) > int(asked["start"][0])
-    (told,) = source.summaries(False, 1, TIMEOUT_S)
-    assert (told.attempts, told.input_tokens, told.output_tokens) == (2, 717, 40)
+    (last,) = source.summaries(False, 1, TIMEOUT_S)
+    assert (last.attempts, last.input_tokens, last.output_tokens) == (2, 717, 40)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +136,7 @@ def test_requests_are_listed(jaeger: Server) -> None:
          "not a trace"),
     ],
 )  # fmt: skip
-def test_other_answers_are_told(
+def test_other_answers_are_errors(
     jaeger: Server, status: int, body: bytes, error: type[Exception], why: str
 ) -> None:
     jaeger.answers[f"/api/traces/{TRACE}"] = (status, body)
@@ -150,7 +144,10 @@ def test_other_answers_are_told(
         Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
 
 
-def test_nobody_there() -> None:
+def test_an_unknown_trace_has_no_spans_and_a_closed_port_is_an_error(jaeger: Server) -> None:
+    assert Jaeger(jaeger.url).trace("1" * 32, TIMEOUT_S) == []
+    jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}).encode())
+    assert Jaeger(jaeger.url).trace("2" * 32, TIMEOUT_S) == []
     with Server() as server:
         url = server.url
     with pytest.raises(Unavailable, match="does not answer"):
