@@ -33,7 +33,7 @@ class Router(fleet_pb2_grpc.FleetServiceServicer):
     """Answers with `status`, on one port whenever it runs."""
 
     def __init__(self) -> None:
-        self.status = status([worker("pre0"), worker("dec0", DECODE)], [pair("pre0", "dec0")])
+        self.status = status(worker("pre0"), worker("dec0", DECODE), pair("pre0", "dec0"))
         self.port = 0
         self._server: grpc.aio.Server | None = None
 
@@ -160,7 +160,7 @@ async def test_it_waits_for_a_router_to_come_back(top: Terminal, router: Router)
     await router.stop()
     seen = await top.shows("does not answer for")
     assert "NO ANSWER" in seen and "pre0" in seen and "what follows is old" in seen
-    router.status = status([worker("new0")], incarnation="r1")
+    router.status = status(worker("new0"), incarnation="r1")
     await router.start()
     seen = await top.shows("new0")
     assert "NO ANSWER" not in seen and "pre0" not in seen
