@@ -109,7 +109,7 @@ def _service_errors(name: str, one: Mapping[str, Any], merged: Mapping[str, Any]
 
 
 def _option_errors(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What the program says of the options that service.sh would make of the environment."""
+    """What the program says of the options that the environment names."""
     command = settings.get("command") or [""]
     if command[0] not in COMMANDS:
         return

@@ -16,6 +16,7 @@ from baton.cli.status import table
 from baton.errors import BatonError, Unavailable
 
 if TYPE_CHECKING:
+    from baton.local.doctor import Finding
     from baton.v1.fleet_pb2 import GetStatusResponse
 
 _TEXT = """\
@@ -85,7 +86,9 @@ def look(target: str | None, timeout_s: float) -> dict[str, Any]:
     router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
     machine = [*doctor.check_machine(router_here), *doctor.check_gpus()]
     router: dict[str, Any] = {"target": addresses, "answers": status is not None}
-    workers, pairs, cluster = [], [], []
+    workers: list[dict[str, Any]] = []
+    pairs: list[dict[str, Any]] = []
+    cluster: list[Finding] = []
     if status is not None:
         for field in ("address", "state", "model", "cluster"):
             router[field] = getattr(status.router, field)

@@ -148,15 +148,20 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parsed
 
 
-def seconds(text: str) -> float:
-    """A time above 0."""
+def positive(text: str, error: str = "{!r} is no number above 0") -> float:
+    """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds above 0")
+        raise argparse.ArgumentTypeError(error.format(text))
     return value
+
+
+def seconds(text: str) -> float:
+    """A time above 0."""
+    return positive(text, "{!r} is no time: write seconds above 0")
 
 
 def ttft_target(text: str) -> float:

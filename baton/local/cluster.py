@@ -22,11 +22,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import rpc
 from baton.config import ClusterConfig
-from baton.errors import ConfigError, DeadlineExceeded, Unavailable
+from baton.errors import DeadlineExceeded, Unavailable
 from baton.local import commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
-from baton.local.supervisor import ERROR, ChildProcess, Supervisor
+from baton.local.supervisor import ERROR, ChildProcess, Supervisor, cancelled
 from baton.registry.backoff import Backoff
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.interface import Membership
@@ -76,7 +76,6 @@ class LocalCluster:
         self._env = env
         self._start_timeout_s = start_timeout_s
         self._supervisors: dict[str, Supervisor] = {}
-        self._etcd_supervisor: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()  # etcd, and the connection to it
         self._failed_start: asyncio.Future[None] | None = None
         self._stop: asyncio.Task[None] | None = None
@@ -171,18 +170,6 @@ class LocalCluster:
         """Restarts routers and workers, each when the one before serves again; see `restart`."""
         return {name: await self.restart(name) for name in list(self.processes)}
 
-    async def restart_etcd(self) -> None:
-        """Restarts the embedded etcd with its data; the cluster serves on meanwhile.
-
-        Raises ConfigError when etcd was not started by this cluster.
-        """
-        if self.etcd is None:
-            raise ConfigError(f"etcd at {self.etcd_address} was not started here")
-        await self._release_etcd()
-        await self.etcd.stop()
-        await self.etcd.start()
-        self._supervise_etcd(self.etcd)
-
     async def stop(self) -> None:
         """Stops router, workers and etcd, in this order; every wait is bounded. Safe to repeat.
 
@@ -237,23 +224,14 @@ class LocalCluster:
             self.etcd = await self._stack.enter_async_context(EmbeddedEtcd())
             self.etcd_address = self.etcd.address
             self._say(f"etcd ready in {time.monotonic() - began:.1f} s ({self.etcd_address})")
-            self._stack.push_async_callback(self._release_etcd)
-            self._supervise_etcd(self.etcd)
+            if self.config.restart:
+                keeping = asyncio.create_task(self.etcd.keep_running(self._say))
+                self._stack.push_async_callback(cancelled, keeping)
         else:
             self.etcd_address = self.config.etcd
         registry = EtcdRegistry(self.config.registry(self.etcd_address))
         self._stack.push_async_callback(registry.close)
         self.membership = await self._stack.enter_async_context(registry.watch())
-
-    def _supervise_etcd(self, etcd: EmbeddedEtcd) -> None:
-        if self.config.restart:
-            supervise = etcd.keep_running(self._say)
-            self._etcd_supervisor = asyncio.create_task(supervise, name="supervisor of etcd")
-
-    async def _release_etcd(self) -> None:
-        if self._etcd_supervisor is not None:
-            self._etcd_supervisor.cancel()
-            await asyncio.gather(self._etcd_supervisor, return_exceptions=True)
 
     async def _launch(
         self,
@@ -330,8 +308,7 @@ class LocalCluster:
             await ready
             self._failed_start.cancel()  # from now on an exit is no failed start
         finally:
-            ready.cancel()
-            await asyncio.gather(ready, return_exceptions=True)
+            await cancelled(ready)
 
     def _worker_pids(self) -> set[int]:
         """Process ids of the workers that should be READY; 0 for one about to be restarted."""

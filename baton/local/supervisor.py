@@ -162,6 +162,13 @@ class ChildProcess:
             self._on_line(text)
 
 
+async def cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancels a task and returns when it has ended."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 def restart_delay_s(failures: int) -> float:
     """Seconds before a process that failed for the nth time in a row is started again."""
     return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
@@ -204,7 +211,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Starts the process, which does not run, and keeps it running from now on."""
-        await self._cancel()
+        await cancelled(self._task)
         self._returns = True
         await self._start_run()
         name = f"supervisor of {self.process.name}"
@@ -215,7 +222,7 @@ class Supervisor:
 
         Returns how the old run ended: 0 after a drain.
         """
-        await self._cancel()  # this end is requested
+        await cancelled(self._task)  # this end is requested
         self._returns = True
         status = await self.process.stop(timeout_s)
         await self.start()
@@ -235,12 +242,7 @@ class Supervisor:
     async def release(self) -> None:
         """Stops supervising: the end of the process has no effect from now on."""
         self._returns = False
-        await self._cancel()
-
-    async def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled(self._task)
 
     async def _supervise(self) -> None:
         while True:
@@ -263,8 +265,7 @@ class Supervisor:
         try:
             await self.process.wait()
         finally:
-            noting.cancel()
-            await asyncio.gather(noting, return_exceptions=True)
+            await cancelled(noting)
         # Counted from ready, not from the start: a large model may take minutes to load.
         healthy = self._ready.is_set() and time.monotonic() - self._ready_at >= _HEALTHY_S
         self._failures = 1 if healthy else self._failures + 1
