@@ -15,6 +15,7 @@ import pytest
 from baton.config import ClusterConfig
 from baton.errors import Unavailable
 from baton.local import up
+from baton.local.span_store import Span, SpanStore
 from baton.local.trace_source import KeptTraces
 from tests.waiting import eventually
 
@@ -96,6 +97,32 @@ async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["said"]
 
 
+async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The client's own span may be kept elsewhere, so a missing root is no reason to wait."""
+
+    def span(trace: str, number: str, service: str, is_entry: bool) -> Span:
+        return Span(trace, number, "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
+
+    monkeypatch.setattr(up, "_QUIET_S", 0.1)
+    store, drawn = SpanStore(), ""
+    drawing = asyncio.create_task(up._draw_finished(store))
+    store.add([span("other", "a", "baton-router", False), span("other", "b", "baton-decode", True)])
+    store.add([span("ended", "a", "baton-router", True)])
+
+    async def look() -> str:
+        nonlocal drawn
+        drawn += capsys.readouterr().out
+        return drawn
+
+    await eventually(look, lambda text: "trace ended" in text, "not drawn")
+    store.add([span("ended", "b", "baton-prefill", True)])  # late
+    await asyncio.sleep(0.3)
+    assert (await look()).count("trace ") == 1
+    drawing.cancel()
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"trace": True, "keep_traces": 0}, {"otlp": "http://o:1"}]
 )
@@ -109,9 +136,6 @@ async def test_traces_are_kept_here(settings: dict[str, Any]) -> None:
         assert await asyncio.to_thread(source.summaries, False, 1, 30.0) == []
     with pytest.raises(Unavailable):
         await asyncio.to_thread(source.summaries, False, 1, 30.0)
-
-
-async def test_traces_are_not_kept_here() -> None:
-    config = ClusterConfig(keep_traces=0, otlp="http://o:1")
+    config = ClusterConfig(keep_traces=0, otlp="http://o:1")  # kept elsewhere
     async with contextlib.AsyncExitStack() as stack:
         assert await up._with_receiver(config, stack) == config
