@@ -52,7 +52,6 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Its name in a configuration file."""
         return self.flag.removeprefix("--")
 
     @property
@@ -221,7 +220,6 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def _own(cls: type[Any]) -> list[Option]:
-    """The options of a dataclass without its parts'."""
     owners: dict[str, Any] = {
         name: base for base in reversed(cls.__mro__) for name in base.__dict__
     }

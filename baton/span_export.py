@@ -66,11 +66,9 @@ class RetryingExporter(SpanExporter):
         self._closing.set()
 
     def shutdown(self) -> None:
-        """Closes the connection."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is buffered here."""
         return True
 
 

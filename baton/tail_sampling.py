@@ -45,14 +45,12 @@ class HeadSampler(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """The same for every span of a trace."""
         parent = trace.get_current_span(parent_context).get_span_context()
         sampled = parent.trace_flags.sampled if parent.is_valid else self._is_sampled(trace_id)
         decision = Decision.RECORD_AND_SAMPLE if sampled else Decision.RECORD_ONLY
         return SamplingResult(decision, attributes, parent.trace_state or None)
 
     def get_description(self) -> str:
-        """Its name and ratio."""
         return f"HeadSampler{{{self._ratio}}}"
 
     def _is_sampled(self, trace_id: int) -> bool:
@@ -72,11 +70,9 @@ class TailSampler(SpanProcessor):
 
     @property
     def num_held(self) -> int:
-        """Spans in memory."""
         return self._num_held
 
     def on_end(self, span: ReadableSpan) -> None:
-        """A span has ended."""
         context = span.get_span_context()
         if context is None:
             return
@@ -103,11 +99,9 @@ class TailSampler(SpanProcessor):
                 self._exporting.on_end(_as_sampled(span, context))
 
     def shutdown(self) -> None:
-        """Exports what was handed on and drops what is held."""
         self._exporting.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Exports what was handed on."""
         return self._exporting.force_flush(timeout_millis)
 
     def _hold(self, trace_id: int, span: ReadableSpan) -> None:

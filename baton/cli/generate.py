@@ -154,7 +154,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_usage(args: argparse.Namespace) -> None:
-    """Ends the program when options contradict each other."""
     for name in (*_OF_A_CLUSTER, "api_key_file"):
         if args.local and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
@@ -164,7 +163,6 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling settings that were asked for."""
     asked = {name: getattr(args, name) for name in _SAMPLING}
     return {name: value for name, value in asked.items() if value is not None}
 

@@ -77,17 +77,14 @@ def add_declared(
 
     Only what is written on the command line gets into the namespace, under its key.
     """
-    first = group or cls.GROUP
-    groups: dict[str, Any] = {first: parser.add_argument_group(first)}
-    for one in options.declared(cls).values():
-        title = group or one.group
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        into = groups[title]
+    declared = options.declared(cls).values()
+    titles = [group or cls.GROUP, *(group or one.group for one in declared)]
+    groups: dict[str, Any] = {t: parser.add_argument_group(t) for t in dict.fromkeys(titles)}
+    either: Any = None
+    for one in declared:
+        into = groups[group or one.group]
         if one.key in ("model", "random-weights"):
-            if "either" not in groups:
-                groups["either"] = into.add_mutually_exclusive_group()
-            into = groups["either"]
+            into = either = either or into.add_mutually_exclusive_group()
         _add(into, one, (texts or {}).get(one.key, one.help))
 
 

@@ -155,15 +155,11 @@ def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list
 
 def _run_explain(args: argparse.Namespace) -> int:
     prompt = prompt_of(args)
+    asked = {"max_tokens": args.max_tokens, "cache_salt": args.cache_salt}
     from baton import Client
 
     with options.calling(args.target, args.timeout), Client(args.target) as client:
-        explanation = client.explain(
-            prompt,
-            max_tokens=args.max_tokens,
-            cache_salt=args.cache_salt,
-            timeout=args.timeout,
-        )
+        explanation = client.explain(prompt, timeout=args.timeout, **asked)
     print(json.dumps(explanation) if args.json else render_explanation(explanation))
     return 0
 
@@ -175,23 +171,20 @@ def render_explanation(explanation: Mapping[str, Any]) -> str:
     columns = dict(_CANDIDATE_COLUMNS)
     if not any(row["refused"] for row in rows):
         del columns["refused"]
+    if explanation["refused"]:
+        verdict = f"would be refused or wait: {explanation['refused']}"
+    elif explanation["decode_prefills"]:
+        verdict = f"would run on {rows[0]['decode']}, which would compute the prompt itself"
+    else:
+        verdict = f"would run on {rows[0]['prefill']} and {rows[0]['decode']}"
     lines = [
         f"a prompt of {explanation['prompt_tokens']} tokens{tenant}; "
         f"{explanation['queued']} requests wait at the router",
-        _verdict(explanation),
+        verdict,
         "",
         *(table(columns, rows) or ["no workers"]),
     ]
     return "\n".join(lines)
-
-
-def _verdict(explanation: Mapping[str, Any]) -> str:
-    if explanation["refused"]:
-        return f"would be refused or wait: {explanation['refused']}"
-    best = explanation["candidates"][0]
-    if explanation["decode_prefills"]:
-        return f"would run on {best['decode']}, which would compute the prompt itself"
-    return f"would run on {best['prefill']} and {best['decode']}"
 
 
 def _row(candidate: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,6 @@ class LocalCluster:
             ) from None
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        """Sends a signal to one process."""
         self.processes[name].signal(signum)
 
     async def add_worker(self, role: str, share: resources.Share | None = None) -> str:

@@ -99,7 +99,6 @@ def _check_workers(status: GetStatusResponse) -> Iterator[Finding]:
 
 
 def _on_gpu(record: WorkerRecord) -> bool:
-    """Whether a worker's KV lies on a GPU."""
     described = bool(record.hardware.gpu.name or record.hardware.gpu.uuid)
     return described or any(kind in record.transports for kind in _ON_GPU)
 

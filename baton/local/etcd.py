@@ -46,8 +46,8 @@ def etcd_binary() -> Path:
     return Path(found)
 
 
-class _Ended(Unavailable):
-    """The process ended instead of answering."""
+class _Ended(Unavailable):  # instead of answering
+    pass
 
 
 class EmbeddedEtcd:
@@ -97,7 +97,6 @@ class EmbeddedEtcd:
         await self.close()
 
     async def close(self) -> None:
-        """Stops etcd and removes its data."""
         await self.stop()
         if self._scratch is not None:
             scratch, self._scratch = self._scratch, None
@@ -247,6 +246,5 @@ class ScratchFolder:
         new.rename(self.path / _LOCK)
 
     def remove(self) -> None:
-        """Removes it with all that is in it."""
         shutil.rmtree(self.path)
         os.close(self._lock)

@@ -34,7 +34,6 @@ class OtlpReceiver(
     """Listens on a loopback port between `async with` and its end; `address` is its URL."""
 
     def __init__(self, store: SpanStore, port: int = 0, quiet_s: float = _QUIET_S) -> None:
-        """`port` 0 takes a free one."""
         self.store = store
         self.address = ""
         self._port = port
@@ -55,7 +54,6 @@ class OtlpReceiver(
         await self._server.stop(grace=0.5)
 
     async def Export(self, request: Any, context: Any) -> Any:
-        """Stores the spans of one export."""
         self.store.add(_received(request))
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -79,7 +77,6 @@ class OtlpReceiver(
     async def ListTraces(
         self, request: trace_pb2.ListTracesRequest, context: Any
     ) -> trace_pb2.ListTracesResponse:
-        """Requests, in the requested order."""
         slowest = request.order == trace_pb2.TRACE_ORDER_SLOWEST
         found = summaries(self.store.traces(), slowest, request.most or _MAX_LISTED)
         return trace_pb2.ListTracesResponse(traces=found)
@@ -118,7 +115,6 @@ def _value(message: trace_pb2.AttributeValue) -> AttributeValue:
 
 
 def _received(request: Any) -> Iterator[Span]:
-    """The spans of an ExportTraceServiceRequest."""
     for resource_spans in request.resource_spans:
         resource = _otlp_attributes(resource_spans.resource.attributes)
         service = str(resource.get("service.name", "unknown"))

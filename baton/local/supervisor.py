@@ -70,7 +70,6 @@ class ChildProcess:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the latest run was started."""
         return time.monotonic() - self.started_at
 
     @property
@@ -89,7 +88,6 @@ class ChildProcess:
         return f"{self.ending}: {last}" if (self.exit_status or 0) > 0 and last else self.ending
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of its output."""
         return "\n".join(list(self.log)[-lines:])
 
     async def start(self) -> None:
@@ -193,7 +191,6 @@ class Supervisor:
         self._until_ready = until_ready
         self._on_exit = on_exit
         self._say = say
-        self._failures = 0
         self._ready = asyncio.Event()
         self._ready_at = 0.0
         self._returns = False
@@ -206,14 +203,14 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process serves."""
         return self._ready.is_set() and self.process.running
 
     async def start(self) -> None:
         """Starts the process, which does not run, and keeps it running from now on."""
         await cancelled(self._task)
         self._returns = True
-        await self._start_run()
+        self._ready.clear()
+        await self.process.start()
         name = f"supervisor of {self.process.name}"
         self._task = asyncio.create_task(self._supervise(), name=name)
 
@@ -245,31 +242,24 @@ class Supervisor:
         await cancelled(self._task)
 
     async def _supervise(self) -> None:
+        failures = 0
         while True:
-            await self._follow_run()
+            noting = asyncio.create_task(self._note_ready())
+            try:
+                await self.process.wait()
+            finally:
+                await cancelled(noting)
+            # Counted from ready, not from the start: a large model may take minutes to load.
+            healthy = self._ready.is_set() and time.monotonic() - self._ready_at >= _HEALTHY_S
+            failures = 1 if healthy else failures + 1
+            self._ready.clear()
             if not self._on_exit(self.process):
                 self._returns = False
                 return
-            delay_s = restart_delay_s(self._failures)
+            delay_s = restart_delay_s(failures)
             self._say(f"{self.process.failure}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
-            await self._start_run()
-
-    async def _start_run(self) -> None:
-        self._ready.clear()
-        await self.process.start()
-
-    async def _follow_run(self) -> None:
-        """Returns when the process has ended."""
-        noting = asyncio.create_task(self._note_ready())
-        try:
-            await self.process.wait()
-        finally:
-            await cancelled(noting)
-        # Counted from ready, not from the start: a large model may take minutes to load.
-        healthy = self._ready.is_set() and time.monotonic() - self._ready_at >= _HEALTHY_S
-        self._failures = 1 if healthy else self._failures + 1
-        self._ready.clear()
+            await self.process.start()
 
     async def _note_ready(self) -> None:
         what = await self._until_ready(self.process)

@@ -103,7 +103,6 @@ class Moment(NamedTuple):
 
     @classmethod
     def now(cls, routers: Sequence[PolledRouter]) -> Moment:
-        """The present."""
         return cls(routers, time.monotonic(), time.time())
 
 
@@ -167,7 +166,6 @@ class Screen:
             await asyncio.sleep(_DRAW_S)
 
     def _press(self, key: str) -> None:
-        """What a key does; others do nothing."""
         shown = self._options
         if key in ("q", "Q", "\x04"):
             self._left = True
@@ -243,7 +241,6 @@ def _title(moment: Moment, options: Options) -> Text:
 
 
 def _problems(moment: Moment) -> Iterator[Text]:
-    """What makes the rest less reliable."""
     for router in moment.routers:
         if router.failure:
             since = f" for {router.silent_s(moment.at):.0f} s" if router.last else ""
@@ -318,7 +315,6 @@ def _text(cell: str | Text | float | None) -> Text:
 
 
 def _rate(value: float) -> str:
-    """Three digits are enough to follow: 0.25, 12.3, 1,234."""
     digits = 0 if value == 0 else 2 if value < 1 else 1 if value < 100 else 0
     return f"{value:,.{digits}f}"
 

@@ -35,11 +35,9 @@ class PolledRouter:
 
     @property
     def last(self) -> Status | None:
-        """The newest answer."""
         return self.samples[-1][1] if self.samples else None
 
     def silent_s(self, now: float) -> float:
-        """Since it answered."""
         return now - self.samples[-1][0] if self.samples else 0.0
 
     def rate(self, read: Callable[[Status], float | None]) -> float | None:
@@ -120,7 +118,6 @@ class WorkerLine(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its incarnation."""
         return self.status.record.incarnation
 
     @property
@@ -131,7 +128,6 @@ class WorkerLine(NamedTuple):
 
     @property
     def load(self) -> worker_pb2.Load:
-        """What it reported last."""
         return self.status.load
 
     @property

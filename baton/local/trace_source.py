@@ -44,7 +44,6 @@ class KeptTraces:
         self._address, self._secure = url.netloc, url.scheme == "https"
 
     def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
-        """The trace's spans, once they all have come."""
         wait_ms = int(min(_WAIT_S, timeout_s / 2) * 1000)
         request = trace_pb2.GetTraceRequest(trace_id=trace_id, wait_ms=wait_ms)
         response = self._call("GetTrace", request, timeout_s)
@@ -108,7 +107,6 @@ class Jaeger:
         self._base = urllib.parse.urlunsplit(parts._replace(query="", fragment="")).rstrip("/")
 
     def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
-        """The trace's spans; none when Jaeger does not know it."""
         return [s for spans in self._get(f"/api/traces/{trace_id}", timeout_s) for s in spans]
 
     def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[TraceSummary]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.local.span_store import AttributeValue, Span
 from baton.v1.trace_pb2 import TraceSummary
@@ -38,7 +39,6 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Of the request's time, between 0 and 1."""
         return self.known_ns / self.took_ns if self.took_ns else 1.0
 
 
@@ -120,8 +120,7 @@ def coverage(spans: Sequence[Span]) -> Coverage | None:
     return Coverage(entry.end_ns - entry.start_ns, known, tuple(gaps))
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     span: Span
     stem: str  # drawn before the span's own name
     below: str  # drawn before what belongs to the span: attributes and children

@@ -45,7 +45,6 @@ class Gaps:
         self._sum += value
 
     def family(self, instrument: Instrument) -> Metric:
-        """All values so far."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
         return HistogramMetricFamily(instrument.series, instrument.text, buckets, self._sum)
@@ -135,7 +134,6 @@ class Recorder(Collector):
         return kind, encode(self)
 
     def close(self) -> None:
-        """Forgets what is observed."""
         self._readings.clear()
 
     def _of_kind(self, name: str, kind: str) -> Instrument:

@@ -59,7 +59,6 @@ async def serving(page: Page, host: str, port: int) -> AsyncGenerator[str, None]
 
 
 def _answer(page: Page, request: bytes) -> bytes:
-    """The response to one HTTP request's head."""
     line, *headers = request.decode("latin-1").split("\r\n")
     method, path, *_ = [*line.split(), "", ""]
     fields = (header.partition(":") for header in headers)
