@@ -47,10 +47,7 @@ _CLUSTER_OPTIONS = (
      "with the key to show the router (default: the variable BATON_API_KEY, if set)"),
 )  # fmt: skip
 # By these names in both the SDK's options and SamplingParams.
-_SAMPLING = (
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-    *("min_tokens", "ignore_eos", "logprobs"),
-)
+_SAMPLING = (*(flag[2:].replace("-", "_") for flag, *_ in _SAMPLING_OPTIONS), "ignore_eos")
 _OF_A_CLUSTER = ("timeout", "priority", "ttft_target")  # by these names in the SDK's options
 _MODEL_TEXT = (
     "the model's name in requests (default: whichever the router serves); with --local its "

@@ -122,13 +122,9 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
     mine = options.declared(CONFIGS[command])
     line = {key: vars(args)[key] for key in mine if key in vars(args)}
     line = {key: tuple(value) if mine[key].many else value for key, value in line.items()}
+    known = {"config"}.union(*map(options.declared, CONFIGS.values()))
     source: str = args.config or os.environ.get(f"{options.PREFIX}CONFIG", "")
-    if source.startswith("{"):
-        return options.build(cls, options.from_json(mine, source) | line, **given)
-    known = {"config"}.union(*(options.declared(config) for config in CONFIGS.values()))
-    file = options.from_file(Path(source), mine, known) if source else {}
-    environment = options.from_environment(os.environ, mine, known)
-    return options.build(cls, file | environment | line, **given)
+    return options.build(cls, options.read(mine, known, os.environ, source) | line, **given)
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -25,12 +25,3 @@ def test_the_route_says_where_a_completion_ran() -> None:
     alone = dataclasses.replace(DONE, route=Route(None, "d1", None, 1))
     text = demo.route_text(alone)
     assert text.startswith("  prefill and decode by d1: no KV cache had to move\n")
-
-
-def test_compiling_kernels_is_progress() -> None:
-    at = "2026-01-01 12:00:00,123"
-    text = "compiling native kernels for avx2, once: this takes some seconds"
-    for level in ("INFO", "WARNING"):
-        assert demo.progress(f"{at} {level} baton.engine.ops.native.library: {text}") == text
-    assert demo.progress(f"{at} INFO baton.worker.node: ready") == ""
-    assert demo.progress("Traceback (most recent call last):") == ""
