@@ -449,52 +449,52 @@ def test_generate_local_needs_no_cluster(monkeypatch, capsys):
     assert calls == [("x", 64, True), ("x", 9, False)]  # what was asked for is not cut
 
 
-def worker_status(role: str, **changes: Any) -> dict[str, Any]:
-    zeros = dict.fromkeys(list(status._WORKER_COLUMNS)[5:], 0)
-    return {
-        "role": role, "incarnation": f"{role}1", "address": "h:1", "pid": 7, "state": "READY",
-        "reason": "", **zeros, **changes,
-    }  # fmt: skip
-
-
 STATUS = {
     "router": {
         "incarnation": "r1", "address": "h:7700", "pid": 3, "state": "SERVING", "model": "demo",
         "queued": 1, "running": 2, "registry_connected": True, "cluster": "default",
     },
-    "workers": [worker_status("prefill"), worker_status("decode", blocks_total=1024)],
+    "workers": [
+        {
+            "role": role, "incarnation": f"{role}1", "address": "h:1", "pid": 7, "state": "READY",
+            "reason": "", "device": "cpu", **dict.fromkeys(list(status._WORKER_COLUMNS)[5:], 0),
+        }
+        for role in ("prefill", "decode")
+    ],
     "pairs": [{"prefill": "prefill1", "decode": "decode1", "transport": None, "state": "OPEN"}],
 }  # fmt: skip
-TABLE = """\
-router r1 at h:7700 (pid 3): SERVING, model demo, cluster default
-requests: 2 running, 1 queued
-
-role     incarnation  address  pid  state  running  queued tokens  blocks: free  cached  held  \
-quarantined   all
-prefill  prefill1     h:1        7  READY        0              0             0       0     0  \
-          0     0
-decode   decode1      h:1        7  READY        0              0             0       0     0  \
-          0  1024
-
-prefill   decode   transport  state
-prefill1  decode1  -          OPEN
-"""
+HEAD = "role incarnation address pid state running queued tokens blocks: free cached held"
 
 
 def test_status_as_table_and_json(client, capsys):
-    assert cli.main(["status"]) == 0
-    assert capsys.readouterr().out == TABLE
     assert cli.main(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == STATUS
-    empty = {**STATUS, "workers": [], "pairs": []}
-    empty["router"] = {**STATUS["router"], "registry_connected": False}  # type: ignore[dict-item]
-    assert "no workers" in status.render(empty)
-    assert "REGISTRY UNREACHABLE" in status.render(empty)
-    silent = worker_status("decode", state="SILENT", reason="no heartbeat for 1.6 s")
-    lines = status.render({**STATUS, "workers": [worker_status("prefill"), silent]}).splitlines()
-    assert lines[3].endswith("all  reason")
-    assert lines[5].endswith("  0  no heartbeat for 1.6 s")
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == STATUS
+    assert cli.main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "router r1 at h:7700 (pid 3): SERVING, model demo, cluster default",
+        "requests: 2 running, 1 queued",
+    ]
+    assert [" ".join(line.split()) for line in lines[3:6]] == [
+        f"{HEAD} quarantined all", "prefill prefill1 h:1 7 READY 0 0 0 0 0 0 0",
+        "decode decode1 h:1 7 READY 0 0 0 0 0 0 0",
+    ]  # fmt: skip
+    assert lines[7:] == [
+        "prefill   decode   transport  state",
+        "prefill1  decode1  -          OPEN",
+    ]
+    # Devices are shown where there is a GPU, reasons where a worker is not ready.
+    changed = json.loads(shown)
+    changed["router"]["registry_connected"] = False
+    changed["workers"][0]["device"] = "H100"
+    changed["workers"][1] |= {"state": "SILENT", "reason": "no heartbeat for 1.6 s"}
+    lines = status.render(changed).splitlines()
+    assert lines[0].endswith(", REGISTRY UNREACHABLE")
+    assert lines[3].endswith("all  computes on  reason") and lines[4].endswith("  0  H100")
+    assert lines[5].endswith("  0  cpu          no heartbeat for 1.6 s")
     assert lines[-1].startswith("SILENT: is connected, but without a heartbeat")
+    assert "no workers" in status.render({**STATUS, "workers": [], "pairs": []})
 
 
 def test_health_is_an_exit_status_for_container_checks(capsys):

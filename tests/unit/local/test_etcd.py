@@ -169,9 +169,9 @@ async def test_data_stay_where_something_else_keeps_etcd_from_starting():
     async with EmbeddedEtcd() as etcd:
         await write(etcd, "/one")
         await etcd.stop()
-        with taken(split_address(etcd.address)[1]):
-            with pytest.raises(Unavailable, match="address already in use"):
-                await etcd.start()
+        port = split_address(etcd.address)[1]
+        with taken(port), pytest.raises(Unavailable, match="address already in use"):
+            await etcd.start()
         await etcd.start()
         assert await keys(etcd) == [b"/one"]
 
