@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -163,61 +162,55 @@ def test_what_triton_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "baton-serving[gpu]" in doctor.triton(needed=True).fix
 
 
-def report(**fields: Any) -> dict[str, Any]:
-    """The object of `--json`, of a machine without findings."""
-    finding = {"level": "ok", "subject": "python", "text": "3.11", "fix": ""}
-    router = {"target": "127.0.0.1:7700", "answers": False}
-    empty: dict[str, Any] = {"workers": [], "pairs": [], "cluster": []}
-    return {"status": "ok", "machine": [finding], "router": router, **empty, **fields}
+def finding(level: str, subject: str, text: str, fix: str = "") -> dict[str, str]:
+    return {"level": level, "subject": subject, "text": text, "fix": fix}
+
+
+PAIR = {"prefill": "p", "decode": "d", "transport": None, "link": None, "in_use": "gloo",
+        "problems": ["nothing fits"], "not_possible": {}}  # fmt: skip
+WORKER = {"role": "prefill", "incarnation": "p", "address": "h:1", "state": "READY",
+          "device": "H100", "gpu": "GPU-a", "visible_gpus": ["GPU-a", "GPU-b"], "peer_gpus": [],
+          "rdma_devices": ["mlx5_0"], "transports": ["nccl"]}  # fmt: skip
 
 
 @pytest.mark.parametrize(("worst", "exit_status"), [("ok", 0), ("warn", 0), ("fail", 1)])
-def test_only_a_failure_is_an_exit_status(
+def test_a_report_is_shown_and_only_failures_are_an_exit_status(
     worst: str,
     exit_status: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    finding = {"level": worst, "subject": "it", "text": "is so", "fix": "do that"}
-    monkeypatch.setattr(
-        command, "look", lambda target, timeout_s: report(status=worst, machine=[finding])
-    )
+    obstacles = {"cuda_ipc": "they are apart", "nccl": "none offers it"}
+    report = {
+        "status": worst,
+        "machine": [finding(worst, "it", "is so", "do that")],
+        "router": {"target": "127.0.0.1:7700", "answers": False},
+        "workers": [WORKER],
+        "pairs": [
+            PAIR,
+            {**PAIR, "not_possible": obstacles},
+            {**PAIR, "transport": "cuda_ipc", "link": "NV18"},
+        ],
+        "cluster": [finding("ok", "p → d", "many words " * 9, "do " * 40)],
+    }
+    monkeypatch.setattr(command, "look", lambda target, timeout_s: report)
+    monkeypatch.setenv("COLUMNS", "60")
     assert cli.main(["doctor"]) == exit_status
     shown = capsys.readouterr().out
     assert f"  {worst:<4}  it  is so\n            → do that\n" in shown
     assert "router: none answers at 127.0.0.1:7700" in shown
     counted = {"ok": "nothing is missing", "warn": "0 failed, 1 warning", "fail": "1 failed"}
     assert counted[worst] in shown.splitlines()[-1]
-
-
-def test_long_findings_are_folded_under_themselves() -> None:
-    finding = {"level": "warn", "subject": "p → d", "text": "many words " * 9, "fix": "do " * 40}
-    shown = command.render(report(cluster=[finding]), width=60).splitlines()
-    lines = shown[shown.index("cluster") + 1 : -2]
-    assert lines[0].startswith("  warn  p → d  many words") and len(lines) > 4
+    assert "READY  H100         0 of 1  mlx5_0  nccl" in shown
+    assert "NONE                gloo    nothing fits" in shown
+    assert "NONE                gloo    cuda_ipc: they are apart; nccl: none offers it" in shown
+    assert "cuda_ipc over NV18  gloo    -" in shown
+    # Long findings are folded under themselves.
+    lines = shown[shown.index("\ncluster\n") :].splitlines()[2:-2]
+    assert lines[0].startswith("  ok    p → d  many words") and len(lines) > 4
     assert all(len(line) <= 60 for line in lines)
     assert all(line.startswith(" " * 15) for line in lines[1:])
     assert sum("→ do" in line for line in lines) == 1
-
-
-def test_pairs_are_explained_in_a_table() -> None:
-    pair: dict[str, Any] = {
-        "prefill": "p", "decode": "d", "transport": None, "link": None, "in_use": "gloo",
-        "problems": ["nothing fits"],
-        "not_possible": {"cuda_ipc": "they are apart", "nccl": "none offers it"},
-    }  # fmt: skip
-    worker: dict[str, Any] = {
-        "role": "prefill", "incarnation": "p", "address": "h:1", "state": "READY",
-        "device": "H100", "gpu": "GPU-a", "visible_gpus": ["GPU-a", "GPU-b"], "peer_gpus": [],
-        "rdma_devices": ["mlx5_0"], "transports": ["nccl"],
-    }  # fmt: skip
-    shown = command.render(report(pairs=[pair], workers=[worker]))
-    assert "NONE       gloo    cuda_ipc: they are apart; nccl: none offers it" in shown
-    forbidden = command.render(report(pairs=[{**pair, "not_possible": {}}]))
-    assert "NONE       gloo    nothing fits" in forbidden
-    linked = {**pair, "transport": "cuda_ipc", "link": "NV18", "not_possible": {}}
-    assert "cuda_ipc over NV18  gloo    -" in command.render(report(pairs=[linked]))
-    assert "READY  H100         0 of 1  mlx5_0  nccl" in shown
 
 
 def test_a_router_that_was_named_must_answer(capsys: pytest.CaptureFixture[str]) -> None:
