@@ -119,15 +119,6 @@ async def test_a_failed_start_is_named_and_leaves_nothing() -> None:
         await failing.__aenter__()
     assert not any(p.running for p in failing.processes.values())
 
-    server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    refused = cluster(port=port)
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use.*--port"):
-        await refused.__aenter__()
-    assert not refused.processes
-    server.close()
-    await server.wait_closed()
-
 
 async def test_a_crashed_worker_is_started_again_unless_restarts_are_off() -> None:
     async with cluster() as started:
@@ -183,7 +174,6 @@ async def test_several_routers() -> None:
         names = [name for name, p in started.processes.items() if p.role == "router"]
         assert names == ["router-0", "router-1", "router-2"]
         assert len(set(started.addresses)) == 3
-        assert started.targets == ",".join(started.addresses)
         for name, address in zip(names, started.addresses, strict=True):
             assert str(settings_of(started, name)["port"]) == address.rpartition(":")[2]
         with pytest.raises(DeadlineExceeded, match="missing: router-1"):
@@ -191,12 +181,9 @@ async def test_several_routers() -> None:
             await started.wait_ready(timeout_s=0.2)
         await started.wait_ready(timeout_s=30)
         assert started.processes["router-1"].starts == 2
-        await local_cluster.router_sees(started.addresses[2], started.processes["decode-0"].pid)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await local_cluster.router_sees(started.addresses[2], os.getpid())
-    for address in started.addresses:
-        ports.check_free("127.0.0.1", int(address.rpartition(":")[2]))
 
 
 def test_ports_follow_the_first_and_are_checked() -> None:
@@ -284,18 +271,3 @@ async def test_restarts_back_off_until_a_process_was_ready_for_a_while(
         crashing.argv.append("--fail")  # long life without READY is no health
         await lines_with(said, why, len(await lines_with(said, why)) + 1)
         assert said[-1].endswith("in 0.2 s")
-
-
-async def test_etcd_comes_back_with_its_data() -> None:
-    said: list[str] = []
-    async with cluster(say=said.append) as started:
-        assert started.etcd is not None
-        members = set(started.membership.records)
-        os.kill(started.etcd.pid or 0, signal.SIGKILL)
-        await lines_with(said, "etcd ended with status -9; starting it again")
-        await started.restart("prefill-0")  # needs the watch to be back
-        assert len(started.membership.records) == 2 and started.membership.records.keys() & members
-
-        config = ClusterConfig(port=0, etcd=started.etcd_address)
-        async with LocalCluster(config, programs=MEMBERS) as guest:
-            assert guest.etcd is None

@@ -60,6 +60,7 @@ BROKEN = [
     (pipe("model.safetensors"), ["model.safetensors"]),
     (pipe("generation_config.json"), ["generation_config.json", "not a regular file"]),
     (header(dtype="F32", shape=[1e400], data_offsets=[0, 0]), ["model.safetensors", "tensor"]),
+    (header(dtype=[], shape=[], data_offsets=[0, 0]), ["model.safetensors", "tensor"]),
     (endless_template, ["chat_template.jinja", "without bounds"]),
 ]
 
