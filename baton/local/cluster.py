@@ -77,7 +77,7 @@ class LocalCluster:
         self._start_timeout_s = start_timeout_s
         self._supervisors: dict[str, Supervisor] = {}
         self._stack = AsyncExitStack()  # etcd, and the connection to it
-        self._failed_start: asyncio.Future[None] | None = None
+        self._failed_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop: asyncio.Task[None] | None = None
 
     @property
@@ -126,14 +126,9 @@ class LocalCluster:
     async def add_worker(self, role: str, share: resources.Share | None = None) -> str:
         """Starts one more "prefill" or "decode" worker, by default unpinned; returns its name."""
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
-        args = commands.worker(
-            self.config,
-            role,
-            share or resources.Share((), 1),
-            self.etcd_address,
-            self.config.otlp,
-            self._metrics_port(name, "127.0.0.1"),
-        )
+        share = share or resources.Share((), 1)
+        metrics_port = self._metrics_port(name, "127.0.0.1")
+        args = commands.worker(self.config, self.etcd_address, role, share, metrics_port)
         await self._launch(name, role, args, self._worker_ready)
         return name
 
@@ -189,7 +184,6 @@ class LocalCluster:
             process.kill()
 
     async def _start(self) -> None:
-        self._failed_start = asyncio.get_running_loop().create_future()
         config = self.config
         await asyncio.to_thread(check_model, config.engine)
         found = ports.consecutive(config.host, config.port, config.routers)
@@ -209,9 +203,7 @@ class LocalCluster:
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)
-            args = commands.router(
-                config, port, self.etcd_address, config.otlp, metrics_port, http_port
-            )
+            args = commands.router(config, self.etcd_address, port, http_port, metrics_port)
             await self._launch(name, "router", args, self._router_ready)
         for name, share in zip(names, shares, strict=True):
             await self.add_worker(name.partition("-")[0], share)
@@ -262,8 +254,7 @@ class LocalCluster:
 
     def _metrics_port(self, name: str, host: str) -> int | None:
         """Where a new process serves its metrics: the port after the last one's."""
-        first = self.config.metrics_port
-        if first is None:
+        if (first := self.config.metrics_port) is None:
             return None
         wanted = first + len(self.metrics) if first else 0
         (port,) = ports.consecutive(host, wanted, 1, "--metrics-port")
@@ -279,7 +270,7 @@ class LocalCluster:
 
     def _process_ended(self, process: ChildProcess) -> bool:
         """A process ended though that was not requested; whether it is started again."""
-        if self._failed_start is not None and not self._failed_start.done():
+        if not self._failed_start.done():
             why = f"{process.ending} while the cluster was starting{self._last_output(process)}"
             self._failed_start.set_exception(Unavailable(why))
             return False
@@ -298,7 +289,6 @@ class LocalCluster:
 
     async def _ready_or_failed(self) -> None:
         """Returns when the cluster is ready; raises as soon as one of its processes has ended."""
-        assert self._failed_start is not None
         ready = asyncio.create_task(self.wait_ready())
         try:
             await asyncio.wait([ready, self._failed_start], return_when=asyncio.FIRST_COMPLETED)
@@ -316,7 +306,7 @@ class LocalCluster:
 
     async def _stop_all(self) -> None:
         await asyncio.gather(*(supervisor.release() for supervisor in self._supervisors.values()))
-        if self._failed_start is not None and self._failed_start.done():
+        if self._failed_start.done():
             self._failed_start.cancelled() or self._failed_start.exception()  # seen
         timeout_s = self.config.drain_s + _STOP_GRACE_S
         try:

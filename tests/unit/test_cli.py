@@ -115,8 +115,8 @@ def children(*argv: str, share: Share = Share((), 1)) -> tuple[Any, Any]:  # noq
     """The settings that `baton up`'s router and prefill worker take out of their command lines."""
     cluster = settings("up", *argv)
     etcd = cluster.etcd or "h:1"
-    router = commands.router(cluster, 7701, etcd, cluster.otlp, cluster.metrics_port)
-    worker = commands.worker(cluster, "prefill", share, etcd, cluster.otlp, cluster.metrics_port)
+    router = commands.router(cluster, etcd, 7701, metrics_port=cluster.metrics_port)
+    worker = commands.worker(cluster, etcd, "prefill", share, cluster.metrics_port)
     assert parse(*router).die_with_parent == parse(*worker).die_with_parent == os.getpid()
     return settings(*router), settings(*worker)
 
@@ -173,7 +173,7 @@ def test_http_ports():
     """7780 and the ones after it, unless the routers take free ports: then none."""
     lines = {"up": 7780, "up --port 0": 0, "up --http-port 0": 0, "up --port 0 --http-port 99": 99}
     assert {line: settings(*line.split()).first_http_port for line in lines} == lines
-    argv = commands.router(settings("up"), 7701, "h:1", None, http_port=100)
+    argv = commands.router(settings("up"), "h:1", 7701, http_port=100)
     assert settings(*argv).http_port == 100
 
 
