@@ -46,15 +46,13 @@ class HeadSampler(Sampler):
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
         parent = trace.get_current_span(parent_context).get_span_context()
-        sampled = parent.trace_flags.sampled if parent.is_valid else self._is_sampled(trace_id)
+        mine = (trace_id & _ID_BITS) < self._bound
+        sampled = parent.trace_flags.sampled if parent.is_valid else mine
         decision = Decision.RECORD_AND_SAMPLE if sampled else Decision.RECORD_ONLY
         return SamplingResult(decision, attributes, parent.trace_state or None)
 
     def get_description(self) -> str:
         return f"HeadSampler{{{self._ratio}}}"
-
-    def _is_sampled(self, trace_id: int) -> bool:
-        return (trace_id & _ID_BITS) < self._bound
 
 
 class TailSampler(SpanProcessor):
@@ -65,12 +63,8 @@ class TailSampler(SpanProcessor):
         self._max_spans = max_spans
         self._lock = threading.Lock()
         self._held: OrderedDict[int, list[ReadableSpan]] = OrderedDict()  # by trace, oldest first
-        self._num_held = 0
+        self.num_held = 0  # spans
         self._kept: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def num_held(self) -> int:
-        return self._num_held
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()
@@ -93,7 +87,7 @@ class TailSampler(SpanProcessor):
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
             spans = self._held.pop(trace_id, [])
-            self._num_held -= len(spans)
+            self.num_held -= len(spans)
         for span in spans:
             if context := span.get_span_context():
                 self._exporting.on_end(_as_sampled(span, context))
@@ -106,10 +100,10 @@ class TailSampler(SpanProcessor):
 
     def _hold(self, trace_id: int, span: ReadableSpan) -> None:
         self._held.setdefault(trace_id, []).append(span)
-        self._num_held += 1
-        while self._num_held > self._max_spans:
+        self.num_held += 1
+        while self.num_held > self._max_spans:
             _, spans = self._held.popitem(last=False)
-            self._num_held -= len(spans)
+            self.num_held -= len(spans)
 
 
 def _as_sampled(span: ReadableSpan, context: SpanContext) -> ReadableSpan:

@@ -140,9 +140,7 @@ def _otlp_attributes(pairs: Iterable[Any]) -> dict[str, AttributeValue]:
 
 def _otlp_value(value: Any) -> AttributeValue:
     kind = value.WhichOneof("value")
-    if kind in ("string_value", "int_value", "double_value", "bool_value"):
-        scalar: AttributeValue = getattr(value, kind)
-        return scalar
     if kind == "array_value":
         return ", ".join(str(_otlp_value(item)) for item in value.array_value.values)
-    return "" if kind is None else f"<{kind.removesuffix('_value')}>"
+    found = getattr(value, kind) if kind else ""
+    return found if isinstance(found, str | int | float | bool) else str(found)

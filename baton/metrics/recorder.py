@@ -102,8 +102,7 @@ class Recorder(Collector):
         return self._gaps.setdefault(name, Gaps(instrument.buckets))
 
     def observe(self, name: str, read: Reading) -> None:
-        """Has `read` called at every scrape: (value, attributes) of a gauge, or of a counter whose
-        total is kept elsewhere."""
+        """Has `read` called at every scrape: (value, attributes) of a gauge or a total."""
         assert self._instruments[name].kind != table.HISTOGRAM, f"{name} is a histogram"
         self._readings[name] = read
 
