@@ -8,6 +8,8 @@ client  generate                       0.0   412.3 ms |████████�
 
 from __future__ import annotations
 
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -127,11 +129,17 @@ class _Line(NamedTuple):
     is_orphan: bool
 
 
-def render(spans: Sequence[Span], width: int = 100) -> str:
+def width() -> int:
+    """How many columns to draw on: the terminal's, or what fits a file."""
+    return min(shutil.get_terminal_size().columns, 160) if sys.stdout.isatty() else 100
+
+
+def render(spans: Sequence[Span], width: int = 100, with_coverage: bool = False) -> str:
     """The trace as lines of at most `width` columns (60 or more), without a final newline.
 
     Children are sorted by start. A span whose parent never arrived hangs under the root, marked
     "?"; a failed span is marked "!". Times are milliseconds, counted from the trace's first start.
+    `with_coverage` adds how much of a request's time is known, and its largest gaps.
     """
     if not spans:
         return "(no spans)"
@@ -163,23 +171,15 @@ def render(spans: Sequence[Span], width: int = 100) -> str:
         text += [_fit(left + part, width) for part in wrapped]
     if any(line.is_orphan for line in lines):
         text.append("? = the parent span did not arrive")
+    if with_coverage and (known := coverage(spans)):
+        gaps = [
+            f"{(end - start) / 1e6:.1f} ms at {(start - first_ns) / 1e6:.1f}"
+            for start, end in known.gaps[:_MAX_GAPS]
+        ]
+        said = f"spans account for {known.share:.1%} of the request's {known.took_ns / 1e6:.1f} ms"
+        said += f"; longest gaps: {', '.join(gaps)}" if gaps else ""
+        text += textwrap.wrap(said, width)
     return "\n".join(text)
-
-
-def render_coverage(spans: Sequence[Span], width: int = 100) -> str:
-    """How much of a request's time is known and where the largest gaps are, in the tree's time.
-
-    Empty when the trace is not one of a request.
-    """
-    if (found := coverage(spans)) is None:
-        return ""
-    first_ns = min(span.start_ns for span in spans)
-    text = f"spans account for {found.share:.1%} of the request's {found.took_ns / 1e6:.1f} ms"
-    gaps = [
-        f"{(end - start) / 1e6:.1f} ms at {(start - first_ns) / 1e6:.1f}"
-        for start, end in found.gaps[:_MAX_GAPS]
-    ]
-    return textwrap.fill(f"{text}; longest gaps: {', '.join(gaps)}" if gaps else text, width)
 
 
 def _walk(spans: Sequence[Span]) -> Iterator[_Line]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 import sys
 import time
@@ -122,8 +121,7 @@ async def _draw_finished(store: SpanStore) -> None:
         for spans in store.traces(began, until):
             if entry_of(spans) and (trace_id := spans[0].trace_id) not in drawn:
                 drawn.add(trace_id)
-                width = os.get_terminal_size().columns if sys.stdout.isatty() else 100
-                say("\n" + trace_tree.render(spans, min(width, 160)))
+                say("\n" + trace_tree.render(spans, trace_tree.width()))
         began = until
         drawn = {trace_id for trace_id in drawn if store.arrived_at(trace_id)}
 

@@ -11,10 +11,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from baton.cli.trace import render
 from baton.errors import InternalError, Unavailable
 from baton.local.trace_source import Jaeger
-from baton.local.trace_tree import ROUTER, entry_of, is_whole
+from baton.local.trace_tree import ROUTER, entry_of, is_whole, render
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())
@@ -85,7 +84,7 @@ def jaeger() -> Iterator[Server]:
 
 def test_a_trace_is_drawn_as_one_of_ours(jaeger: Server) -> None:
     spans = Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
-    assert render(spans, 100) == TREE
+    assert render(spans, with_coverage=True) == TREE
     assert is_whole(spans)
     entry = entry_of(spans)
     assert entry is not None
