@@ -28,22 +28,13 @@ _EXAMPLES = """\
   baton doctor
   baton doctor --target 10.0.0.9:7700 --json"""
 _WORKER_COLUMNS = {
-    "role": "role",
-    "incarnation": "worker",
-    "address": "address",
-    "state": "state",
-    "device": "computes on",
-    "peers": "peers",
-    "rdma": "RDMA",
-    "transports": "transports",
-}
+    "role": "role", "incarnation": "worker", "address": "address", "state": "state",
+    "device": "computes on", "peers": "peers", "rdma": "RDMA", "transports": "transports",
+}  # fmt: skip
 _PAIR_COLUMNS = {
-    "prefill": "prefill",
-    "decode": "decode",
-    "transport": "transport",
-    "in_use": "in use",
+    "prefill": "prefill", "decode": "decode", "transport": "transport", "in_use": "in use",
     "why": "why none that is faster",
-}
+}  # fmt: skip
 
 _MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
 _MIN_TEXT = 40  # columns

@@ -33,19 +33,11 @@ _STATUS_EXAMPLES = """\
   baton status
   baton status --target 10.0.0.9:7700 --json"""
 _WORKER_COLUMNS = {
-    "role": "role",
-    "incarnation": "incarnation",
-    "address": "address",
-    "pid": "pid",
-    "state": "state",
-    "running": "running",
-    "queue_tokens": "queued tokens",
-    "blocks_free": "blocks: free",
-    "blocks_cached": "cached",
-    "blocks_held": "held",
-    "blocks_quarantined": "quarantined",
-    "blocks_total": "all",
-}
+    "role": "role", "incarnation": "incarnation", "address": "address", "pid": "pid",
+    "state": "state", "running": "running", "queue_tokens": "queued tokens",
+    "blocks_free": "blocks: free", "blocks_cached": "cached", "blocks_held": "held",
+    "blocks_quarantined": "quarantined", "blocks_total": "all",
+}  # fmt: skip
 _PAIR_COLUMNS = {name: name for name in ("prefill", "decode", "transport", "state")}
 _EXPLAIN_TEXT = """\
 Shows every pair of workers with what the router expects of it (time to first token, time per output
@@ -55,17 +47,11 @@ _EXPLAIN_EXAMPLES = """\
   baton explain 'class Stack:'
   cat main.py | baton explain - --max-tokens 500 --json"""
 _CANDIDATE_COLUMNS = {
-    "prefill": "prefill",
-    "decode": "decode",
-    "score": "score ms",
-    "ttft_ms": "TTFT ms",
-    "tpot_ms": "TPOT ms",
-    "queue_tokens": "tokens first",
-    "prefill_cached_tokens": "cached: prefill",
-    "decode_cached_tokens": "decode",
-    "same_host": "host",
-    "refused": "left out",
-}
+    "prefill": "prefill", "decode": "decode", "score": "score ms", "ttft_ms": "TTFT ms",
+    "tpot_ms": "TPOT ms", "queue_tokens": "tokens first",
+    "prefill_cached_tokens": "cached: prefill", "decode_cached_tokens": "decode",
+    "same_host": "host", "refused": "left out",
+}  # fmt: skip
 _HEALTH_TEXT = """\
 Asks a router or a worker by the gRPC health protocol (grpc.health.v1). Exit status 0 if it takes
 work; 1 if it does not, with the reason on stderr. Made for health checks of containers."""

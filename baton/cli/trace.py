@@ -29,15 +29,9 @@ _EXAMPLES = """\
   baton trace 4bf92f3577b34da6a3ce929d0e0e4736
   baton trace 4bf92f3577b34da6a3ce929d0e0e4736 --jaeger http://jaeger:16686"""
 _COLUMNS = {
-    "trace_id": "trace",
-    "ended": "ended",
-    "took": "took ms",
-    "input_tokens": "tokens in",
-    "output_tokens": "out",
-    "attempts": "attempts",
-    "spans": "spans",
-    "error": "failed",
-}
+    "trace_id": "trace", "ended": "ended", "took": "took ms", "input_tokens": "tokens in",
+    "output_tokens": "out", "attempts": "attempts", "spans": "spans", "error": "failed",
+}  # fmt: skip
 _MAX_LISTED = 20
 
 

@@ -103,11 +103,11 @@ def test_every_message_in_troubleshooting_is_one_of_ours():
 def test_the_table_of_errors_is_what_callers_get():
     text = (DOCS / "reference/sdk.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (\w+)[^|]*\| (\d+) \| (\w+)", text, re.M)
-    told = {name: (grpc, int(http), retry == "yes") for name, grpc, http, retry in rows}
-    for name, row in told.items():
+    listed = {name: (grpc, int(http), retry == "yes") for name, grpc, http, retry in rows}
+    for name, row in listed.items():
         error = getattr(errors, name)("why")
         assert row == (code_of(error).name, failure_of(error).status, error.retryable), name
-    assert len(told) == 12
+    assert len(listed) == 12
 
 
 @pages

@@ -5,7 +5,6 @@ import contextlib
 import os
 import pty
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,55 +31,34 @@ sys.exit(asyncio.run(up.run(ClusterConfig(port=0))))
 """
 
 
-@contextlib.asynccontextmanager
-async def running_up(stdin: int, said: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`baton up` with members instead of a model, in a session of its own."""
-    with said.open("wb") as out:
+async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    master, slave = pty.openpty()
+    with output.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", UP),
-            stdin=stdin,
+            stdin=slave,
             stdout=out,
             stderr=out,
             start_new_session=True,
             cwd=HERE.parents[3],
-            env={**os.environ, "TMPDIR": str(said.parent)},
+            env={**os.environ, "TMPDIR": str(tmp_path)},
         )
+
+    async def look() -> str:
+        return output.read_text()
+
     try:
-        yield process
+        os.close(slave)
+        await eventually(look, lambda text: "\nready: " in text, "not ready", 40.0)
+        os.close(master)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-def lines_of(said: Path) -> list[str]:
-    return said.read_text().splitlines()
-
-
-def names_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
-async def lines_until(said: Path, text: str) -> list[str]:
-    """All lines so far, once one has `text`."""
-
-    async def look() -> list[str]:
-        return lines_of(said)
-
-    return await eventually(look, lambda seen: any(text in s for s in seen), f"no {text!r}", 40.0)
-
-
-async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    master, slave = pty.openpty()
-    async with running_up(slave, said) as process:
-        os.close(slave)
-        await lines_until(said, "ready: ")
-        os.close(master)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
-    assert not any("SIGHUP" in line for line in lines_of(said))
-    assert lines_of(said)[-1] == "stopped"
-    assert names_in(tmp_path) == ["said"]
+    assert "SIGHUP" not in await look() and (await look()).endswith("stopped\n")
+    assert os.listdir(tmp_path) == ["output"]  # noqa: PTH208
 
 
 async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
