@@ -211,6 +211,7 @@ def _workload(args: argparse.Namespace) -> Workload:
     from baton.bench.workload import Lengths, Workload
 
     prompt, output, streams = (64, 200, 6) if args.interference else (256, 64, 0)
+    scale = args.rate_scale, args.length_scale, args.skip, args.max_prompt, args.max_output
     concurrency = args.concurrency or streams
     ends_itself = args.count or args.trace or args.interference
     rate = 0.0 if args.trace or concurrency else args.rate or (args.sweep or (1.0,))[0]
@@ -226,7 +227,7 @@ def _workload(args: argparse.Namespace) -> Workload:
         shared_prefix=args.shared_prefix,
         prefixes=args.prefixes,
         trace=args.trace,
-        scale=options.filled(Scale, args, rate=args.rate_scale, length=args.length_scale),
+        scale=Scale(*scale, args.spread_ties),
         seed=random.randrange(1 << 31) if args.seed is None else args.seed,  # noqa: S311
     )
 

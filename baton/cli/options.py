@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import http.client
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -189,12 +188,6 @@ def add_question_options(
     )
     if json:
         parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def filled(cls: type[C], args: argparse.Namespace, **given: Any) -> C:
-    """The dataclass `cls` from `given`, then from options of the same names as its fields."""
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in vars(args).items() if name in names} | given)
 
 
 @contextlib.contextmanager

@@ -122,7 +122,6 @@ class WorkerLine(NamedTuple):
 
     @property
     def role(self) -> str:
-        """ "prefill" or "decode"."""
         is_prefill = self.status.record.role == common_pb2.WORKER_ROLE_PREFILL
         return "prefill" if is_prefill else "decode"
 
