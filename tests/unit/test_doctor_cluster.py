@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from baton.local.doctor_cluster import check_cluster
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from kvtransfer import pairing
-from kvtransfer.interface import Transport
 
 CUDA_IPC, NCCL = common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL
 SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO
@@ -21,10 +21,7 @@ HOST = "boot-a/pid:[1]/1000"
 CONTAINER = "boot-a/pid:[2]/1000"
 OTHER_USER = "boot-a/pid:[1]/1001"
 ELSEWHERE = "boot-b/pid:[1]/1000"
-ROLES = {
-    "p": common_pb2.WORKER_ROLE_PREFILL,
-    "d": common_pb2.WORKER_ROLE_DECODE,
-}
+ROLES = {"p": common_pb2.WORKER_ROLE_PREFILL, "d": common_pb2.WORKER_ROLE_DECODE}
 
 
 def cpu(name: str, host: str = HOST, **fields: Any) -> WorkerRecord:
@@ -184,19 +181,6 @@ def test_a_cluster_that_cannot_serve() -> None:
     assert subjects == [("warn", "registry"), ("warn", "p"), ("warn", "d")]
 
 
-class Named(Transport):
-    """Of a kind, and nothing else: it is only chosen."""
-
-    def __init__(self, kind: pairing.Kind) -> None:
-        self.kind, self.name = kind, pairing.name_of(kind)
-
-    def listen(self, pool: Any) -> Any:
-        raise NotImplementedError
-
-    def connect(self, pool: Any, endpoint: bytes, timeout_s: float) -> Any:
-        raise NotImplementedError
-
-
 OFFERS = [(CUDA_IPC, NCCL), (NCCL,), (CUDA_IPC,), (SHM, GLOO), (GLOO,)]
 PLACES = [("A", ""), ("A", "B"), ("B", "A"), ("B", "")]
 
@@ -213,8 +197,9 @@ def test_the_workers_choose_the_transport_that_is_reported(host: str) -> None:
                 same_host=host == HOST, same_machine=host == HOST, gpu=there,
                 reachable=(own, *others), nccl=(2, 27, 5),
             )  # fmt: skip
+            offers: list[Any] = [SimpleNamespace(kind=k, name=pairing.name_of(k)) for k in theirs]
             try:
-                chosen = pairing.choose(ours, [Named(kind) for kind in theirs], ends).kind
+                chosen = pairing.choose(ours, offers, ends).kind
             except KvMismatch:
                 chosen = None
             assert pairing.fastest(prefill, decode) == chosen
