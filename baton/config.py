@@ -11,7 +11,7 @@ import re
 import uuid
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from baton import options, slo
 from baton.errors import ConfigError
@@ -321,6 +321,14 @@ class ServiceConfig(TelemetryConfig):
     )
 
 
+def _name_option() -> Any:
+    text = (
+        "of this process in status, traces and logs, which append an id of its run to it "
+        "(default: its role)"
+    )
+    return option("", "--name NAME", text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerServiceConfig(ServiceConfig):
     """What every worker of a cluster has."""
@@ -350,12 +358,7 @@ class WorkerConfig(WorkerServiceConfig):
     transfer_timeout_s: float = option(
         10.0, "--transfer-timeout SECONDS", "for one transfer of KV blocks", least=0.001
     )
-    name: str = option(
-        "",
-        "--name NAME",
-        "of this process in status, traces and logs, which append an id of its run to it "
-        "(default: its role)",
-    )
+    name: str = _name_option()
     incarnation: str = field(default_factory=lambda: new_incarnation("worker"))
 
     def __post_init__(self) -> None:
@@ -367,7 +370,6 @@ class WorkerConfig(WorkerServiceConfig):
 
     @property
     def served_name(self) -> str:
-        """The model name that requests use."""
         return self.model_name or default_model_name(self.engine.model)
 
 
@@ -439,17 +441,11 @@ class RouterConfig(RouterLimits, ServedModel, ServiceConfig):
     http_port: int = option(
         0, "--http-port PORT", "serve OpenAI's HTTP API at this port too (default: 0, no)"
     )
-    name: str = option(
-        "",
-        "--name NAME",
-        "of this process in status, traces and logs, which append an id of its run to it "
-        "(default: its role)",
-    )
+    name: str = _name_option()
     incarnation: str = field(default_factory=lambda: new_incarnation("router"))
 
     @property
     def served_name(self) -> str:
-        """The model name that requests use."""
         return self.model_name or default_model_name(self.model)
 
 

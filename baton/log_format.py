@@ -37,7 +37,6 @@ class JsonLines(logging.Formatter):
     """One object a line: time (UTC), level, logger, message, ids, a raised error's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",

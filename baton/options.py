@@ -52,7 +52,6 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Its name in a configuration file."""
         return self.flag.removeprefix("--")
 
     @property
@@ -139,51 +138,46 @@ def build(cls: type[C], values: Mapping[str, Any], **given: Any) -> C:
 
 
 def to_json(settings: Any) -> str:
-    """What differs from the defaults, as an object that `from_json` reads."""
+    """What differs from the defaults, as an object that `read` takes."""
     return json.dumps(_values(settings))
 
 
-def from_json(options: Mapping[str, Option], text: str) -> Values:
-    """What `to_json` wrote. Raises ConfigError."""
+def read(
+    options: Mapping[str, Option], known: Collection[str], environ: Mapping[str, str], config: str
+) -> Values:
+    """What `--config` and the environment, which goes before a file, say of `options`, by key.
+
+    `config` is a TOML file or what `to_json` wrote, which stands for both. Other `known` options
+    are left out, and so are empty variables. Raises ConfigError, for an unknown name with the
+    nearest that is known.
+    """
     try:
-        return typed(options, json.loads(text), options, "--config: there is no option")
+        if config.startswith("{"):
+            return _typed(options, json.loads(config), options, "--config: there is no option")
+        content = tomllib.loads(Path(config).read_text()) if config else {}
     except json.JSONDecodeError as error:
         raise ConfigError(f"--config is no JSON object: {error}") from None
-
-
-def from_environment(
-    environ: Mapping[str, str], options: Mapping[str, Option], known: Collection[str]
-) -> Values:
-    """What variables say of options; an empty one says nothing. See `typed`."""
-    ours = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text}
-    keys = {name: name.removeprefix(PREFIX).lower().replace("_", "-") for name in ours}
-    raw = {keys[name]: text for name, text in ours.items()}
-    return typed(options, raw, known, f"environment: {PREFIX}… names no option")
-
-
-def from_file(path: Path, options: Mapping[str, Option], known: Collection[str]) -> Values:
-    """What a TOML file says of options. See `typed`."""
-    try:
-        content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}") from error
-    return typed(options, content, known, f"{path}: there is no option")
+        raise ConfigError(f"--config {config} cannot be read: {error}") from error
+    variables = {
+        name.removeprefix(PREFIX).lower().replace("_", "-"): text
+        for name, text in environ.items()
+        if name.startswith(PREFIX) and text
+    }
+    found = _typed(options, content, known, f"{config}: there is no option")
+    return found | _typed(options, variables, known, f"environment: {PREFIX}… names no option")
 
 
-def typed(
+def _typed(
     options: Mapping[str, Option], raw: Mapping[str, Any], known: Collection[str], unknown: str
 ) -> Values:
-    """Values as fields have them, of texts, numbers and lists; no value of other `known` options.
-
-    Raises ConfigError, for a name that is not known with the nearest that is.
-    """
+    """Values as fields have them, of texts, numbers and lists."""
     found: Values = {}
     for key, value in raw.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise ConfigError(
-                f"{unknown} {key!r}" + (f"; do you mean {near[0]!r}?" if near else "")
-            )
+            hint = f"; do you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{unknown} {key!r}{hint}")
         if not (one := options.get(key)):
             continue
         try:
@@ -221,7 +215,6 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def _own(cls: type[Any]) -> list[Option]:
-    """The options of a dataclass without its parts'."""
     owners: dict[str, Any] = {
         name: base for base in reversed(cls.__mro__) for name in base.__dict__
     }

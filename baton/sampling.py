@@ -77,7 +77,6 @@ class SamplingParams:
                 )
 
     def to_proto(self) -> common_pb2.SamplingParams:
-        """The message that stands for these settings."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["logit_bias"] = dict(self.logit_bias)
         values["stop_token_ids"] = sorted(self.stop_token_ids)

@@ -84,7 +84,6 @@ class Health:
         reflection.enable_server_reflection(names, server)
 
     async def set(self, serving: bool) -> None:
-        """Sets whether this process takes work."""
         if serving is self.serving:
             return
         self.serving = serving

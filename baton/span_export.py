@@ -30,7 +30,7 @@ def otlp_processor(url: str) -> BatchSpanProcessor:
     What it does not take is kept, up to MAX_QUEUED spans, and sent again. That it takes none is
     logged once. At shutdown a collector that takes none is no longer waited for.
     """
-    return _Processor(RetryingExporter(url))
+    return _Processor(url)
 
 
 class RetryingExporter(SpanExporter):
@@ -40,12 +40,12 @@ class RetryingExporter(SpanExporter):
         insecure = not url.startswith("https")
         self._exporter = OTLPSpanExporter(endpoint=url, insecure=insecure, timeout=_ATTEMPT_S)
         self._url = url
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Blocks until the batch is sent, its time is over, or `give_up` is called."""
-        if self._failing and self._closing.is_set():
+        """Blocks until the batch is sent, its time is over, or `closing` is set."""
+        if self._failing and self.closing.is_set():
             return SpanExportResult.FAILURE
         end, delay_s = time.monotonic() + _MAX_RETRY_S, _FIRST_DELAY_S
         while self._exporter.export(spans) is not SpanExportResult.SUCCESS:
@@ -53,7 +53,7 @@ class RetryingExporter(SpanExporter):
                 self._failing = True
                 reason = getattr(_FAILURE.seen, "text", "no reason given")
                 log.warning("no traces reach %s, spans are kept for it: %s", self._url, reason)
-            if time.monotonic() > end or self._closing.wait(delay_s):
+            if time.monotonic() > end or self.closing.wait(delay_s):
                 return SpanExportResult.FAILURE
             delay_s = min(delay_s * 2, _MAX_DELAY_S)
         if self._failing:
@@ -61,26 +61,20 @@ class RetryingExporter(SpanExporter):
             log.warning("traces reach %s now", self._url)
         return SpanExportResult.SUCCESS
 
-    def give_up(self) -> None:
-        """From now on nothing is sent twice."""
-        self._closing.set()
-
     def shutdown(self) -> None:
-        """Closes the connection."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is buffered here."""
         return True
 
 
 class _Processor(BatchSpanProcessor):
-    def __init__(self, exporter: RetryingExporter) -> None:
-        super().__init__(exporter, MAX_QUEUED, schedule_delay_millis=_BATCH_DELAY_MS)
-        self._retrying = exporter
+    def __init__(self, url: str) -> None:
+        self._retrying = RetryingExporter(url)
+        super().__init__(self._retrying, MAX_QUEUED, schedule_delay_millis=_BATCH_DELAY_MS)
 
     def shutdown(self) -> None:
-        self._retrying.give_up()
+        self._retrying.closing.set()  # from now on nothing is sent twice
         super().shutdown()  # type: ignore[no-untyped-call]
 
 

@@ -45,18 +45,14 @@ class HeadSampler(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """The same for every span of a trace."""
         parent = trace.get_current_span(parent_context).get_span_context()
-        sampled = parent.trace_flags.sampled if parent.is_valid else self._is_sampled(trace_id)
+        mine = (trace_id & _ID_BITS) < self._bound
+        sampled = parent.trace_flags.sampled if parent.is_valid else mine
         decision = Decision.RECORD_AND_SAMPLE if sampled else Decision.RECORD_ONLY
         return SamplingResult(decision, attributes, parent.trace_state or None)
 
     def get_description(self) -> str:
-        """Its name and ratio."""
         return f"HeadSampler{{{self._ratio}}}"
-
-    def _is_sampled(self, trace_id: int) -> bool:
-        return (trace_id & _ID_BITS) < self._bound
 
 
 class TailSampler(SpanProcessor):
@@ -67,16 +63,10 @@ class TailSampler(SpanProcessor):
         self._max_spans = max_spans
         self._lock = threading.Lock()
         self._held: OrderedDict[int, list[ReadableSpan]] = OrderedDict()  # by trace, oldest first
-        self._num_held = 0
+        self.num_held = 0  # spans
         self._kept: OrderedDict[int, None] = OrderedDict()
 
-    @property
-    def num_held(self) -> int:
-        """Spans in memory."""
-        return self._num_held
-
     def on_end(self, span: ReadableSpan) -> None:
-        """A span has ended."""
         context = span.get_span_context()
         if context is None:
             return
@@ -97,25 +87,23 @@ class TailSampler(SpanProcessor):
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
             spans = self._held.pop(trace_id, [])
-            self._num_held -= len(spans)
+            self.num_held -= len(spans)
         for span in spans:
             if context := span.get_span_context():
                 self._exporting.on_end(_as_sampled(span, context))
 
     def shutdown(self) -> None:
-        """Exports what was handed on and drops what is held."""
         self._exporting.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Exports what was handed on."""
         return self._exporting.force_flush(timeout_millis)
 
     def _hold(self, trace_id: int, span: ReadableSpan) -> None:
         self._held.setdefault(trace_id, []).append(span)
-        self._num_held += 1
-        while self._num_held > self._max_spans:
+        self.num_held += 1
+        while self.num_held > self._max_spans:
             _, spans = self._held.popitem(last=False)
-            self._num_held -= len(spans)
+            self.num_held -= len(spans)
 
 
 def _as_sampled(span: ReadableSpan, context: SpanContext) -> ReadableSpan:

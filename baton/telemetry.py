@@ -11,6 +11,7 @@ import contextlib
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry import trace
@@ -34,13 +35,13 @@ _MAX_STATUS_CHARS = 1000  # spans are held by the thousand, and an error may quo
 Attributes = Mapping[str, str | int | float | bool]
 
 
+@dataclass
 class Telemetry:
     """A process's tracer and, when spans are exported, the provider to flush at the end."""
 
-    def __init__(self, tracer: Tracer, provider: Any = None, tail: Any = None) -> None:
-        self.tracer = tracer
-        self._provider = provider
-        self._tail = tail
+    tracer: Tracer
+    _provider: Any = None
+    _tail: Any = None
 
     def keep(self, trace_id: str) -> None:
         """Exports a trace's spans of this process, also those to come, though not sampled.
@@ -61,14 +62,11 @@ class Telemetry:
 def setup(
     service: str, otlp: str | None, attributes: Attributes | None = None, sample: float = 1.0
 ) -> Telemetry:
-    """A tracer named for `service` that exports to the OTLP/gRPC address `otlp`, if given.
-
-    Several addresses, separated by commas, get all spans each.
+    """A tracer named for `service` that exports to the OTLP/gRPC addresses `otlp`, if given.
 
     `sample` is the share of traces that begin here which is exported in any case; other traces go
-    as their callers decided. What is not exported is held for a while: see `Telemetry.keep`.
-
-    Raises ConfigError when an address is given and the SDK is not installed.
+    as their callers decided. What is not exported is held for a while: see `Telemetry.keep`. Raises
+    ConfigError when an address is given and the SDK is not installed.
     """
     if not otlp:
         return Telemetry(trace.NoOpTracer())
@@ -171,7 +169,6 @@ def record(
     kind: SpanKind = SpanKind.INTERNAL,
 ) -> None:
     """Records a span after the fact from wall-clock nanoseconds (`time.time_ns`)."""
-    span = tracer.start_span(
-        name, context=parent, start_time=start_ns, attributes=dict(attributes or {}), kind=kind
-    )
+    known = dict(attributes or {})
+    span = tracer.start_span(name, parent, kind, known, start_time=start_ns)
     span.end(end_ns if end_ns is not None else time.time_ns())

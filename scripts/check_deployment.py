@@ -104,7 +104,7 @@ def _service_errors(
 
 
 def _option_errors(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What the program says of the options that service.sh would make of the environment."""
+    """What the program says of the options that the environment names."""
     command = settings.get("command") or [""]
     if command[0] not in ("router", "prefill-worker", "decode-worker"):
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
 from baton.cli.generate import api_key_of
-from baton.cli.options import count, seconds
+from baton.cli.options import count, positive, seconds
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _add_server_options(add: Any) -> None:
 
 def _add_load_options(group: argparse._ArgumentGroup) -> None:
     how, add = group.add_mutually_exclusive_group().add_argument, group.add_argument
-    how("--rate", type=_positive, metavar="R", help="requests a second (default: 1)")
+    how("--rate", type=positive, metavar="R", help="requests a second (default: 1)")
     text = "requests at a time, without a rate (default: an open loop)"
     how("--concurrency", type=count, default=0, metavar="N", help=text)
     text = "these rates one after the other, of a trace these --rate-scales (default: one rate)"
@@ -84,7 +84,7 @@ def _add_load_options(group: argparse._ArgumentGroup) -> None:
     text = "how requests follow each other"
     add("--arrivals", choices=("poisson", "constant", "bursty"), default="poisson", help=text)
     text = "of bursty arrivals: shape of gamma-distributed gaps, 1 is Poisson, less is burstier"
-    add("--burstiness", type=_positive, default=0.25, metavar="B", help=text)
+    add("--burstiness", type=positive, default=0.25, metavar="B", help=text)
     text = "begin requests for so long (default: 30, unless --count or --trace)"
     add("--duration", type=seconds, metavar="S", help=text)
     text = "send so many requests (default: as many as arrive)"
@@ -105,9 +105,9 @@ def _add_trace_options(add: Any) -> None:
     text = "replay a Mooncake JSONL or an Azure CSV trace"
     add("--trace", type=Path, metavar="FILE", help=text)
     text = "so many times as many requests a second"
-    add("--rate-scale", type=_positive, default=1.0, metavar="X", help=text)
+    add("--rate-scale", type=positive, default=1.0, metavar="X", help=text)
     text = "prompts and outputs so many times as long"
-    add("--length-scale", type=_positive, default=1.0, metavar="X", help=text)
+    add("--length-scale", type=positive, default=1.0, metavar="X", help=text)
     text = "leave out so many rows first (default: none)"
     add("--skip", type=int, default=0, metavar="N", help=text)
     text = "cut prompts to so many tokens (default: not cut)"
@@ -146,18 +146,8 @@ def _add_measure_options(add: Any) -> None:
     add("--json", action="store_true", help="print the report as one JSON object")
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
-
-
 def _rates(text: str) -> list[float]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -221,6 +211,7 @@ def _workload(args: argparse.Namespace) -> Workload:
     from baton.bench.workload import Lengths, Workload
 
     prompt, output, streams = (64, 200, 6) if args.interference else (256, 64, 0)
+    scale = args.rate_scale, args.length_scale, args.skip, args.max_prompt, args.max_output
     concurrency = args.concurrency or streams
     ends_itself = args.count or args.trace or args.interference
     rate = 0.0 if args.trace or concurrency else args.rate or (args.sweep or (1.0,))[0]
@@ -236,7 +227,7 @@ def _workload(args: argparse.Namespace) -> Workload:
         shared_prefix=args.shared_prefix,
         prefixes=args.prefixes,
         trace=args.trace,
-        scale=options.filled(Scale, args, rate=args.rate_scale, length=args.length_scale),
+        scale=Scale(*scale, args.spread_ties),
         seed=random.randrange(1 << 31) if args.seed is None else args.seed,  # noqa: S311
     )
 

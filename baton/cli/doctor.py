@@ -16,8 +16,8 @@ from baton.cli.status import table
 from baton.errors import BatonError, Unavailable
 
 if TYPE_CHECKING:
-    from baton.local.doctor_cluster import Pair
-    from baton.v1.fleet_pb2 import GetStatusResponse, WorkerStatus
+    from baton.local.doctor import Finding
+    from baton.v1.fleet_pb2 import GetStatusResponse
 
 _TEXT = """\
 Looks at this machine: Python, torch, compilers, memory, GPUs and what connects them, etcd, ports.
@@ -28,25 +28,14 @@ _EXAMPLES = """\
   baton doctor
   baton doctor --target 10.0.0.9:7700 --json"""
 _WORKER_COLUMNS = {
-    "role": "role",
-    "incarnation": "worker",
-    "address": "address",
-    "state": "state",
-    "device": "computes on",
-    "peers": "peers",
-    "rdma": "RDMA",
-    "transports": "transports",
-}
+    "role": "role", "incarnation": "worker", "address": "address", "state": "state",
+    "device": "computes on", "peers": "peers", "rdma": "RDMA", "transports": "transports",
+}  # fmt: skip
 _PAIR_COLUMNS = {
-    "prefill": "prefill",
-    "decode": "decode",
-    "transport": "transport",
-    "in_use": "in use",
+    "prefill": "prefill", "decode": "decode", "transport": "transport", "in_use": "in use",
     "why": "why none that is faster",
-}
+}  # fmt: skip
 
-_HARDWARE_LISTS = ("visible_gpus", "peer_gpus", "gpu_links", "rdma_devices")
-_VERSIONS = ("torch", "cuda", "nccl", "driver")
 _MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
 _MIN_TEXT = 40  # columns
 
@@ -87,24 +76,24 @@ def look(target: str | None, timeout_s: float) -> dict[str, Any]:
     hosts = {address.strip().rpartition(":")[0] for address in addresses.split(",")}
     router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
     machine = [*doctor.check_machine(router_here), *doctor.check_gpus()]
-    report: dict[str, Any] = {
-        "machine": [dataclasses.asdict(finding) for finding in machine],
-        "router": {"target": addresses, "answers": status is not None},
-        "workers": [],
-        "pairs": [],
-        "cluster": [],
-    }
+    router: dict[str, Any] = {"target": addresses, "answers": status is not None}
+    workers: list[dict[str, Any]] = []
+    pairs: list[dict[str, Any]] = []
+    cluster: list[Finding] = []
     if status is not None:
         for field in ("address", "state", "model", "cluster"):
-            report["router"][field] = getattr(status.router, field)
-        pairs = doctor_cluster.pairs_of(status)
-        cluster = doctor_cluster.check_cluster(status, pairs)
-        report["cluster"] = [dataclasses.asdict(finding) for finding in cluster]
-        report["workers"] = [_worker(worker) for worker in status.workers]
-        report["pairs"] = [_pair(pair) for pair in pairs]
-    levels = {finding["level"] for finding in (*report["machine"], *report["cluster"])}
-    worst = next((level for level in ("fail", "warn") if level in levels), "ok")
-    return {"status": worst, **report}
+            router[field] = getattr(status.router, field)
+        pairs, cluster = doctor_cluster.check_cluster(status)
+        workers = [doctor_cluster.worker_of(worker) for worker in status.workers]
+    levels = {finding.level for finding in (*machine, *cluster)}
+    return {
+        "status": next((level for level in ("fail", "warn") if level in levels), "ok"),
+        "machine": [dataclasses.asdict(finding) for finding in machine],
+        "router": router,
+        "workers": workers,
+        "pairs": pairs,
+        "cluster": [dataclasses.asdict(finding) for finding in cluster],
+    }
 
 
 def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | None:
@@ -131,42 +120,6 @@ def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | 
     if target is not None:
         raise problem
     return None
-
-
-def _worker(worker: WorkerStatus) -> dict[str, Any]:
-    from baton.client.results import device_of
-    from baton.v1 import common_pb2
-    from kvtransfer.pairing import name_of
-
-    record, hardware = worker.record, worker.record.hardware
-    return {
-        "role": common_pb2.WorkerRole.Name(record.role).removeprefix("WORKER_ROLE_").lower(),
-        "incarnation": record.incarnation,
-        "address": record.address,
-        "state": worker.state,
-        "host_id": record.host_id,
-        "device": device_of(record),
-        "gpu": hardware.gpu.uuid or None,
-        "memory_bytes": hardware.gpu.memory_bytes or None,
-        "capability": hardware.gpu.capability or None,
-        **{name: list(getattr(hardware, name)) for name in _HARDWARE_LISTS},
-        "transports": [name_of(kind) for kind in record.transports],
-        "versions": {name: getattr(hardware, f"{name}_version") for name in _VERSIONS},
-    }
-
-
-def _pair(pair: Pair) -> dict[str, Any]:
-    from kvtransfer.pairing import name_of
-
-    return {
-        "prefill": pair.prefill.incarnation,
-        "decode": pair.decode.incarnation,
-        "transport": None if pair.transport is None else name_of(pair.transport),
-        "link": pair.link or None,
-        "in_use": None if pair.in_use is None else name_of(pair.in_use),
-        "not_possible": {name_of(kind): why for kind, why in pair.obstacles.items()},
-        "problems": [problem.text for problem in pair.problems],
-    }
 
 
 def render(report: dict[str, Any], width: int = 200) -> str:

@@ -47,10 +47,7 @@ _CLUSTER_OPTIONS = (
      "with the key to show the router (default: the variable BATON_API_KEY, if set)"),
 )  # fmt: skip
 # By these names in both the SDK's options and SamplingParams.
-_SAMPLING = (
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-    *("min_tokens", "ignore_eos", "logprobs"),
-)
+_SAMPLING = (*(flag[2:].replace("-", "_") for flag, *_ in _SAMPLING_OPTIONS), "ignore_eos")
 _OF_A_CLUSTER = ("timeout", "priority", "ttft_target")  # by these names in the SDK's options
 _MODEL_TEXT = (
     "the model's name in requests (default: whichever the router serves); with --local its "
@@ -150,24 +147,10 @@ def _run(args: argparse.Namespace) -> int:
     elif not completion.text:
         count = len(completion.token_ids)
         print(f"baton: no text, but {count} tokens: --json shows them", file=sys.stderr)
-    if warning := _cut_short(args.max_tokens, completion):
-        print(f"baton: warning: {warning}", file=sys.stderr)
     return 0 if completion.finish_reason else 1
 
 
-def _cut_short(max_tokens: int | None, completion: Completion) -> str:
-    """That fewer tokens came than were asked for; empty where that is not so."""
-    got = completion.usage.completion_tokens
-    if max_tokens is None or completion.finish_reason != "length" or got >= max_tokens:
-        return ""
-    return (
-        f"--max-tokens {max_tokens} is more than the context has room for "
-        f"behind {completion.usage.prompt_tokens} prompt tokens: the completion ended after {got}"
-    )
-
-
 def _check_usage(args: argparse.Namespace) -> None:
-    """Ends the program when options contradict each other."""
     for name in (*_OF_A_CLUSTER, "api_key_file"):
         if args.local and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
@@ -177,7 +160,6 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling settings that were asked for."""
     asked = {name: getattr(args, name) for name in _SAMPLING}
     return {name: value for name, value in asked.items() if value is not None}
 
@@ -187,11 +169,10 @@ def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], Non
 
     asked = {"model": getattr(args, "model", None), "stop": args.stop, **_sampling(args)}
     asked |= {name: getattr(args, name) for name in _OF_A_CLUSTER}
+    key = api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
     with (
         options.calling(args.target, args.timeout),
-        Client(
-            args.target, api_key=api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
-        ) as client,
+        Client(args.target, api_key=key) as client,
         client.stream(prompt, **asked) as stream,
     ):
         for delta in stream:
@@ -219,6 +200,8 @@ def _run_local(args: argparse.Namespace, prompt: Any, show: Callable[[str], None
 
     check_model(engine)
     limit_cpu(engine.threads, engine.cpus)
-    from baton.local.single import run_local
+    from baton.local.single import SingleProcess
 
-    return run_local(engine, prompt, SamplingParams(**_sampling(args)), args.stop or [], show)
+    params, cut = SamplingParams(**_sampling(args)), args.max_tokens is None
+    with SingleProcess(engine) as process:
+        return process.generate(prompt, params, args.stop or (), show, cut)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import http.client
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -77,17 +76,14 @@ def add_declared(
 
     Only what is written on the command line gets into the namespace, under its key.
     """
-    first = group or cls.GROUP
-    groups: dict[str, Any] = {first: parser.add_argument_group(first)}
-    for one in options.declared(cls).values():
-        title = group or one.group
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        into = groups[title]
+    declared = options.declared(cls).values()
+    titles = [group or cls.GROUP, *(group or one.group for one in declared)]
+    groups: dict[str, Any] = {t: parser.add_argument_group(t) for t in dict.fromkeys(titles)}
+    either: Any = None
+    for one in declared:
+        into = groups[group or one.group]
         if one.key in ("model", "random-weights"):
-            if "either" not in groups:
-                groups["either"] = into.add_mutually_exclusive_group()
-            into = groups["either"]
+            into = either = either or into.add_mutually_exclusive_group()
         _add(into, one, (texts or {}).get(one.key, one.help))
 
 
@@ -125,13 +121,9 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
     mine = options.declared(CONFIGS[command])
     line = {key: vars(args)[key] for key in mine if key in vars(args)}
     line = {key: tuple(value) if mine[key].many else value for key, value in line.items()}
+    known = {"config"}.union(*map(options.declared, CONFIGS.values()))
     source: str = args.config or os.environ.get(f"{options.PREFIX}CONFIG", "")
-    if source.startswith("{"):
-        return options.build(cls, options.from_json(mine, source) | line, **given)
-    known = {"config"}.union(*(options.declared(config) for config in CONFIGS.values()))
-    file = options.from_file(Path(source), mine, known) if source else {}
-    environment = options.from_environment(os.environ, mine, known)
-    return options.build(cls, file | environment | line, **given)
+    return options.build(cls, options.read(mine, known, os.environ, source) | line, **given)
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -148,15 +140,20 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parsed
 
 
-def seconds(text: str) -> float:
-    """A time above 0."""
+def positive(text: str, error: str = "{!r} is no number above 0") -> float:
+    """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds above 0")
+        raise argparse.ArgumentTypeError(error.format(text))
     return value
+
+
+def seconds(text: str) -> float:
+    """A time above 0."""
+    return positive(text, "{!r} is no time: write seconds above 0")
 
 
 def ttft_target(text: str) -> float:
@@ -191,12 +188,6 @@ def add_question_options(
     )
     if json:
         parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def filled(cls: type[C], args: argparse.Namespace, **given: Any) -> C:
-    """The dataclass `cls` from `given`, then from options of the same names as its fields."""
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in vars(args).items() if name in names} | given)
 
 
 @contextlib.contextmanager

@@ -195,7 +195,6 @@ def _follow_parent(parent: int | None) -> None:
 
 
 def _log_to_stderr(level: str, form: str) -> None:
-    """Log lines of this process, in the one form that all of ours have."""
     handler = logging.StreamHandler()
     handler.setFormatter(log_format.formatter(form))
     logging.basicConfig(level=level.upper(), handlers=[handler])

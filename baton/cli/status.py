@@ -33,19 +33,11 @@ _STATUS_EXAMPLES = """\
   baton status
   baton status --target 10.0.0.9:7700 --json"""
 _WORKER_COLUMNS = {
-    "role": "role",
-    "incarnation": "incarnation",
-    "address": "address",
-    "pid": "pid",
-    "state": "state",
-    "running": "running",
-    "queue_tokens": "queued tokens",
-    "blocks_free": "blocks: free",
-    "blocks_cached": "cached",
-    "blocks_held": "held",
-    "blocks_quarantined": "quarantined",
-    "blocks_total": "all",
-}
+    "role": "role", "incarnation": "incarnation", "address": "address", "pid": "pid",
+    "state": "state", "running": "running", "queue_tokens": "queued tokens",
+    "blocks_free": "blocks: free", "blocks_cached": "cached", "blocks_held": "held",
+    "blocks_quarantined": "quarantined", "blocks_total": "all",
+}  # fmt: skip
 _PAIR_COLUMNS = {name: name for name in ("prefill", "decode", "transport", "state")}
 _EXPLAIN_TEXT = """\
 Shows every pair of workers with what the router expects of it (time to first token, time per output
@@ -55,17 +47,11 @@ _EXPLAIN_EXAMPLES = """\
   baton explain 'class Stack:'
   cat main.py | baton explain - --max-tokens 500 --json"""
 _CANDIDATE_COLUMNS = {
-    "prefill": "prefill",
-    "decode": "decode",
-    "score": "score ms",
-    "ttft_ms": "TTFT ms",
-    "tpot_ms": "TPOT ms",
-    "queue_tokens": "tokens first",
-    "prefill_cached_tokens": "cached: prefill",
-    "decode_cached_tokens": "decode",
-    "same_host": "host",
-    "refused": "left out",
-}
+    "prefill": "prefill", "decode": "decode", "score": "score ms", "ttft_ms": "TTFT ms",
+    "tpot_ms": "TPOT ms", "queue_tokens": "tokens first",
+    "prefill_cached_tokens": "cached: prefill", "decode_cached_tokens": "decode",
+    "same_host": "host", "refused": "left out",
+}  # fmt: skip
 _HEALTH_TEXT = """\
 Asks a router or a worker by the gRPC health protocol (grpc.health.v1). Exit status 0 if it takes
 work; 1 if it does not, with the reason on stderr. Made for health checks of containers."""
@@ -155,15 +141,11 @@ def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list
 
 def _run_explain(args: argparse.Namespace) -> int:
     prompt = prompt_of(args)
+    asked = {"max_tokens": args.max_tokens, "cache_salt": args.cache_salt}
     from baton import Client
 
     with options.calling(args.target, args.timeout), Client(args.target) as client:
-        explanation = client.explain(
-            prompt,
-            max_tokens=args.max_tokens,
-            cache_salt=args.cache_salt,
-            timeout=args.timeout,
-        )
+        explanation = client.explain(prompt, timeout=args.timeout, **asked)
     print(json.dumps(explanation) if args.json else render_explanation(explanation))
     return 0
 
@@ -175,23 +157,20 @@ def render_explanation(explanation: Mapping[str, Any]) -> str:
     columns = dict(_CANDIDATE_COLUMNS)
     if not any(row["refused"] for row in rows):
         del columns["refused"]
+    if explanation["refused"]:
+        verdict = f"would be refused or wait: {explanation['refused']}"
+    elif explanation["decode_prefills"]:
+        verdict = f"would run on {rows[0]['decode']}, which would compute the prompt itself"
+    else:
+        verdict = f"would run on {rows[0]['prefill']} and {rows[0]['decode']}"
     lines = [
         f"a prompt of {explanation['prompt_tokens']} tokens{tenant}; "
         f"{explanation['queued']} requests wait at the router",
-        _verdict(explanation),
+        verdict,
         "",
         *(table(columns, rows) or ["no workers"]),
     ]
     return "\n".join(lines)
-
-
-def _verdict(explanation: Mapping[str, Any]) -> str:
-    if explanation["refused"]:
-        return f"would be refused or wait: {explanation['refused']}"
-    best = explanation["candidates"][0]
-    if explanation["decode_prefills"]:
-        return f"would run on {best['decode']}, which would compute the prompt itself"
-    return f"would run on {best['prefill']} and {best['decode']}"
 
 
 def _row(candidate: Mapping[str, Any]) -> dict[str, Any]:

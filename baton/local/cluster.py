@@ -22,11 +22,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import rpc
 from baton.config import ClusterConfig
-from baton.errors import ConfigError, DeadlineExceeded, Unavailable
+from baton.errors import DeadlineExceeded, Unavailable
 from baton.local import commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
-from baton.local.supervisor import ERROR, ChildProcess, Supervisor
+from baton.local.supervisor import ERROR, ChildProcess, Supervisor, cancelled
 from baton.registry.backoff import Backoff
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.interface import Membership
@@ -76,9 +76,8 @@ class LocalCluster:
         self._env = env
         self._start_timeout_s = start_timeout_s
         self._supervisors: dict[str, Supervisor] = {}
-        self._etcd_supervisor: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()  # etcd, and the connection to it
-        self._failed_start: asyncio.Future[None] | None = None
+        self._failed_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop: asyncio.Task[None] | None = None
 
     @property
@@ -122,20 +121,14 @@ class LocalCluster:
             ) from None
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        """Sends a signal to one process."""
         self.processes[name].signal(signum)
 
     async def add_worker(self, role: str, share: resources.Share | None = None) -> str:
         """Starts one more "prefill" or "decode" worker, by default unpinned; returns its name."""
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
-        args = commands.worker(
-            self.config,
-            role,
-            share or resources.Share((), 1),
-            self.etcd_address,
-            self.config.otlp,
-            self._metrics_port(name, "127.0.0.1"),
-        )
+        share = share or resources.Share((), 1)
+        metrics_port = self._metrics_port(name, "127.0.0.1")
+        args = commands.worker(self.config, self.etcd_address, role, share, metrics_port)
         await self._launch(name, role, args, self._worker_ready)
         return name
 
@@ -171,18 +164,6 @@ class LocalCluster:
         """Restarts routers and workers, each when the one before serves again; see `restart`."""
         return {name: await self.restart(name) for name in list(self.processes)}
 
-    async def restart_etcd(self) -> None:
-        """Restarts the embedded etcd with its data; the cluster serves on meanwhile.
-
-        Raises ConfigError when etcd was not started by this cluster.
-        """
-        if self.etcd is None:
-            raise ConfigError(f"etcd at {self.etcd_address} was not started here")
-        await self._release_etcd()
-        await self.etcd.stop()
-        await self.etcd.start()
-        self._supervise_etcd(self.etcd)
-
     async def stop(self) -> None:
         """Stops router, workers and etcd, in this order; every wait is bounded. Safe to repeat.
 
@@ -203,7 +184,6 @@ class LocalCluster:
             process.kill()
 
     async def _start(self) -> None:
-        self._failed_start = asyncio.get_running_loop().create_future()
         config = self.config
         await asyncio.to_thread(check_model, config.engine)
         found = ports.consecutive(config.host, config.port, config.routers)
@@ -223,9 +203,7 @@ class LocalCluster:
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)
-            args = commands.router(
-                config, port, self.etcd_address, config.otlp, metrics_port, http_port
-            )
+            args = commands.router(config, self.etcd_address, port, http_port, metrics_port)
             await self._launch(name, "router", args, self._router_ready)
         for name, share in zip(names, shares, strict=True):
             await self.add_worker(name.partition("-")[0], share)
@@ -237,23 +215,14 @@ class LocalCluster:
             self.etcd = await self._stack.enter_async_context(EmbeddedEtcd())
             self.etcd_address = self.etcd.address
             self._say(f"etcd ready in {time.monotonic() - began:.1f} s ({self.etcd_address})")
-            self._stack.push_async_callback(self._release_etcd)
-            self._supervise_etcd(self.etcd)
+            if self.config.restart:
+                keeping = asyncio.create_task(self.etcd.keep_running(self._say))
+                self._stack.push_async_callback(cancelled, keeping)
         else:
             self.etcd_address = self.config.etcd
         registry = EtcdRegistry(self.config.registry(self.etcd_address))
         self._stack.push_async_callback(registry.close)
         self.membership = await self._stack.enter_async_context(registry.watch())
-
-    def _supervise_etcd(self, etcd: EmbeddedEtcd) -> None:
-        if self.config.restart:
-            supervise = etcd.keep_running(self._say)
-            self._etcd_supervisor = asyncio.create_task(supervise, name="supervisor of etcd")
-
-    async def _release_etcd(self) -> None:
-        if self._etcd_supervisor is not None:
-            self._etcd_supervisor.cancel()
-            await asyncio.gather(self._etcd_supervisor, return_exceptions=True)
 
     async def _launch(
         self,
@@ -285,8 +254,7 @@ class LocalCluster:
 
     def _metrics_port(self, name: str, host: str) -> int | None:
         """Where a new process serves its metrics: the port after the last one's."""
-        first = self.config.metrics_port
-        if first is None:
+        if (first := self.config.metrics_port) is None:
             return None
         wanted = first + len(self.metrics) if first else 0
         (port,) = ports.consecutive(host, wanted, 1, "--metrics-port")
@@ -302,7 +270,7 @@ class LocalCluster:
 
     def _process_ended(self, process: ChildProcess) -> bool:
         """A process ended though that was not requested; whether it is started again."""
-        if self._failed_start is not None and not self._failed_start.done():
+        if not self._failed_start.done():
             why = f"{process.ending} while the cluster was starting{self._last_output(process)}"
             self._failed_start.set_exception(Unavailable(why))
             return False
@@ -321,7 +289,6 @@ class LocalCluster:
 
     async def _ready_or_failed(self) -> None:
         """Returns when the cluster is ready; raises as soon as one of its processes has ended."""
-        assert self._failed_start is not None
         ready = asyncio.create_task(self.wait_ready())
         try:
             await asyncio.wait([ready, self._failed_start], return_when=asyncio.FIRST_COMPLETED)
@@ -330,8 +297,7 @@ class LocalCluster:
             await ready
             self._failed_start.cancel()  # from now on an exit is no failed start
         finally:
-            ready.cancel()
-            await asyncio.gather(ready, return_exceptions=True)
+            await cancelled(ready)
 
     def _worker_pids(self) -> set[int]:
         """Process ids of the workers that should be READY; 0 for one about to be restarted."""
@@ -340,7 +306,7 @@ class LocalCluster:
 
     async def _stop_all(self) -> None:
         await asyncio.gather(*(supervisor.release() for supervisor in self._supervisors.values()))
-        if self._failed_start is not None and self._failed_start.done():
+        if self._failed_start.done():
             self._failed_start.cancelled() or self._failed_start.exception()  # seen
         timeout_s = self.config.drain_s + _STOP_GRACE_S
         try:

@@ -15,12 +15,7 @@ PROGRAM = (sys.executable, "-m", "baton")
 
 
 def router(
-    config: ClusterConfig,
-    port: int,
-    etcd: str,
-    otlp: str | None,
-    metrics_port: int | None = None,
-    http_port: int = 0,
+    config: ClusterConfig, etcd: str, port: int, http_port: int = 0, metrics_port: int | None = None
 ) -> list[str]:
     """A router's arguments."""
     settings = RouterConfig(
@@ -32,19 +27,13 @@ def router(
         port=port,
         http_port=http_port,
         registry=config.registry(etcd),
-        otlp=otlp,
         metrics_port=metrics_port,
     )
     return _arguments("router", settings)
 
 
 def worker(
-    config: ClusterConfig,
-    role: str,
-    share: Share,
-    etcd: str,
-    otlp: str | None,
-    metrics_port: int | None = None,
+    config: ClusterConfig, etcd: str, role: str, share: Share, metrics_port: int | None = None
 ) -> list[str]:
     """The arguments of a "prefill" or "decode" worker; it takes a free port by itself."""
     engine = replace(config.engine, threads=share.threads, cpus=tuple(share.cpus))
@@ -57,7 +46,6 @@ def worker(
         engine,
         config.registry(etcd),
         **_shared(config, WorkerConfig),
-        otlp=otlp,
         metrics_port=metrics_port,
     )
     return _arguments(f"{role}-worker", settings)
@@ -65,7 +53,7 @@ def worker(
 
 def _shared(config: ClusterConfig, cls: type[Any]) -> dict[str, Any]:
     """The fields of a cluster that each of its processes has, too, with the same value."""
-    own = {"engine", "registry", "host", "port", "http_port", "otlp", "metrics_port"}
+    own = {"engine", "registry", "host", "port", "http_port", "metrics_port"}
     names = {field.name for field in fields(cls)} & {field.name for field in fields(config)}
     return {name: getattr(config, name) for name in names - own}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
-from baton.local.up import INTERRUPTED, cancel_on_signals, say
+from baton.local.up import INTERRUPTED, cancel_on_signals, echo, say
 
 MAX_TOKENS = 64
 PROMPT = '''\
@@ -39,10 +38,6 @@ class Cache:
         """Return the value for key, or default."""
         with self._lock:
 '''
-_LOG_LINE = r"[-\d]+ [:,\d]+ "
-_QUIET_LINE = re.compile(_LOG_LINE + "(DEBUG|INFO) ")
-# The first start takes longest because kernels are compiled, which they log.
-_PROGRESS_LINE = re.compile(_LOG_LINE + r"[A-Z]+ baton\.engine\.ops\.\S*: (.*compil.*)")
 _SERVICES = ("baton-client", "baton-router", "baton-prefill", "baton-decode")
 _REQUEST_S = 60.0
 _TRACE_S = 10.0
@@ -71,14 +66,8 @@ async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequenc
     def detail(text: str) -> None:
         say(f"  {time.monotonic() - began:5.1f} s  {text}")
 
-    def log_line(name: str, line: str) -> None:
-        if text := progress(line):
-            detail(f"{name} {text}")
-        elif not _QUIET_LINE.match(line):
-            print(f"  [{name}] {line}", file=sys.stderr, flush=True)
-
-    config = ClusterConfig(port=0, otlp=receiver.address, restart=False, log_level="info")
-    async with LocalCluster(config, say=detail, on_line=log_line) as cluster:
+    config = ClusterConfig(port=0, otlp=receiver.address, restart=False)
+    async with LocalCluster(config, say=detail, on_line=echo) as cluster:
         _step(2, f"Completing {len(prompt.splitlines())} lines of Python, {max_tokens} tokens:")
         completion, trace_id = await _complete(cluster.address, receiver, prompt, max_tokens)
         _step(3, "The way it took:")
@@ -115,12 +104,6 @@ async def _complete(
     finally:
         await asyncio.to_thread(client_telemetry.close)
     return completion, telemetry.trace_id_of(span)
-
-
-def progress(line: str) -> str:
-    """What a worker's log line says about its start; empty when it says nothing about it."""
-    match = _PROGRESS_LINE.match(line)
-    return match[1] if match else ""
 
 
 def route_text(completion: Completion) -> str:

@@ -10,7 +10,6 @@ import platform
 import resource
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from baton.v1 import common_pb2
 from baton.worker import nvidia_smi
 from kvtransfer import pairing
 
-MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 2 << 30  # torch, a small model and the default KV cache
 MIN_CAPABILITY = (8, 0)
 MIN_SHM_BYTES = 1 << 30
@@ -62,17 +60,13 @@ fail = partial(Finding, "fail")
 
 def check_machine(router_here: bool) -> Iterator[Finding]:
     """Everything but GPUs; `router_here`: one answers on this machine, and has ports of its own."""
-    yield python()
-    version = version_of("torch")
-    yield (
-        ok("torch", version)
-        if version
-        else warn(
-            "torch",
-            "not installed: routers and clients need none, workers do",
-            "pip install 'baton-serving[worker]'",
-        )
-    )
+    ours = version_of("baton-serving") or "from a source tree"
+    yield ok("python", f"{platform.python_version()}, baton {ours}")
+    if version := version_of("torch"):
+        yield ok("torch", version)
+    else:
+        text = "not installed: routers and clients need none, workers do"
+        yield warn("torch", text, "pip install 'baton-serving[worker]'")
     yield compiler()
     yield cores()
     yield memory()
@@ -81,33 +75,22 @@ def check_machine(router_here: bool) -> Iterator[Finding]:
         yield free_port(port, option, router_here)
 
 
-def python() -> Finding:
-    """Is the interpreter new enough?"""
-    version = platform.python_version()
-    if sys.version_info < MIN_PYTHON:
-        return fail("python", version, "Python 3.11 or later is needed")
-    return ok("python", f"{version}, baton {version_of('baton-serving') or 'from a source tree'}")
-
-
 def compiler() -> Finding:
     """Can native CPU kernels be had, ready-made or built?"""
     if any(BUILT_KERNELS.glob("*.so")):
         return ok("CPU kernels", "built before: no compiler is needed")
     found = shutil.which("g++")
     if found is None:
-        return warn(
-            "CPU kernels",
-            "no g++: on CPUs torch computes instead, several times slower",
-            "install g++ (Debian: apt-get install g++)",
-        )
+        text = "no g++: on CPUs torch computes instead, several times slower"
+        return warn("CPU kernels", text, "install g++ (Debian: apt-get install g++)")
     command = [found, "-dumpfullversion", "-dumpversion"]
     try:
-        version = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        version = subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as error:
         return warn("CPU kernels", f"g++ does not run: {error}", "install a working g++")
-    return ok("CPU kernels", f"built on first use by g++ {version.stdout.strip()}")
+    return ok("CPU kernels", f"built on first use by g++ {version.strip()}")
 
 
 def cores() -> Finding:
@@ -116,11 +99,8 @@ def cores() -> Finding:
     quota, _, period = _cgroup("cpu.max").partition(" ")
     share = int(quota) / int(period) if quota.isdigit() and period.isdigit() else count
     if share < count:
-        return warn(
-            "cores",
-            f"{count} to be seen, but this container gets {share:g} of them",
-            f"give each worker its --threads, {max(int(share), 1)} in all: more are throttled",
-        )
+        fix = f"give each worker its --threads, {max(int(share), 1)} in all: more are throttled"
+        return warn("cores", f"{count} to be seen, but this container gets {share:g} of them", fix)
     if count < 2:
         return warn("cores", "1: prefill and decode take turns on it")
     return ok("cores", str(count))
@@ -186,8 +166,16 @@ def check_gpus() -> Iterator[Finding]:
     driver = nvidia_smi.driver_version()
     yield triton(bool(gpus))
     yield rdma(bool(gpus))
+    if not gpus and driver:
+        yield warn(
+            "GPU",
+            f"driver {driver} is loaded, and nvidia-smi shows no GPU",
+            "run nvidia-smi by hand; in containers: the NVIDIA container toolkit, and the "
+            "capability `utility`",
+        )
+    elif not gpus:
+        yield ok("GPU", "none: workers compute on the CPU")
     if not gpus:
-        yield no_gpu(driver)
         return
     yield from map(gpu, gpus)
     yield shared_memory()
@@ -201,18 +189,6 @@ def check_gpus() -> Iterator[Finding]:
     if seen:
         yield nccl(seen[0].nccl_version)
         yield from (neighbours(number, one) for number, one in enumerate(seen))
-
-
-def no_gpu(driver: str) -> Finding:
-    """Nothing to compute on but CPUs, or a driver that does not answer."""
-    if driver:
-        return warn(
-            "GPU",
-            f"driver {driver} is loaded, and nvidia-smi shows no GPU",
-            "run nvidia-smi by hand; in containers: the NVIDIA container toolkit, and the "
-            "capability `utility`",
-        )
-    return ok("GPU", "none: workers compute on the CPU")
 
 
 def gpu(found: nvidia_smi.Card) -> Finding:
@@ -235,11 +211,8 @@ def triton(needed: bool) -> Finding:
     if version is None:
         return warn("triton", "not installed, and kernels on GPUs need it", _GPU_EXTRA)
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
-        return warn(
-            "triton",
-            f"{version}, without the C compiler that it needs when a worker starts",
-            "install gcc, or name a compiler in CC",
-        )
+        text = f"{version}, without the C compiler that it needs when a worker starts"
+        return warn("triton", text, "install gcc, or name a compiler in CC")
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         return warn("triton", f"{version}, without {headers}/Python.h", "install python3-dev")
@@ -254,11 +227,8 @@ def rdma(needed: bool) -> Finding:
     text = ", ".join(devices)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if needed and locked != resource.RLIM_INFINITY:
-        return warn(
-            "RDMA",
-            f"{text}; only {locked >> 10} KiB of memory can be locked for it",
-            "ulimit -l unlimited; in compose: ulimits: {memlock: -1}",
-        )
+        text += f"; only {locked >> 10} KiB of memory can be locked for it"
+        return warn("RDMA", text, "ulimit -l unlimited; in compose: ulimits: {memlock: -1}")
     return ok("RDMA", text)
 
 
@@ -290,11 +260,8 @@ def seen_by_torch() -> list[common_pb2.Hardware]:
 def cuda(gpus: int, seen: Sequence[common_pb2.Hardware], driver: str) -> Finding:
     """Whether torch can use the `gpus` GPUs that the driver shows."""
     if not seen:
-        return warn(
-            "CUDA",
-            f"torch {version_of('torch')} cannot use the GPUs of driver {driver or 'unknown'}",
-            "install torch's build for CUDA, of a version that the driver knows",
-        )
+        text = f"torch {version_of('torch')} cannot use the GPUs of driver {driver or 'unknown'}"
+        return warn("CUDA", text, "install torch's build for CUDA, of a version the driver knows")
     text = f"{seen[0].cuda_version}, driver {seen[0].driver_version or driver or 'unknown'}"
     if len(seen) < gpus:
         return warn(

@@ -46,27 +46,24 @@ def etcd_binary() -> Path:
     return Path(found)
 
 
-class _Ended(Unavailable):
-    """The process ended instead of answering."""
+class _Ended(Unavailable):  # instead of answering
+    pass
 
 
 class EmbeddedEtcd:
     """One etcd process: `async with EmbeddedEtcd() as etcd: ... etcd.address`.
 
-    After `stop` or `kill`, `start` brings it back on the same port with the same data. Without
-    `data_dir` the data live in a `ScratchFolder`, which goes with `close` (or the `async with`).
-    Damaged data are moved aside, and it starts empty.
+    After `stop` or `kill`, `start` brings it back on the same port with the same data; they live in
+    a `ScratchFolder`, which goes with the `async with`. Damaged data are moved aside, and it starts
+    empty.
     """
 
-    def __init__(
-        self, data_dir: Path | None = None, client_port: int = 0, args: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, client_port: int = 0, args: Sequence[str] = ()) -> None:
         """`client_port` 0 takes a free one at the first start; `args` overrule our own.
 
         Raises ConfigError when no etcd is installed.
         """
         self._binary = etcd_binary()
-        self._home = data_dir
         self._scratch: ScratchFolder | None = None
         self._port = client_port
         self._args = args
@@ -79,9 +76,9 @@ class EmbeddedEtcd:
 
     @property
     def home(self) -> Path:
-        """The directory of its data, once started."""
-        assert self._home is not None, "etcd was never started"
-        return self._home
+        """The directory of its `data`, once started."""
+        assert self._scratch is not None, "etcd was never started"
+        return self._scratch.path
 
     @property
     def pid(self) -> int | None:
@@ -99,13 +96,17 @@ class EmbeddedEtcd:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def close(self) -> None:
+        await self.stop()
+        if self._scratch is not None:
+            scratch, self._scratch = self._scratch, None
+            await asyncio.to_thread(scratch.remove)
+
     async def start(self) -> None:
         """Returns when etcd answers; raises Unavailable, with its last output, if it fails."""
         assert self._process is None, "etcd runs already"
-        if self._home is None:
+        if self._scratch is None:
             self._scratch = await asyncio.to_thread(ScratchFolder, "baton-etcd-")
-            self._home = self._scratch.path
-        self._home.mkdir(parents=True, exist_ok=True)
         attempts = 1 if self._port else _PORT_ATTEMPTS
         for attempt in range(1, attempts + 1):
             self._port = self._port if attempts == 1 else ports.free()
@@ -129,23 +130,8 @@ class EmbeddedEtcd:
             process.kill()
             await process.wait()
 
-    async def close(self) -> None:
-        """Stops etcd and removes its data, if they were in a temporary directory."""
-        await self.stop()
-        if self._scratch is not None:
-            scratch, self._scratch, self._home = self._scratch, None, None
-            await asyncio.to_thread(scratch.remove)
-
-    async def wipe(self) -> None:
-        """Throws a stopped etcd's data away."""
-        assert self._process is None, "stop etcd before wiping it"
-        await asyncio.to_thread(shutil.rmtree, self.home / "data")
-
     async def keep_running(self, say: Callable[[str], None]) -> None:
-        """Starts etcd again, with its data, whenever it has ended by itself; until cancelled.
-
-        `say` gets a line for each such end. Returns after `stop`, `kill` or `close`.
-        """
+        """Starts etcd again, with its data, whenever it has ended by itself; until `stop`."""
         backoff = Backoff()
         while (process := self._process) is not None:
             status = await process.wait()
@@ -160,10 +146,7 @@ class EmbeddedEtcd:
                 self._process = process  # it is still the one that ended by itself
 
     async def _start_once(self, say: Callable[[str], None] = log.warning) -> None:
-        """Starts on the data that are there, or without them if they alone keep it from starting.
-
-        They are records that their owners write again.
-        """
+        """On its data, or without them (their owners write them again) if they alone prevent it."""
         data, aside = self.home / "data", self.home / "data.damaged"
         had_data = data.exists()
         try:
@@ -263,6 +246,5 @@ class ScratchFolder:
         new.rename(self.path / _LOCK)
 
     def remove(self) -> None:
-        """Removes it with all that is in it."""
         shutil.rmtree(self.path)
         os.close(self._lock)

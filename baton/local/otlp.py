@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.local.span_store import AttributeValue, Span, SpanStore
-from baton.local.trace_tree import is_trace_id, is_whole, latest_first, slowest_first, summarize
+from baton.local.trace_tree import is_trace_id, is_whole, summaries
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
 _QUIET_S = 1.0  # exporters send several times a second: after this nothing more is on its way
@@ -28,77 +28,58 @@ _MAX_WAIT_S = 10.0  # what has not come by then died with its process
 _MAX_LISTED = 20
 
 
-class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+class OtlpReceiver(
+    trace_service_pb2_grpc.TraceServiceServicer, trace_pb2_grpc.TraceServiceServicer
+):
     """Listens on a loopback port between `async with` and its end; `address` is its URL."""
 
-    def __init__(self, store: SpanStore, port: int = 0) -> None:
-        """`port` 0 takes a free one."""
+    def __init__(self, store: SpanStore, port: int = 0, quiet_s: float = _QUIET_S) -> None:
         self.store = store
-        self._port = port
         self.address = ""
-        self._server: grpc.aio.Server | None = None
+        self._port = port
+        self._quiet_s = quiet_s
+        self._server: grpc.aio.Server
 
     async def __aenter__(self) -> Self:
         self._server = rpc.server()
         register: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
         register(self, self._server)
-        trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceServicer(self.store), self._server)
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self._server.start()
         self.address = f"http://127.0.0.1:{port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
         await self._server.stop(grace=0.5)
-        self.store.close()
 
     async def Export(self, request: Any, context: Any) -> Any:
-        """Stores the spans of one export."""
-        self.store.add(list(_received(request)))
+        self.store.add(_received(request))
         return trace_service_pb2.ExportTraceServiceResponse()
-
-
-class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
-    """`TraceService` over a store."""
-
-    def __init__(self, store: SpanStore, quiet_s: float = _QUIET_S) -> None:
-        self._store = store
-        self._quiet_s = quiet_s
 
     @rpc.unary
     async def GetTrace(
         self, request: trace_pb2.GetTraceRequest, context: Any
     ) -> trace_pb2.GetTraceResponse:
-        """The trace's spans; none of an unknown trace."""
-        if not is_trace_id(request.trace_id):
+        """The trace's spans, once it is whole and quiet or the time is over; none if unknown."""
+        trace_id, now = request.trace_id, time.monotonic()
+        if not is_trace_id(trace_id):
             raise InvalidRequest("a trace id has 32 hexadecimal digits", "trace_id")
-        spans = await self._settled(request.trace_id, request.wait_ms / 1000)
-        return trace_pb2.GetTraceResponse(spans=map(span_message, spans))
+        end = now + request.wait_ms / 1000
+        if not 0 < self.store.arrived_at(trace_id) < now - _MAX_WAIT_S:
+            with contextlib.suppress(DeadlineExceeded):
+                await self.store.wait_for(trace_id, is_whole, end - now)
+                quiet_at = self.store.arrived_at(trace_id) + self._quiet_s
+                await asyncio.sleep(min(quiet_at, end) - time.monotonic())
+        return trace_pb2.GetTraceResponse(spans=map(span_message, self.store.trace(trace_id)))
 
     @rpc.unary
     async def ListTraces(
         self, request: trace_pb2.ListTracesRequest, context: Any
     ) -> trace_pb2.ListTracesResponse:
-        """Requests, in the requested order."""
-        found = [summary for spans in self._store.traces() if (summary := summarize(spans))]
         slowest = request.order == trace_pb2.TRACE_ORDER_SLOWEST
-        found.sort(key=slowest_first if slowest else latest_first)
-        found = found[: request.most or _MAX_LISTED]
-        messages = (trace_pb2.TraceSummary(**asdict(summary)) for summary in found)
-        return trace_pb2.ListTracesResponse(traces=messages)
-
-    async def _settled(self, trace_id: str, wait_s: float) -> list[Span]:
-        """The trace once it is whole and quiet, or what there is of it after `wait_s`."""
-        now = time.monotonic()
-        if 0 < self._store.arrived_at(trace_id) < now - _MAX_WAIT_S:
-            return self._store.trace(trace_id)
-        end = now + wait_s
-        with contextlib.suppress(DeadlineExceeded):
-            await self._store.wait_for(trace_id, is_whole, wait_s)
-            quiet_at = self._store.arrived_at(trace_id) + self._quiet_s
-            await asyncio.sleep(min(quiet_at, end) - time.monotonic())
-        return self._store.trace(trace_id)
+        found = summaries(self.store.traces(), slowest, request.most or _MAX_LISTED)
+        return trace_pb2.ListTracesResponse(traces=found)
 
 
 def span_message(span: Span) -> trace_pb2.Span:
@@ -121,13 +102,10 @@ def span_of(trace_id: str, message: trace_pb2.Span) -> Span:
 
 
 def _value_message(value: AttributeValue) -> trace_pb2.AttributeValue:
-    if isinstance(value, bool):  # which is an int, too
-        return trace_pb2.AttributeValue(flag=value)
-    if isinstance(value, int):
-        return trace_pb2.AttributeValue(integer=value)
-    if isinstance(value, float):
-        return trace_pb2.AttributeValue(number=value)
-    return trace_pb2.AttributeValue(text=value)
+    kinds = {bool: "flag", int: "integer", float: "number", str: "text"}
+    message = trace_pb2.AttributeValue()
+    setattr(message, kinds[type(value)], value)
+    return message
 
 
 def _value(message: trace_pb2.AttributeValue) -> AttributeValue:
@@ -137,7 +115,6 @@ def _value(message: trace_pb2.AttributeValue) -> AttributeValue:
 
 
 def _received(request: Any) -> Iterator[Span]:
-    """The spans of an ExportTraceServiceRequest."""
     for resource_spans in request.resource_spans:
         resource = _otlp_attributes(resource_spans.resource.attributes)
         service = str(resource.get("service.name", "unknown"))
@@ -163,9 +140,7 @@ def _otlp_attributes(pairs: Iterable[Any]) -> dict[str, AttributeValue]:
 
 def _otlp_value(value: Any) -> AttributeValue:
     kind = value.WhichOneof("value")
-    if kind in ("string_value", "int_value", "double_value", "bool_value"):
-        scalar: AttributeValue = getattr(value, kind)
-        return scalar
     if kind == "array_value":
         return ", ".join(str(_otlp_value(item)) for item in value.array_value.values)
-    return "" if kind is None else f"<{kind.removesuffix('_value')}>"
+    found = getattr(value, kind) if kind else ""
+    return found if isinstance(found, str | int | float | bool) else str(found)

@@ -1,8 +1,4 @@
-"""Divides this machine's cores and GPUs among the workers of a local cluster.
-
-Two engines on the same core slow each other down. GPUs are divided such that the two roles share
-none as long as there are two.
-"""
+"""Divides this machine's cores and GPUs among the workers of a local cluster."""
 
 from __future__ import annotations
 
@@ -26,23 +22,20 @@ _MAX_GPU_THREADS = 4  # a worker on a GPU computes little on its cores: it launc
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker gets: `cpus` to be pinned to (empty: unpinned) and a number of threads.
+    """What one worker gets."""
 
-    And of GPUs: `device`, and the part of its memory that is the worker's; empty: as configured.
-    """
-
-    cpus: tuple[int, ...]
+    cpus: tuple[int, ...]  # to be pinned to; empty: unpinned
     threads: int
-    device: str = ""
-    gpu_memory: float = 0.0
+    device: str = ""  # empty: as configured
+    gpu_memory: float = 0.0  # the part of the GPU's memory that is the worker's
 
 
 def shares(
     engine: EngineConfig, names: Sequence[str], prefill: int, gpus: int, say: Callable[[str], None]
 ) -> list[Share]:
-    """What each of `names` gets; the first `prefill` are prefill workers. `gpus` is their number.
+    """What each of `names`, prefill workers first, gets; `say` gets the placement and warnings.
 
-    `say` gets the placement on GPUs and warnings. Raises ConfigError like `devices`.
+    Raises ConfigError when a GPU is configured and there is none.
     """
     chosen = devices(engine, prefill, len(names) - prefill, gpus)
     cores = sorted(os.sched_getaffinity(0))
@@ -55,22 +48,17 @@ def shares(
             )
         return divided
     threads = engine.threads or min(_MAX_GPU_THREADS, max(1, len(cores) // len(names)))
-    each = Counter(chosen)
-    places = ", ".join(f"{name} on {device}" for name, device in zip(names, chosen, strict=True))
-    say(f"GPUs: {places}")
+    say("GPUs: " + ", ".join(f"{name} on {at}" for name, at in zip(names, chosen, strict=True)))
+    each, memory = Counter(chosen), engine.gpu_memory
     if (most := max(each.values())) > 1:
-        part = engine.gpu_memory / most
-        say(
-            f"workers of one GPU divide --gpu-memory {engine.gpu_memory:g}: down to {part:.3g} each"
-        )
-    return [Share((), threads, device, engine.gpu_memory / each[device]) for device in chosen]
+        say(f"workers of one GPU divide --gpu-memory {memory:g}: down to {memory / most:.3g} each")
+    return [Share((), threads, device, memory / each[device]) for device in chosen]
 
 
 def divide_cores(cores: Sequence[int], workers: int, threads: int = 0) -> list[Share]:
     """One share for each worker: neighbouring cores, disjoint, sizes that differ by at most one.
 
-    With fewer cores than workers none is pinned and each gets one thread. `threads`, if not 0, is
-    the configured number: then each gets that many, and none is pinned.
+    With fewer cores than workers, or a configured number of threads, none is pinned.
     """
     if threads or len(cores) < workers:
         return [Share((), threads or 1)] * workers
@@ -83,28 +71,22 @@ def divide_cores(cores: Sequence[int], workers: int, threads: int = 0) -> list[S
 
 
 def count_gpus() -> int:
-    """How many GPUs torch sees in processes like the workers. Blocks for seconds if any are here.
-
-    Counted in a process of its own, so that this one need not import torch.
-    """
+    """How many GPUs torch sees, in a process of its own; blocks for seconds if any are here."""
     if not any(file.exists() for file in _DRIVER_FILES):
         return 0
     command = [sys.executable, "-c", _COUNT]
     try:
-        counted = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S, check=True
+        return int(
+            subprocess.check_output(
+                command, stderr=subprocess.DEVNULL, text=True, timeout=_COUNT_TIMEOUT_S
+            )
         )
-        return int(counted.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return 0  # a worker with --device cuda says why there is none
 
 
 def devices(engine: EngineConfig, prefill: int, decode: int, gpus: int) -> list[str]:
-    """Each worker's device, prefill workers' first; empty strings where no GPU is used.
-
-    A device with a number is used by all workers. Raises ConfigError when a GPU is configured and
-    there is none.
-    """
+    """Each worker's device, prefill workers' first; empty strings where no GPU is used."""
     workers = prefill + decode
     if engine.simulate or engine.device == "cpu" or (engine.device == "auto" and not gpus):
         return [""] * workers

@@ -51,13 +51,15 @@ class SingleProcess:
         params: SamplingParams,
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] = lambda text: None,
+        cut: bool = False,
     ) -> Completion:
         """Runs one completion; `on_text` gets the text as it becomes certain.
 
-        Raises InvalidRequest as a router would.
+        Raises InvalidRequest as a router would, also for more output than the context has room for,
+        unless it may be `cut`.
         """
         tokens = encode(self.tokenizer, prompt)
-        self._check(tokens, params)
+        self._check(tokens, params, cut)
         check_stop_strings(stop)
         self._requests += 1
         name = f"local-{self._requests}"
@@ -120,16 +122,23 @@ class SingleProcess:
             request_id=request.request_id,
         )
 
-    def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
+    def _check(self, tokens: Sequence[int], params: SamplingParams, cut: bool) -> None:
         vocab, limit = self.tokenizer.vocab_size, self._loaded.max_context
         params.validate(vocab)
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab:
             raise InvalidRequest(f"the prompt needs token ids from 0 to {vocab - 1}", "token_ids")
-        if len(tokens) >= limit:
+        left = limit - len(tokens)
+        if left < 1:
             raise InvalidRequest(
                 f"the prompt has {len(tokens)} tokens and the context holds {limit}, "
                 "of which one must be left for output",
                 "input",
+            )
+        if params.max_tokens > left and not cut:
+            raise InvalidRequest(
+                f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
+                f"{left} behind a prompt of {len(tokens)}",
+                "sampling.max_tokens",
             )
 
     def _publish(self, report: StepReport) -> None:
@@ -146,15 +155,3 @@ def encode(tokenizer: AnyTokenizer, prompt: Prompt) -> list[int]:
         return ids
     turns = [(item["role"], item["content"]) for item in prompt if isinstance(item, Mapping)]
     return tokenizer.encode_chat(turns)
-
-
-def run_local(
-    settings: EngineConfig,
-    prompt: Prompt,
-    params: SamplingParams,
-    stop: Sequence[str] = (),
-    on_text: Callable[[str], None] = lambda text: None,
-) -> Completion:
-    """Loads the model, runs one completion, and frees the model."""
-    with SingleProcess(settings) as process:
-        return process.generate(prompt, params, stop, on_text)

@@ -7,6 +7,7 @@ asyncio loop owns a store; nothing here is thread-safe.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,12 +46,6 @@ def is_complete(spans: Sequence[Span], services: Iterable[str] = ()) -> bool:
 class _Trace:
     spans: dict[str, Span] = field(default_factory=dict)  # by span id: a resent span counts once
     arrived_at: float = 0.0  # time.monotonic() of the last one
-    timer: asyncio.TimerHandle | None = None  # of `SpanStore.follow`
-    done: bool = False  # its follower has returned True
-
-    def cancel_timer(self) -> None:
-        if self.timer:
-            self.timer.cancel()
 
 
 class SpanStore:
@@ -65,8 +60,6 @@ class SpanStore:
         self.spans_total = 0
         self._traces: OrderedDict[str, _Trace] = OrderedDict()
         self._arrived = asyncio.Event()
-        self._on_quiet: Callable[[Sequence[Span]], bool] | None = None
-        self._quiet_s = 0.0
 
     def __len__(self) -> int:
         return len(self._traces)
@@ -75,9 +68,11 @@ class SpanStore:
         """The trace's spans so far, in order of arrival; empty for an unknown trace."""
         return list(self._traces.get(trace_id, _Trace()).spans.values())
 
-    def traces(self) -> Iterator[list[Span]]:
-        """The spans of each trace, in the order in which the traces' first spans arrived."""
-        return (list(trace.spans.values()) for trace in self._traces.values())
+    def traces(self, since: float = 0.0, until: float = math.inf) -> Iterator[list[Span]]:
+        """Traces whose last span came in that time (time.monotonic()), in order of their first."""
+        for trace in tuple(self._traces.values()):
+            if since <= trace.arrived_at < until:
+                yield list(trace.spans.values())
 
     def arrived_at(self, trace_id: str) -> float:
         """When its last span came, as time.monotonic(); 0 for an unknown trace."""
@@ -85,17 +80,15 @@ class SpanStore:
 
     def add(self, spans: Iterable[Span]) -> None:
         """Stores spans, evicts the oldest traces beyond the limits, wakes `wait_for`."""
-        changed = {span.trace_id for span in spans if self._insert(span)}
+        for span in spans:
+            trace = self._traces.setdefault(span.trace_id, _Trace())
+            if span.span_id not in trace.spans and len(trace.spans) < self.max_spans:
+                trace.spans[span.span_id] = span
+                trace.arrived_at = time.monotonic()
+                self.spans_total += 1
         while len(self._traces) > self.max_traces or self.spans_total > self.max_spans:
             _, oldest = self._traces.popitem(last=False)
             self.spans_total -= len(oldest.spans)
-            oldest.cancel_timer()
-        if self._on_quiet is not None:
-            loop = asyncio.get_running_loop()
-            for trace_id in changed & self._traces.keys():
-                trace = self._traces[trace_id]
-                trace.cancel_timer()
-                trace.timer = loop.call_later(self._quiet_s, self._report, trace_id)
         self._arrived.set()
 
     async def wait_for(
@@ -116,30 +109,3 @@ class SpanStore:
                 f"trace {trace_id} was not complete after {timeout:g} s: "
                 f"{len(self.trace(trace_id))} spans arrived"
             ) from None
-
-    def follow(self, on_quiet: Callable[[Sequence[Span]], bool], quiet_s: float) -> None:
-        """Calls `on_quiet` with a trace when `quiet_s` passed without a new span of it.
-
-        It is called again after more spans, until it returns True for the trace.
-        """
-        self._on_quiet, self._quiet_s = on_quiet, quiet_s
-
-    def close(self) -> None:
-        """Ends `follow`."""
-        self._on_quiet = None
-        for trace in self._traces.values():
-            trace.cancel_timer()
-
-    def _insert(self, span: Span) -> bool:
-        trace = self._traces.setdefault(span.trace_id, _Trace())
-        if span.span_id in trace.spans or len(trace.spans) >= self.max_spans:
-            return False
-        trace.spans[span.span_id] = span
-        trace.arrived_at = time.monotonic()
-        self.spans_total += 1
-        return True
-
-    def _report(self, trace_id: str) -> None:
-        trace = self._traces.get(trace_id)
-        if self._on_quiet is not None and trace is not None and not trace.done:
-            trace.done = self._on_quiet(self.trace(trace_id))

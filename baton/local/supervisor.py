@@ -70,7 +70,6 @@ class ChildProcess:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the latest run was started."""
         return time.monotonic() - self.started_at
 
     @property
@@ -89,7 +88,6 @@ class ChildProcess:
         return f"{self.ending}: {last}" if (self.exit_status or 0) > 0 and last else self.ending
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of its output."""
         return "\n".join(list(self.log)[-lines:])
 
     async def start(self) -> None:
@@ -162,6 +160,13 @@ class ChildProcess:
             self._on_line(text)
 
 
+async def cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancels a task and returns when it has ended."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 def restart_delay_s(failures: int) -> float:
     """Seconds before a process that failed for the nth time in a row is started again."""
     return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
@@ -186,7 +191,6 @@ class Supervisor:
         self._until_ready = until_ready
         self._on_exit = on_exit
         self._say = say
-        self._failures = 0
         self._ready = asyncio.Event()
         self._ready_at = 0.0
         self._returns = False
@@ -199,14 +203,14 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process serves."""
         return self._ready.is_set() and self.process.running
 
     async def start(self) -> None:
         """Starts the process, which does not run, and keeps it running from now on."""
-        await self._cancel()
+        await cancelled(self._task)
         self._returns = True
-        await self._start_run()
+        self._ready.clear()
+        await self.process.start()
         name = f"supervisor of {self.process.name}"
         self._task = asyncio.create_task(self._supervise(), name=name)
 
@@ -215,7 +219,7 @@ class Supervisor:
 
         Returns how the old run ended: 0 after a drain.
         """
-        await self._cancel()  # this end is requested
+        await cancelled(self._task)  # this end is requested
         self._returns = True
         status = await self.process.stop(timeout_s)
         await self.start()
@@ -235,40 +239,27 @@ class Supervisor:
     async def release(self) -> None:
         """Stops supervising: the end of the process has no effect from now on."""
         self._returns = False
-        await self._cancel()
-
-    async def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled(self._task)
 
     async def _supervise(self) -> None:
+        failures = 0
         while True:
-            await self._follow_run()
+            noting = asyncio.create_task(self._note_ready())
+            try:
+                await self.process.wait()
+            finally:
+                await cancelled(noting)
+            # Counted from ready, not from the start: a large model may take minutes to load.
+            healthy = self._ready.is_set() and time.monotonic() - self._ready_at >= _HEALTHY_S
+            failures = 1 if healthy else failures + 1
+            self._ready.clear()
             if not self._on_exit(self.process):
                 self._returns = False
                 return
-            delay_s = restart_delay_s(self._failures)
+            delay_s = restart_delay_s(failures)
             self._say(f"{self.process.failure}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
-            await self._start_run()
-
-    async def _start_run(self) -> None:
-        self._ready.clear()
-        await self.process.start()
-
-    async def _follow_run(self) -> None:
-        """Returns when the process has ended."""
-        noting = asyncio.create_task(self._note_ready())
-        try:
-            await self.process.wait()
-        finally:
-            noting.cancel()
-            await asyncio.gather(noting, return_exceptions=True)
-        # Counted from ready, not from the start: a large model may take minutes to load.
-        healthy = self._ready.is_set() and time.monotonic() - self._ready_at >= _HEALTHY_S
-        self._failures = 1 if healthy else self._failures + 1
-        self._ready.clear()
+            await self.process.start()
 
     async def _note_ready(self) -> None:
         what = await self._until_ready(self.process)

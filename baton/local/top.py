@@ -1,4 +1,4 @@
-"""`baton top` on a terminal: a `View` drawn with rich, again at each answer and each key.
+"""`baton top` on a terminal: one moment drawn with rich, again at each answer and each key.
 
 On a narrow terminal the columns that matter least are left out, on a low one rows are. Whatever
 ends it, the terminal is restored as it was.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,16 +27,8 @@ from rich.text import Text
 
 from baton.client.results import transport_name
 from baton.errors import ConfigError, Unavailable
-from baton.local.top_view import (
-    EventLine,
-    PairLine,
-    PolledRouter,
-    RouterLine,
-    View,
-    WorkerLine,
-    polling,
-    view_of,
-)
+from baton.local import top_view
+from baton.local.top_view import PairLine, PolledRouter, WorkerLine, polling
 from baton.local.trace_tree import bytes_text
 from baton.v1 import fleet_pb2
 
@@ -49,7 +42,7 @@ SORTS: dict[str, Callable[[WorkerLine], float] | None] = {
     "name": None,
     "queue": lambda w: w.load.queue_tokens,
     "blocks": lambda w: w.load.blocks_held / (w.blocks_total or 1),
-    "tokens": lambda w: w.computed_per_s or 0.0,
+    "tokens": lambda w: w.rate("tokens_computed") or 0.0,
 }
 _GOOD, _BAD, _QUIET = "green", "bold red", "dim"
 _STATE_STYLES = {
@@ -91,34 +84,37 @@ async def once(addresses: Sequence[str], interval_s: float, width: int | None) -
         while any(router.polls < 2 for router in routers):
             answered.clear()
             await answered.wait()
-        view = view_of(routers, time.monotonic(), time.time())
-    if not view.answered:
-        why = "; ".join(f"{router.address}: {router.failure}" for router in view.routers)
+    if not any(router.last for router in routers):
+        why = "; ".join(f"{router.address}: {router.failure}" for router in routers)
         raise Unavailable(f"no router answers: {why}")
     console = Console(width=width or _PLAIN_WIDTH, height=_PLAIN_HEIGHT, color_system=None)
     with console.capture() as captured:
-        console.print(frame(view, Options(interval_s, keys=False), console.width, _PLAIN_HEIGHT))
+        options = Options(interval_s, keys=False)
+        console.print(frame(Moment.now(routers), options, console.width, _PLAIN_HEIGHT))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+class Moment(NamedTuple):
+    """What is drawn: routers as they are at a time."""
+
+    routers: Sequence[PolledRouter]
+    at: float  # time.monotonic()
+    unix_s: float
+
+    @classmethod
+    def now(cls, routers: Sequence[PolledRouter]) -> Moment:
+        return cls(routers, time.monotonic(), time.time())
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the view is shown; keys change it."""
+    """How it is shown; keys change it."""
 
     interval_s: float
     role: str = ROLES[0]
     sort: str = "name"
     paused: bool = False
     keys: bool = True  # whether to list them
-
-    def next_role(self) -> Options:
-        """Workers of the next role alone."""
-        return replace(self, role=ROLES[(ROLES.index(self.role) + 1) % len(ROLES)])
-
-    def next_sort(self) -> Options:
-        """Workers in the next order."""
-        sorts = list(SORTS)
-        return replace(self, sort=sorts[(sorts.index(self.sort) + 1) % len(sorts)])
 
 
 class Screen:
@@ -127,7 +123,7 @@ class Screen:
     def __init__(self, options: Options) -> None:
         self.changed = asyncio.Event()
         self._options = options
-        self._frozen: View | None = None
+        self._frozen: Moment | None = None
         self._left = False
         self._console = Console()
         self._live = Live(console=self._console, screen=True, auto_refresh=False)
@@ -145,7 +141,7 @@ class Screen:
             loop.add_reader(stdin, self._read, stdin)
             loop.add_signal_handler(signal.SIGWINCH, self.changed.set)
             for number in (signal.SIGTERM, signal.SIGHUP):
-                loop.add_signal_handler(number, self.press, "q")
+                loop.add_signal_handler(number, self._press, "q")
             with self._live:
                 yield
         finally:
@@ -159,26 +155,27 @@ class Screen:
         """Draws whenever there is something new, until a key ends it."""
         while not self._left:
             self.changed.clear()
-            view = self._frozen or view_of(routers, time.monotonic(), time.time())
-            self._frozen = view if self._options.paused else None
+            moment = self._frozen or Moment.now(routers)
+            if self._options.paused and not self._frozen:
+                self._frozen = moment = copy.deepcopy(moment)
             width, height = self._console.size
-            self._live.update(frame(view, self._options, width, height), refresh=True)
+            self._live.update(frame(moment, self._options, width, height), refresh=True)
             with contextlib.suppress(TimeoutError):  # the clock goes on, and so does a silence
                 async with asyncio.timeout(self._options.interval_s):
                     await self.changed.wait()
             await asyncio.sleep(_DRAW_S)
 
-    def press(self, key: str) -> None:
-        """What a key does; others do nothing."""
+    def _press(self, key: str) -> None:
+        shown = self._options
         if key in ("q", "Q", "\x04"):
             self._left = True
         elif key in ("p", " "):
-            self._options = replace(self._options, paused=not self._options.paused)
+            self._options = replace(shown, paused=not shown.paused)
             self._frozen = None
         elif key == "r":
-            self._options = self._options.next_role()
+            self._options = replace(shown, role=_next(ROLES, shown.role))
         elif key == "s":
-            self._options = self._options.next_sort()
+            self._options = replace(shown, sort=_next(tuple(SORTS), shown.sort))
         self.changed.set()
 
     def _read(self, stdin: int) -> None:
@@ -188,47 +185,53 @@ class Screen:
             pressed = b""
         # Nothing to read: the terminal is gone.
         for key in _SEQUENCE.sub(b"", pressed).decode(errors="replace") if pressed else "q":
-            self.press(key)
+            self._press(key)
 
 
-def frame(view: View, options: Options, width: int, height: int) -> Group:
+def _next(values: Sequence[str], value: str) -> str:
+    return values[(values.index(value) + 1) % len(values)]
+
+
+def frame(moment: Moment, options: Options, width: int, height: int) -> Group:
     """One picture of at most `width` columns and, if it can be, `height` lines."""
-    workers = [w for w in view.workers if options.role in (ROLES[0], w.role)]
+    routers = moment.routers
+    every_pair = top_view.pairs(routers)
+    workers = [w for w in top_view.workers(routers) if options.role in (ROLES[0], w.role)]
     if measure := SORTS[options.sort]:
         workers.sort(key=measure, reverse=True)
-    problems, events = list(_problems(view)), view.events[:_MAX_EVENTS]
-    fixed = len(view.routers) + len(problems) + len(events) + sum(bool(w.reason) for w in workers)
+    problems, events = list(_problems(moment)), top_view.events(routers)[:_MAX_EVENTS]
+    fixed = len(routers) + len(problems) + len(events) + sum(bool(w.reason) for w in workers)
     room = max(height - fixed - _OTHER_LINES, 2 * _MIN_ROWS)
-    pairs = _first(view.pairs, max(_MIN_ROWS, room - len(workers)))
+    pairs = _first(every_pair, max(_MIN_ROWS, room - len(workers)))
     shown = _first(workers, max(_MIN_ROWS, room - len(pairs)))
     legend = Text("KV blocks:", _QUIET)
     for name, sign, style in _BLOCKS:
         legend.append(f" {sign}", style).append(f" {name}", _QUIET)
     parts: list[RenderableType] = [
-        _title(view, options),
-        _table(_ROUTER_COLUMNS, view.routers, width),
+        _title(moment, options),
+        _table(_ROUTER_COLUMNS, routers, width),
         *problems,
         Text(),
         *_section(_worker_columns(width), shown, width, len(workers), "workers"),
         legend.append(f" {_FREE} free", _QUIET),
-        *(Text(f"  {w.record.incarnation}: {w.reason}", "red") for w in shown if w.reason),
+        *(Text(f"  {w.name}: {w.reason}", "red") for w in shown if w.reason),
     ]
     if pairs:
-        parts += [Text(), *_section(_PAIR_COLUMNS, pairs, width, len(view.pairs), "pairs")]
+        parts += [Text(), *_section(_PAIR_COLUMNS, pairs, width, len(every_pair), "pairs")]
     if events:
-        parts += [Text(), *(_event(line, len(view.routers) > 1, width) for line in events)]
+        several = len(routers) > 1
+        parts += [Text(), *(_event(at if several else "", one, width) for at, one in events)]
     for part in parts:
         if isinstance(part, Text):
             part.no_wrap, part.overflow = True, "ellipsis"
     return Group(*parts)
 
 
-def _title(view: View, options: Options) -> Text:
-    status = next((router.status for router in view.routers if router.status), None)
+def _title(moment: Moment, options: Options) -> Text:
     title = Text().append("baton top", "bold")
-    if status is not None:
-        title.append(f"  cluster {status.cluster}, model {status.model}")
-    title.append(f"  {_clock(view.unix_s)}", _QUIET)
+    if last := next((router.last for router in moment.routers if router.last), None):
+        title.append(f"  cluster {last.router.cluster}, model {last.router.model}")
+    title.append(f"  {_clock(moment.unix_s)}", _QUIET)
     if options.paused:
         title.append("  PAUSED", "reverse")
     if options.keys:
@@ -237,26 +240,24 @@ def _title(view: View, options: Options) -> Text:
     return title
 
 
-def _problems(view: View) -> Iterator[Text]:
-    """What makes the rest less reliable."""
-    for router in view.routers:
+def _problems(moment: Moment) -> Iterator[Text]:
+    for router in moment.routers:
         if router.failure:
-            since = f" for {router.silent_s:.0f} s" if router.status else ""
+            since = f" for {router.silent_s(moment.at):.0f} s" if router.last else ""
             text = f"router {router.address} does not answer{since}: {router.failure}"
             yield Text(" ".join(text.split()), _BAD)
-        elif router.status and not router.status.registry_connected:
+        elif router.last and not router.last.router.registry_connected:
             yield Text(f"router {router.address} does not reach the registry", _BAD)
-    if view.is_old and view.answered:
+    if all(router.failure for router in moment.routers) and top_view.answers(moment.routers):
         yield Text("no router answers: what follows is old", _BAD)
 
 
-def _event(line: EventLine, several: bool, width: int) -> Text:
+def _event(address: str, event: fleet_pb2.RouterEvent, width: int) -> Text:
     """In one line; the trace's id is whole or left out, so that `baton trace` can take it."""
-    event = line.event
     name, style = _EVENT_NAMES.get(event.kind, ("event", ""))
     text = Text(f"{_clock(event.time_ms / 1e3)} ").append(name, style)
     text.append(f" x{event.times}" if event.times > 1 else "")
-    text.append(f" at {line.address}" if several else "", _QUIET)
+    text.append(f" at {address}" if address else "", _QUIET)
     text.append(f" {' '.join(event.text.split())}")
     if event.trace_id and width >= _MIN_TRACE_WIDTH:
         trace = f"  trace {event.trace_id}"
@@ -265,18 +266,20 @@ def _event(line: EventLine, several: bool, width: int) -> Text:
     return text
 
 
-@dataclass(frozen=True)
-class Column(Generic[Line]):
-    """A column: its title, its cells, and how soon it is left out for want of room."""
+class Column(NamedTuple):
+    """A column: its title, its cells, and how soon it is left out for want of room.
+
+    A cell is a text, a count, a rate (a float), or None for what is not known.
+    """
 
     title: str
-    cell: Callable[[Line], str | Text]
+    cell: Callable[[Any], str | Text | float | None]
     rank: int = 0  # the highest goes first; 0 stays
     left: bool = False
 
 
 def _section(
-    columns: Sequence[Column[Line]], lines: Sequence[Line], width: int, count: int, what: str
+    columns: Sequence[Column], lines: Sequence[Any], width: int, count: int, what: str
 ) -> Iterator[RenderableType]:
     """A table, and how many rows did not find room."""
     if not count:
@@ -287,37 +290,46 @@ def _section(
         yield Text(f"… and {count - len(lines)} more {what}", _QUIET)
 
 
-def _table(columns: Sequence[Column[Line]], lines: Sequence[Line], width: int) -> Table:
+def _table(columns: Sequence[Column], lines: Sequence[Any], width: int) -> Table:
     """The columns that fit, all of which are as wide as their cells."""
     shown = []
     for column in columns:
-        cells = [column.cell(line) for line in lines]
-        # A string would be read as rich's markup: "[::1]:7700" is none.
-        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+        texts = [_text(column.cell(line)) for line in lines]
         widest = max(len(column.title), *(text.cell_len for text in texts), 0)
         shown.append((column, texts, widest + _GAP))
     while sum(widest for *_, widest in shown) - _GAP > width and any(c.rank for c, *_ in shown):
         shown.remove(max(shown, key=lambda entry: entry[0].rank))
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style=_QUIET)
     for column, *_ in shown:
-        justify = "left" if column.left else "right"
-        table.add_column(column.title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(column.title, justify="left" if column.left else "right", no_wrap=True)
     for row in zip(*(texts for _, texts, _ in shown), strict=True):
         table.add_row(*row)
     return table
+
+
+def _text(cell: str | Text | float | None) -> Text:
+    if isinstance(cell, Text):
+        return cell
+    # A string would be read as rich's markup: "[::1]:7700" is none.
+    return Text(_rate(cell) if isinstance(cell, float) else "-" if cell is None else str(cell))
+
+
+def _rate(value: float) -> str:
+    digits = 0 if value == 0 else 2 if value < 1 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f}"
 
 
 def _first(lines: Sequence[Line], most: int) -> Sequence[Line]:
     return lines if len(lines) <= most else lines[: most - 1]  # a line counts the others
 
 
-def blocks_bar(worker: WorkerLine, columns: int) -> Text:
+def blocks_bar(worker: WorkerLine, columns: int) -> Text | None:
     """The pool as a bar: blocks held, cached, quarantined, and the rest free.
 
     A kind with any blocks at all gets at least one column.
     """
     if not (total := worker.blocks_total):
-        return Text("-")
+        return None
     counts = [getattr(worker.load, f"blocks_{name}") for name, _, _ in _BLOCKS]
     parts = [max(1, round(count * columns / total)) if count else 0 for count in counts]
     while sum(parts) > columns:  # rounded up
@@ -328,98 +340,99 @@ def blocks_bar(worker: WorkerLine, columns: int) -> Text:
     return bar.append(_FREE * (columns - sum(parts)), _QUIET)
 
 
-def _worker_columns(width: int) -> Sequence[Column[WorkerLine]]:
+def _used(worker: WorkerLine) -> str | None:
+    """Share of the blocks that are not available to others now."""
+    if not (total := worker.blocks_total):
+        return None
+    return f"{(worker.load.blocks_held + worker.load.blocks_quarantined) / total:.0%}"
+
+
+def _worker_columns(width: int) -> Sequence[Column]:
     """The workers' columns; the bar is as long as the terminal's width allows."""
     bar = 8 if width < 90 else 16 if width < 140 else 24
     return (
         Column("role", lambda w: w.role, 6, left=True),
-        Column("worker", lambda w: w.record.incarnation, left=True),
+        Column("worker", lambda w: w.name, left=True),
         Column("state", lambda w: _state_text(w.state), left=True),
-        Column("batch", lambda w: f"{w.load.running}/{w.record.max_batch}"),
-        Column("wait", lambda w: str(w.load.waiting), 5),
-        Column("queue tok", lambda w: str(w.load.queue_tokens), 3),
+        Column("batch", lambda w: f"{w.load.running}/{w.status.record.max_batch}"),
+        Column("wait", lambda w: w.load.waiting, 5),
+        Column("queue tok", lambda w: w.load.queue_tokens, 3),
         Column("KV blocks", lambda w: blocks_bar(w, bar), left=True),
         Column("used", _used, 4),
-        Column("tok/s", lambda w: _rate(w.computed_per_s), 2),
-        Column("sampled/s", lambda w: _rate(w.sampled_per_s), 8),
+        Column("tok/s", lambda w: w.rate("tokens_computed"), 2),
+        Column("sampled/s", lambda w: w.rate("tokens_generated"), 8),
         # 0 stands for "not measured yet".
-        Column("prefill cap.", lambda w: _rate(w.load.prefill_tokens_per_s or None), 9),
-        Column("step ms", lambda w: _rate(w.load.step_ms or None), 6),
-        Column("preempt", lambda w: str(w.load.preemptions), 7),
+        Column("prefill cap.", lambda w: w.load.prefill_tokens_per_s or None, 9),
+        Column("step ms", lambda w: w.load.step_ms or None, 6),
+        Column("preempt", lambda w: w.load.preemptions, 7),
     )
 
 
-def _of_status(read: Callable[[fleet_pb2.RouterStatus], str]) -> Callable[[RouterLine], str]:
-    return lambda line: read(line.status) if line.status else "-"
+def _of_status(read: Callable[[fleet_pb2.RouterStatus], Any]) -> Callable[[PolledRouter], Any]:
+    return lambda router: read(router.last.router) if router.last else None
 
 
-def _times(latency: fleet_pb2.Latency, p50: float, p95: float) -> str:
-    return f"{_rate(p50)}/{_rate(p95)}" if latency.requests else "-"
+def _latency(what: str) -> Callable[[PolledRouter], str | None]:
+    def cell(status: fleet_pb2.RouterStatus) -> str | None:
+        p50, p95 = (getattr(status.latency, f"{what}_p{share}_ms") for share in (50, 95))
+        return f"{_rate(p50)}/{_rate(p95)}" if status.latency.requests else None
+
+    return _of_status(cell)
 
 
-def _router_state(line: RouterLine) -> Text:
-    if line.failure:
+def _good_share(router: PolledRouter) -> str | None:
+    """Of all requests since the router started, those that are goodput."""
+    total = top_view.ended(router.last) if router.last else 0
+    return f"{top_view.good(router.last) / total:.1%}" if router.last and total else None
+
+
+def _router_state(router: PolledRouter) -> Text:
+    if router.failure:
         return Text("NO ANSWER", _BAD)
-    return _state_text(line.status.state) if line.status else Text("…", _QUIET)
+    return _state_text(router.last.router.state) if router.last else Text("…", _QUIET)
 
 
 def _state_text(state: str) -> Text:
     return Text(state, _STATE_STYLES.get(state, _BAD))
 
 
-def _used(worker: WorkerLine) -> str:
-    """Share of the blocks that are not available to others now."""
-    if not (total := worker.blocks_total):
-        return "-"
-    return f"{(worker.load.blocks_held + worker.load.blocks_quarantined) / total:.0%}"
-
-
-def _rate(value: float | None) -> str:
-    """Three digits are enough to follow: 0.25, 12.3, 1,234; "-" for None."""
-    if value is None:
-        return "-"
-    digits = 0 if value == 0 else 2 if value < 1 else 1 if value < 100 else 0
-    return f"{value:,.{digits}f}"
-
-
 def _clock(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
-_ROUTER_COLUMNS: Sequence[Column[RouterLine]] = (
+_ROUTER_COLUMNS = (
     Column("router", lambda r: r.address, left=True),
     Column("state", _router_state, left=True),
-    Column("running", _of_status(lambda s: str(s.running))),
-    Column("queued", _of_status(lambda s: str(s.queued))),
-    Column("req/s", lambda r: _rate(r.requests_per_s)),
-    Column("good/s", lambda r: _rate(r.good_per_s), 3),
-    Column("good", lambda r: "-" if r.good_share is None else f"{r.good_share:.1%}", 2),
-    Column("tok/s in", lambda r: _rate(r.prompt_tokens_per_s), 8),
-    Column("out", lambda r: _rate(r.output_tokens_per_s), 1),
-    Column(
-        "TTFT p50/95 ms",
-        _of_status(lambda s: _times(s.latency, s.latency.ttft_p50_ms, s.latency.ttft_p95_ms)),
-        4,
-    ),
-    Column(
-        "TPOT p50/95 ms",
-        _of_status(lambda s: _times(s.latency, s.latency.tpot_p50_ms, s.latency.tpot_p95_ms)),
-        7,
-    ),
-    Column("refused", _of_status(lambda s: str(s.counts.refused)), 5),
-    Column("failovers", _of_status(lambda s: str(s.counts.failovers)), 6),
+    Column("running", _of_status(lambda s: s.running)),
+    Column("queued", _of_status(lambda s: s.queued)),
+    Column("req/s", lambda r: r.rate(top_view.ended)),
+    Column("good/s", lambda r: r.rate(top_view.good), 3),
+    Column("good", _good_share, 2),
+    Column("tok/s in", lambda r: r.rate(lambda s: s.router.counts.prompt_tokens), 8),
+    Column("out", lambda r: r.rate(lambda s: s.router.counts.output_tokens), 1),
+    Column("TTFT p50/95 ms", _latency("ttft"), 4),
+    Column("TPOT p50/95 ms", _latency("tpot"), 7),
+    Column("refused", _of_status(lambda s: s.counts.refused), 5),
+    Column("failovers", _of_status(lambda s: s.counts.failovers), 6),
 )
 
-_PAIR_COLUMNS: Sequence[Column[PairLine]] = (
+
+def _sent_per_s(pair: PairLine) -> str | None:
+    rate = pair.rate("sent_bytes")
+    return None if rate is None else bytes_text(rate)
+
+
+def _wire(pair: PairLine) -> str | None:
+    rate = pair.wire_bytes_per_s
+    return None if rate is None else f"{rate / 1e9:.2f}"
+
+
+_PAIR_COLUMNS = (
     Column("prefill", lambda p: p.status.prefill, left=True),
     Column("decode", lambda p: p.status.decode, left=True),
-    Column("over", lambda p: transport_name(p.status.transport) or "-", left=True),
+    Column("over", lambda p: transport_name(p.status.transport), left=True),
     Column("link", lambda p: _state_text(p.status.state), left=True),
-    Column("KV/s", lambda p: "-" if p.bytes_per_s is None else bytes_text(p.bytes_per_s), 1),
-    Column(
-        "wire GB/s",
-        lambda p: "-" if p.wire_bytes_per_s is None else f"{p.wire_bytes_per_s / 1e9:.2f}",
-        3,
-    ),
+    Column("KV/s", _sent_per_s, 1),
+    Column("wire GB/s", _wire, 3),
     Column("sent", lambda p: bytes_text(p.status.sent_bytes), 2),
 )

@@ -1,6 +1,7 @@
-"""What `baton top` shows: routers polled for their status, joined, with rates over a window.
+"""What `baton top` shows: routers polled for their status, and what they say of workers and pairs.
 
-`view_of` is pure. Routers may disagree about a worker: the worst state counts.
+Counts become rates over the last seconds. Routers may disagree about a worker: the worst state
+counts.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from baton import rpc
@@ -20,14 +20,8 @@ from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 _WINDOW_S = 5.0  # rates over less jump, over more lag behind
 _MIN_SAMPLES = 3  # that a window holds, however long the interval
 _MIN_TIMEOUT_S = 1.0
-_READY = "READY"
 
-
-class Sample(NamedTuple):
-    """A router's answer, and when it came (time.monotonic)."""
-
-    at: float
-    status: fleet_pb2.GetStatusResponse
+Status = fleet_pb2.GetStatusResponse
 
 
 class PolledRouter:
@@ -37,52 +31,54 @@ class PolledRouter:
         self.address = address
         self.failure = ""  # empty when it answers
         self.polls = 0
-        self._samples: deque[Sample] = deque()
+        self.samples: deque[tuple[float, Status]] = deque()  # (time.monotonic(), answer)
 
     @property
-    def first(self) -> Sample | None:
-        """The oldest answer, from which rates are computed."""
-        return self._samples[0] if self._samples else None
+    def last(self) -> Status | None:
+        return self.samples[-1][1] if self.samples else None
 
-    @property
-    def last(self) -> Sample | None:
-        """The newest answer."""
-        return self._samples[-1] if self._samples else None
+    def silent_s(self, now: float) -> float:
+        return now - self.samples[-1][0] if self.samples else 0.0
 
-    @property
-    def window_s(self) -> float | None:
-        """Between the two; None when that is no time, or the router does not answer."""
-        if self.failure or len(self._samples) < 2:
+    def rate(self, read: Callable[[Status], float | None]) -> float | None:
+        """How fast a count grows, per second; None when it cannot be known now.
+
+        `read` gives the count in an answer, None where the answer has none.
+        """
+        if self.failure or not self.samples:
             return None
-        return (self._samples[-1].at - self._samples[0].at) or None
+        (began, old), (ended, new) = self.samples[0], self.samples[-1]
+        before, after = read(old), read(new)
+        if began == ended or before is None or after is None:
+            return None
+        return (after - before) / (ended - began)
 
     async def poll(self, interval_s: float, on_answer: Callable[[], None]) -> None:
         """Polls every interval until cancelled; `on_answer` follows each answer and failure."""
-        timeout_s = max(_MIN_TIMEOUT_S, interval_s)
         async with rpc.channel(self.address) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             while True:
                 began = time.monotonic()
                 try:
                     with rpc.translated():
+                        timeout_s = max(_MIN_TIMEOUT_S, interval_s)
                         request = fleet_pb2.GetStatusRequest()
-                        status = await stub.GetStatus(request, timeout=timeout_s)
-                    self.take(Sample(time.monotonic(), status))
+                        self.take(await stub.GetStatus(request, timeout=timeout_s))
                 except BatonError as error:
                     self.failure = str(error) or type(error).__name__
                 self.polls += 1
                 on_answer()
                 await asyncio.sleep(began + interval_s - time.monotonic())
 
-    def take(self, sample: Sample) -> None:
+    def take(self, status: Status, at: float | None = None) -> None:
         """Adds an answer and forgets those that are too old, or of another process."""
+        at = time.monotonic() if at is None else at
         self.failure = ""
-        samples, process = self._samples, sample.status.router.incarnation
-        if samples and samples[-1].status.router.incarnation != process:
-            samples.clear()
-        samples.append(sample)
-        while len(samples) > _MIN_SAMPLES and sample.at - samples[1].at >= _WINDOW_S:
-            samples.popleft()
+        if self.last and self.last.router.incarnation != status.router.incarnation:
+            self.samples.clear()
+        self.samples.append((at, status))
+        while len(self.samples) > _MIN_SAMPLES and at - self.samples[1][0] >= _WINDOW_S:
+            self.samples.popleft()
 
 
 @contextlib.asynccontextmanager
@@ -100,179 +96,118 @@ async def polling(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@dataclass(frozen=True)
-class RouterLine:
-    """One router. Rates are None until there are two answers."""
-
-    address: str
-    failure: str  # why it does not answer; the rest is what was known last
-    silent_s: float = 0.0  # since it answered
-    status: fleet_pb2.RouterStatus | None = None
-    requests_per_s: float | None = None  # that ended
-    good_per_s: float | None = None  # that ended well and in time: goodput
-    prompt_tokens_per_s: float | None = None
-    output_tokens_per_s: float | None = None
-
-    @property
-    def good_share(self) -> float | None:
-        """Of all requests since it started, those that are goodput; None when there were none."""
-        if self.status is None or not (total := sum(self.status.counts.ended.values())):
-            return None
-        return _good(self.status.counts) / total
+def good(status: Status) -> int:
+    """Requests that ended well and in time: goodput."""
+    counts = status.router.counts
+    ended: int = counts.ended.get("OK", 0)
+    return ended - counts.late
 
 
-@dataclass(frozen=True)
-class WorkerLine:
-    """One worker."""
+def ended(status: Status) -> int:
+    """Requests that ended, in whatever way."""
+    return sum(status.router.counts.ended.values())
 
-    record: common_pb2.WorkerRecord
-    load: worker_pb2.Load
+
+class WorkerLine(NamedTuple):
+    """One worker, by the router with its newest report; the state is the worst of all routers'."""
+
+    router: PolledRouter
+    status: fleet_pb2.WorkerStatus
     state: str
     reason: str
-    computed_per_s: float | None = None  # tokens, of prompts and outputs
-    sampled_per_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.status.record.incarnation
 
     @property
     def role(self) -> str:
-        """ "prefill" or "decode"."""
-        is_prefill = self.record.role == common_pb2.WORKER_ROLE_PREFILL
+        is_prefill = self.status.record.role == common_pb2.WORKER_ROLE_PREFILL
         return "prefill" if is_prefill else "decode"
+
+    @property
+    def load(self) -> worker_pb2.Load:
+        return self.status.load
 
     @property
     def blocks_total(self) -> int:
         """A worker that has not reported its load yet has registered its pool's size."""
-        return self.load.blocks_total or self.record.blocks_total
+        return self.load.blocks_total or self.status.record.blocks_total
+
+    def rate(self, count: str) -> float | None:
+        """How fast a count of its load grows, per second."""
+
+        def read(status: Status) -> float | None:
+            mine = (w.load for w in status.workers if w.record.incarnation == self.name)
+            return next((getattr(load, count) for load in mine), None)
+
+        return self.router.rate(read)
 
 
-@dataclass(frozen=True)
-class PairLine:
+class PairLine(NamedTuple):
     """One pair of workers."""
 
+    router: PolledRouter
     status: worker_pb2.PairStatus
-    bytes_per_s: float | None = None  # over all the time
-    wire_bytes_per_s: float | None = None  # while something was sent; None when nothing was
 
+    def rate(self, count: str) -> float | None:
+        """How fast a count of its link grows, per second; a new link began at 0."""
 
-class EventLine(NamedTuple):
-    """A failure at one router."""
+        def read(status: Status) -> float:
+            links = (p for p in status.pairs if _link(p) == _link(self.status))
+            return next((getattr(pair, count) for pair in links), 0)
 
-    address: str
-    event: fleet_pb2.RouterEvent
-
-
-@dataclass(frozen=True)
-class View:
-    """One moment."""
-
-    routers: tuple[RouterLine, ...]
-    workers: tuple[WorkerLine, ...]
-    pairs: tuple[PairLine, ...]
-    events: tuple[EventLine, ...]  # the newest first
-    unix_s: float  # when it was
+        return self.router.rate(read)
 
     @property
-    def answered(self) -> bool:
-        """Whether any router ever did."""
-        return any(router.status is not None for router in self.routers)
-
-    @property
-    def is_old(self) -> bool:
-        """Whether no router answers now."""
-        return all(router.failure for router in self.routers)
+    def wire_bytes_per_s(self) -> float | None:
+        """While something was sent; None when nothing was."""
+        sent, ms = self.rate("sent_bytes"), self.rate("sent_ms")
+        return 1e3 * sent / ms if sent is not None and ms else None
 
 
-def view_of(routers: Sequence[PolledRouter], now: float, unix_s: float) -> View:
-    """The view at `now` (time.monotonic), which is `unix_s` (time.time)."""
-    known = [(router, router.last.status) for router in routers if router.last is not None]
-    events = [
-        EventLine(router.address, event) for router, seen in known for event in seen.router.events
-    ]
-    events.sort(key=lambda line: line.event.time_ms, reverse=True)
-    # Workers that a silent router knew are shown only if none answers.
-    answering = [(router, seen) for router, seen in known if not router.failure] or known
-    return View(
-        routers=tuple(_router(router, now) for router in routers),
-        workers=tuple(_workers(answering)),
-        pairs=tuple(_pairs(answering)),
-        events=tuple(events),
-        unix_s=unix_s,
-    )
+def _link(pair: worker_pb2.PairStatus) -> tuple[str, str, int]:
+    return pair.prefill, pair.decode, pair.epoch
 
 
-_Answers = Iterable[tuple[PolledRouter, fleet_pb2.GetStatusResponse]]
+def answers(routers: Sequence[PolledRouter]) -> list[tuple[PolledRouter, Status]]:
+    """What is known: of routers that answer, or of those that did if none does."""
+    known = [(router, router.last) for router in routers if router.last is not None]
+    return [(router, last) for router, last in known if not router.failure] or known
 
 
-def _router(router: PolledRouter, now: float) -> RouterLine:
-    first, last = router.first, router.last
-    if first is None or last is None:
-        return RouterLine(router.address, router.failure)
-    line = RouterLine(router.address, router.failure, now - last.at, last.status.router)
-    if (seconds := router.window_s) is None:
-        return line
-    new, old = last.status.router.counts, first.status.router.counts
-    return replace(
-        line,
-        requests_per_s=(sum(new.ended.values()) - sum(old.ended.values())) / seconds,
-        good_per_s=(_good(new) - _good(old)) / seconds,
-        prompt_tokens_per_s=(new.prompt_tokens - old.prompt_tokens) / seconds,
-        output_tokens_per_s=(new.output_tokens - old.output_tokens) / seconds,
-    )
-
-
-def _workers(answers: _Answers) -> list[WorkerLine]:
+def workers(routers: Sequence[PolledRouter]) -> Iterator[WorkerLine]:
     """Each worker once, prefill before decode."""
-    seen: dict[str, list[tuple[PolledRouter, fleet_pb2.WorkerStatus]]] = {}
-    for router, status in answers:
+    seen: dict[tuple[int, str], list[tuple[PolledRouter, fleet_pb2.WorkerStatus]]] = {}
+    for router, status in answers(routers):
         for worker in status.workers:
-            seen.setdefault(worker.record.incarnation, []).append((router, worker))
-    lines = [_worker(reports) for reports in seen.values()]
-    return sorted(lines, key=lambda line: (line.record.role, line.record.incarnation))
+            key = worker.record.role, worker.record.incarnation
+            seen.setdefault(key, []).append((router, worker))
+    for _, reports in sorted(seen.items()):
+        router, worker = max(reports, key=lambda report: report[1].load.steps)
+        state, reason = worker.state, worker.reason
+        if not_ready := [report for report in reports if report[1].state != "READY"]:
+            other, seen_as = not_ready[0]
+            state, reason = seen_as.state, seen_as.reason
+            if len(not_ready) < len(reports):
+                reason += f" (says {other.address})"
+        yield WorkerLine(router, worker, state, reason)
 
 
-def _worker(reports: Sequence[tuple[PolledRouter, fleet_pb2.WorkerStatus]]) -> WorkerLine:
-    # The router that has its newest report has the newest load.
-    router, worker = max(reports, key=lambda report: report[1].load.steps)
-    state, reason = worker.state, worker.reason
-    not_ready = [(other, status) for other, status in reports if status.state != _READY]
-    if not_ready:
-        other, status = not_ready[0]
-        state, reason = status.state, status.reason
-        if len(not_ready) < len(reports):
-            reason += f" (says {other.address})"
-    line = WorkerLine(worker.record, worker.load, state, reason)
-    known = router.first.status.workers if router.first else ()
-    old = [w.load for w in known if w.record.incarnation == worker.record.incarnation]
-    if not old or (seconds := router.window_s) is None:
-        return line
-    return replace(
-        line,
-        computed_per_s=(worker.load.tokens_computed - old[0].tokens_computed) / seconds,
-        sampled_per_s=(worker.load.tokens_generated - old[0].tokens_generated) / seconds,
-    )
-
-
-def _pairs(answers: _Answers) -> Iterator[PairLine]:
+def pairs(routers: Sequence[PolledRouter]) -> list[PairLine]:
     """Each pair once; a router's own state (EJECTED) before the workers' own."""
-    seen: dict[tuple[str, str], tuple[PolledRouter, worker_pb2.PairStatus]] = {}
-    for router, status in answers:
+    seen: dict[tuple[str, str], PairLine] = {}
+    for router, status in answers(routers):
         for pair in status.pairs:
-            key = (pair.prefill, pair.decode)
+            key = pair.prefill, pair.decode
             if key not in seen or pair.state != "OPEN":
-                seen[key] = (router, pair)
-    for _, (router, pair) in sorted(seen.items()):
-        if router.first is None or (seconds := router.window_s) is None:
-            yield PairLine(pair)
-            continue
-        link = (pair.prefill, pair.decode, pair.epoch)
-        known = (
-            old for old in router.first.status.pairs if (old.prefill, old.decode, old.epoch) == link
-        )
-        before = next(known, worker_pb2.PairStatus())  # a new link began at 0
-        sent_bytes, sent_ms = pair.sent_bytes - before.sent_bytes, pair.sent_ms - before.sent_ms
-        wire = sent_bytes / (sent_ms / 1e3) if sent_ms > 0 else None
-        yield PairLine(pair, sent_bytes / seconds, wire)
+                seen[key] = PairLine(router, pair)
+    return [line for _, line in sorted(seen.items())]
 
 
-def _good(counts: fleet_pb2.RouterCounts) -> int:
-    ended: int = counts.ended.get("OK", 0)
-    return ended - counts.late
+def events(routers: Sequence[PolledRouter]) -> list[tuple[str, fleet_pb2.RouterEvent]]:
+    """(a router's address, what failed there), the newest first."""
+    known = [
+        (one.address, event) for one in routers if one.last for event in one.last.router.events
+    ]
+    return sorted(known, key=lambda line: line[1].time_ms, reverse=True)

@@ -8,9 +8,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import grpc
@@ -20,8 +18,9 @@ from baton.client import Client
 from baton.errors import InternalError, InvalidRequest, Unavailable
 from baton.local.otlp import span_of
 from baton.local.span_store import AttributeValue, Span
-from baton.local.trace_tree import ROUTER, Summary, latest_first, slowest_first, summarize
+from baton.local.trace_tree import ROUTER, summaries
 from baton.v1 import trace_pb2, trace_pb2_grpc
+from baton.v1.trace_pb2 import TraceSummary
 
 _WAIT_S = 3.0  # for the spans of a request that has only just ended
 _MAX_JAEGER_BYTES = 64 << 20
@@ -35,21 +34,7 @@ _PARSERS: Mapping[str, Callable[[str], AttributeValue]] = {
 }
 
 
-class TraceSource(ABC):
-    """Somewhere that traces are kept. Methods raise BatonError."""
-
-    name: str  # where that is, for messages
-
-    @abstractmethod
-    def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
-        """The trace's spans; none when it is not kept."""
-
-    @abstractmethod
-    def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[Summary]:
-        """Requests whose traces are kept: those that ended last, or took longest, first."""
-
-
-class KeptTraces(TraceSource):
+class KeptTraces:
     """The traces that `baton up` keeps, at the address its processes export to."""
 
     def __init__(self, address: str) -> None:
@@ -59,32 +44,21 @@ class KeptTraces(TraceSource):
         self._address, self._secure = url.netloc, url.scheme == "https"
 
     def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
-        """The trace's spans, once they all have come."""
         wait_ms = int(min(_WAIT_S, timeout_s / 2) * 1000)
         request = trace_pb2.GetTraceRequest(trace_id=trace_id, wait_ms=wait_ms)
         response = self._call("GetTrace", request, timeout_s)
         return [span_of(trace_id, message) for message in response.spans]
 
-    def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[Summary]:
-        """Requests, in the requested order."""
+    def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[TraceSummary]:
+        """Requests whose traces are kept: those that ended last, or took longest, first."""
         order = trace_pb2.TRACE_ORDER_SLOWEST if slowest else trace_pb2.TRACE_ORDER_LATEST
         request = trace_pb2.ListTracesRequest(order=order, most=most)
-        names = [field.name for field in fields(Summary)]
-        return [
-            Summary(
-                **{name: getattr(message, name) for name in names}
-                | {"error": message.error if message.HasField("error") else None}
-            )
-            for message in self._call("ListTraces", request, timeout_s).traces
-        ]
+        found: Sequence[TraceSummary] = self._call("ListTraces", request, timeout_s).traces
+        return found
 
     def _call(self, method: str, request: Any, timeout_s: float) -> Any:
-        if self._secure:
-            credentials = grpc.ssl_channel_credentials()
-            channel = grpc.secure_channel(self._address, credentials, options=rpc.OPTIONS)
-        else:
-            channel = grpc.insecure_channel(self._address, options=rpc.OPTIONS)
-        with channel:
+        credentials = grpc.ssl_channel_credentials() if self._secure else None
+        with rpc.channel(self._address, credentials, grpc) as channel:
             stub = trace_pb2_grpc.TraceServiceStub(channel)
             try:
                 return getattr(stub, method)(request, timeout=timeout_s)
@@ -116,7 +90,7 @@ def kept_by(target: str, timeout_s: float) -> KeptTraces:
     return KeptTraces(router["otlp"].split(",")[0])
 
 
-class Jaeger(TraceSource):
+class Jaeger:
     """A Jaeger query service, as `http://HOST:16686`, with its base path if it has one.
 
     It is read by the JSON of its HTTP API, as Jaeger 1 and 2 serve it to their own UI: a trace has
@@ -133,10 +107,9 @@ class Jaeger(TraceSource):
         self._base = urllib.parse.urlunsplit(parts._replace(query="", fragment="")).rstrip("/")
 
     def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
-        """The trace's spans; none when Jaeger does not know it."""
         return [s for spans in self._get(f"/api/traces/{trace_id}", timeout_s) for s in spans]
 
-    def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[Summary]:
+    def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[TraceSummary]:
         """Requests of the last hour, in the requested order."""
         end = time.time_ns() // 1000
         query = {
@@ -146,8 +119,7 @@ class Jaeger(TraceSource):
             "end": end,
         }
         traces = self._get(f"/api/traces?{urllib.parse.urlencode(query)}", timeout_s)
-        found = [summary for spans in traces if (summary := summarize(spans))]
-        return sorted(found, key=slowest_first if slowest else latest_first)[:most]
+        return summaries(traces, slowest, most)
 
     def _get(self, path: str, timeout_s: float) -> Iterator[list[Span]]:
         """The spans of each trace in the answer; none for what Jaeger does not know."""

@@ -8,11 +8,15 @@ client  generate                       0.0   412.3 ms |████████�
 
 from __future__ import annotations
 
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.local.span_store import AttributeValue, Span
+from baton.v1.trace_pb2 import TraceSummary
 
 ROUTER = "baton-router"
 # Spans that measure what others are made of; they are no work of their own.
@@ -28,20 +32,6 @@ _HIDDEN = ("rpc.", "network.", "server.", "client.", "otel.", "thread.", "code."
 
 
 @dataclass(frozen=True)
-class Summary:
-    """One request whose trace is kept."""
-
-    trace_id: str
-    start_ns: int  # Unix
-    took_ms: float
-    spans: int
-    error: str | None  # why the request failed, possibly empty; None when it did not
-    input_tokens: int
-    output_tokens: int
-    attempts: int
-
-
-@dataclass(frozen=True)
 class Coverage:
     """How much of a request's time the spans below it account for."""
 
@@ -51,7 +41,6 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Of the request's time, between 0 and 1."""
         return self.known_ns / self.took_ns if self.took_ns else 1.0
 
 
@@ -80,7 +69,7 @@ def is_whole(spans: Sequence[Span]) -> bool:
     )
 
 
-def summarize(spans: Sequence[Span]) -> Summary | None:
+def summarize(spans: Sequence[Span]) -> TraceSummary | None:
     """The trace in one line; None when it is not one of a request."""
     if (entry := entry_of(spans)) is None:
         return None
@@ -89,7 +78,7 @@ def summarize(spans: Sequence[Span]) -> Summary | None:
         value = entry.attributes.get(attribute)
         return value if isinstance(value, int) else 0
 
-    return Summary(
+    return TraceSummary(
         trace_id=entry.trace_id,
         start_ns=entry.start_ns,
         took_ms=(entry.end_ns - entry.start_ns) / 1e6,
@@ -101,14 +90,11 @@ def summarize(spans: Sequence[Span]) -> Summary | None:
     )
 
 
-def slowest_first(summary: Summary) -> float:
-    """A sort key: the request that took longest comes first."""
-    return -summary.took_ms
-
-
-def latest_first(summary: Summary) -> float:
-    """A sort key: the request that ended last comes first."""
-    return -(summary.start_ns + summary.took_ms * 1e6)
+def summaries(traces: Iterable[Sequence[Span]], slowest: bool, most: int) -> Sequence[TraceSummary]:
+    """The requests among them that took longest, or that ended last, come first."""
+    found = [summary for spans in traces if (summary := summarize(spans))]
+    found.sort(key=lambda one: one.took_ms if slowest else one.start_ns + one.took_ms * 1e6)
+    return found[::-1][:most]
 
 
 def coverage(spans: Sequence[Span]) -> Coverage | None:
@@ -136,19 +122,24 @@ def coverage(spans: Sequence[Span]) -> Coverage | None:
     return Coverage(entry.end_ns - entry.start_ns, known, tuple(gaps))
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     span: Span
     stem: str  # drawn before the span's own name
     below: str  # drawn before what belongs to the span: attributes and children
     is_orphan: bool
 
 
-def render(spans: Sequence[Span], width: int = 100) -> str:
+def width() -> int:
+    """How many columns to draw on: the terminal's, or what fits a file."""
+    return min(shutil.get_terminal_size().columns, 160) if sys.stdout.isatty() else 100
+
+
+def render(spans: Sequence[Span], width: int = 100, with_coverage: bool = False) -> str:
     """The trace as lines of at most `width` columns (60 or more), without a final newline.
 
     Children are sorted by start. A span whose parent never arrived hangs under the root, marked
     "?"; a failed span is marked "!". Times are milliseconds, counted from the trace's first start.
+    `with_coverage` adds how much of a request's time is known, and its largest gaps.
     """
     if not spans:
         return "(no spans)"
@@ -180,23 +171,15 @@ def render(spans: Sequence[Span], width: int = 100) -> str:
         text += [_fit(left + part, width) for part in wrapped]
     if any(line.is_orphan for line in lines):
         text.append("? = the parent span did not arrive")
+    if with_coverage and (known := coverage(spans)):
+        gaps = [
+            f"{(end - start) / 1e6:.1f} ms at {(start - first_ns) / 1e6:.1f}"
+            for start, end in known.gaps[:_MAX_GAPS]
+        ]
+        said = f"spans account for {known.share:.1%} of the request's {known.took_ns / 1e6:.1f} ms"
+        said += f"; longest gaps: {', '.join(gaps)}" if gaps else ""
+        text += textwrap.wrap(said, width)
     return "\n".join(text)
-
-
-def render_coverage(spans: Sequence[Span], width: int = 100) -> str:
-    """How much of a request's time is known and where the largest gaps are, in the tree's time.
-
-    Empty when the trace is not one of a request.
-    """
-    if (found := coverage(spans)) is None:
-        return ""
-    first_ns = min(span.start_ns for span in spans)
-    text = f"spans account for {found.share:.1%} of the request's {found.took_ns / 1e6:.1f} ms"
-    gaps = [
-        f"{(end - start) / 1e6:.1f} ms at {(start - first_ns) / 1e6:.1f}"
-        for start, end in found.gaps[:_MAX_GAPS]
-    ]
-    return textwrap.fill(f"{text}; longest gaps: {', '.join(gaps)}" if gaps else text, width)
 
 
 def _walk(spans: Sequence[Span]) -> Iterator[_Line]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
 from contextlib import AsyncExitStack
 
 from baton.config import ClusterConfig
@@ -19,7 +18,7 @@ from baton.errors import BatonError
 from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
-from baton.local.span_store import Span, SpanStore
+from baton.local.span_store import SpanStore
 from baton.local.trace_tree import entry_of
 
 INTERRUPTED = 130
@@ -105,19 +104,26 @@ async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> Cluste
     kept = max(config.keep_traces, _MIN_KEPT if config.trace else 0)
     store = SpanStore(kept, kept * _SPANS_PER_TRACE)
     if config.trace:
-        store.follow(_show_finished, _QUIET_S)
+        drawing = asyncio.create_task(_draw_finished(store))
+        stack.callback(drawing.cancel)
     receiver = await stack.enter_async_context(OtlpReceiver(store))
     otlp = ",".join(filter(None, (receiver.address, config.otlp)))  # the first is `baton trace`'s
     return dataclasses.replace(config, otlp=otlp)
 
 
-def _show_finished(spans: Sequence[Span]) -> bool:
-    """Draws the trace of a request that has ended; whether it was one."""
-    finished = entry_of(spans) is not None
-    if finished:
-        width = os.get_terminal_size().columns if sys.stdout.isatty() else 100
-        say("\n" + trace_tree.render(spans, min(width, 160)))
-    return finished
+async def _draw_finished(store: SpanStore) -> None:
+    """Draws each request's trace once, when it has ended and no new span has come for a while."""
+    drawn: set[str] = set()
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(_QUIET_S / 4)
+        until = time.monotonic() - _QUIET_S
+        for spans in store.traces(began, until):
+            if entry_of(spans) and (trace_id := spans[0].trace_id) not in drawn:
+                drawn.add(trace_id)
+                say("\n" + trace_tree.render(spans, trace_tree.width()))
+        began = until
+        drawn = {trace_id for trace_id in drawn if store.arrived_at(trace_id)}
 
 
 def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:

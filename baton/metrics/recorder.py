@@ -45,7 +45,6 @@ class Gaps:
         self._sum += value
 
     def family(self, instrument: Instrument) -> Metric:
-        """All values so far."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
         return HistogramMetricFamily(instrument.series, instrument.text, buckets, self._sum)
@@ -103,8 +102,7 @@ class Recorder(Collector):
         return self._gaps.setdefault(name, Gaps(instrument.buckets))
 
     def observe(self, name: str, read: Reading) -> None:
-        """Has `read` called at every scrape: (value, attributes) of a gauge, or of a counter whose
-        total is kept elsewhere."""
+        """Has `read` called at every scrape: (value, attributes) of a gauge or a total."""
         assert self._instruments[name].kind != table.HISTOGRAM, f"{name} is a histogram"
         self._readings[name] = read
 
@@ -135,7 +133,6 @@ class Recorder(Collector):
         return kind, encode(self)
 
     def close(self) -> None:
-        """Forgets what is observed."""
         self._readings.clear()
 
     def _of_kind(self, name: str, kind: str) -> Instrument:

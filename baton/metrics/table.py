@@ -55,7 +55,6 @@ class Instrument:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Its attributes as Prometheus' labels."""
         return tuple(name.replace(".", "_") for name in self.attributes)
 
     def values(self, attributes: Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 
 from baton.config import RegistryConfig, split_address
 from baton.local.etcd import EmbeddedEtcd
@@ -54,7 +55,7 @@ class RealEtcd:
         self._wires: dict[EtcdRegistry, Proxy] = {}
         self._registries: list[EtcdRegistry] = []
         await self._etcd.start()
-        self.stop, self.start, self.wipe = self._etcd.kill, self._etcd.start, self._etcd.wipe
+        self.stop, self.start = self._etcd.kill, self._etcd.start
 
     async def registry(self, *, wired=False):
         address, wire = self._etcd.address, None
@@ -72,6 +73,9 @@ class RealEtcd:
 
     async def reconnect(self, registry):
         await self._wires[registry].__aenter__()
+
+    async def wipe(self):
+        await asyncio.to_thread(shutil.rmtree, self._etcd.home / "data")
 
     async def compact(self):
         client = EtcdClient(RegistryConfig(etcd=self._etcd.address))

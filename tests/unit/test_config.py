@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
@@ -40,11 +39,7 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (EngineConfig, {"device": "cuda:1", "simulate": "1,1"}, "leave --device cuda:1 out"),
     (EngineConfig, {"gpu_memory": NAN}, "--gpu-memory must be between 0.001 and 1, not nan"),
     (EngineConfig, {"block_size": 0}, "--block-size must be at least 1, not 0"),
-    (
-        EngineConfig,
-        {"kv_cache_bytes": -1},
-        "--kv-cache must be at least 0, not -1 (field kv_cache_bytes)",
-    ),
+    (EngineConfig, {"kv_cache_bytes": -1}, "--kv-cache must be at least 0, not -1 (field kv_cache"),
     (RouterConfig, {"ttft_target_s": 500}, "0 and 60, not 500 (field ttft_target_s): it is in sec"),
     (EngineConfig, {"max_context": 1}, "--max-context must be at least 2"),
     (ClusterConfig, {"prefill_nice": 20}, "--prefill-nice must be between 0 and 19, not 20"),
@@ -74,12 +69,6 @@ def test_wrong_settings_are_refused(cls, settings, message):
     assert message in str(refused.value)
 
 
-def test_settings_cannot_be_changed_later():
-    for settings in (RegistryConfig(), EngineConfig(), RouterConfig(), ClusterConfig()):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            settings.model = "other"  # type: ignore[union-attr, misc]
-
-
 def test_each_process_takes_another_incarnation():
     names = {WorkerConfig("decode").incarnation for _ in range(50)}
     names |= {RouterConfig().incarnation for _ in range(50)}
@@ -87,27 +76,22 @@ def test_each_process_takes_another_incarnation():
     assert all(re.fullmatch("(worker|router)-[0-9a-f]{8}", name) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("address", "parts"),
-    [("h:1", ("h", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:80", ("[::1]", 80))],
-)
-def test_addresses(address, parts):
-    assert split_address(address) == parts
+def test_addresses():
+    for good in (("h", 1), ("10.0.0.1", 65535), ("[::1]", 80)):
+        assert split_address("{}:{}".format(*good)) == good
+    for bad in ("", "h", ":1", "h:", "h:x", "h:-1", "h:65536", "h:1 "):
+        with pytest.raises(ConfigError, match="--there must be HOST:PORT"):
+            split_address(bad, "--there")
 
 
-@pytest.mark.parametrize("address", ["", "h", ":1", "h:", "h:x", "h:-1", "h:65536", "h:1 "])
-def test_malformed_addresses(address):
-    with pytest.raises(ConfigError, match="--there must be HOST:PORT"):
-        split_address(address, "--there")
-
-
-def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path):
+def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path, monkeypatch):
     directory = tmp_path / "llama"
     directory.mkdir()
     (directory / "config.json").touch()
     (tmp_path / "tiny.json").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert model_path("demo") == DEMO_MODEL.resolve()
-    assert model_path(str(directory)) == directory.resolve()
+    assert model_path("~/llama") == model_path(str(directory)) == directory.resolve()
     names = {
         "demo": "demo",
         str(directory): "llama",
@@ -120,25 +104,12 @@ def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path):
         assert RouterConfig(model=model).served_name == name
         assert WorkerConfig("decode", EngineConfig(model=model)).served_name == name
     assert RouterConfig(model=str(directory), model_name="mine").served_name == "mine"
-
-
-def test_a_name_on_the_hub_is_answered_with_the_way_to_get_it():
-    with pytest.raises(
-        ConfigError, match=r"hf download org/llama-3\.2 --local-dir llama-3\.2`, th"
-    ):
+    for missing in ("", "/no/such/place", "no-such-model", "./no/model"):
+        with pytest.raises(ConfigError, match="not found: give a Hugging Face model directory"):
+            model_path(missing)
+    on_the_hub = r"hf download org/llama-3\.2 --local-dir llama-3\.2`, th"
+    with pytest.raises(ConfigError, match=on_the_hub):
         model_path("org/llama-3.2")
-
-
-@pytest.mark.parametrize("model", ["", "/no/such/place", "no-such-model", "./no/model"])
-def test_a_missing_model_is_an_error(model):
-    with pytest.raises(ConfigError, match="not found: give a Hugging Face model directory"):
-        model_path(model)
-
-
-def test_a_home_directory_is_found(monkeypatch, tmp_path):
-    (tmp_path / "m").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert model_path("~/m") == (tmp_path / "m").resolve()
 
 
 def test_processes_of_one_user_on_one_host_share_a_host_id():
@@ -154,25 +125,18 @@ def test_prompts_do_not_starve_beside_a_busy_process():
     assert 1 / (1 + 1.25**ClusterConfig.prefill_nice) > 1 / 3
 
 
-def test_targets_of_a_class():
+def test_slo_classes_and_their_targets():
     assert Slo.parse("ttft=0.5,tpot=0.05") == Slo("default", 0.5, 0.05, math.inf)
     assert Slo.parse("batch: ttft=10, e2e=60") == Slo("batch", 10, math.inf, 60)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf", "speed=1", "a:", ":ttft=1",
-     "a b:ttft=1", "ttft=1,ttft=2", "ttft=1,", "a:b:ttft=1"],
-)  # fmt: skip
-def test_malformed_slos(text):
-    with pytest.raises(ConfigError, match="--slo"):
-        Slo.parse(text)
-
-
-def test_names_of_classes_are_unique():
     assert [slo.name for slo in parse_all(("ttft=1", "fast:ttft=0.1"))] == ["default", "fast"]
     with pytest.raises(ConfigError, match="default twice"):
         parse_all(("ttft=1", "tpot=1"))
+    malformed = """
+        | ttft | ttft= | ttft=0 | ttft=-1 | ttft=nan | ttft=inf | speed=1 | a: | :ttft=1 |
+        a b:ttft=1 | ttft=1,ttft=2 | ttft=1, | a:b:ttft=1"""
+    for text in malformed.split("|"):
+        with pytest.raises(ConfigError, match="--slo"):
+            Slo.parse(text.strip())
 
 
 def test_all_targets_must_be_met():

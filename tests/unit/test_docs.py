@@ -59,35 +59,32 @@ def test_every_baton_command_parses(page, capsys):
 
 
 @pages
-def test_every_option_and_variable_exists(page):
-    shown = "\n".join(code(page))
+def test_what_a_page_names_exists(page):
+    """Options, variables, make's targets, benchmarks, files, metrics and links."""
+    pieces, text = code(page), page.read_text(encoding="utf-8")
+    shown = "\n".join(pieces)
     for name in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", shown)):
         known = name in options() or name in FOREIGN_OPTIONS.split() or f'"{name}' in sources()
         assert known, f"there is no option {name}"
     for name in set(re.findall(r"\bBATON_[A-Z_]+[A-Z]\b", shown)):
         option = name.removeprefix("BATON_OPT_").lower().replace("_", "-")
         assert f"--{option}" in options() or name in sources(), f"nothing reads {name}"
-
-
-@pages
-def test_every_target_benchmark_and_file_exists(page):
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    for shown in code(page):
-        for target in re.findall(r"(?:^|\n)\s*make ([a-z][a-z-]*)", shown):
+    for piece in pieces:
+        for target in re.findall(r"(?:^|\n)\s*make ([a-z][a-z-]*)", piece):
             assert target in targets, f"make {target}"
-        for name in re.findall(r"python -m benchmarks ([\w-]+)", shown):
+        for name in re.findall(r"python -m benchmarks ([\w-]+)", piece):
             assert name in COMMANDS, f"python -m benchmarks {name}"
-        for path in re.findall(r"(?<![\w/.])(?:scripts|benchmarks|tests)/[\w/.-]+\.\w+", shown):
+        for path in re.findall(r"(?<![\w/.])(?:scripts|benchmarks|tests)/[\w/.-]+\.\w+", piece):
             assert (ROOT / path).exists(), path
-        if re.fullmatch(r"(baton|router|kvtransfer|\w+_worker)/[\w/-]+(\.\w+)?", shown):
-            assert (ROOT / shown).exists(), shown
-
-
-@pages
-def test_every_metric_exists(page):
-    known = {name for one in TABLE for name in (one.series, *one.samples)}
-    shown = re.findall(r"\b(?:baton|gen_ai)_[a-z_]+\b", "\n".join(code(page)))
-    assert set(shown) - {"baton_version"} <= known  # a field of a report
+        if re.fullmatch(r"(baton|router|kvtransfer|\w+_worker)/[\w/-]+(\.\w+)?", piece):
+            assert (ROOT / piece).exists(), piece
+    metrics = {name for one in TABLE for name in (one.series, *one.samples)}
+    named = set(re.findall(r"\b(?:baton|gen_ai)_[a-z_]+\b", shown))
+    assert named - {"baton_version"} <= metrics  # a field of a report
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in link and not link.startswith("#"):
+            assert (page.parent / link.partition("#")[0]).exists(), link
 
 
 def test_every_message_in_troubleshooting_is_one_of_ours():
@@ -103,18 +100,11 @@ def test_every_message_in_troubleshooting_is_one_of_ours():
 def test_the_table_of_errors_is_what_callers_get():
     text = (DOCS / "reference/sdk.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (\w+)[^|]*\| (\d+) \| (\w+)", text, re.M)
-    told = {name: (grpc, int(http), retry == "yes") for name, grpc, http, retry in rows}
-    for name, row in told.items():
+    listed = {name: (grpc, int(http), retry == "yes") for name, grpc, http, retry in rows}
+    for name, row in listed.items():
         error = getattr(errors, name)("why")
         assert row == (code_of(error).name, failure_of(error).status, error.retryable), name
-    assert len(told) == 12
-
-
-@pages
-def test_every_relative_link_resolves(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if "://" not in link and not link.startswith("#"):
-            assert (page.parent / link.partition("#")[0]).exists(), link
+    assert len(listed) == 12
 
 
 def test_the_layers_in_the_architecture_are_those_that_are_enforced():

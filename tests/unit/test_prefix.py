@@ -20,23 +20,19 @@ def test_hashes_are_the_same_everywhere():
 
 
 @settings(deadline=None)  # machines are busy
-@given(TOKENS, st.integers(1, 7))
-def test_there_is_one_hash_for_each_full_block(tokens, block_size):
-    chain = hash_chain(tokens, block_size)
-    assert len(chain) == len(tokens) // block_size
-    assert all(0 <= name < 2**64 for name in chain)
-
-
-@settings(deadline=None)  # machines are busy
 @given(TOKENS, TOKENS, st.integers(1, 7))
-def test_a_longer_prompt_begins_with_the_same_names(prompt, more, block_size):
-    short, long = hash_chain(prompt, block_size), hash_chain(prompt + more, block_size)
-    assert long[: len(short)] == short
+def test_a_chain_has_one_hash_per_full_block_and_can_be_continued(prompt, more, block_size):
+    chain, longer = hash_chain(prompt, block_size, "s"), hash_chain(prompt + more, block_size, "s")
+    assert len(chain) == len(prompt) // block_size and longer[: len(chain)] == chain
+    assert all(0 <= name < 2**64 for name in chain)
+    for number, (parent, name) in enumerate(itertools.pairwise([root_hash("s"), *chain])):
+        block = prompt[number * block_size : (number + 1) * block_size]
+        assert block_hash(parent, block) == name
 
 
 @settings(deadline=None)  # machines are busy
 @given(st.lists(st.integers(0, 3), min_size=4, max_size=12), st.data())
-def test_names_differ_from_the_first_changed_block_on(tokens, data):
+def test_hashes_differ_from_the_first_changed_block_on(tokens, data):
     where = data.draw(st.integers(0, len(tokens) - 1))
     changed = [*tokens[:where], tokens[where] + 1, *tokens[where + 1 :]]
     for before, (mine, theirs) in enumerate(
@@ -45,24 +41,15 @@ def test_names_differ_from_the_first_changed_block_on(tokens, data):
         assert (mine == theirs) is (before < where // 2)
 
 
-def test_equal_blocks_at_other_places_and_tenants_have_other_names():
+def test_equal_blocks_at_other_places_and_tenants_have_other_hashes():
     names = [*hash_chain([7] * 64, 16), *hash_chain([7] * 64, 16, salt="tenant")]
     names += [root_hash(""), root_hash("tenant")]
     assert len(set(names)) == len(names)
 
 
-def test_a_chain_can_be_continued_block_by_block():
-    tokens = list(range(40))
-    parents = [root_hash("s"), *hash_chain(tokens, 8, "s")]
-    blocks = [tokens[start : start + 8] for start in range(0, 40, 8)]
-    for (parent, name), block in zip(itertools.pairwise(parents), blocks, strict=True):
-        assert block_hash(parent, block) == name
-
-
-def test_a_digest_names_all_tokens_their_order_and_the_tenant():
+def test_a_digest_covers_all_tokens_their_order_and_the_tenant():
     same = token_digest([1, 2, 3], "a")
-    assert len(same) == 16
-    assert same == token_digest([1, 2, 3], "a")
+    assert len(same) == 16 and same == token_digest([1, 2, 3], "a")
     others = [
         ([1, 2, 4], "a"),
         ([1, 3, 2], "a"),

@@ -1,16 +1,18 @@
 """A member of a local cluster without a model, started with the arguments of the real one.
 
-A worker registers READY; a router serves grpc.health.v1 and tells who has registered. Further
+A worker registers READY; a router serves grpc.health.v1 and lists who has registered. Further
 options: "--fail" exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on SIGTERM.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 import uuid
+from collections.abc import AsyncIterator
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,44 +23,27 @@ from baton.registry.etcd import EtcdRegistry
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc
 
 
-async def work(role: str, config: RegistryConfig, stop: asyncio.Event) -> None:
-    registry = EtcdRegistry(config)
-    record = common_pb2.WorkerRecord(
-        incarnation=uuid.uuid4().hex,
-        role=common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.upper()}"),
-        pid=os.getpid(),
-        state=common_pb2.WORKER_STATE_READY,
-    )
-    async with registry.register(record):
-        await stop.wait()
-    await registry.close()
-
-
 class Fleet(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self, membership):
         self.membership = membership
 
     async def GetStatus(self, request, context):
-        return fleet_pb2.GetStatusResponse(
-            workers=[
-                fleet_pb2.WorkerStatus(record=record, state="READY")
-                for record in self.membership.records.values()
-            ]
-        )
+        records = self.membership.records.values()
+        workers = [fleet_pb2.WorkerStatus(record=record, state="READY") for record in records]
+        return fleet_pb2.GetStatusResponse(workers=workers)
 
 
-async def route(port: int, config: RegistryConfig, stop: asyncio.Event) -> None:
+@contextlib.asynccontextmanager
+async def routing(registry: EtcdRegistry, port: int) -> AsyncIterator[None]:
     server, servicer = grpc.aio.server(), health.aio.HealthServicer()
-    registry = EtcdRegistry(config)
     async with registry.watch() as membership:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(membership), server)
         server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-        await stop.wait()
+        yield
         await server.stop(0)
-    await registry.close()
 
 
 async def main() -> None:
@@ -77,10 +62,20 @@ async def main() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_term)
     print(f"{role} begins", flush=True)
     config = RegistryConfig(etcd=args.config["etcd"], cluster=args.config.get("cluster", "default"))
+    registry = EtcdRegistry(config)
     if role == "router":
-        await route(args.config["port"], config, stop)
+        member = routing(registry, args.config["port"])
     else:
-        await work(role, config, stop)
+        record = common_pb2.WorkerRecord(
+            incarnation=uuid.uuid4().hex,
+            role=common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.upper()}"),
+            pid=os.getpid(),
+            state=common_pb2.WORKER_STATE_READY,
+        )
+        member = registry.register(record)
+    async with member:
+        await stop.wait()
+    await registry.close()
     print(f"{role} ended by itself", flush=True)
     sys.exit(3 if args.hasty else 0)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from baton.local.top_view import PolledRouter, Sample
+from baton.local.top_view import PolledRouter
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
@@ -28,31 +28,25 @@ def pair(prefill: str = "p0", decode: str = "d0", **fields: Any) -> worker_pb2.P
     return worker_pb2.PairStatus(prefill=prefill, decode=decode, **{**known, **fields})
 
 
-def status(
-    workers: list[fleet_pb2.WorkerStatus] | None = None,
-    pairs: list[worker_pb2.PairStatus] | None = None,
-    **router: Any,
-) -> fleet_pb2.GetStatusResponse:
-    """A router's answer; `router` are fields of RouterStatus."""
+def status(*parts: Any, **router: Any) -> fleet_pb2.GetStatusResponse:
+    """A router's answer of these workers and pairs; `router` are fields of RouterStatus."""
     known: dict[str, Any] = {
         "incarnation": "r0", "state": "SERVING", "model": "demo", "cluster": "default",
         "registry_connected": True,
     }  # fmt: skip
     return fleet_pb2.GetStatusResponse(
-        router=fleet_pb2.RouterStatus(**{**known, **router}), workers=workers, pairs=pairs
+        router=fleet_pb2.RouterStatus(**{**known, **router}),
+        workers=[part for part in parts if isinstance(part, fleet_pb2.WorkerStatus)],
+        pairs=[part for part in parts if isinstance(part, worker_pb2.PairStatus)],
     )
 
 
 def polled(
-    last: fleet_pb2.GetStatusResponse | None = None,
-    first: fleet_pb2.GetStatusResponse | None = None,
-    address: str = "h:1",
-    failure: str = "",
+    *statuses: fleet_pb2.GetStatusResponse, address: str = "h:1", failure: str = ""
 ) -> PolledRouter:
-    """A router that answered `first` at 10 s and `last` at 12 s."""
+    """A router that gave these answers, two seconds apart, the last one at 12 s."""
     router = PolledRouter(address)
-    for at, status in ((10.0, first), (12.0, last)):
-        if status is not None:
-            router.take(Sample(at, status))
+    for number, one in enumerate(statuses):
+        router.take(one, 12.0 - 2.0 * (len(statuses) - 1 - number))
     router.failure = failure
     return router

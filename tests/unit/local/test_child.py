@@ -16,14 +16,11 @@ async def run(command):
     return process, out.decode(), err.decode()
 
 
-async def test_the_program_runs_under_the_pid_it_was_started_with():
+async def test_the_program_keeps_its_pid_and_needs_its_parent():
     asks = "import os, sys; print(os.getpid(), os.getppid(), *sys.argv[1:])"
     process, out, _ = await run(tied([sys.executable, "-c", asks, "a b", "--c"]))
     assert out.split() == [str(process.pid), str(os.getpid()), "a", "b", "--c"]
     assert process.returncode == 0
-
-
-async def test_a_parent_that_ended_first_is_noticed():
     command = tied([sys.executable, "-c", "print('ran')"])
     command[command.index(str(os.getpid()))] = "1"
     process, out, err = await run(command)

@@ -1,56 +1,20 @@
-"""What `baton demo` and `baton up --trace` say, without a cluster."""
-
-import dataclasses
-
-import pytest
+"""What `baton demo` says of the way a completion took."""
 
 from baton.client import Completion, Route, Timing, Usage
-from baton.local import demo, up
-from baton.local.span_store import Span
+from baton.local.demo import route_text
 
-DONE = Completion(
-    text="x",
-    token_ids=(1,) * 64,
-    finish_reason="length",
-    usage=Usage(prompt_tokens=83, completion_tokens=64, cached_tokens=16),
-    timing=Timing(1.0, 54.4, 4.66, 352.3, 2.61, 339_968),
-    route=Route("p1", "d1", "shm", 1),
-)
+USAGE = Usage(prompt_tokens=83, completion_tokens=64, cached_tokens=16)
+TIMING = Timing(1.0, 54.4, 4.66, 352.3, 2.61, 339_968)
 
 
-def test_the_route_of_a_handoff() -> None:
-    assert demo.route_text(DONE).splitlines() == [
+def test_the_route_says_where_a_completion_ran_and_what_moved() -> None:
+    moved = Completion("x", (1,) * 64, "length", usage=USAGE, timing=TIMING,
+                       route=Route("p1", "d1", "shm", 1))  # fmt: skip
+    assert route_text(moved).splitlines() == [
         "  prefill by p1, decode by d1",
         "  KV cache moved over shm: 332.0 KiB in 2.6 ms",
         "  83 prompt tokens (16 from a cache), 64 generated, finish reason: length",
         "  first token after 54 ms, then one each 4.7 ms, 352 ms in all",
     ]
-
-
-def test_the_route_without_a_handoff() -> None:
-    alone = dataclasses.replace(DONE, route=Route(None, "d1", None, 1))
-    text = demo.route_text(alone)
-    assert text.startswith("  prefill and decode by d1: no KV cache had to move\n")
-
-
-@pytest.mark.parametrize(
-    ("service", "is_entry", "shown"),
-    [("baton-router", True, True), ("baton-router", False, False), ("baton-prefill", True, False)],
-)
-def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
-    service: str, is_entry: bool, shown: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The client's own span may be kept elsewhere, so a missing root is no reason to wait."""
-    span = Span("t", "a", "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
-    assert up._show_finished([span]) is shown
-    assert ("generate" in capsys.readouterr().out) is shown
-
-
-def test_compiling_kernels_is_progress() -> None:
-    at = "2026-01-01 12:00:00,123"
-    logger = "baton.engine.ops.native.library"
-    text = "compiling native kernels for avx2, once: this takes some seconds"
-    assert demo.progress(f"{at} WARNING {logger}: {text}") == text
-    assert demo.progress(f"{at} INFO {logger}: {text}") == text
-    assert demo.progress(f"{at} INFO baton.worker.node: ready") == ""
-    assert demo.progress("Traceback (most recent call last):") == ""
+    alone = Completion("x", (1,), "length", route=Route(None, "d1", None, 1))
+    assert "prefill and decode by d1: no KV cache had to move" in route_text(alone)

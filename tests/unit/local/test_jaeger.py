@@ -11,10 +11,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from baton.cli.trace import render
 from baton.errors import InternalError, Unavailable
 from baton.local.trace_source import Jaeger
-from baton.local.trace_tree import ROUTER, entry_of, is_whole
+from baton.local.trace_tree import ROUTER, entry_of, is_whole, render
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())
@@ -85,7 +84,7 @@ def jaeger() -> Iterator[Server]:
 
 def test_a_trace_is_drawn_as_one_of_ours(jaeger: Server) -> None:
     spans = Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
-    assert render(spans, 100) == TREE
+    assert render(spans, with_coverage=True) == TREE
     assert is_whole(spans)
     entry = entry_of(spans)
     assert entry is not None
@@ -108,12 +107,6 @@ def test_a_base_path_and_an_id_without_its_zeros(jaeger: Server) -> None:
     assert is_whole(spans)
 
 
-def test_an_unknown_trace_has_no_spans(jaeger: Server) -> None:
-    assert Jaeger(jaeger.url).trace("1" * 32, TIMEOUT_S) == []
-    jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}).encode())
-    assert Jaeger(jaeger.url).trace("2" * 32, TIMEOUT_S) == []
-
-
 def test_requests_are_listed(jaeger: Server) -> None:
     second = json.loads(json.dumps(ANSWER["data"][0]).replace(TRACE, "2" * 32))
     for span in second["spans"]:
@@ -123,12 +116,12 @@ def test_requests_are_listed(jaeger: Server) -> None:
     body = json.dumps({"data": [second, ANSWER["data"][0], other]}).encode()
     jaeger.answers["/api/traces"] = (200, body)
     source = Jaeger(jaeger.url)
-    assert [told.trace_id for told in source.summaries(False, 20, TIMEOUT_S)] == [TRACE, "2" * 32]
-    assert [told.trace_id for told in source.summaries(True, 1, TIMEOUT_S)] == ["2" * 32]
+    assert [one.trace_id for one in source.summaries(False, 20, TIMEOUT_S)] == [TRACE, "2" * 32]
+    assert [one.trace_id for one in source.summaries(True, 1, TIMEOUT_S)] == ["2" * 32]
     asked = parse_qs(urlsplit(jaeger.asked[0]).query)
     assert asked["service"] == [ROUTER] and int(asked["end"][0]) > int(asked["start"][0])
-    (told,) = source.summaries(False, 1, TIMEOUT_S)
-    assert (told.attempts, told.input_tokens, told.output_tokens) == (2, 717, 40)
+    (last,) = source.summaries(False, 1, TIMEOUT_S)
+    assert (last.attempts, last.input_tokens, last.output_tokens) == (2, 717, 40)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +135,7 @@ def test_requests_are_listed(jaeger: Server) -> None:
          "not a trace"),
     ],
 )  # fmt: skip
-def test_other_answers_are_told(
+def test_other_answers_are_errors(
     jaeger: Server, status: int, body: bytes, error: type[Exception], why: str
 ) -> None:
     jaeger.answers[f"/api/traces/{TRACE}"] = (status, body)
@@ -150,7 +143,10 @@ def test_other_answers_are_told(
         Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
 
 
-def test_nobody_there() -> None:
+def test_an_unknown_trace_has_no_spans_and_a_closed_port_is_an_error(jaeger: Server) -> None:
+    assert Jaeger(jaeger.url).trace("1" * 32, TIMEOUT_S) == []
+    jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}).encode())
+    assert Jaeger(jaeger.url).trace("2" * 32, TIMEOUT_S) == []
     with Server() as server:
         url = server.url
     with pytest.raises(Unavailable, match="does not answer"):

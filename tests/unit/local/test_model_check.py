@@ -54,9 +54,6 @@ def endless_template(model: Path) -> None:
 
 BROKEN = [
     (config(architectures=["MambaForCausalLM"]), ["config.json", "architectures", "Mamba"]),
-    (config(quantization_config={"quant_method": "gptq"}), ["config.json", "quantization_config"]),
-    (config(rope_parameters={"rope_type": "yarn"}), ["config.json", "rope_type", "yarn"]),
-    (config(num_hidden_layers=10**12), ["config.json", "num_hidden_layers"]),
     (config(num_hidden_layers=3), ["lacks tensor model.layers.2", "config.json"]),
     (config(intermediate_size=95), ["model.safetensors", "mlp", "config.json"]),
     (pipe("tokenizer.json"), ["tokenizer.json", "not a regular file"]),
@@ -68,16 +65,16 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "told"), BROKEN, ids=range(len(BROKEN)))
+@pytest.mark.parametrize(("damage", "named"), BROKEN, ids=range(len(BROKEN)))
 async def test_a_cluster_is_not_begun(
-    model: Path, damage: Callable[[Path], None], told: list[str]
+    model: Path, damage: Callable[[Path], None], named: list[str]
 ) -> None:
     damage(model)
     cluster = LocalCluster(ClusterConfig(engine=EngineConfig(model=str(model)), port=0))
     with pytest.raises(CheckpointError) as refused:
         await cluster.__aenter__()
     assert not cluster.processes and cluster.etcd is None
-    assert all(part in str(refused.value) for part in told), refused.value
+    assert all(part in str(refused.value) for part in named), refused.value
 
 
 def test_a_worker_needs_no_tokenizer_and_a_simulated_one_no_weights(model: Path) -> None:

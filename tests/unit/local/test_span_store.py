@@ -1,7 +1,6 @@
-"""SpanStore's bounds and waits, and the receiver with OpenTelemetry's own exporter."""
+"""Spans are stored in bounds and received from OpenTelemetry's own exporter, however late."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
@@ -20,96 +19,57 @@ def test_complete_needs_root_parents_and_services() -> None:
     root, child = span("t", "a", service="client"), span("t", "b", "a", service="router")
     grandchild = span("t", "c", "b", service="decode")
     assert is_complete([root])
-    assert not is_complete([])
-    assert not is_complete([child])  # no root
-    assert not is_complete([root, grandchild])  # b is referred to and missing
     assert is_complete([root, child, grandchild], ["router", "decode"])
+    for lacking in ([], [child], [root, grandchild]):
+        assert not is_complete(lacking)
     assert not is_complete([root, child], ["router", "decode"])
 
 
-async def test_oldest_traces_go_first() -> None:
+async def test_traces_and_spans_are_bounded() -> None:
     store = SpanStore(max_traces=3, max_spans=5)
     store.add(span(trace, "a") for trace in "1234")
-    assert not store.trace("1")
-    assert len(store) == 3
+    assert not store.trace("1") and len(store) == 3
     store.add(span("5", str(i)) for i in range(4))  # 3 + 4 spans: too many by two
     assert [trace for trace in "2345" if store.trace(trace)] == ["4", "5"]
     assert store.spans_total == 5
+    one = SpanStore(max_spans=5)  # an endless trace
+    one.add([span("t", str(i)) for i in range(9)])
+    one.add([span("t", "0")])  # sent again
+    assert one.spans_total == len(one.trace("t")) == 5
 
 
-async def test_one_endless_trace_is_bounded_and_resent_spans_count_once() -> None:
-    store = SpanStore(max_spans=5)
-    store.add([span("t", str(i)) for i in range(9)])
-    store.add([span("t", "0")])
-    assert store.spans_total == len(store.trace("t")) == 5
-
-
-async def test_wait_wakes_on_the_last_span() -> None:
+async def test_a_trace_is_waited_for_in_bounded_time() -> None:
     store = SpanStore()
     waiting = asyncio.create_task(store.wait_for("t", timeout=5))
     await asyncio.sleep(0)
     store.add([span("t", "b", "a"), span("other", "a")])
     await asyncio.sleep(0)
     assert not waiting.done()
+    with pytest.raises(DeadlineExceeded, match="1 spans arrived"):
+        await store.wait_for("t", timeout=0.01)
     store.add([span("t", "a")])
     assert {s.span_id for s in await waiting} == {"a", "b"}
 
 
-async def test_wait_gives_up_and_says_what_came() -> None:
-    store = SpanStore()
-    store.add([span("t", "b", "a")])
-    with pytest.raises(DeadlineExceeded, match="1 spans arrived"):
-        await store.wait_for("t", timeout=0.01)
-
-
-async def test_follow_tells_a_trace_once_it_is_quiet() -> None:
-    store, told = SpanStore(), asyncio.Queue[int]()
-
-    def on_quiet(spans: Sequence[Span]) -> bool:
-        told.put_nowait(len(spans))
-        return len(spans) > 2
-
-    store.follow(on_quiet, quiet_s=0.02)
-    async with asyncio.timeout(5):
-        store.add([span("t", "a")])
-        store.add([span("t", "b", "a")])  # restarts the clock: told once, with both
-        assert await told.get() == 2
-        store.add([span("t", "c", "a")])
-        assert await told.get() == 3
-        store.add([span("t", "d", "a")])  # it had enough of this one
-        store.add([span("u", str(i)) for i in range(4)])
-        assert await told.get() == 4
-    store.close()
-    assert told.empty()
-
-
 async def test_receiver_takes_what_a_real_exporter_sends() -> None:
-    store = SpanStore()
-    async with OtlpReceiver(store) as receiver:
+    attributes = {"text": "x", "count": 3, "share": 0.5, "yes": True}
+    async with OtlpReceiver(SpanStore()) as receiver:
         exporter = telemetry.setup("client", receiver.address)
         with exporter.tracer.start_as_current_span("generate") as root:
-            root.set_attributes({"text": "x", "count": 3, "share": 0.5, "yes": True})
-            root.set_attribute("list", ["a", "b"])
+            root.set_attributes({**attributes, "list": ["a", "b"]})
             with pytest.raises(ValueError), exporter.tracer.start_as_current_span("child"):
                 raise ValueError("boom")
-        spans = await store.wait_for(telemetry.trace_id_of(root), timeout=10)
+        spans = await receiver.store.wait_for(telemetry.trace_id_of(root), timeout=10)
         await asyncio.to_thread(exporter.close)
     child, parent = sorted(spans, key=lambda s: s.name)
     assert (parent.name, parent.service, parent.parent_id) == ("generate", "client", "")
-    assert parent.attributes == {
-        "text": "x",
-        "count": 3,
-        "share": 0.5,
-        "yes": True,
-        "list": "a, b",
-    }
+    assert parent.attributes == {**attributes, "list": "a, b"}
     assert child.parent_id == parent.span_id
-    assert parent.error is None
-    assert child.error is not None and "boom" in child.error
+    assert parent.error is None and child.error is not None and "boom" in child.error
     assert parent.start_ns <= child.start_ns <= child.end_ns <= parent.end_ns
 
 
-async def test_a_late_collector_gets_its_traces_and_the_log_says_once_who_is_missing(
+async def test_a_late_collector_gets_its_traces_and_its_absence_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, port = SpanStore(), ports.free()

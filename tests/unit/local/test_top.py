@@ -2,37 +2,38 @@
 
 import io
 import time
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from baton.local.top import Options, blocks_bar, frame
-from baton.local.top_view import PolledRouter, Sample, View, WorkerLine, view_of
+from baton.local import top_view
+from baton.local.top import SORTS, Moment, Options, blocks_bar, frame
+from baton.local.top_view import PolledRouter, WorkerLine
 from baton.v1 import fleet_pb2
 
 from .statuses import DECODE, pair, polled, status, worker
 
-OPTIONS = Options(1.0)
 AT = 1_700_000_000.0
+WHEN = time.strftime("%H:%M:%S", time.localtime(AT))
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+Counts = fleet_pb2.RouterCounts
 
 
-def seen(*routers: PolledRouter, now: float = 12.0) -> View:
-    return view_of(routers, now, AT)
-
-
-def lines(view: View, width: int = 160, height: int = 60, options: Options = OPTIONS) -> list[str]:
+def lines(
+    *routers: PolledRouter, width: int = 160, height: int = 60, now: float = 12.0, **options: Any
+) -> list[str]:
     console = Console(width=width, height=height, color_system=None, file=io.StringIO())
     with console.capture() as captured:
-        console.print(frame(view, options, width, height))
+        console.print(frame(Moment(routers, now, AT), Options(1.0, **options), width, height))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def busy() -> View:
-    counts = fleet_pb2.RouterCounts(ended={"OK": 10}, refused=3, failovers=2, output_tokens=5)
-    old = status([worker("p0"), worker("d0", DECODE)], [pair()], counts=counts)
-    later = fleet_pb2.RouterCounts(
+def busy() -> PolledRouter:
+    counts = Counts(ended={"OK": 10}, refused=3, failovers=2, output_tokens=5)
+    old = status(worker("p0"), worker("d0", DECODE), pair(), counts=counts)
+    later = Counts(
         ended={"OK": 30}, late=3, refused=3, failovers=2, output_tokens=1005, prompt_tokens=9000
     )
     latency = fleet_pb2.Latency(
@@ -43,15 +44,13 @@ def busy() -> View:
     load |= {"tokens_generated": 1000, "blocks_quarantined": 1, "blocks_free": 69}
     decode = worker("d0", DECODE, "STALLED", "its step takes 12 s", **load)
     link = pair(sent_bytes=4 << 20, sent_ms=4.0)
-    told = {"counts": later, "latency": latency, "running": 8, "queued": 5}
-    new = status([prefill, decode], [link], **told)
-    return seen(polled(new, old))
+    seen = {"counts": later, "latency": latency, "running": 8, "queued": 5}
+    return polled(old, status(prefill, decode, link, **seen))
 
 
-def test_a_wide_frame_tells_everything() -> None:
-    when = time.strftime("%H:%M:%S", time.localtime(AT))
+def test_a_wide_frame_shows_everything() -> None:
     assert lines(busy()) == [
-        f"baton top  cluster default, model demo  {when}"
+        f"baton top  cluster default, model demo  {WHEN}"
         "  q quit  p pause  r role: all  s sort: name",
         "router  state    running  queued  req/s  good/s   good  tok/s in  out  TTFT p50/95 ms"
         "  TPOT p50/95 ms  refused  failovers",
@@ -74,7 +73,7 @@ def test_a_wide_frame_tells_everything() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 140])
 def test_a_frame_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
-    drawn = lines(busy(), width)
+    drawn = lines(busy(), width=width)
     assert max(map(cell_len, drawn)) <= width
     text = "\n".join(drawn)
     for word in ("SERVING", "STALLED", "p0", "its step takes 12 s", "OPEN", "queued"):
@@ -86,190 +85,130 @@ def test_a_frame_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
 @pytest.mark.parametrize("height", [24, 30, 50])
 def test_a_large_fleet_is_cut_to_the_terminals_height(height: int) -> None:
     names = [f"w{number:02}" for number in range(60)]
-    workers = [worker(name, DECODE) for name in names]
+    fleet = [*(worker(name, DECODE) for name in names), *(pair("p0", name) for name in names)]
     events = [fleet_pb2.RouterEvent(time_ms=at, text=f"event {at}") for at in range(9)]
-    view = seen(
-        polled(status(workers, [pair("p0", name) for name in names], events=events)),
-        polled(address="b:1", failure="gone"),
-    )
-    drawn = lines(view, height=height)
+    gone = polled(address="b:1", failure="gone")
+    drawn = lines(polled(status(*fleet, events=events)), gone, height=height)
     assert len(drawn) <= height
-    shown = sum("░" in line for line in drawn) - 1  # one tells what blocks mean
+    shown = sum("░" in line for line in drawn) - 1  # one explains the bar
     assert f"… and {60 - shown} more workers" in drawn
     assert any("more pairs" in line for line in drawn)
     assert "event 8" in drawn[-6] and "event 3" in drawn[-1]
 
 
-def test_it_says_who_does_not_answer() -> None:
-    dead = polled(status([worker("p0")]), failure="connection\n refused")
-    text = "\n".join(lines(view_of([dead], 15.0, AT)))
-    assert "NO ANSWER" in text
+def test_routers_that_do_not_answer_are_named() -> None:
+    dead = polled(status(worker("p0")), failure="connection\n refused")
+    text = "\n".join(lines(dead, now=15.0))
+    assert "NO ANSWER" in text and "no router answers: what follows is old" in text
     assert "router h:1 does not answer for 3 s: connection refused" in text
-    assert "no router answers: what follows is old" in text
-    other = polled(status([worker("p0")], incarnation="r1", registry_connected=False))
-    text = "\n".join(lines(view_of([dead, other], 15.0, AT)))
-    assert "what follows is old" not in text
+    assert "p0" in text
+    other = polled(status(worker("p1"), incarnation="r1", registry_connected=False))
+    text = "\n".join(lines(dead, other, now=15.0))
     assert "router h:1 does not reach the registry" in text
-
-
-def test_before_any_answer_there_is_nothing_to_see() -> None:
-    text = "\n".join(lines(seen(polled(address="[::1]:7700"))))
+    assert "what follows is old" not in text
+    assert "p1" in text and "p0" not in text  # of those that answer
+    text = "\n".join(lines(polled(address="[::1]:7700")))  # before any answer
     assert "[::1]:7700" in text and "no workers" in text
     assert "does not answer" not in text and "old" not in text
 
 
-def test_events_tell_kind_count_text_and_trace() -> None:
+def test_events_have_kind_count_text_and_trace() -> None:
     event = fleet_pb2.RouterEvent(
         time_ms=int(AT * 1000), kind=fleet_pb2.EVENT_KIND_FAILOVER, times=3,
         text="the stream of [red]d0 broke " + "x" * 200, trace_id=TRACE,
     )  # fmt: skip
-    view = seen(polled(status(events=[event])))
-    when = time.strftime("%H:%M:%S", time.localtime(AT))
-    wide = lines(view, 120)[-1]
-    assert wide.startswith(f"{when} failover x3 the stream of [red]d0 broke xx")
+    wide = lines(polled(status(events=[event])), width=120)[-1]
+    assert wide.startswith(f"{WHEN} failover x3 the stream of [red]d0 broke xx")
     assert wide.endswith(f"…  trace {TRACE}") and cell_len(wide) == 120
-    narrow = lines(view, 60)[-1]
+    narrow = lines(polled(status(events=[event])), width=60)[-1]
     assert "trace" not in narrow and cell_len(narrow) == 60
 
 
-def test_keys_choose_role_and_order() -> None:
-    view = seen(
-        polled(
-            status(
-                [
-                    worker("p0", queue_tokens=5, blocks_held=1),
-                    worker("p1", queue_tokens=9),
-                    worker("d0", DECODE, queue_tokens=7, blocks_held=50),
-                ]
-            )
+def test_role_and_order_can_be_chosen() -> None:
+    router = polled(
+        status(
+            worker("p0", queue_tokens=5, blocks_held=1),
+            worker("p1", queue_tokens=9),
+            worker("d0", DECODE, queue_tokens=7, blocks_held=50),
         )
     )
 
-    def order(options: Options) -> list[str]:
-        rows = [line.split() for line in lines(view, options=options) if "░░" in line]
+    def order(**options: Any) -> list[str]:
+        rows = [line.split() for line in lines(router, **options) if "░░" in line]
         return [row[1] for row in rows]
 
-    prefill, by_queue = OPTIONS.next_role(), OPTIONS.next_sort()
-    by_blocks = by_queue.next_sort()
-    assert order(OPTIONS) == ["p0", "p1", "d0"]
-    assert order(prefill) == ["p0", "p1"] and order(prefill.next_role()) == ["d0"]
-    assert order(by_queue) == ["p1", "d0", "p0"] and order(by_blocks) == ["d0", "p1", "p0"]
-    assert prefill.next_role().next_role() == OPTIONS == by_blocks.next_sort().next_sort()
+    assert [order(role=role) for role in ("prefill", "decode")] == [["p0", "p1"], ["d0"]]
+    orders = {"name": ["p0", "p1", "d0"], "queue": ["p1", "d0", "p0"], "blocks": ["d0", "p1", "p0"]}
+    assert {sort: order(sort=sort) for sort in SORTS} == orders | {"tokens": orders["name"]}
 
 
 @pytest.mark.parametrize(
-    ("blocks", "bar"),
+    ("held", "cached", "quarantined", "bar"),
     [
-        ((0, 0, 0), "░░░░░░░░"),
-        ((1, 0, 0), "█░░░░░░░"),
-        ((50, 25, 25), "████▓▓▒▒"),
-        ((100, 0, 0), "████████"),
-        ((98, 1, 1), "██████▓▒"),
-        ((0, 1, 0), "▓░░░░░░░"),
+        (0, 0, 0, "░░░░░░░░"),
+        (1, 0, 0, "█░░░░░░░"),
+        (50, 25, 25, "████▓▓▒▒"),
+        (100, 0, 0, "████████"),
+        (98, 1, 1, "██████▓▒"),
     ],
 )
-def test_the_bar(blocks: tuple[int, int, int], bar: str) -> None:
-    held, cached, quarantined = blocks
-    told = worker("p", blocks_held=held, blocks_cached=cached, blocks_quarantined=quarantined)
-    line = WorkerLine(told.record, told.load, "READY", "")
-    assert blocks_bar(line, 8).plain == bar
+def test_the_bar(held: int, cached: int, quarantined: int, bar: str) -> None:
+    shown = worker("p", blocks_held=held, blocks_cached=cached, blocks_quarantined=quarantined)
+    assert str(blocks_bar(WorkerLine(PolledRouter("h:1"), shown, "READY", ""), 8)) == bar
 
 
 def test_rates_are_differences_over_the_time_between() -> None:
+    counts = Counts(ended={"OK": 10}, late=1, prompt_tokens=50)
+    later = Counts(ended={"OK": 16, "CANCELLED": 2}, late=3, prompt_tokens=90)
     old = status(
-        [worker("p0", tokens_computed=100, tokens_generated=1)],
-        [pair(sent_bytes=1_000, sent_ms=1.0)],
-        counts=fleet_pb2.RouterCounts(ended={"OK": 10}, late=1, prompt_tokens=50, output_tokens=5),
-    )
+        worker("p0", tokens_computed=100), pair(sent_bytes=1_000, sent_ms=1.0),
+        pair("p1", sent_bytes=9_000, sent_ms=9.0), pair("p2", sent_bytes=9, sent_ms=9.0),
+        counts=counts,
+    )  # fmt: skip
     new = status(
-        [worker("p0", tokens_computed=600, tokens_generated=5)],
-        [pair(sent_bytes=5_000, sent_ms=3.0)],
-        counts=fleet_pb2.RouterCounts(
-            ended={"OK": 16, "CANCELLED": 2}, late=3, prompt_tokens=90, output_tokens=25
-        ),
-    )
-    view = seen(polled(new, old))
-    router, (first,), (link,) = view.routers[0], view.workers, view.pairs
-    assert (router.requests_per_s, router.good_per_s) == (4.0, 2.0)
-    assert (router.prompt_tokens_per_s, router.output_tokens_per_s) == (20.0, 10.0)
-    assert router.good_share == pytest.approx(13 / 18)
-    assert (first.computed_per_s, first.sampled_per_s) == (250.0, 2.0)
-    assert (link.bytes_per_s, link.wire_bytes_per_s) == (2_000.0, 2_000_000.0)
+        worker("p0", tokens_computed=600), worker("p9", tokens_computed=7),
+        pair(sent_bytes=5_000, sent_ms=3.0), pair("p1", sent_bytes=400, epoch=2),
+        pair("p2", sent_bytes=9, sent_ms=9.0), counts=later,
+    )  # fmt: skip
+    router = polled(old, new)
+    assert (router.rate(top_view.ended), router.rate(top_view.good)) == (4.0, 2.0)
+    known, newcomer = top_view.workers([router])
+    assert (known.rate("tokens_computed"), newcomer.rate("tokens_computed")) == (250.0, None)
+    sent = [(p.rate("sent_bytes"), p.wire_bytes_per_s) for p in top_view.pairs([router])]
+    assert sent == [(2_000.0, 2_000_000.0), (200.0, None), (0.0, None)]  # a new link began at 0
+    assert polled(new).rate(top_view.ended) is None
 
 
-def test_a_new_link_and_a_new_worker_begin_at_nothing() -> None:
-    old = status([worker("p0")], [pair(sent_bytes=9_000, sent_ms=9.0, epoch=1)])
-    new = status(
-        [worker("p0"), worker("p1", tokens_computed=7)],
-        [pair(sent_bytes=400, sent_ms=0.5, epoch=2)],
-    )
-    view = seen(polled(new, old))
-    assert view.pairs[0].bytes_per_s == 200.0
-    assert view.workers[1].computed_per_s is None
-
-
-def test_nothing_sent_has_no_speed() -> None:
-    same = status(pairs=[pair(sent_bytes=9, sent_ms=9.0)])
-    link = seen(polled(same, same)).pairs[0]
-    assert (link.bytes_per_s, link.wire_bytes_per_s) == (0.0, None)
-
-
-def test_the_worst_word_about_a_worker_counts() -> None:
-    silent = worker("p0", state="SILENT", reason="no sign of life", steps=4)
-    here = polled(status([worker("p0", steps=9, running=3)]), address="a:1")
-    there = polled(status([silent], incarnation="r1"), address="b:1")
+def test_of_several_routers_the_worst_state_counts() -> None:
+    silent = worker("p0", state="SILENT", reason="no heartbeat", steps=4)
+    here = polled(status(worker("p0", steps=9, running=3), pair(), pair("p1")), address="a:1")
+    there = polled(status(silent, pair(state="EJECTED"), incarnation="r1"), address="b:1")
     for routers in ((here, there), (there, here)):
-        (line,) = seen(*routers).workers
-        assert (line.state, line.reason) == ("SILENT", "no sign of life (says b:1)")
-        assert line.load.running == 3  # of the one that heard of it last
-    both = seen(polled(status([silent])), there).workers[0]
-    assert both.reason == "no sign of life"
-
-
-def test_a_router_that_does_not_answer_tells_of_nobody_while_another_does() -> None:
-    dead = polled(status([worker("old")]), address="a:1", failure="gone")
-    alive = polled(status([worker("new")], incarnation="r1"), address="b:1")
-    view = seen(dead, alive, now=15.0)
-    assert [line.record.incarnation for line in view.workers] == ["new"]
-    assert view.answered and not view.is_old
-    assert (view.routers[0].failure, view.routers[0].silent_s) == ("gone", 3.0)
-    alone = seen(dead)
-    assert [line.record.incarnation for line in alone.workers] == ["old"]
-    assert alone.answered and alone.is_old
-    nobody = seen(polled(address="a:1", failure="gone"))
-    assert not nobody.answered and nobody.is_old
-
-
-def test_a_routers_word_about_a_pair_goes_before_the_workers() -> None:
-    here = polled(status(pairs=[pair(), pair("p1")]), address="a:1")
-    there = polled(status(pairs=[pair(state="EJECTED")], incarnation="r1"), address="b:1")
-    for routers in ((here, there), (there, here)):
-        states = [(line.status.prefill, line.status.state) for line in seen(*routers).pairs]
+        (line,) = top_view.workers(routers)
+        assert (line.state, line.reason) == ("SILENT", "no heartbeat (says b:1)")
+        assert line.load.running == 3  # of the newest report
+        states = [(one.status.prefill, one.status.state) for one in top_view.pairs(routers)]
         assert states == [("p0", "EJECTED"), ("p1", "OPEN")]
+    (line,) = top_view.workers([there])
+    assert line.reason == "no heartbeat"
 
 
 def test_the_newest_event_of_all_routers_comes_first() -> None:
-    def told(*times_ms: int, name: str) -> PolledRouter:
+    def router(*times_ms: int, name: str) -> PolledRouter:
         events = [fleet_pb2.RouterEvent(time_ms=time_ms, text=name) for time_ms in times_ms]
         return polled(status(events=events, incarnation=name), address=name)
 
-    events = seen(told(1, 4, name="a"), told(2, 3, name="b")).events
-    assert [line.event.time_ms for line in events] == [4, 3, 2, 1]
-    assert [line.address for line in events] == ["a", "b", "b", "a"]
+    events = top_view.events([router(1, 4, name="a"), router(2, 3, name="b")])
+    assert [(at, event.time_ms) for at, event in events] == [("a", 4), ("b", 3), ("b", 2), ("a", 1)]
 
 
-def test_a_poller_forgets_what_is_old_and_what_another_process_said() -> None:
-    poller = PolledRouter("h:1")
-    for at in range(9):
-        poller.take(Sample(float(at), status()))
-    assert poller.first is not None and poller.last is not None
-    assert (poller.first.at, poller.last.at) == (3.0, 8.0)
-    poller.take(Sample(9.0, status(incarnation="another")))
-    assert poller.first == poller.last
+def test_answers_are_forgotten_that_are_old_or_of_another_process() -> None:
+    def times(*at: float) -> list[float]:
+        router = PolledRouter("h:1")
+        for one in at:
+            router.take(status(incarnation="r0" if one < 999 else "another"), one)
+        return [one for one, _ in router.samples]
 
-
-def test_a_slow_poller_still_has_an_older_answer() -> None:
-    poller = PolledRouter("h:1")
-    for at in (0.0, 60.0, 120.0, 180.0):
-        poller.take(Sample(at, status()))
-    assert poller.first is not None and poller.first.at < 180.0
+    assert times(*map(float, range(9))) == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert times(0.0, 60.0, 120.0, 180.0) == [60.0, 120.0, 180.0]  # a long interval
+    assert times(1.0, 2.0, 999.0) == [999.0]

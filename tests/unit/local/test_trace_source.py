@@ -11,7 +11,7 @@ import pytest
 
 from baton import rpc
 from baton.errors import InvalidRequest, Unavailable
-from baton.local.otlp import OtlpReceiver, TraceServicer
+from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
 from baton.local.trace_source import KeptTraces, kept_by
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, trace_pb2
@@ -39,33 +39,21 @@ async def receiver() -> AsyncIterator[OtlpReceiver]:
         yield listening
 
 
-async def trace_of(receiver: OtlpReceiver, trace_id: str = TRACE) -> list[Span]:
-    source = KeptTraces(receiver.address)
-    return list(await asyncio.to_thread(source.trace, trace_id, TIMEOUT_S))
+async def trace_of(address: str, trace_id: str = TRACE) -> list[Span]:
+    return list(await asyncio.to_thread(KeptTraces(address).trace, trace_id, TIMEOUT_S))
 
 
-async def test_spans_arrive_as_they_were_kept(receiver: OtlpReceiver) -> None:
-    receiver.store.add([request(), below()])
-    assert await trace_of(receiver) == [request(), below()]
-
-
-async def test_a_trace_is_waited_for_until_it_is_whole(receiver: OtlpReceiver) -> None:
-    """Its request has ended a moment ago: spans are on their way."""
-    asking = asyncio.create_task(trace_of(receiver))
-    await asyncio.sleep(0.3)
-    receiver.store.add([below(parent_id="a" * 16)])
-    await asyncio.sleep(0.3)
-    assert not asking.done()
-    receiver.store.add([request()])
-    assert {span.name for span in await asking} == {"router.generate", "decode"}
-
-
-async def test_late_spans_that_nobody_names_are_waited_for_too(receiver: OtlpReceiver) -> None:
-    receiver.store.add([request()])
-    asking = asyncio.create_task(trace_of(receiver))
-    await asyncio.sleep(0.3)
-    receiver.store.add([below()])
-    assert len(await asking) == 2
+@pytest.mark.parametrize("spans", [[below(), request()], [request(), below()]])
+async def test_a_trace_is_waited_for_until_it_is_whole_and_quiet(
+    receiver: OtlpReceiver, spans: list[Span]
+) -> None:
+    """Its request has ended a moment ago: spans are on their way, named by others or not."""
+    asking = asyncio.create_task(trace_of(receiver.address))
+    for span in spans:
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        receiver.store.add([span])
+    assert await asking == spans
 
 
 @pytest.mark.parametrize("spans", [[request()], [request(), below(parent_id="c" * 16)]])
@@ -78,13 +66,8 @@ async def test_an_old_trace_comes_at_once(
     monkeypatch.setattr(store, "arrived_at", lambda trace_id: time.monotonic() - 60)
     asked = trace_pb2.GetTraceRequest(trace_id=TRACE, wait_ms=3_600_000)
     async with asyncio.timeout(TIMEOUT_S):
-        answer = await TraceServicer(store, quiet_s=3600.0).GetTrace(asked, None)
+        answer = await OtlpReceiver(store, quiet_s=3600.0).GetTrace(asked, None)
     assert len(answer.spans) == len(spans)
-
-
-async def test_a_malformed_id_is_refused(receiver: OtlpReceiver) -> None:
-    with pytest.raises(InvalidRequest, match="32 hexadecimal"):
-        await trace_of(receiver, "xyz")
 
 
 async def test_requests_are_listed_by_end_or_by_time_taken(receiver: OtlpReceiver) -> None:
@@ -97,22 +80,21 @@ async def test_requests_are_listed_by_end_or_by_time_taken(receiver: OtlpReceive
             Span("4" * 32, "c" * 16, "", "other", "x", 0, 9_999_999_999),  # no request
         ]
     )
-    source = KeptTraces(receiver.address)
 
-    async def listed(slowest: bool, most: int) -> list[str]:
-        found = await asyncio.to_thread(source.summaries, slowest, most, TIMEOUT_S)
-        return [told.trace_id for told in found]
+    async def listed(slowest: bool, most: int) -> list[trace_pb2.TraceSummary]:
+        source = KeptTraces(receiver.address)
+        return list(await asyncio.to_thread(source.summaries, slowest, most, TIMEOUT_S))
 
-    assert await listed(False, 20) == [last, long, first]
-    assert await listed(True, 20) == [long, last, first]
-    assert await listed(True, 1) == [long]
-    told = (await asyncio.to_thread(source.summaries, False, 20, TIMEOUT_S))[::-1]
-    assert (told[0].error, told[1].error) == ("gone", None)
-    assert (told[2].output_tokens, told[2].took_ms, told[2].spans) == (3, 20.0, 1)
+    by_end, by_time = await listed(False, 20), await listed(True, 20)
+    assert [one.trace_id for one in by_end] == [last, long, first]
+    assert [one.trace_id for one in by_time] == [long, last, first]
+    assert await listed(True, 1) == by_time[:1]
+    assert [one.HasField("error") for one in by_end] == [False, False, True]
+    assert (by_end[0].output_tokens, by_end[0].took_ms, by_end[0].spans) == (3, 20.0, 1)
 
 
 class Router(fleet_pb2_grpc.FleetServiceServicer):
-    """Says where its spans go."""
+    """Its status says where its spans go."""
 
     def __init__(self, otlp: str) -> None:
         self._otlp = otlp
@@ -136,24 +118,21 @@ async def routing(otlp: str) -> AsyncIterator[str]:
 
 
 async def test_a_router_says_where_its_traces_are(receiver: OtlpReceiver) -> None:
-    receiver.store.add([request()])
+    receiver.store.add([request(), below()])
     async with routing(receiver.address) as target:
         source = await asyncio.to_thread(kept_by, target, TIMEOUT_S)
-        assert await asyncio.to_thread(source.trace, TRACE, TIMEOUT_S) == [request()]
+        spans = await asyncio.to_thread(source.trace, TRACE, TIMEOUT_S)
+    assert spans == [request(), below()]
     async with routing("") as target:
         with pytest.raises(Unavailable, match="r:1 exports no traces"):
             await asyncio.to_thread(kept_by, target, TIMEOUT_S)
 
 
-async def test_a_collector_keeps_none_for_us() -> None:
-    async with routing("") as somewhere_else:
-        source = KeptTraces(f"http://{somewhere_else}")
-        with pytest.raises(Unavailable, match=r"not a `baton up` that keeps traces.*--jaeger"):
-            await asyncio.to_thread(source.trace, TRACE, TIMEOUT_S)
-
-
-async def test_nobody_there() -> None:
+async def test_where_no_traces_are_is_an_error(receiver: OtlpReceiver) -> None:
+    with pytest.raises(InvalidRequest, match="32 hexadecimal"):
+        await trace_of(receiver.address, "xyz")
     async with routing("") as target:
-        pass
+        with pytest.raises(Unavailable, match=r"not a `baton up` that keeps traces.*--jaeger"):
+            await trace_of(f"http://{target}")
     with pytest.raises(Unavailable, match="nothing answers at"):
-        await asyncio.to_thread(KeptTraces(target).trace, TRACE, TIMEOUT_S)
+        await trace_of(target)

@@ -1,5 +1,6 @@
 """What a trace says of its request, and its drawing, against golden text."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from baton.local.trace_tree import (
     render,
     summarize,
 )
+from baton.v1.trace_pb2 import TraceSummary
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -62,34 +64,19 @@ client  generate                                              0.0    100.0 ms |�
 ? = the parent span did not arrive"""
 
 
-def test_a_whole_request() -> None:
-    assert render(request()) == WHOLE
-
-
-def test_order_of_arrival_does_not_matter() -> None:
-    assert render(request()[::-1]) == WHOLE
+def test_a_request_is_drawn_in_order_of_time() -> None:
+    assert render(request()) == render(request()[::-1]) == WHOLE
+    assert render([]) == "(no spans)"
 
 
 def test_missing_parent_and_failure_are_marked() -> None:
     lost = span("decode", "decode", "lost/c", 50, 100, tokens=3, failed="out of blocks")
-    spans = [
-        span("generate", "client", "a", 0, 100),
-        lost,
-        span("Generate", "router", "a/b", 1, 99),
-    ]
-    assert render(spans) == ORPHANED
-
-
-def test_without_a_root_the_earliest_span_is_on_top() -> None:
-    """A client may keep its own spans elsewhere."""
-    spans = [
-        span("prefill", "prefill", "b/d", 12, 93),
-        span("Generate", "router", "away/b", 1, 411),
-    ]
-    lines = render(spans).splitlines()
-    assert lines[2].startswith("router  Generate")
-    assert lines[3].startswith("└─ prefill  prefill")
-    assert "?" not in render(spans)
+    root, router = span("generate", "client", "a", 0, 100), span("Generate", "router", "a/b", 1, 99)
+    assert render([root, lost, router]) == ORPHANED
+    # Without a root the earliest span is on top: a client may keep its own spans elsewhere.
+    lines = render([span("prefill", "prefill", "b/d", 12, 93), replace(router, parent_id="away")])
+    assert "\nrouter  Generate" in lines and "\n└─ prefill  prefill" in lines
+    assert "?" not in lines
 
 
 def test_every_line_fits() -> None:
@@ -100,30 +87,18 @@ def test_every_line_fits() -> None:
         assert max(len(line) for line in lines) == width
         assert len(lines) == 2 + 10 * (1 + 3)  # attributes take three lines at most
         assert lines[1 + 4].endswith("word …")
+    long = render([span("run", "s", "a", 0, 1, text="x" * 80, more="y" * 30, last=1)]).splitlines()
+    assert [line.strip() for line in long[3:]] == ["text=" + "x" * 80, f"more={'y' * 30} last=1"]
 
 
-def test_long_attributes_go_on_below() -> None:
-    lines = render([span("run", "s", "a", 0, 1, text="x" * 80, more="y" * 30, last=1)]).splitlines()
-    assert [line.strip() for line in lines[3:]] == [
-        "text=" + "x" * 80,
-        "more=" + "y" * 30 + " last=1",
-    ]
-
-
-def test_a_cycle_and_an_instant_do_not_hang_or_break() -> None:
+def test_a_span_below_itself_does_not_hang() -> None:
     spans = [span("a", "s", "y/x", 0, 0), span("b", "s", "x/y", 0, 0), span("c", "s", "z", 0, 0)]
     assert "s  c" in render(spans)
-    assert render([]) == "(no spans)"
 
 
 def test_bytes_text() -> None:
-    assert [bytes_text(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3072.0 GiB",
-    ]
+    texts = [bytes_text(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)]
+    assert texts == ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3072.0 GiB"]
 
 
 def part(name: str, ids: str, start: int, end: int, **fields: Any) -> Span:
@@ -137,74 +112,65 @@ def entry(start: int = 0, end: int = 100, ids: str = "client/r", **fields: Any) 
     return part("router.generate", ids, start, end, is_entry=True, **fields)
 
 
-def test_gaps_are_when_nothing_below_the_request_ran() -> None:
-    told = coverage(
-        [
-            entry(),
-            part("router.admit", "r/a", 5, 10),
-            part("router.attempt", "r/b", 10, 95),  # contains the others: explains nothing
-            part("prefill", "b/c", 12, 40, service="baton-prefill"),
-            part("decode.run", "b/d", 35, 80, service="baton-decode"),
-            part("kv.transfer", "b/e", 36, 38, service="baton-prefill"),  # within another
-        ]
-    )
-    assert told is not None
-    assert told.took_ns == 100_000_000
-    assert told.known_ns == 73_000_000  # 5 to 10 and 12 to 80; what overlaps counts once
-    assert [(a // 1_000_000, b // 1_000_000) for a, b in told.gaps] == [(80, 100), (0, 5), (10, 12)]
-    assert told.share == pytest.approx(0.73)
+@pytest.mark.parametrize(
+    ("spans", "known_ms", "gaps_ms"),
+    [
+        (  # 5 to 10 and 12 to 80; what overlaps counts once
+            [
+                entry(),
+                part("router.admit", "r/a", 5, 10),
+                part("router.attempt", "r/b", 10, 95),  # contains others: explains nothing
+                part("prefill", "b/c", 12, 40, service="baton-prefill"),
+                part("decode.run", "b/d", 35, 80, service="baton-decode"),
+                part("kv.transfer", "b/e", 36, 38, service="baton-prefill"),  # within another
+            ],
+            73, [(80, 100), (0, 5), (10, 12)],
+        ),
+        (  # what is outside the request, or measures it, does not count
+            [
+                entry(10, 90),
+                part("generate", "client", 0, 100, service="baton-client"),
+                part("router.first_token", "r/f", 10, 90),
+                part("router.admit", "r/a", 0, 20),
+                part("decode.run", "r/d", 80, 500),
+            ],
+            20, [(20, 80)],
+        ),
+        ([entry()], 0, [(0, 100)]),
+    ],
+)  # fmt: skip
+def test_coverage_is_the_time_of_spans_without_children(
+    spans: list[Span], known_ms: int, gaps_ms: list[tuple[int, int]]
+) -> None:
+    found = coverage(spans)
+    assert found is not None and found.known_ns == known_ms * 1_000_000
+    assert [(a // 1_000_000, b // 1_000_000) for a, b in found.gaps] == gaps_ms
+    assert found.share == pytest.approx(found.known_ns / found.took_ns)
 
 
-def test_what_is_outside_the_request_or_measures_it_does_not_count() -> None:
-    told = coverage(
-        [
-            entry(10, 90),
-            part("generate", "client", 0, 100, service="baton-client"),
-            part("router.first_token", "r/f", 10, 90),
-            part("router.admit", "r/a", 0, 20),
-            part("decode.run", "r/d", 80, 500),
-        ]
-    )
-    assert told is not None and told.known_ns == 20_000_000
-
-
-def test_a_request_alone_is_not_explained_at_all() -> None:
-    told = coverage([entry()])
-    assert told is not None and told.share == 0.0
-    assert told.gaps == ((0, 100_000_000),)
-    assert coverage([part("other", "x", 0, 1)]) is None
-
-
-def test_of_several_routers_the_one_that_ended_last_counts() -> None:
+def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry() -> None:
     first, second = entry(0, 50, "c/r1"), entry(60, 90, "c/r2")
     assert entry_of([second, first]) is second
-    assert entry_of([part("decode", "x", 0, 1, service="baton-decode", is_entry=True)]) is None
+    worker = part("decode", "x", 0, 1, service="baton-decode", is_entry=True)
+    assert entry_of([worker]) is coverage([worker]) is summarize([worker]) is None
 
 
 def test_a_trace_is_whole_when_every_parent_but_the_callers_has_come() -> None:
     attempt, decode = part("router.attempt", "r/b", 1, 9), part("decode", "b/d", 2, 8)
     assert is_whole([entry(), attempt, decode])
-    assert not is_whole([entry(), decode])
-    assert not is_whole([attempt, decode])
-    assert not is_whole([])
+    for lacking in ([entry(), decode], [attempt, decode], []):
+        assert not is_whole(lacking)
 
 
 def test_a_summary_is_the_requests_own() -> None:
     tokens = {"gen_ai.usage.input_tokens": 717, "gen_ai.usage.output_tokens": 40}
-    told = summarize(
-        [
-            part("router.attempt", "r/b", 1, 9),
-            part("router.attempt", "r/c", 10, 99),
-            entry(5, 105, attributes=tokens, error="gone"),
-        ]
-    )
-    assert told is not None
-    assert (told.trace_id, told.start_ns, told.took_ms, told.spans) == (TRACE, 5_000_000, 100.0, 3)
-    assert (told.input_tokens, told.output_tokens, told.attempts) == (717, 40, 2)
-    assert told.error == "gone"
-    refused = summarize([entry()])
-    assert refused is not None and (refused.input_tokens, refused.error) == (0, None)
-    assert summarize([part("router.attempt", "r/b", 1, 9)]) is None
+    attempts = [part("router.attempt", "r/b", 1, 9), part("router.attempt", "r/c", 10, 99)]
+    assert summarize([*attempts, entry(5, 105, attributes=tokens, error="gone")]) == TraceSummary(
+        trace_id=TRACE, start_ns=5_000_000, took_ms=100.0, spans=3, error="gone",
+        input_tokens=717, output_tokens=40, attempts=2,
+    )  # fmt: skip
+    plain = summarize([entry()])
+    assert plain is not None and (plain.input_tokens, plain.HasField("error")) == (0, False)
 
 
 @pytest.mark.parametrize("text", ["", TRACE[:-1], TRACE + "0", TRACE.upper(), "g" * 32, "0" * 32])

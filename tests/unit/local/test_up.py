@@ -1,12 +1,10 @@
-"""What `baton up` does when it gets SIGHUP: a restart of everything, or the end of its terminal."""
+"""`baton up`: it ends with its terminal, keeps traces and draws them."""
 
 import asyncio
 import contextlib
 import os
 import pty
-import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from baton.config import ClusterConfig
 from baton.errors import Unavailable
 from baton.local import up
+from baton.local.span_store import Span, SpanStore
 from baton.local.trace_source import KeptTraces
 from tests.waiting import eventually
 
@@ -32,68 +31,60 @@ sys.exit(asyncio.run(up.run(ClusterConfig(port=0))))
 """
 
 
-@contextlib.asynccontextmanager
-async def running_up(stdin: int, said: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`baton up` with members instead of a model, in a session of its own."""
-    with said.open("wb") as out:
+async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    master, slave = pty.openpty()
+    with output.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", UP),
-            stdin=stdin,
+            stdin=slave,
             stdout=out,
             stderr=out,
             start_new_session=True,
             cwd=HERE.parents[3],
-            env={**os.environ, "TMPDIR": str(said.parent)},
+            env={**os.environ, "TMPDIR": str(tmp_path)},
         )
+
+    async def look() -> str:
+        return output.read_text()
+
     try:
-        yield process
+        os.close(slave)
+        await eventually(look, lambda text: "\nready: " in text, "not ready", 40.0)
+        os.close(master)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+    assert "SIGHUP" not in await look() and (await look()).endswith("stopped\n")
+    assert os.listdir(tmp_path) == ["output"]  # noqa: PTH208
 
 
-def lines_of(said: Path) -> list[str]:
-    return said.read_text().splitlines()
+async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The client's own span may be kept elsewhere, so a missing root is no reason to wait."""
 
+    def span(trace: str, number: str, service: str, is_entry: bool) -> Span:
+        return Span(trace, number, "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
 
-def names_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
+    monkeypatch.setattr(up, "_QUIET_S", 0.1)
+    store, drawn = SpanStore(), ""
+    drawing = asyncio.create_task(up._draw_finished(store))
+    store.add([span("other", "a", "baton-router", False), span("other", "b", "baton-decode", True)])
+    store.add([span("ended", "a", "baton-router", True)])
 
+    async def look() -> str:
+        nonlocal drawn
+        drawn += capsys.readouterr().out
+        return drawn
 
-async def lines_until(said: Path, text: str) -> list[str]:
-    """All lines so far, once one has `text`."""
-
-    async def look() -> list[str]:
-        return lines_of(said)
-
-    return await eventually(look, lambda seen: any(text in s for s in seen), f"no {text!r}", 40.0)
-
-
-async def test_sighup_restarts_everything(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    async with running_up(asyncio.subprocess.DEVNULL, said) as process:
-        await lines_until(said, "ready: ")
-        process.send_signal(signal.SIGHUP)
-        lines = await lines_until(said, "all processes have been restarted")
-        assert "SIGHUP: restarting router, prefill-0, decode-0, one after the other" in lines
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
-    assert lines_of(said)[-1] == "stopped"
-    assert names_in(tmp_path) == ["said"]
-
-
-async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    master, slave = pty.openpty()
-    async with running_up(slave, said) as process:
-        os.close(slave)
-        await lines_until(said, "ready: ")
-        os.close(master)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
-    assert not any("SIGHUP" in line for line in lines_of(said))
-    assert lines_of(said)[-1] == "stopped"
-    assert names_in(tmp_path) == ["said"]
+    await eventually(look, lambda text: "trace ended" in text, "not drawn")
+    store.add([span("ended", "b", "baton-prefill", True)])  # late
+    await asyncio.sleep(0.3)
+    assert (await look()).count("trace ") == 1
+    drawing.cancel()
 
 
 @pytest.mark.parametrize(
@@ -109,9 +100,6 @@ async def test_traces_are_kept_here(settings: dict[str, Any]) -> None:
         assert await asyncio.to_thread(source.summaries, False, 1, 30.0) == []
     with pytest.raises(Unavailable):
         await asyncio.to_thread(source.summaries, False, 1, 30.0)
-
-
-async def test_traces_are_not_kept_here() -> None:
-    config = ClusterConfig(keep_traces=0, otlp="http://o:1")
+    config = ClusterConfig(keep_traces=0, otlp="http://o:1")  # kept elsewhere
     async with contextlib.AsyncExitStack() as stack:
         assert await up._with_receiver(config, stack) == config

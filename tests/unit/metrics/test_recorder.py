@@ -66,55 +66,51 @@ def test_counters_and_gauges(recorder, accept):
     assert value_of(samples, "target_info", **target) == 1
 
 
+GAPS = "baton.request.inter_token_latency"
+
+
 @pytest.mark.parametrize("accept", [OPEN, ""])
 def test_histograms_count_by_upper_bound(recorder, accept):
+    """Gaps, which are counted at every token without the library, are one like others."""
     for value in (0.005, 0.0051, 100.0):
         recorder.record(TTFT, value, CHAT)
+        recorder.gaps(GAPS).record(value)
     samples = samples_of(recorder, accept)
-    name = "gen_ai_server_time_to_first_token_seconds"
-    assert value_of(samples, f"{name}_bucket", le="0.005", **LABELS) == 1
-    assert value_of(samples, f"{name}_bucket", le="0.01", **LABELS) == 2
-    assert value_of(samples, f"{name}_bucket", le="60.0", **LABELS) == 2
-    assert value_of(samples, f"{name}_bucket", le="+Inf", **LABELS) == 3
-    assert value_of(samples, f"{name}_count", **LABELS) == 3
-    assert value_of(samples, f"{name}_sum", **LABELS) == pytest.approx(100.0101)
+    for name, labels in ((TTFT, LABELS), (GAPS, {})):
+        series = f"{name.replace('.', '_')}_seconds"
+        bounds = {"0.004": 0, "0.006": 2} if name == GAPS else {"0.005": 1, "0.01": 2, "60.0": 2}
+        for bound, count in (bounds | {"+Inf": 3}).items():
+            assert value_of(samples, f"{series}_bucket", le=bound, **labels) == count
+        assert value_of(samples, f"{series}_count", **labels) == 3
+        assert value_of(samples, f"{series}_sum", **labels) == pytest.approx(100.0101)
 
 
-def test_gaps_are_a_histogram_like_others(recorder):
-    gaps = recorder.gaps("baton.request.inter_token_latency")
-    assert recorder.gaps("baton.request.inter_token_latency") is gaps
-    for value in (0.0005, 0.00051, 3.0):
-        gaps.record(value)
-    samples = samples_of(recorder)
-    name = "baton_request_inter_token_latency_seconds"
-    assert value_of(samples, f"{name}_bucket", le="0.0005") == 1
-    assert value_of(samples, f"{name}_bucket", le="0.001") == 2
-    assert value_of(samples, f"{name}_bucket", le="+Inf") == 3
-    assert value_of(samples, f"{name}_sum") == pytest.approx(3.00101)
+def spans(**settings):
+    tracer = TracerProvider(shutdown_on_exit=False, **settings).get_tracer("test")
+    return tracer.start_span("request", context=Context())
 
 
-def test_a_bucket_leads_to_the_trace_of_a_sampled_request(recorder):
-    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
-    span = tracer.start_span("request", context=Context())
-    span.end()
+def exemplars(recorder):
+    return {s.labels["le"]: s.exemplar for s in samples_of(recorder).values() if s.exemplar}
+
+
+def test_a_bucket_leads_to_the_trace_of_an_exported_request(recorder):
+    span, dropped = spans(), spans(sampler=ALWAYS_OFF)
     recorder.record(TTFT, 0.07, CHAT, telemetry.example(span))
     recorder.record(TTFT, 0.3, CHAT)
-    examples = {s.labels["le"]: s.exemplar for s in samples_of(recorder).values() if s.exemplar}
-    assert examples.keys() == {"0.08"} and examples["0.08"].value == 0.07
-    assert examples["0.08"].labels == {
+    recorder.record(TTFT, 0.9, CHAT, telemetry.example(dropped))
+    recorder.record(TTFT, 2.9, CHAT, telemetry.example(dropped, kept=True))
+    found = exemplars(recorder)
+    assert {bound: one.value for bound, one in found.items()} == {"0.08": 0.07, "3.0": 2.9}
+    assert found["0.08"].labels == {
         "trace_id": telemetry.trace_id_of(span),
         "span_id": f"{span.get_span_context().span_id:016x}",
     }
     assert "trace_id" not in recorder.render("")[1].decode(), "the older format has no room for it"
-
-
-def test_what_is_not_exported_is_no_example_unless_it_is_kept(recorder):
-    tracer = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False).get_tracer("test")
-    span = tracer.start_span("request", context=Context())
-    recorder.record(TTFT, 0.07, CHAT, telemetry.example(span))
-    recorder.record(TTFT, 0.5, CHAT, telemetry.example(span, kept=True))
-    found = {s.labels["le"]: s.exemplar for s in samples_of(recorder).values() if s.exemplar}
-    assert {bound: example.value for bound, example in found.items()} == {"0.5": 0.5}
+    seen = weakref.ref(span)
+    del span
+    gc.collect()
+    assert seen() is None, "nothing of a request is kept"
 
 
 def test_everything_is_announced_before_anything_happened(recorder):
@@ -140,18 +136,6 @@ def test_only_what_is_listed_for_the_process_can_be_recorded(recorder):
         recorder.count("baton.workers")  # a gauge
 
 
-def test_nothing_of_a_request_is_kept(recorder):
-    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
-    span = tracer.start_span("request", context=Context())
-    seen = weakref.ref(span)
-    recorder.record(TTFT, 0.07, CHAT, telemetry.example(span))
-    span.end()
-    del span
-    gc.collect()
-    assert seen() is None
-    samples_of(recorder)
-
-
 @pytest.mark.parametrize("one", TABLE, ids=lambda one: one.name)
 def test_each_row_of_the_table_is_whole(one):
     assert one.kind in (table.COUNTER, table.GAUGE, table.HISTOGRAM)
@@ -162,21 +146,13 @@ def test_each_row_of_the_table_is_whole(one):
     assert all(re.fullmatch("[a-z_][a-z0-9_]*", name) for name in one.samples)
 
 
-def test_no_two_metrics_share_a_name_in_queries():
-    names = [name for one in TABLE for name in one.samples]
-    assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize(
-    ("name", "sample"),
-    [
-        ("baton.tokens.output", "baton_tokens_output_total"),
-        ("process.cpu.time", "process_cpu_time_seconds_total"),
-        ("baton.engine.step.age", "baton_engine_step_age_seconds"),
-        ("baton.kv.transfer.io", "baton_kv_transfer_io_bytes_total"),
-        ("baton.prefill.queue_time", "baton_prefill_queue_time_seconds_bucket"),
-    ],
-)
-def test_names_for_prometheus(name, sample):
-    (one,) = (one for one in TABLE if one.name == name)
-    assert one.samples[0] == sample
+def test_names_for_prometheus_are_unique_and_have_units():
+    names = {one.name: one.samples[0] for one in TABLE}
+    assert len({name for one in TABLE for name in one.samples}) == sum(
+        len(one.samples) for one in TABLE
+    )
+    assert names["baton.tokens.output"] == "baton_tokens_output_total"
+    assert names["process.cpu.time"] == "process_cpu_time_seconds_total"
+    assert names["baton.engine.step.age"] == "baton_engine_step_age_seconds"
+    assert names["baton.kv.transfer.io"] == "baton_kv_transfer_io_bytes_total"
+    assert names["baton.prefill.queue_time"] == "baton_prefill_queue_time_seconds_bucket"
