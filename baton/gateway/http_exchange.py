@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from baton import errors
 from baton.errors import Cancelled, InvalidRequest
+from baton.gateway.api import Error, ErrorDetails
 from router.frontend import Caller
 
 log = logging.getLogger(__name__)
@@ -165,20 +165,6 @@ class HttpExchange:
         return seconds
 
 
-def parse(text: bytes) -> Any:
-    """The JSON value. Raises InvalidRequest for what is not JSON, NaN and Infinity included."""
-    try:
-        return json.loads(text, parse_constant=_no_number)
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deeply") from error
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
 class HttpError(Exception):
     """An error of HTTP alone, such as a body that is too large."""
 
@@ -226,8 +212,8 @@ def failure_of(error: Exception) -> Failure:
         param = "model"
     elif isinstance(error, errors.InvalidRequest):
         param = error.field or None
-    body = {"message": text, "type": kind, "param": param, "code": code}
-    return Failure(status, _headers(error), json.dumps({"error": body}).encode())
+    body = msgspec.json.encode(Error(ErrorDetails(text, kind, param, code)))
+    return Failure(status, _headers(error), body)
 
 
 def _headers(error: Exception) -> tuple[Header, ...]:
