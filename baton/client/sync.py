@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from baton import rpc, telemetry
+from baton import rpc
 from baton.client.call import Attempts, BaseClient, GenerateCall, UnaryCall
 from baton.client.request import Options, Prompt
 from baton.client.results import Completion, Delta, Model
-from baton.v1 import inference_pb2_grpc
 
 T = TypeVar("T")
 
@@ -93,9 +92,7 @@ class Client(BaseClient):
     goes on behind the tokens that have come; see `RetryPolicy`.
     """
 
-    def _open(self) -> None:
-        for address in self._target.addresses:
-            self._channels[address] = rpc.channel(address, self._target.credentials, grpc)
+    _grpc: ClassVar[Any] = grpc
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole completion of a text, of token ids, or of chat messages; see `Options`.
@@ -131,7 +128,7 @@ class Client(BaseClient):
 
     def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
-        self._target.closed = True
+        self._closed = True
         for channel in self._channels.values():
             channel.close()
 
@@ -141,20 +138,11 @@ class Client(BaseClient):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _send(self, call: GenerateCall) -> Any:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channels[call.address])
-        return stub.Generate(
-            call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
-        )
-
     def _unary(self, call: UnaryCall[T]) -> T:
-        attempts = Attempts(self._target, call.timeout_s)
-        metadata = (*self._target.metadata, *telemetry.inject())
+        attempts = Attempts(self, call.timeout_s)
         while True:
-            send = call.method(self._channels[attempts.address])
             try:
-                response = send(call.request, timeout=attempts.time_left_s, metadata=metadata)
-                return call.result(response)
+                return call.result(self._send_unary(call, attempts))
             except grpc.RpcError as rpc_error:
                 wait_s = attempts.failed(rpc.error_of(rpc_error))
             threading.Event().wait(wait_s)

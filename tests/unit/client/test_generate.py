@@ -9,8 +9,7 @@ import pytest
 import baton
 from baton import errors
 from baton.client import RetryPolicy
-from baton.client.call import GenerateCall, Target
-from baton.v1 import common_pb2, inference_pb2
+from baton.v1 import common_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 
 LIMIT_S = 10  # for what should take milliseconds
@@ -319,8 +318,7 @@ async def test_concurrent_streams(connect, serve):
 
 @pytest.fixture
 def call():
-    target = Target.of("127.0.0.1:1", None, None, None)
-    return GenerateCall(target, inference_pb2.GenerateRequest(text="x"), None)
+    return baton.Client("127.0.0.1:1")._generate_call("x", {})
 
 
 def test_a_closed_call_does_not_report_its_own_cancellation(call):
