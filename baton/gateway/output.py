@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
-from baton.text import AnyTokenizer
+from baton.text import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
 
 REASONS: dict[int, FinishReason | None] = {
@@ -30,7 +30,7 @@ class Output(ABC):
     chunk_object: ClassVar[Any]
 
     def __init__(
-        self, index: int, tokenizer: AnyTokenizer, *, logprobs: bool, token_ids: bool, echo: str
+        self, index: int, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool, echo: str
     ) -> None:
         self._index = index
         self._tokenizer = tokenizer
@@ -169,9 +169,9 @@ def usage_of(outputs: Sequence[Output], n: int) -> api.Usage:
     return api.Usage(prompt, output, prompt + output, api.PromptTokensDetails(cached))
 
 
-def text_of(tokenizer: AnyTokenizer, token_id: int) -> str:
+def text_of(tokenizer: Tokenizer, token_id: int) -> str:
     """A token as text: bytes that are no character as "bytes:\\x.."; without a text, its id."""
-    if tokenizer.pieces is None:
+    if not tokenizer.has_text:
         return f"token_id:{token_id}"
     text, piece = tokenizer.pieces.shown(token_id)
     if "\ufffd" in text:
@@ -179,5 +179,5 @@ def text_of(tokenizer: AnyTokenizer, token_id: int) -> str:
     return text
 
 
-def _bytes_of(tokenizer: AnyTokenizer, token_id: int) -> bytes:
-    return b"" if tokenizer.pieces is None else tokenizer.pieces.shown(token_id)[1]
+def _bytes_of(tokenizer: Tokenizer, token_id: int) -> bytes:
+    return tokenizer.pieces.shown(token_id)[1]

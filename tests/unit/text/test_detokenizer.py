@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.text import Detokenizer, TokenIdsOnly
-from baton.text.model_files import TextFiles
+from baton.text import Detokenizer, load_tokenizer
 
 FAMILIES = ["byte_level", "byte_fallback", "word_piece"]
 BYTE_FAMILIES = ["byte_level", "byte_fallback", "hidden_bytes"]
@@ -30,7 +29,7 @@ FAMILY_EMOJI = "👩\u200d👩\u200d👧 世界 e\u0301 हिन्दी"
 
 def stream(tokenizer, prompt, output, cuts):
     """What a detokenizer makes of `output`, pushed in pieces that end at `cuts`."""
-    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer = Detokenizer(tokenizer.pieces, prompt)
     edges = [0, *sorted(cut for cut in cuts if cut < len(output)), len(output)]
     pushed = [detokenizer.push(output[a:b]) for a, b in pairwise(edges)]
     return "".join(pushed) + detokenizer.flush()
@@ -64,7 +63,7 @@ def test_output_continues_the_prompts_text(tokenizer_of, family, prompt, output,
 @settings(max_examples=100, deadline=None)
 def test_no_push_gives_a_broken_character(tokenizer_of, family, text):
     tokenizer = tokenizer_of(family)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.pieces)
     ids = tokenizer.encode(text)
     # An added token, as U+FFFD is here, can cost a tokenizer of Llama 2's kind an extra space.
     whole = text if "\ufffd" not in text else tokenizer.decode(ids)
@@ -114,7 +113,7 @@ def test_malformed_byte_tokens_become_replacement_characters(tokenizer_of, ids):
 @pytest.mark.parametrize("family", BYTE_FAMILIES)
 def test_a_truncated_character_ends_in_one_replacement_character(tokenizer_of, family):
     tokenizer = tokenizer_of(family)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.pieces)
     assert detokenizer.push(tokenizer.encode("ab👩")[:-1]) == "ab"
     assert detokenizer.flush() == "\ufffd"
     assert detokenizer.flush() == ""
@@ -126,7 +125,7 @@ def test_a_character_begun_in_the_prompt_is_given_whole(tokenizer_of, family, gi
     tokenizer = tokenizer_of(family)
     ids = tokenizer.encode("world👩!")
     split = len(ids) - 5 + given_to_prompt
-    detokenizer = Detokenizer(tokenizer, ids[:split])
+    detokenizer = Detokenizer(tokenizer.pieces, ids[:split])
     assert detokenizer.push(ids[split:]) + detokenizer.flush() == "👩!"
 
 
@@ -171,14 +170,14 @@ def test_a_token_costs_the_same_however_long_the_output(tokenizer_of, monkeypatc
     text = {"replacement": "\ufffd", "text": "hello world "}.get(kind, "") * 200
     ids = tokenizer.encode(text) if text else [5 + 0x80] * 500
     monkeypatch.setattr(tokenizer.pieces, "decode", counting)
-    Detokenizer(tokenizer, ids).push(ids)
+    Detokenizer(tokenizer.pieces, ids).push(ids)
     assert sum(decoded) <= 24 * len(ids)
 
 
 def test_a_model_without_tokenizer_has_no_text(tmp_path):
     config = tmp_path / "config.json"
     config.write_text('{"vocab_size": 10}')
-    detokenizer = Detokenizer(TokenIdsOnly(TextFiles.read(config)), [1, 2])
+    detokenizer = Detokenizer(load_tokenizer(config).pieces, [1, 2])
     assert detokenizer.push([3, 4]) + detokenizer.flush() == ""
 
 
