@@ -102,10 +102,7 @@ class ChatTemplate:
 
 def _plain(message: tuple[str, str] | ChatTurn) -> dict[str, str]:
     """Only plain strings reach a template: it could call methods of anything richer."""
-    if isinstance(message, tuple):
-        role, content = message
-    else:
-        role, content = message.role, message.content
+    role, content = message if isinstance(message, tuple) else (message.role, message.content)
     return {"role": role, "content": content}
 
 
@@ -151,7 +148,7 @@ def _environment() -> BoundedEnvironment:
     del environment.globals["lipsum"]
     environment.globals.update(
         raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
+        strftime_now=lambda form: datetime.now().strftime(form),
         dict=_Dict(),
         namespace=_Namespace,
     )
@@ -160,10 +157,6 @@ def _environment() -> BoundedEnvironment:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 class _Dict:
