@@ -232,38 +232,36 @@ class EtcdClient:
                 raise meaning from error
 
     async def _call(self, invoke: Invoke[T]) -> T:
-        causes: list[Unavailable] = []
+        """Tries each endpoint once, then waits once for a connection."""
+        first: Unavailable | None = None
         for _ in self._addresses:
             try:
-                return await self._authorised(invoke, wait_for_ready=False)
+                return await self._attempt(invoke, wait_for_ready=False)
             except Unavailable as error:
-                causes.append(error)
+                first = first or error
                 self._current = (self._current + 1) % len(self._addresses)
         try:
-            return await self._authorised(invoke, wait_for_ready=True)
+            return await self._attempt(invoke, wait_for_ready=True)
         except Unavailable as error:
             # An attempt that waits for a connection only learns that there was none.
-            raise causes[0] from error
+            raise first or error from error
 
-    async def _authorised(self, invoke: Invoke[T], wait_for_ready: bool) -> T:
-        """Logs in where a user is configured, and again when etcd does not know the token."""
-        try:
-            return await self._attempt(invoke, wait_for_ready)
-        except Unauthenticated as error:
-            if not self._user:
-                raise ConfigError(str(error)) from error
-            self._token = None
-            return await self._attempt(invoke, wait_for_ready)
-
-    async def _attempt(self, invoke: Invoke[T], wait_for_ready: bool) -> T:
+    async def _attempt(self, invoke: Invoke[T], *, wait_for_ready: bool, again: bool = True) -> T:
+        """Logs in where a user is configured, and `again` when etcd does not know the token."""
         at = self._endpoint()
         options = {"timeout": CALL_S, "wait_for_ready": wait_for_ready}
         try:
             if self._user and self._token is None:
                 self._token = await self._log_in(at, options)
             return await invoke(at, options | {"metadata": self._metadata()})
-        except grpc.aio.AioRpcError as error:
-            raise _error_of(error, at.name, self._user) from error
+        except grpc.aio.AioRpcError as rpc_error:
+            error = _error_of(rpc_error, at.name, self._user)
+            if not isinstance(error, Unauthenticated) or not again:
+                raise error from rpc_error
+            if not self._user:
+                raise ConfigError(str(error)) from rpc_error
+        self._token = None
+        return await self._attempt(invoke, wait_for_ready=wait_for_ready, again=False)
 
     async def _log_in(self, at: _Endpoint, options: dict[str, Any]) -> str:
         request = etcd_pb2.AuthenticateRequest(name=self._user, password=self._password)
