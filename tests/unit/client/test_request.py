@@ -7,26 +7,17 @@ from baton.errors import InvalidRequest
 from baton.v1 import common_pb2
 
 
-@pytest.mark.parametrize("ids", [[1, 2], (1, 2), range(1, 3)])
-def test_token_ids(ids):
-    assert list(generate_request(ids, {}).token_ids.ids) == [1, 2]
-
-
-def test_every_option():
+def test_every_prompt_and_option_arrives():
+    for ids in ([1, 2], (1, 2), range(1, 3)):
+        assert list(generate_request(ids, {}).token_ids.ids) == [1, 2]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    request = generate_request([{"role": "user", "content": parts}, {"role": "assistant"}], {})
+    assert [message.content for message in request.chat.messages] == ["one\ntwo", ""]
     sampling = {
-        "temperature": 0.5,
-        "top_k": 4,
-        "top_p": 0.75,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "seed": (1 << 64) - 1,
-        "min_tokens": 2,
-        "max_tokens": 9,
-        "ignore_eos": True,
-        "logprobs": 0,
-    }
+        "temperature": 0.5, "top_k": 4, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": (1 << 64) - 1,
+        "min_tokens": 2, "max_tokens": 9, "ignore_eos": True, "logprobs": 0,
+    }  # fmt: skip
     plain = {"model": "demo", "include_stop": True, "cache_salt": "s"}
     collections = {"logit_bias": {3: -100.0}, "stop_token_ids": [5, 6], "stop": ["a", "b"]}
     request = generate_request("x", {**sampling, **plain, **collections, "timeout": 1.0})
@@ -36,22 +27,13 @@ def test_every_option():
     assert list(request.sampling.stop_token_ids) == [5, 6]
     assert list(request.stop) == ["a", "b"]
     assert request.sampling.HasField("logprobs")  # 0 is not "off"
-
-
-@pytest.mark.parametrize("name", ["low", "normal", "high"])
-def test_priorities(name):
-    request = generate_request("x", {"priority": name})
-    assert common_pb2.Priority.Name(request.priority) == f"PRIORITY_{name.upper()}"
-
-
-@pytest.mark.parametrize(("seconds", "ms"), [(2, 2000), (0.25, 250), (0.0001, 1)])
-def test_ttft_target_is_given_in_seconds(seconds, ms):
-    assert generate_request("x", {"ttft_target": seconds}).ttft_target_ms == ms
-
-
-def test_unset_options_stay_unset():
-    request = generate_request("x", {"seed": None, "max_tokens": None, "stop": None, "model": None})
-    assert not request.HasField("sampling")
+    for name in ("low", "normal", "high"):
+        priority = generate_request("x", {"priority": name}).priority
+        assert common_pb2.Priority.Name(priority) == f"PRIORITY_{name.upper()}"
+    for seconds, ms in ((2, 2000), (0.25, 250), (0.0001, 1)):
+        assert generate_request("x", {"ttft_target": seconds}).ttft_target_ms == ms
+    unset = dict.fromkeys(("seed", "max_tokens", "stop", "model"))
+    assert not generate_request("x", unset).HasField("sampling")
 
 
 @pytest.mark.parametrize(
@@ -101,25 +83,17 @@ def test_a_wrong_prompt_is_answered_with_the_right_kinds(prompt):
         generate_request(prompt, {})
 
 
-def test_content_may_be_parts_as_over_http():
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    request = generate_request([{"role": "user", "content": parts}, {"role": "assistant"}], {})
-    assert [message.content for message in request.chat.messages] == ["one\ntwo", ""]
-
-
 @pytest.mark.parametrize("timeout", ["soon", True, float("nan"), [1]])
 def test_a_timeout_is_seconds(timeout):
     with pytest.raises(InvalidRequest) as raised:
         timeout_of({"timeout": timeout})
     assert raised.value.field == "timeout"
-    assert timeout_of({"timeout": 3}) == 3.0
-    assert timeout_of({}) is None
+    assert (timeout_of({"timeout": 3}), timeout_of({})) == (3.0, None)
 
 
-def test_tokenize():
+def test_tokenize_takes_text_and_chats():
     assert tokenize_request("x", "demo").text == "x"
-    assert (
-        tokenize_request([{"role": "user", "content": "hi"}], None).chat.messages[0].role == "user"
-    )
+    chat = tokenize_request([{"role": "user", "content": "hi"}], None).chat
+    assert chat.messages[0].role == "user"
     with pytest.raises(InvalidRequest, match="text or chat"):
         tokenize_request([1, 2], None)

@@ -30,38 +30,24 @@ def error_of(response, status):
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (errors.InvalidRequest("x"), 400),
-        (errors.Unauthenticated("x"), 401),
-        (errors.ModelNotFound("x"), 404),
-        (errors.Overloaded("x"), 429),
-        (errors.Cancelled("x"), CLIENT_GONE),
-        (errors.InternalError("x"), 500),
-        (errors.TransferFailed("x"), 500),
-        (errors.Unavailable("x"), 503),
-        (errors.DeadlineExceeded("x"), 504),
-    ],
-)
-def test_every_error_has_its_status(error, status):
-    failure = failure_of(error)
-    assert failure.status == status
-    assert json.loads(failure.body)["error"]["message"] == "x"
-
-
-def test_an_unexpected_error_is_a_500_that_is_logged(caplog):
+def test_every_error_has_its_status(caplog):
+    for error, status in {
+        errors.InvalidRequest: 400, errors.Unauthenticated: 401, errors.ModelNotFound: 404,
+        errors.Overloaded: 429, errors.Cancelled: CLIENT_GONE, errors.InternalError: 500,
+        errors.TransferFailed: 500, errors.Unavailable: 503, errors.DeadlineExceeded: 504,
+    }.items():  # fmt: skip
+        failure = failure_of(error("why"))
+        assert failure.status == status
+        assert json.loads(failure.body)["error"]["message"] == "why"
     assert failure_of(ZeroDivisionError("by zero")).status == 500
     assert "ZeroDivisionError" in caplog.text
+    for after_s in (0.0, 0.3, 2.5):  # whole seconds, at least one
+        headers = dict(failure_of(errors.Overloaded("full", after_s)).headers)
+        assert int(headers[b"retry-after"]) >= max(1, after_s)
+        assert (b"retry-after-ms" in headers) is (after_s > 0)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.3, 2.5])
-def test_retry_after_is_in_whole_seconds_and_at_least_one(after_s):
-    headers = dict(failure_of(errors.Overloaded("full", after_s)).headers)
-    assert int(headers[b"retry-after"]) >= max(1, after_s)
-    assert (b"retry-after-ms" in headers) is (after_s > 0)
-
-
+JSON = {"content-type": "application/json"}
 BAD = [
     ({"prompt": 5}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -123,74 +109,63 @@ BAD_CHATS = [
 ]
 
 
+BAD_TOKENIZE = [({}, "prompt"), ({"prompt": "a", "messages": [{"role": "u"}]}, "prompt"),
+                ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+                ({"prompt": 1}, "prompt"), ({"messages": []}, "messages")]  # fmt: skip
+
+
 async def test_a_bad_field_is_refused_by_name_before_any_work(gateway_of):
     gateway = await gateway_of()
-    headers = {"content-type": "application/json"}
-    for body, param in BAD:
-        text = json.dumps({"prompt": PROMPT, "max_tokens": 5, **body})
-        response = await gateway.client.post("/v1/completions", content=text, headers=headers)
-        error = error_of(response, 400)
-        assert (error["param"], error["type"]) == (param, "invalid_request_error"), body
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    for path, base, bad in (
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5}, BAD),
+        ("/v1/chat/completions", chat, BAD_CHATS),
+        ("/tokenize", {}, BAD_TOKENIZE),
+    ):
+        for body, param in bad:
+            text = json.dumps({**base, **body})
+            error = error_of(await gateway.client.post(path, content=text, headers=JSON), 400)
+            assert (error["param"], error["type"]) == (param, "invalid_request_error"), body
     assert gateway.decode.requests == []
 
 
-async def test_a_bad_field_of_a_chat_is_refused_by_name(gateway_of):
-    gateway = await gateway_of()
-    for body, param in BAD_CHATS:
-        assert error_of(await gateway.chat(**body), 400)["param"] == param, body
-    assert gateway.decode.requests == []
-
-
-async def test_what_is_refused_is_named_with_the_reason(gateway_of):
+async def test_an_error_says_what_to_do(gateway_of):
     gateway = await gateway_of()
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {}}]
     error = error_of(await gateway.chat(messages=[{"role": "user", "content": parts}]), 400)
     assert "images are not supported" in error["message"]
+    for field in ({"tools": [{}]}, {"messages": [{"role": "u", "function_call": {}}]}):
+        error = error_of(await gateway.chat(**field), 400)
+        assert "is not supported here: leave it out" in error["message"]
     error = error_of(await gateway.complete(max_tokens=30), 400)
     assert "max_tokens is 30" in error["message"] and "leaves 29" in error["message"]
     default = await gateway.complete(prompt=[1] * 20, max_tokens=None)  # 16, where they fit
     assert default.json()["usage"]["completion_tokens"] == 12
 
 
-async def test_what_only_hints_is_ignored(gateway_of):
+async def test_hints_and_values_that_mean_without_are_ignored(gateway_of):
     gateway = await gateway_of()
     hints = {"user": "me", "store": True, "metadata": {"a": 1}, "whatever": [1], "tools": [],
-             "tool_choice": "none", "response_format": {"type": "text"}}  # fmt: skip
+             "tool_choice": "none", "response_format": {"type": "text"},
+             "parallel_tool_calls": True, "logit_bias": None}  # fmt: skip
     assert (await gateway.chat(max_tokens=2, **hints)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        (b"", 400),
-        (b"{", 400),
-        (b"[]", 400),
-        (b'{"prompt": "a", "temperature": NaN}', 400),
-        (b'{"prompt": ' + b"[" * 100_000, 400),
-        (b"\xff", 400),
-        (b'{"prompt": "' + b"a" * MAX_BODY_BYTES, 413),
-    ],
-)
-async def test_a_body_that_is_none_is_refused(gateway_of, text, status):
-    gateway = await gateway_of()
-    headers = {"content-type": "application/json"}
-    response = await gateway.client.post("/v1/completions", content=text, headers=headers)
-    error_of(response, status)
-    assert (await gateway.complete()).status_code == 200
-
-
-@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
-async def test_json_is_read_whatever_it_is_called(gateway_of, kind):
+async def test_a_body_is_json_under_any_content_type(gateway_of):
     """`curl -d` calls it a form."""
     gateway = await gateway_of()
-    headers = {"content-type": kind} if kind else {}
+
+    async def post(text, kind="application/json"):
+        headers = {"content-type": kind} if kind else {}
+        return await gateway.client.post("/v1/completions", content=text, headers=headers)
+
+    nested = b'{"x": ' + b"[" * 100_000
+    for text in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}', nested, b"\xff"):
+        assert error_of(await post(text), 400)["param"] is None
+    error_of(await post(b'{"prompt": "' + b"a" * MAX_BODY_BYTES), 413)
     body = json.dumps({"prompt": "a", "max_tokens": 2})
-    response = await gateway.client.post("/v1/completions", content=body, headers=headers)
-    assert response.status_code == 200
-
-
-async def test_what_is_not_json_is_refused_with_its_content_type(gateway_of):
-    gateway = await gateway_of()
+    for kind in ("application/x-www-form-urlencoded", "text/plain", None):
+        assert (await post(body, kind)).status_code == 200
     error = error_of(await gateway.client.post("/v1/completions", data={"prompt": "a"}), 400)
     assert "content-type is 'application/x-www-form-urlencoded'" in error["message"]
 
@@ -241,19 +216,17 @@ def tenants(folder, text):
 async def test_keys_are_the_tenants(gateway_of, tmp_path):
     gateway = await gateway_of(tenants=tenants(tmp_path, '[tenants.search]\nkey_files = ["key"]'))
     good, bad = {"authorization": "Bearer secret"}, {"authorization": "Bearer wrong"}
-    for headers in ({}, bad):
-        response = await gateway.complete(headers)
-        assert error_of(response, 401)["code"] == "invalid_api_key"
-        assert response.headers["www-authenticate"] == "Bearer"
-        error_of(await gateway.client.get("/v1/models", headers=headers), 401)
-        error_of(await gateway.post("/tokenize", {"prompt": "x"}, headers), 401)
-    assert (await gateway.complete(good)).status_code == 200
-    assert (await gateway.client.get("/v1/models", headers=good)).status_code == 200
-    assert (await gateway.post("/tokenize", {"prompt": "x"}, good)).status_code == 200
-
-
-async def test_without_a_key_nothing_of_a_body_is_read(gateway_of, tmp_path):
-    gateway = await gateway_of(tenants=tenants(tmp_path, '[tenants.search]\nkey_files = ["key"]'))
+    for headers, status in (({}, 401), (bad, 401), (good, 200)):
+        for response in (
+            await gateway.complete(headers),
+            await gateway.client.get("/v1/models", headers=headers),
+            await gateway.post("/tokenize", {"prompt": "x"}, headers),
+        ):
+            assert response.status_code == status
+            if status == 401:
+                assert error_of(response, 401)["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
+    # Without a key, nothing of a body is read.
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n{")
     async with asyncio.timeout(TIMEOUT_S):
@@ -282,13 +255,9 @@ def test_a_body_of_many_values_costs_little_to_refuse(body):
     assert time.thread_time() - begun < 0.2  # 0.02 where nothing else runs; json needs 0.5
 
 
-def test_the_largest_body_follows_from_the_context():
-    assert max_body_bytes(0) == max_body_bytes(1 << 24) == MAX_BODY_BYTES
-    assert max_body_bytes(4096) == 2 << 20
-    assert max_body_bytes(1 << 18) == 4 << 20
-
-
 async def test_a_large_body_is_parsed_on_a_thread(gateway_of, monkeypatch):
+    assert max_body_bytes(0) == max_body_bytes(1 << 24) == MAX_BODY_BYTES
+    assert (max_body_bytes(4096), max_body_bytes(1 << 18)) == (2 << 20, 4 << 20)
     threads, decode = [], api.decode
 
     def watched(*args):
@@ -315,20 +284,15 @@ async def test_a_body_is_one_request_to_its_tenant_however_many_choices(gateway_
         assert error_of(response, 429)["code"] == "rate_limit_exceeded"
 
 
-async def test_the_deadline_in_the_header_ends_the_request(gateway_of):
-    gateway = await gateway_of()
-    gateway.decode.runs = [lambda *run: None]
+async def test_a_deadline_is_a_status_or_a_streams_last_event(gateway_of):
+    gateway = await gateway_of(default_timeout_s=1.0)
+    gateway.decode.runs = [lambda *run: None] * 2
     response = await gateway.complete({"x-request-timeout": "0.5"})
     assert error_of(response, 504)["code"] == "deadline_exceeded"
     await gateway.cluster.all_freed()
     for bad in ("soon", "-1", "0", "inf", "nan"):
         error = error_of(await gateway.complete({"x-request-timeout": bad}), 400)
         assert error["param"] == "x-request-timeout"
-
-
-async def test_an_error_in_a_stream_is_its_last_event(gateway_of):
-    gateway = await gateway_of(default_timeout_s=1.0)
-    gateway.decode.runs = [lambda *run: None]
     *chunks, last = await gateway.events()
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a"]
     assert last["error"]["code"] == "deadline_exceeded"
@@ -357,25 +321,19 @@ async def test_one_failed_choice_ends_all(gateway_of):
 async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway_of):
     gateway = await gateway_of()
     paused = []
-    gateway.decode.runs = [lambda *run: paused.append(run)]
-    async with gateway.stream() as running:
-        assert running.status_code == 200
+    gateway.decode.runs = [lambda *run: paused.append(run)] * 2
+    async with gateway.stream() as first, gateway.stream() as second:
+        assert first.status_code == second.status_code == 200
         gateway.service.draining = True
         response = await gateway.complete()
         assert "draining" in error_of(response, 503)["message"]
         assert "retry-after" in response.headers
         error_of(await gateway.client.get("/ready"), 503)
-        gateway.decode.run_to_end(*paused.pop())
-        events = await events_of(running)
+        gateway.decode.run_to_end(*paused[0])
+        events = await events_of(first)
+        gateway.service.give_up()  # what outlives the drain ends with an error
+        *_, last = await events_of(second)
     assert "".join(event["choices"][0]["text"] for event in events) == "abcde"
-
-
-async def test_a_stream_that_outlives_the_drain_ends_with_an_error(gateway_of):
-    gateway = await gateway_of()
-    gateway.decode.runs = [lambda *run: None]
-    async with gateway.stream() as running:
-        gateway.service.give_up()
-        *_, last = await events_of(running)
     assert last["error"]["code"] == "unavailable"
 
 
@@ -418,36 +376,22 @@ def read_all(client):
     return b"".join(iter(lambda: client.recv(1 << 20), b""))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_hangs_up_frees_everything(gateway_of, stream):
+@pytest.mark.parametrize(("stream", "n"), [(False, 1), (True, 1), (False, 3)])
+async def test_a_client_that_hangs_up_frees_everything(gateway_of, stream, n):
     gateway = await gateway_of(default_timeout_s=600.0)
-    begun = asyncio.Event()
-    gateway.decode.runs = [lambda *run: begun.set()]
-    body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream}
+    begun = asyncio.Queue()
+    gateway.decode.runs = [lambda *run: begun.put_nowait(run)] * n
+    body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream, "n": n}
     async with httpx.AsyncClient(base_url=gateway.url, timeout=TIMEOUT_S) as client:
         call = asyncio.create_task(client.post("/v1/completions", json=body))
         async with asyncio.timeout(TIMEOUT_S):
-            await begun.wait()
+            for _ in range(n):
+                await begun.get()
         assert gateway.decode.held
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
     async with asyncio.timeout(TIMEOUT_S):
         assert await gateway.decode.cancelled.get()
-        await gateway.idle()
-    assert gateway.decode.held == set()
-
-
-async def test_hanging_up_ends_all_choices(gateway_of):
-    gateway = await gateway_of(default_timeout_s=600.0)
-    begun = asyncio.Queue()
-    gateway.decode.runs = [lambda *run: begun.put_nowait(run)] * 3
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=TIMEOUT_S) as client:
-        call = asyncio.create_task(client.post(
-            "/v1/completions", json={"prompt": PROMPT, "n": 3, "max_tokens": 5}))  # fmt: skip
-        async with asyncio.timeout(TIMEOUT_S):
-            for _ in range(3):
-                await begun.get()
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
     await gateway.idle()
     await gateway.cluster.all_freed()
+    assert gateway.decode.held == set()

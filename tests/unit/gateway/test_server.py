@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import json
 import socket
 
-import httpx
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -25,13 +23,32 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
-async def test_models_are_listed(gateway_of):
-    gateway = await gateway_of()
-    listed = (await gateway.client.get("/v1/models")).json()
+async def test_what_can_be_read(gateway_of):
+    async def hello(request):
+        return PlainTextResponse("hello")
+
+    gateway = await gateway_of(routes=[Route("/hello", hello)])
+    gateway.service.metrics_page = lambda accept: (f"text/x; of={accept}", b"metrics 1\n")
+    page = await gateway.client.get("/metrics", headers={"accept": "a/b"})
+    assert (page.text, page.headers["content-type"]) == ("metrics 1\n", "text/x; of=a/b")
+    assert (await gateway.client.get("/hello")).text == "hello"
+
+    async def read(path):
+        return (await gateway.client.get(path)).json()
+
     model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "baton",
              "max_model_len": 32}  # fmt: skip
-    assert listed == {"object": "list", "data": [model]}
-    assert (await gateway.client.get("/v1/models/tiny")).json() == model
+    assert await read("/v1/models") == {"object": "list", "data": [model]}
+    assert await read("/v1/models/tiny") == model
+    assert await read("/health") == {"status": "ok"}
+    assert await read("/ready") == {"status": "ready"}
+    assert (await read("/version"))["version"][0].isdigit()
+    described = await read("/openapi.json")
+    body = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]
+    assert body["application/json"]["schema"]["$ref"].endswith("/CompletionRequest")
+    fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["temperature"]["anyOf"][0]["maximum"] == 100
+    assert (fields["suffix"]["enum"], len(fields["prompt"]["anyOf"])) == ([None, ""], 4)
 
 
 async def test_tokens_are_returned(gateway_of):
@@ -42,35 +59,6 @@ async def test_tokens_are_returned(gateway_of):
     answer = (await gateway.post("/tokenize", {"messages": [{"role": "u", "content": "x"}]})).json()
     assert answer["tokens"] == gateway.tokenizer.encode_chat([("u", "x")])
     assert answer["token_strs"] is None
-    for body in ({}, {"prompt": "a", "messages": [{"role": "u"}]}, {"prompt": "\ud800"}):
-        headers = {"content-type": "application/json"}
-        response = await gateway.client.post("/tokenize", content=json.dumps(body), headers=headers)
-        assert response.status_code == 400
-
-
-async def test_health_readiness_figures_and_the_description(gateway_of):
-    gateway = await gateway_of()
-    assert (await gateway.client.get("/health")).json() == {"status": "ok"}
-    assert (await gateway.client.get("/ready")).json() == {"status": "ready"}
-    assert (await gateway.client.get("/version")).json()["version"][0].isdigit()
-    gateway.service.metrics_page = lambda accept: (f"text/x; of={accept}", b"metrics 1\n")
-    page = await gateway.client.get("/metrics", headers={"accept": "a/b"})
-    assert (page.text, page.headers["content-type"]) == ("metrics 1\n", "text/x; of=a/b")
-    described = (await gateway.client.get("/openapi.json")).json()
-    body = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]
-    assert body["application/json"]["schema"]["$ref"].endswith("/CompletionRequest")
-    fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert fields["temperature"]["anyOf"][0]["maximum"] == 100
-    assert fields["suffix"]["enum"] == [None, ""]
-    assert len(fields["prompt"]["anyOf"]) == 4
-
-
-async def test_routes_of_others_are_served_beside_ours(gateway_of):
-    async def hello(request):
-        return PlainTextResponse("hello")
-
-    gateway = await gateway_of(routes=[Route("/hello", hello)])
-    assert (await gateway.client.get("/hello")).text == "hello"
 
 
 async def test_the_callers_trace_is_continued_and_returned(gateway_of):
@@ -94,51 +82,24 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
     provider.shutdown()
 
 
-async def test_urgency_target_and_salt_reach_the_door(gateway_of):
-    gateway = await gateway_of()
-    seen, generate = [], gateway.service.generate
-
-    def watched(request, *args):
-        seen.append(request)
-        return generate(request, *args)
-
-    gateway.service.generate = watched
-    for value in ("low", "normal", "high", 1, 0, -1, None):
-        await gateway.complete(priority=value, cache_salt="s", ttft_target_ms=9000)
-    low, normal, high = (common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_NORMAL,
-                         common_pb2.PRIORITY_HIGH)  # fmt: skip
-    own = common_pb2.PRIORITY_UNSPECIFIED
-    assert [request.priority for request in seen] == [low, normal, high, low, own, high, own]
-    assert {(request.cache_salt, request.ttft_target_ms) for request in seen} == {("s", 9000)}
-
-
-async def test_small_writes_are_sent_at_once(gateway_of, monkeypatch):
+async def test_one_connection_serves_many_requests_and_sends_small_writes_at_once(
+    gateway_of, monkeypatch
+):
     """Without TCP_NODELAY a stream's second chunk waits for the client's delayed ACK."""
-    seen, made = [], HttpToolsProtocol.connection_made
+    connections, made = [], HttpToolsProtocol.connection_made
 
     def connection_made(self, transport):
         made(self, transport)
         sock = transport.get_extra_info("socket")
-        seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        connections.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     monkeypatch.setattr(HttpToolsProtocol, "connection_made", connection_made)
     gateway = await gateway_of()
-    await gateway.complete()
-    assert seen == [1]
-
-
-async def test_one_connection_serves_many_requests(gateway_of):
-    gateway = await gateway_of()
-    limits = httpx.Limits(max_connections=1)
-    async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=TIMEOUT_S) as client:
-        for stream in (False, True, False, True):
-            body = {"prompt": "ab", "max_tokens": 3, "stream": stream}
-            response = await client.post("/v1/completions", json=body)
-            assert response.status_code == 200
-            assert response.headers.get("connection") != "close"
-            network = response.extensions["network_stream"]
-            address = network.get_extra_info("client_addr")
-            assert address == (first := locals().get("first") or address)
+    for stream in (False, True, False, True):
+        response = await gateway.complete(stream=stream)
+        assert response.status_code == 200
+        assert response.headers.get("connection") != "close"
+    assert connections == [1]
 
 
 async def test_a_chunk_comes_with_its_token_and_not_later(gateway_of):
