@@ -131,19 +131,18 @@ def refusal(source, chat):
     return str(refused.value)
 
 
-def test_a_templates_own_refusal_is_passed_on():
-    assert "roles must alternate" in refusal(MISTRAL, [("user", "a"), ("user", "b")])
-
-
-def test_an_empty_conversation_is_refused():
-    assert "at least one" in refusal(CHATML, [])
-
-
 @pytest.mark.parametrize(
-    "source", ["{{ missing.x }}", "{{ 1 // 0 }}", "{{ messages[0].role + 1 }}"]
+    ("source", "chat", "reason"),
+    [
+        (MISTRAL, [("user", "a"), ("user", "b")], "roles must alternate"),  # its own words
+        (CHATML, [], "at least one"),
+        ("{{ missing.x }}", CHATS[0], "chat template refused"),
+        ("{{ 1 // 0 }}", CHATS[0], "chat template refused"),
+        ("{{ messages[0].role + 1 }}", CHATS[0], "chat template refused"),
+    ],
 )
-def test_a_template_that_fails_refuses_the_chat(source):
-    assert "chat template refused" in refusal(source, CHATS[0])
+def test_a_template_refuses_a_chat(source, chat, reason):
+    assert reason in refusal(source, chat)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.text import Detokenizer, load_tokenizer
+from baton.text import Detokenizer
 
 FAMILIES = ["byte_level", "byte_fallback", "word_piece"]
 BYTE_FAMILIES = ["byte_level", "byte_fallback", "hidden_bytes"]
@@ -129,10 +129,13 @@ def test_a_character_begun_in_the_prompt_is_given_whole(tokenizer_of, family, gi
     assert detokenizer.push(ids[split:]) + detokenizer.flush() == "👩!"
 
 
-def test_special_tokens_and_unknown_ids_have_no_text(tokenizer_of):
+def test_special_tokens_and_unknown_ids_have_no_text_and_added_ones_have(tokenizer_of):
     tokenizer = tokenizer_of("byte_level")
     first, *rest = tokenizer.encode("é")
     assert stream(tokenizer, [], [0, first, 1, 10_000, *rest, 3], []) == "é"
+    ids = tokenizer.encode("a<tool call><思考>")
+    assert len(ids) == 3
+    assert stream(tokenizer, [], ids, [1, 2]) == "a<tool call><思考>"
 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
@@ -150,13 +153,6 @@ def test_single_tokens_are_shown_with_their_spaces_bytes_and_names(tokenizer_of,
     assert tokenizer.pieces.shown(10_000) == ("", b"")
 
 
-def test_added_tokens_that_are_not_special_are_text(tokenizer_of):
-    tokenizer = tokenizer_of("byte_level")
-    ids = tokenizer.encode("a<tool call><思考>")
-    assert len(ids) == 3
-    assert stream(tokenizer, [], ids, [1, 2]) == "a<tool call><思考>"
-
-
 @pytest.mark.parametrize("kind", ["bad_bytes", "replacement", "text"])
 def test_a_token_costs_the_same_however_long_the_output(tokenizer_of, monkeypatch, kind):
     tokenizer = tokenizer_of("byte_fallback")
@@ -172,13 +168,6 @@ def test_a_token_costs_the_same_however_long_the_output(tokenizer_of, monkeypatc
     monkeypatch.setattr(tokenizer.pieces, "decode", counting)
     Detokenizer(tokenizer.pieces, ids).push(ids)
     assert sum(decoded) <= 24 * len(ids)
-
-
-def test_a_model_without_tokenizer_has_no_text(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text('{"vocab_size": 10}')
-    detokenizer = Detokenizer(load_tokenizer(config).pieces, [1, 2])
-    assert detokenizer.push([3, 4]) + detokenizer.flush() == ""
 
 
 def test_a_replacement_character_of_the_models_own_keeps_its_place(tokenizer_of):
