@@ -13,20 +13,12 @@ from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local.etcd import EmbeddedEtcd, etcd_binary
 from baton.registry.etcd import EtcdRegistry
-from baton.v1.common_pb2 import WorkerRecord, WorkerRole
+from baton.v1.common_pb2 import WorkerRecord
 from tests.documents import DOCS, blocks
 
-RECORD = WorkerRecord(incarnation="d1", role=WorkerRole.WORKER_ROLE_DECODE, address="h:1")
+from .conftest import RECORD, opened
+
 PASSWORD = "fleet-of-foot"
-
-
-@contextlib.asynccontextmanager
-async def opened(config):
-    registry = EtcdRegistry(config)
-    try:
-        yield registry
-    finally:
-        await registry.close()
 
 
 async def register_and_see(config):
@@ -65,12 +57,6 @@ def password_file(tmp_path):
     path = tmp_path / "password"
     path.write_text(PASSWORD + "\n")
     return path
-
-
-@pytest.fixture
-async def etcd():
-    async with EmbeddedEtcd(args=["--bcrypt-cost", "4"]) as etcd:
-        yield etcd
 
 
 async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, password_file, tmp_path):
