@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
 
-REASONS: dict[int, FinishReason | None] = {
+_REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -51,48 +51,36 @@ class Output(ABC):
 
     def whole(self) -> Any:
         """The choice of an answer."""
-        return self._choice(
-            self._echo + "".join(self._text),
-            self._positions,
-            self._token_ids,
-            finish_reason=REASONS[self.finish.reason],
-            stop_reason=self.finish.stop or None,
-        )
+        text, stop_reason = self._echo + "".join(self._text), self.finish.stop or None
+        members = self._members(self._positions, self._token_ids, self.finish.reason)
+        return self._choice(text, stop_reason=stop_reason, **members)
 
     def piece(self, delta: inference_pb2.Delta) -> Any:
         """The choice of a chunk."""
         text = delta.text if self._begun else self._echo + delta.text
-        reason = REASONS[delta.finish_reason]
-        choice = self._choice(text, delta.logprobs, list(delta.token_ids), finish_reason=reason)
+        members = self._members(delta.logprobs, list(delta.token_ids), delta.finish_reason)
+        choice = self._choice(text, **members)
         self._begun = True
         return choice
 
-    def _choice(
-        self,
-        text: str,
-        positions: Sequence[common_pb2.PositionLogprobs],
-        token_ids: list[int],
-        *,
-        finish_reason: FinishReason | None,
-        stop_reason: str | UnsetType | None = UNSET,
-    ) -> Any:
-        return self._written(
-            text,
-            whole=stop_reason is not UNSET,
-            index=self._index,
-            logprobs=self.logprobs(positions) if self._with_logprobs else None,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            token_ids=token_ids if self._with_token_ids else UNSET,
-        )
+    def _members(
+        self, positions: Sequence[common_pb2.PositionLogprobs], token_ids: list[int], reason: int
+    ) -> dict[str, Any]:
+        """What both kinds of choice have."""
+        return {
+            "index": self._index,
+            "logprobs": self.logprobs(positions) if self._with_logprobs else None,
+            "finish_reason": _REASONS[reason],
+            "token_ids": token_ids if self._with_token_ids else UNSET,
+        }
 
     @abstractmethod
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Any:
         """Log-probabilities of these output positions, which follow those of the last call."""
 
     @abstractmethod
-    def _written(self, text: str, *, whole: bool, **members: Any) -> Any:
-        """The API's choice with this text."""
+    def _choice(self, text: str, **members: Any) -> Any:
+        """The API's choice with this text; that of a chunk has no `stop_reason`."""
 
 
 class CompletionOutput(Output):
@@ -123,7 +111,7 @@ class CompletionOutput(Output):
             self._offset += len(self._utf8.decode(piece))
         return found
 
-    def _written(self, text: str, *, whole: bool, **members: Any) -> api.CompletionChoice:
+    def _choice(self, text: str, **members: Any) -> api.CompletionChoice:
         return api.CompletionChoice(text=text, **members)
 
 
@@ -153,8 +141,8 @@ class ChatOutput(Output):
             list(_bytes_of(self._tokenizer, token.token_id)),
         )
 
-    def _written(self, text: str, *, whole: bool, **members: Any) -> api.ChatChoice:
-        if whole:
+    def _choice(self, text: str, **members: Any) -> api.ChatChoice:
+        if "stop_reason" in members:
             return api.ChatChoice(message=api.AssistantMessage(text), **members)
         delta = ChatDelta(text) if self._begun else ChatDelta(text, "assistant")
         return api.ChatChoice(delta=delta, **members)

@@ -82,9 +82,25 @@ async def serving(
     service: GenerationService, listener: socket.socket, routes: Sequence[BaseRoute] = ()
 ) -> AsyncIterator[None]:
     """Takes connections while inside; at the end what is being answered may finish."""
-    server = _server(service, routes)
-    server.config.load()
-    server.lifespan = server.config.lifespan_class(server.config)
+    config = uvicorn.Config(
+        app_of(service, routes),
+        http=Connection,
+        ws="none",
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_STOP_GRACE_S,
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
     # Not `server.serve()`: that takes the process's signals, which are the router's.
     await server.startup(sockets=[listener])
     ticking = asyncio.create_task(server.main_loop(), name="http")
@@ -96,27 +112,6 @@ async def serving(
         server.should_exit = True
         await ticking
         await server.shutdown(sockets=[listener])
-
-
-def _server(service: GenerationService, routes: Sequence[BaseRoute]) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app_of(service, routes),
-            http=Connection,
-            ws="none",
-            loop="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_STOP_GRACE_S,
-        )
-    )
 
 
 class Connection(HttpToolsProtocol):
