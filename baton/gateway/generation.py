@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -54,27 +54,22 @@ def max_body_bytes(max_context: int) -> int:
     return min(max(most, _MIN_BODY_BYTES), MAX_BODY_BYTES)
 
 
+@dataclass(frozen=True)
 class Endpoint(Generic[T]):
     """An ASGI application for POSTs: `parse` reads a body, `answer` does what it asks for."""
 
-    def __init__(
-        self,
-        service: GenerationService,
-        parse: Callable[[bytes], T],
-        answer: Callable[[T, Caller, HttpExchange], Awaitable[None]],
-    ) -> None:
-        self._service = service
-        self._parse = parse
-        self._answer = answer
+    service: GenerationService
+    parse: Callable[[bytes], T]
+    answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = HttpExchange(scope, receive, send)
         try:
             caller = exchange.caller
-            self._service.check_key(caller)
+            self.service.check_key(caller)
             parsed = await self._parsed(exchange)
             async with exchange.while_connected():
-                await self._answer(parsed, caller, exchange)
+                await self.answer(self.service, parsed, caller, exchange)
         except ClientGone as error:
             log.debug("%s: %s", scope["path"], error)
         except Exception as error:
@@ -89,7 +84,7 @@ class Endpoint(Generic[T]):
 
         That lets web pages post here, but not with a key, which is no cookie that a browser adds.
         """
-        max_bytes = max_body_bytes(self._service.max_context)
+        max_bytes = max_body_bytes(self.service.max_context)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await exchange.body(max_bytes, MAX_BODY_BYTES)
@@ -101,8 +96,8 @@ class Endpoint(Generic[T]):
             raise HttpError(413, f"the body is over {max_bytes} bytes", close)
         try:
             if len(body) <= _LARGE_BODY_BYTES:
-                return self._parse(body)
-            return await self._service.in_thread(self._parse, body)
+                return self.parse(body)
+            return await self.service.in_thread(self.parse, body)
         except InvalidRequest as error:
             kind = exchange.header(b"content-type").decode("latin-1")
             if error.field or "json" in kind.lower():
@@ -113,41 +108,37 @@ class Endpoint(Generic[T]):
 
 
 async def generate(
-    service: GenerationService,
     kind: type[Output],
+    service: GenerationService,
     parsed: ParsedRequest,
     caller: Caller,
     exchange: HttpExchange,
 ) -> None:
     """Answers a completion or a chat; a client that hangs up cancels it."""
-    run = _Generation(service, kind, parsed, caller, exchange)
     try:
+        run = _Generation(kind, service, parsed, caller, exchange)
         await (run.stream() if parsed.options.stream else run.whole())
     except InvalidRequest as error:
         name = error.field.removeprefix("sampling.")
         raise InvalidRequest(str(error), parsed.fields.get(name, name)) from error
 
 
+@dataclass
 class _Generation:
     """One request under way."""
 
-    def __init__(
-        self,
-        service: GenerationService,
-        kind: type[Output],
-        parsed: ParsedRequest,
-        caller: Caller,
-        exchange: HttpExchange,
-    ) -> None:
-        self._service = service
-        self._kind = kind
-        self._parsed = parsed
-        self._caller = caller
-        self._exchange = exchange
+    kind: type[Output]
+    service: GenerationService
+    parsed: ParsedRequest
+    caller: Caller
+    exchange: HttpExchange
+
+    def __post_init__(self) -> None:
+        parsed = self.parsed
         self._outputs = [
-            kind(
+            self.kind(
                 index,
-                service.tokenizer,
+                self.service.tokenizer,
                 logprobs=parsed.logprobs,
                 token_ids=bool(parsed.options.return_token_ids),
                 echo=self._echo(index // parsed.n),
@@ -156,7 +147,7 @@ class _Generation:
         ]
         self._created = int(time.time())
         self._model = ""
-        self._started: inference_pb2.Started | None = None  # of the first choice to start
+        self._started = inference_pb2.Started()  # of the first choice to start
 
     async def whole(self) -> None:
         """Answers when all is done."""
@@ -166,16 +157,16 @@ class _Generation:
 
         await self._generate(keep)
         choices = [output.whole() for output in self._outputs]
-        answer = self._answer(choices=choices, usage=usage_of(self._outputs, self._parsed.n))
-        await self._exchange.answer(200, answer, self._id_headers())
+        answer = self._answer(choices=choices, usage=usage_of(self._outputs, self.parsed.n))
+        await self.exchange.answer(200, answer, self._id_headers())
 
     async def stream(self) -> None:
         """Answers with a chunk for each step."""
-        exchange, usage, last = self._exchange, self._parsed.include_usage, _DONE
+        exchange, usage, last = self.exchange, self.parsed.include_usage, _DONE
         no_usage: dict[str, Any] = {"usage": None} if usage else {}
 
         def chunk(**members: Any) -> bytes:
-            return b"data: " + self._answer(object=self._kind.chunk_object, **members) + b"\n\n"
+            return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"
 
         async def write(index: int, delta: inference_pb2.Delta) -> None:
             if not exchange.started:
@@ -186,12 +177,12 @@ class _Generation:
         try:
             await self._generate(write)
             if usage:
-                last = chunk(choices=[], usage=usage_of(self._outputs, self._parsed.n)) + _DONE
+                last = chunk(choices=[], usage=usage_of(self._outputs, self.parsed.n)) + _DONE
         except Exception as error:
             if not exchange.started or isinstance(error, ClientGone):
                 raise
             if isinstance(error, BatonError):
-                log.warning("request %s failed in its stream: %s", self._request_id, error)
+                log.warning("request %s failed in its stream: %s", self._started.request_id, error)
             last = b"data: " + failure_of(error).body + b"\n\n" + _DONE
         await exchange.end(last)
 
@@ -206,36 +197,31 @@ class _Generation:
                     await on_delta(index, response.delta)
                 case "finish":
                     self._outputs[index].finish = response.finish
-                case "started" if self._started is None:
-                    models = self._service.models(self._caller)
+                case "started" if not self._started.request_id:
+                    models = self.service.models(self.caller)
                     self._started = response.started
-                    self._model = self._parsed.options.model or models[0].name
+                    self._model = self.parsed.options.model or models[0].name
 
-        await run_choices(self._service, self._parsed, self._caller, take)
+        await run_choices(self.service, self.parsed, self.caller, take)
 
     def _answer(self, **members: Any) -> bytes:
         return msgspec.json.encode(
-            self._kind.answer(
-                id=self._kind.id_prefix + self._request_id,
+            self.kind.answer(
+                id=self.kind.id_prefix + self._started.request_id,
                 created=self._created,
                 model=self._model,
                 **members,
             )
         )
 
-    @property
-    def _request_id(self) -> str:
-        return self._started.request_id if self._started else ""
-
     def _echo(self, prompt_index: int) -> str:
-        if not self._parsed.echoes:
+        if not self.parsed.echoes:
             return ""
-        prompt: str | Sequence[int] = self._parsed.echoes[prompt_index]
-        return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)
+        prompt: str | Sequence[int] = self.parsed.echoes[prompt_index]
+        return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
 
     def _id_headers(self) -> list[tuple[bytes, bytes]]:
-        trace_id = self._started.trace_id if self._started else ""
-        return self._exchange.id_headers(self._request_id, trace_id)
+        return self.exchange.id_headers(self._started.request_id, self._started.trace_id)
 
 
 async def run_choices(

@@ -29,14 +29,10 @@ _RETRY_AFTER_S = 1.0
 
 def app_of(service: GenerationService, routes: Sequence[BaseRoute] = ()) -> Starlette:
     """The API over one service; `routes` come after our own."""
-    posts = {
-        "/v1/completions": Endpoint(
-            service, parse_completion, partial(generate, service, CompletionOutput)
-        ),
-        "/v1/chat/completions": Endpoint(
-            service, parse_chat, partial(generate, service, ChatOutput)
-        ),
-        "/tokenize": Endpoint(service, parse_tokenize, partial(_tokenize, service)),
+    posts: dict[str, Endpoint[Any]] = {
+        "/v1/completions": Endpoint(service, parse_completion, partial(generate, CompletionOutput)),
+        "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
+        "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
     }
     return Starlette(
         routes=[
