@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
 from baton import rpc
-from baton.client.call import Attempts, BaseClient, GenerateCall, UnaryCall
+from baton.client.call import Attempts, BaseClient, BaseStream, UnaryCall
 from baton.client.request import Options, Prompt
 from baton.client.results import Completion, Delta, Model
 from baton.errors import Cancelled
@@ -19,23 +18,13 @@ T = TypeVar("T")
 _CLOSED = "the client was closed while the call ran"  # gRPC cancels the task that awaits it
 
 
-class AsyncStream:
+class AsyncStream(BaseStream):
     """One completion as it is written: an asynchronous iterator of `Delta`.
 
     The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
     stream early (`close()`, leaving its `async with` block, cancelling the task that reads it,
     dropping it) cancels the request everywhere.
     """
-
-    def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
-        self._call = call
-        self._send = send
-        self._responses: Any = None
-
-    @property
-    def completion(self) -> Completion:
-        """The whole completion; raises Cancelled if the stream was not read to its end."""
-        return self._call.completion
 
     def __aiter__(self) -> Self:
         return self
@@ -81,11 +70,6 @@ class AsyncStream:
     def __del__(self) -> None:
         # grpc.aio cancels a call that is dropped; only the span is left to end.
         self._call.close()
-
-    def _cancel(self) -> None:
-        self._call.close()
-        if self._responses is not None:
-            self._responses.cancel()
 
 
 class AsyncClient(BaseClient):

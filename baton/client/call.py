@@ -24,7 +24,7 @@ from baton.client.results import (
     Delta,
     Model,
     completion_of,
-    explanation_of,
+    fields_of,
     logprobs_of,
     models_of,
     status_of,
@@ -67,6 +67,25 @@ def _credentials(ca_file: str | Path | None) -> grpc.ChannelCredentials | None:
     except OSError as error:
         raise ConfigError(f"ca_file {ca_file} cannot be read: {error.strerror}") from error
     return grpc.ssl_channel_credentials(certificates)
+
+
+class BaseStream:
+    """What both clients' streams have in common; `send` starts an attempt of `call`."""
+
+    def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
+        self._call = call
+        self._send = send
+        self._responses: Any = None
+
+    @property
+    def completion(self) -> Completion:
+        """The whole completion; raises Cancelled if the stream was not read to its end."""
+        return self._call.completion
+
+    def _cancel(self) -> None:
+        self._call.close()
+        if self._responses is not None:
+            self._responses.cancel()
 
 
 @dataclass(frozen=True)
@@ -142,7 +161,7 @@ class BaseClient:
 
     def _explain_call(self, prompt: Prompt, options: Options) -> UnaryCall[dict[str, Any]]:
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
-        return UnaryCall(_FLEET, "Explain", request, timeout_of(options), explanation_of)
+        return UnaryCall(_FLEET, "Explain", request, timeout_of(options), fields_of)
 
 
 class Attempts:

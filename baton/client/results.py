@@ -170,15 +170,10 @@ def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
 def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
     """The object that `baton status --json` prints."""
     return {
-        "router": _fields(response.router),
+        "router": fields_of(response.router),
         "workers": [_worker(worker) for worker in response.workers],
         "pairs": [_pair(pair) for pair in response.pairs],
     }
-
-
-def explanation_of(response: fleet_pb2.ExplainResponse) -> dict[str, Any]:
-    """The object that `baton explain --json` prints."""
-    return _fields(response)
 
 
 def device_of(record: common_pb2.WorkerRecord) -> str:
@@ -187,7 +182,7 @@ def device_of(record: common_pb2.WorkerRecord) -> str:
 
 
 def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
-    record, load = _fields(worker.record), _fields(worker.load)
+    record, load = fields_of(worker.record), fields_of(worker.load)
     return {
         **{name: record[name] for name in ("role", "incarnation", "address", "pid")},
         "state": worker.state,
@@ -204,15 +199,18 @@ def _pair(pair: worker_pb2.PairStatus) -> dict[str, Any]:
     return {**names, "transport": transport_name(pair.transport)}
 
 
-def _fields(message: Message) -> dict[str, Any]:
-    fields = message.DESCRIPTOR.fields
-    return {field.name: _plain(field, getattr(message, field.name)) for field in fields}
+def fields_of(message: Message) -> dict[str, Any]:
+    """A message as JSON can hold it: what `baton explain --json` prints."""
+    return {
+        field.name: _plain(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def _plain(field: Any, value: Any) -> Any:
     """A field's value as JSON can hold it."""
     if isinstance(value, Message):
-        return _fields(value)
+        return fields_of(value)
     if isinstance(value, Mapping):  # of scalars
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -9,14 +9,14 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import grpc
 
 from baton import rpc
-from baton.client.call import Attempts, BaseClient, GenerateCall, UnaryCall
+from baton.client.call import Attempts, BaseClient, BaseStream, GenerateCall, UnaryCall
 from baton.client.request import Options, Prompt
 from baton.client.results import Completion, Delta, Model
 
 T = TypeVar("T")
 
 
-class Stream:
+class Stream(BaseStream):
     """One completion as it is written: an iterator of `Delta`.
 
     The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
@@ -24,15 +24,8 @@ class Stream:
     """
 
     def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
-        self._call = call
-        self._send = send
-        self._responses: Any = None
+        super().__init__(call, send)
         self._closed = threading.Event()
-
-    @property
-    def completion(self) -> Completion:
-        """The whole completion; raises Cancelled if the stream was not read to its end."""
-        return self._call.completion
 
     def __iter__(self) -> Self:
         return self
@@ -60,10 +53,8 @@ class Stream:
 
     def close(self) -> None:
         """Cancels the request if it has not ended; may be called from any thread."""
-        self._call.close()
+        self._cancel()
         self._closed.set()
-        if self._responses is not None:
-            self._responses.cancel()
 
     def __enter__(self) -> Self:
         return self

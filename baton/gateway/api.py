@@ -29,7 +29,12 @@ TokenIds = Annotated[list[Count], Meta(min_length=1)]
 Positive = Annotated[int, Meta(ge=1, le=_UINT32)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenKey = Annotated[int, Meta(ge=0, lt=10**9)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
+# 64 bits, signed or not: msgspec's own bounds are those of int64.
+Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
+PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Logprob = Annotated[float, Meta(le=0)]
@@ -81,15 +86,8 @@ class GenerateOptions(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    logit_bias: (
-        Annotated[dict[Annotated[int, Meta(ge=0, lt=10**9)], Bias], Meta(max_length=MAX_LOGIT_BIAS)]
-        | None
-    ) = None
-    # 64 bits, signed or not: msgspec's own bounds are those of int64.
-    seed: (
-        Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -100,9 +98,7 @@ class GenerateOptions(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    priority: (
-        Literal["low", "normal", "high"] | Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None
-    ) = None
+    priority: Literal["low", "normal", "high"] | PriorityNumber | None = None
     ttft_target_ms: Count | None = None
     cache_salt: str | None = None
 

@@ -200,31 +200,25 @@ class Failure:
 def failure_of(error: Exception) -> Failure:
     """Status, headers and body for `error`; an unexpected one is logged."""
     text, param = str(error), None
+    headers: tuple[Header, ...] = ()
     if isinstance(error, HttpError):
-        status, kind, code = error.status, _INVALID, None
+        status, kind, code, headers = error.status, _INVALID, None, error.headers
     elif isinstance(error, errors.BatonError):
         status, kind, code = next(row for cls, row in _STATUSES if isinstance(error, cls))
+        if isinstance(error, errors.ModelNotFound):
+            param = "model"
+        elif isinstance(error, errors.InvalidRequest):
+            param = error.field or None
+        elif isinstance(error, errors.Unauthenticated):
+            headers = ((b"www-authenticate", b"Bearer"),)
+        elif isinstance(error, errors.RetryableError):
+            # Retry-After has whole seconds; OpenAI's clients prefer the other one.
+            headers = ((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))),)
+            if error.retry_after_s > 0:
+                headers += ((b"retry-after-ms", b"%d" % (error.retry_after_s * 1000)),)
     else:
         status, kind, code = 500, "server_error", None
         log.error("unexpected error in an HTTP request", exc_info=error)
         text = f"unexpected {type(error).__name__}: {error}"
-    if isinstance(error, errors.ModelNotFound):
-        param = "model"
-    elif isinstance(error, errors.InvalidRequest):
-        param = error.field or None
     body = msgspec.json.encode(Error(ErrorDetails(text, kind, param, code)))
-    return Failure(status, _headers(error), body)
-
-
-def _headers(error: Exception) -> tuple[Header, ...]:
-    if isinstance(error, HttpError):
-        return error.headers
-    if isinstance(error, errors.Unauthenticated):
-        return ((b"www-authenticate", b"Bearer"),)
-    if not isinstance(error, errors.RetryableError):
-        return ()
-    # Retry-After has whole seconds; OpenAI's clients prefer the other one where it is there.
-    whole = b"%d" % max(1, math.ceil(error.retry_after_s))
-    if error.retry_after_s <= 0:
-        return ((b"retry-after", whole),)
-    return ((b"retry-after", whole), (b"retry-after-ms", b"%d" % (error.retry_after_s * 1000)))
+    return Failure(status, headers, body)

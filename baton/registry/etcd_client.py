@@ -289,8 +289,6 @@ def _end_of(prefix: str) -> bytes:
 def _password(config: RegistryConfig) -> str:
     if config.user and config.password_file is None:
         raise ConfigError("--etcd-user needs --etcd-password-file")
-    if config.password_file is None:
-        return ""
     return (_read(config.password_file, "--etcd-password-file") or b"").decode().rstrip("\r\n")
 
 
@@ -301,18 +299,15 @@ def _addresses(config: RegistryConfig) -> list[tuple[str, grpc.ChannelCredential
     for text in config.etcd.split(","):
         if has_files and text.startswith("http://"):
             raise ConfigError(f"--etcd {text} is not TLS: use https:// with --etcd-ca/--etcd-cert")
-        secure = has_files or text.startswith("https://")
-        address = text.removeprefix("http://").removeprefix("https://")
-        found.append((address, _credentials(config) if secure else None))
+        credentials = None
+        if has_files or text.startswith("https://"):
+            credentials = grpc.ssl_channel_credentials(
+                _read(config.ca_file, "--etcd-ca"),
+                _read(config.key_file, "--etcd-key"),
+                _read(config.cert_file, "--etcd-cert"),
+            )
+        found.append((text.removeprefix("http://").removeprefix("https://"), credentials))
     return found
-
-
-def _credentials(config: RegistryConfig) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(
-        _read(config.ca_file, "--etcd-ca"),
-        _read(config.key_file, "--etcd-key"),
-        _read(config.cert_file, "--etcd-cert"),
-    )
 
 
 def _read(path: Path | None, option: str) -> bytes | None:

@@ -143,6 +143,7 @@ def refusal(source, chat):
 )
 def test_a_template_refuses_a_chat(source, chat, reason):
     assert reason in refusal(source, chat)
+    assert len(refusal("{{ raise_exception('x' * 100000) }}", CHATS[0])) < 2000
 
 
 @pytest.mark.parametrize(
@@ -235,17 +236,11 @@ def test_long_chats_are_within_bounds():
         assert len(ChatTemplate(source, SPECIAL, "test").render(chat)) > 500_000
 
 
-def test_a_templates_own_message_is_shortened():
-    assert len(refusal("{{ raise_exception('x' * 100000) }}", CHATS[0])) < 2000
+BROKEN = ["{% for %}", "{{ x", "{% unknown %}", "{% break %}"]
+UNUSUAL = ["{{ x }}" * 20_000, "{{ " + "9" * 5000 + " }}"]
 
 
-@pytest.mark.parametrize("source", ["{{ x }}" * 20_000, "{{ " + "9" * 5000 + " }}"])
-def test_a_template_of_unusual_size_is_refused_at_load(source):
-    with pytest.raises(CheckpointError, match="test: "):
-        ChatTemplate(source, SPECIAL, "test")
-
-
-@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% unknown %}", "{% break %}"])
-def test_a_broken_template_is_refused_at_load(source):
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+@pytest.mark.parametrize("source", BROKEN + UNUSUAL, ids=range(6))
+def test_a_broken_or_oversized_template_is_refused_at_load(source):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: "):
         ChatTemplate(source, SPECIAL, "tokenizer_config.json")
