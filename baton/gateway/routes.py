@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -12,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from baton.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import api
@@ -27,8 +26,8 @@ from router.frontend import Caller, GenerationService
 _RETRY_AFTER_S = 1.0
 
 
-def app_of(service: GenerationService, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The API over one service; `routes` come after our own."""
+def app_of(service: GenerationService) -> Starlette:
+    """The API over one service."""
     posts: dict[str, Endpoint[Any]] = {
         "/v1/completions": Endpoint(service, parse_completion, partial(generate, CompletionOutput)),
         "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
@@ -38,7 +37,6 @@ def app_of(service: GenerationService, routes: Sequence[BaseRoute] = ()) -> Star
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *_info_routes(service),
-            *routes,
         ],
         exception_handlers={HTTPException: _not_routed, BatonError: _failed},
     )

@@ -7,12 +7,10 @@ import contextlib
 import logging
 import resource
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 
 import httptools
 import uvicorn
-from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -42,17 +40,13 @@ _CHUNK = 512  # body chunks of that size or more have their framing for free
 _RETRY_AFTER_S = 1.0
 
 
-def frontend(host: str, port: int, routes: Sequence[BaseRoute] = ()) -> Frontend:
-    """HTTP at `host`:`port` for `router.main.run`; `routes` are served beside our own.
+def frontend(host: str, port: int) -> Frontend:
+    """HTTP at `host`:`port` for `router.main.run`.
 
     Listens at once, so that a port in use is a ConfigError before anything has begun.
     """
     listener = listen(host, port)
-
-    def enter(service: GenerationService) -> AbstractAsyncContextManager[None]:
-        return serving(service, listener, routes)
-
-    return enter
+    return lambda service: serving(service, listener)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,12 +72,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    service: GenerationService, listener: socket.socket, routes: Sequence[BaseRoute] = ()
-) -> AsyncIterator[None]:
+async def serving(service: GenerationService, listener: socket.socket) -> AsyncIterator[None]:
     """Takes connections while inside; at the end what is being answered may finish."""
     config = uvicorn.Config(
-        app_of(service, routes),
+        app_of(service),
         http=Connection,
         ws="none",
         loop="none",
