@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidRequest, quoted
 from baton.gateway.http_exchange import (
@@ -56,28 +55,18 @@ def max_body_bytes(max_context: int) -> int:
 
 @dataclass(frozen=True)
 class Endpoint(Generic[T]):
-    """An ASGI application for POSTs: `parse` reads a body, `answer` does what it asks for."""
+    """What answers the POSTs to one path: `parse` reads a body, `answer` does what it asks for."""
 
     service: GenerationService
     parse: Callable[[bytes], T]
     answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = HttpExchange(scope, receive, send)
-        try:
-            caller = exchange.caller
-            self.service.check_key(caller)
-            parsed = await self._parsed(exchange)
-            async with exchange.while_connected():
-                await self.answer(self.service, parsed, caller, exchange)
-        except ClientGone as error:
-            log.debug("%s: %s", scope["path"], error)
-        except Exception as error:
-            if exchange.started:
-                raise
-            failure = failure_of(error)
-            headers = [*failure.headers, *exchange.id_headers()]
-            await exchange.answer(failure.status, failure.body, headers)
+    async def __call__(self, exchange: HttpExchange) -> None:
+        caller = exchange.caller
+        self.service.check_key(caller)
+        parsed = await self._parsed(exchange)
+        async with exchange.while_connected():
+            await self.answer(self.service, parsed, caller, exchange)
 
     async def _parsed(self, exchange: HttpExchange) -> T:
         """What the body says. JSON is read under any content-type: `curl -d` sends a form's.

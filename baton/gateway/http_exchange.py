@@ -1,7 +1,6 @@
 """One HTTP exchange on plain ASGI: its body in, its answer out, and errors in OpenAI's format.
 
-Starlette's own requests and responses cost more than a short completion may. The one table between
-`baton.errors` and HTTP statuses is here.
+The one table between `baton.errors` and HTTP statuses is here.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from baton import errors
 from baton.errors import Cancelled, InvalidRequest
@@ -25,6 +24,10 @@ from router.frontend import Caller
 log = logging.getLogger(__name__)
 
 Header = tuple[bytes, bytes]
+# ASGI's.
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON_TYPE: Header = (b"content-type", b"application/json")
 # Where the server puts a function into the scope: writes no longer wait for the client to read.
@@ -117,10 +120,12 @@ class HttpExchange:
         self._write_on()
         await self.write(data, more=False)
 
-    async def answer(self, status: int, body: bytes, headers: list[Header]) -> None:
-        """Sends all of a JSON answer."""
+    async def answer(
+        self, status: int, body: bytes, headers: list[Header], kind: Header = JSON_TYPE
+    ) -> None:
+        """Sends all of an answer."""
         length = (b"content-length", b"%d" % len(body))
-        await self.start(status, [JSON_TYPE, length, *headers])
+        await self.start(status, [kind, length, *headers])
         await self.end(body)
 
     @contextlib.asynccontextmanager

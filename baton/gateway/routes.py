@@ -1,45 +1,108 @@
-"""The routes of the HTTP API."""
+"""The application: paths and methods, and errors as answers."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib import metadata
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from baton.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, quoted
+from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import api
 from baton.gateway.generation import Endpoint, generate
-from baton.gateway.http_exchange import HttpError, HttpExchange, failure_of
+from baton.gateway.http_exchange import (
+    ClientGone,
+    HttpError,
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    failure_of,
+)
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, text_of
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
 from baton.v1 import inference_pb2
 from router.frontend import Caller, GenerationService
 
+log = logging.getLogger(__name__)
+
 _RETRY_AFTER_S = 1.0
+_MODEL = "/v1/models/"  # and a name
 
 
-def app_of(service: GenerationService) -> Starlette:
-    """The API over one service."""
-    posts: dict[str, Endpoint[Any]] = {
-        "/v1/completions": Endpoint(service, parse_completion, partial(generate, CompletionOutput)),
-        "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
-        "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
-    }
-    return Starlette(
-        routes=[
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-            *_info_routes(service),
-        ],
-        exception_handlers={HTTPException: _not_routed, BatonError: _failed},
-    )
+class App:
+    """The API over one service, an ASGI application."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+        self._posts: dict[str, Callable[[HttpExchange], Awaitable[None]]] = {
+            "/v1/completions": Endpoint(
+                service, parse_completion, partial(generate, CompletionOutput)
+            ),
+            "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
+            "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
+        }
+        openapi = document()
+        self._gets: dict[str, Callable[[HttpExchange], Any]] = {
+            "/v1/models": lambda exchange: api.Models(self._models(exchange)),
+            "/health": lambda exchange: api.Status("ok"),
+            "/ready": lambda exchange: self._ready(),
+            "/version": lambda exchange: api.Version(metadata.version("baton-serving")),
+            "/openapi.json": lambda exchange: openapi,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = HttpExchange(scope, receive, send)
+        try:
+            await self._answer(exchange, scope["method"], scope["path"])
+        except ClientGone as error:
+            log.debug("%s: %s", scope["path"], error)
+        except Exception as error:
+            if exchange.started:
+                raise
+            failure = failure_of(error)
+            headers = [*failure.headers, *exchange.id_headers()]
+            await exchange.answer(failure.status, failure.body, headers)
+
+    async def _answer(self, exchange: HttpExchange, method: str, path: str) -> None:
+        if path not in (*self._posts, *self._gets, "/metrics") and not path.startswith(_MODEL):
+            raise HttpError(404, f"{method} {path}: there is no such path")
+        allowed = "POST" if path in self._posts else "GET, HEAD"
+        if method == "OPTIONS":  # CORS is not offered
+            await exchange.start(204, [(b"allow", f"{allowed}, OPTIONS".encode())])
+            await exchange.end(b"")
+        elif method not in allowed.split(", "):
+            allow = ((b"allow", allowed.encode()),)
+            raise HttpError(405, f"{method} {path}: this path takes {allowed}", allow)
+        elif path in self._posts:
+            await self._posts[path](exchange)
+        elif path == "/metrics":
+            accept = exchange.header(b"accept").decode("latin-1")
+            kind, page = self._service.metrics_page(accept)
+            await exchange.answer(200, page, [], (b"content-type", kind.encode()))
+        else:
+            found = self._gets[path] if path in self._gets else partial(self._model, path)
+            await exchange.answer(200, msgspec.json.encode(found(exchange)), [])
+
+    def _models(self, exchange: HttpExchange) -> list[api.Model]:
+        models = self._service.models(exchange.caller)
+        return [api.Model(model.name, model.max_context) for model in models]
+
+    def _model(self, path: str, exchange: HttpExchange) -> api.Model:
+        name = path.removeprefix(_MODEL)
+        for model in self._models(exchange):
+            if model.id == name:
+                return model
+        raise ModelNotFound(f"model {quoted(name)} is not served here")
+
+    def _ready(self) -> api.Status:
+        if why_not := self._service.why_not_ready:
+            raise Unavailable(why_not, _RETRY_AFTER_S)
+        return api.Status("ready")
 
 
 async def _tokenize(
@@ -58,73 +121,3 @@ async def _tokenize(
     strings = [text_of(service.tokenizer, token) for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
     await exchange.answer(200, msgspec.json.encode(answer), exchange.id_headers())
-
-
-def _info_routes(service: GenerationService) -> list[Route]:
-    """What can be read of the router without generating anything."""
-    openapi = document()
-
-    def known(request: Request) -> list[api.Model]:
-        key = request.headers.get("authorization")
-        metadata = () if key is None else (("authorization", key.encode("latin-1")),)
-        models = service.models(Caller(metadata))
-        return [api.Model(model.name, model.max_context) for model in models]
-
-    async def models(request: Request) -> Response:
-        return _json(api.Models(known(request)))
-
-    async def model(request: Request) -> Response:
-        name = request.path_params["model"]
-        for found in known(request):
-            if found.id == name:
-                return _json(found)
-        raise ModelNotFound(f"model {quoted(name)} is not served here")
-
-    async def health(request: Request) -> Response:
-        return _json(api.Status("ok"))
-
-    async def ready(request: Request) -> Response:
-        if why_not := service.why_not_ready:
-            raise Unavailable(why_not, _RETRY_AFTER_S)
-        return _json(api.Status("ready"))
-
-    async def version(request: Request) -> Response:
-        return _json(api.Version(metadata.version("baton-serving")))
-
-    async def description(request: Request) -> Response:
-        return _json(openapi)
-
-    async def metrics(request: Request) -> Response:
-        kind, page = service.metrics_page(request.headers.get("accept", ""))
-        return Response(page, headers={"content-type": kind})
-
-    return [
-        Route("/v1/models", models),
-        Route("/v1/models/{model:path}", model),
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/version", version),
-        Route("/metrics", metrics),
-        Route("/openapi.json", description),
-    ]
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-async def _not_routed(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods. OPTIONS says which methods a path has; CORS is not offered."""
-    assert isinstance(error, HTTPException)
-    if request.method == "OPTIONS" and error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        return Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})
-    headers = tuple((k.encode(), v.encode()) for k, v in (error.headers or {}).items())
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return await _failed(request, HttpError(error.status_code, message, headers))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    failure = failure_of(error)
-    headers = {name.decode(): value.decode() for name, value in failure.headers}
-    return Response(failure.body, failure.status, headers, "application/json")

@@ -11,12 +11,19 @@ from collections.abc import AsyncIterator
 
 import httptools
 import uvicorn
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.errors import ConfigError, Unavailable
-from baton.gateway.http_exchange import WRITE_ON, HttpError, HttpExchange, failure_of
-from baton.gateway.routes import app_of
+from baton.gateway.http_exchange import (
+    WRITE_ON,
+    HttpError,
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    failure_of,
+)
+from baton.gateway.routes import App
 from router.frontend import GenerationService
 from router.main import Frontend
 
@@ -75,7 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
 async def serving(service: GenerationService, listener: socket.socket) -> AsyncIterator[None]:
     """Takes connections while inside; at the end what is being answered may finish."""
     config = uvicorn.Config(
-        app_of(service),
+        App(service),
         http=Connection,
         ws="none",
         loop="none",

@@ -155,6 +155,8 @@ async def test_unknown_paths_methods_and_models(gateway_of):
     assert response.headers["allow"] == "POST"
     response = await gateway.client.options("/v1/completions")
     assert (response.status_code, response.headers["allow"]) == (204, "POST, OPTIONS")
+    response_head = await gateway.client.head("/health")
+    assert (response_head.status_code, response_head.content) == (200, b"")
     assert response.content == b"" and "access-control-allow-origin" not in response.headers
     for response in (await gateway.complete(model="x"), await gateway.client.get("/v1/models/x")):
         error = error_of(response, 404)
