@@ -187,51 +187,55 @@ async def test_deadline(connect, serve):
     assert raised.value.partial.text == "Hel"
 
 
-@pytest.mark.parametrize("how", ["close", "leave", "drop"])
-async def test_giving_up_cancels_at_the_router(connect, serve, how):
+@pytest.fixture
+async def running(connect, serve):
+    """(router, client, a stream whose first output was read, and more does not come)."""
     router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
     async with connect(await serve(router)) as client:
         stream = client.stream("x")
         assert (await anext(stream)).text == "Hel"
-        if how == "drop":
-            del stream
-            async with asyncio.timeout(LIMIT_S):
-                while not router.cancelled.is_set():
-                    gc.collect()
-                    await asyncio.sleep(0.01)
-        elif how == "leave":
-            async with stream:
-                pass
-        else:
-            await stream.close()
-            assert [d async for d in stream] == []
-        await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
-        if how != "drop":
-            with pytest.raises(errors.Cancelled, match="not read to its end"):
-                _ = stream.completion
+        held = [router, client, stream]
+        del stream
+        yield held
 
 
-async def test_cancelling_the_task_cancels_at_the_router(serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
-    async with baton.AsyncClient(await serve(router)) as client:
-        stream = client.stream("x")
-        await anext(stream)
-        task = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+@pytest.mark.parametrize("how", ["close", "leave", "drop"])
+async def test_giving_up_cancels_at_the_router(running, how):
+    router, stream = running[0], running.pop()
+    if how == "drop":
+        del stream
+        async with asyncio.timeout(LIMIT_S):
+            while not router.cancelled.is_set():
+                gc.collect()
+                await asyncio.sleep(0.01)
+        return
+    if how == "leave":
+        async with stream:
+            pass
+    else:
+        await stream.close()
+        assert [d async for d in stream] == []
+    await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+    with pytest.raises(errors.Cancelled, match="not read to its end"):
+        _ = stream.completion
 
 
-async def test_a_client_that_is_closed_says_so(connect, serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
-    client = connect(await serve(router))
-    async with client:
-        stream = client.stream("x")
-        await anext(stream)
-        reading = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0.1)
+@pytest.mark.parametrize("connect", [baton.AsyncClient])
+async def test_cancelling_the_task_cancels_at_the_router(running):
+    router, _, stream = running
+    task = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+
+
+async def test_a_client_that_is_closed_says_so(running):
+    _, client, stream = running
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.1)
+    await client.close()
     with pytest.raises(errors.Cancelled, match="client was closed") as raised:
         await asyncio.wait_for(reading, LIMIT_S)
     assert raised.value.partial.text == "Hel"
@@ -240,16 +244,13 @@ async def test_a_client_that_is_closed_says_so(connect, serve):
             await call
 
 
-async def test_closing_wakes_the_reader(connect, serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
-    async with connect(await serve(router)) as client:
-        stream = client.stream("x")
-        await anext(stream)
-        reader = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        await stream.close()
-        with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(reader, LIMIT_S)
+async def test_closing_wakes_the_reader(running):
+    *_, stream = running
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await stream.close()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(reader, LIMIT_S)
 
 
 async def test_closing_wakes_a_client_that_waits_to_retry(serve):

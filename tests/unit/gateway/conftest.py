@@ -95,3 +95,9 @@ async def gateway_of(tmp_path):
             return await stack.enter_async_context(Gateway(cluster, tokenizer, **settings))
 
         yield start
+
+
+@pytest.fixture
+async def gateway(gateway_of):
+    """One of them, over one worker of each role."""
+    return await gateway_of()

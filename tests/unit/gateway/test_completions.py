@@ -12,8 +12,7 @@ def sequences(gateway):
     return [request.sequence for request in gateway.cluster.prefills[0].requests]
 
 
-async def test_a_completion_whole_and_streamed(gateway_of):
-    gateway = await gateway_of()
+async def test_a_completion_whole_and_streamed(gateway):
     response = await gateway.complete()
     answer = response.json()
     assert answer["id"] == f"cmpl-{response.headers['x-request-id']}"
@@ -33,8 +32,7 @@ async def test_a_completion_whole_and_streamed(gateway_of):
     assert all("usage" not in event for event in await gateway.events())
 
 
-async def test_a_chat_whole_and_streamed(gateway_of):
-    gateway = await gateway_of()
+async def test_a_chat_whole_and_streamed(gateway):
     prompt = gateway.tokenizer.encode_chat([("user", "Hi")])
     answer = (await gateway.chat(max_completion_tokens=3)).json()
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
@@ -49,8 +47,7 @@ async def test_a_chat_whole_and_streamed(gateway_of):
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (len(prompt), 32)
 
 
-async def test_choices_of_several_prompts(gateway_of):
-    gateway = await gateway_of()
+async def test_choices_of_several_prompts(gateway):
     answer = (await gateway.complete(prompt=["ab", "c"], n=2, seed=7)).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert {choice["text"] for choice in answer["choices"]} == {"abcde"}
@@ -70,8 +67,7 @@ async def test_choices_of_several_prompts(gateway_of):
     assert (last["usage"]["completion_tokens"], last["usage"]["prompt_tokens"]) == (15, 3)
 
 
-async def test_a_prompt_of_several_choices_is_computed_before_the_others_begin(gateway_of):
-    gateway = await gateway_of()
+async def test_a_prompt_of_several_choices_is_computed_before_the_others_begin(gateway):
     prefill, go_on = gateway.cluster.prefills[0], asyncio.Event()
 
     async def slow(request):
@@ -89,8 +85,7 @@ async def test_a_prompt_of_several_choices_is_computed_before_the_others_begin(g
     assert len(prefill.requests) == 3
 
 
-async def test_stop_strings_and_echo(gateway_of):
-    gateway = await gateway_of()
+async def test_stop_strings_and_echo(gateway):
     (choice,) = (await gateway.complete(max_tokens=20, stop="cd")).json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cd")
     kept = await gateway.complete(stop=["x", "cd"], include_stop_str_in_output=True)
@@ -104,8 +99,7 @@ async def test_stop_strings_and_echo(gateway_of):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ababcde"
 
 
-async def test_settings_reach_the_workers_and_defaults_are_openais(gateway_of):
-    gateway = await gateway_of()
+async def test_settings_reach_the_workers_and_defaults_are_openais(gateway):
     same = {
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "presence_penalty": 0.5,
         "frequency_penalty": -0.5, "repetition_penalty": 1.5, "min_tokens": 2, "logprobs": 2,
@@ -121,8 +115,7 @@ async def test_settings_reach_the_workers_and_defaults_are_openais(gateway_of):
     assert not default.HasField("logprobs") and not default.ignore_eos
 
 
-async def test_priority_target_and_salt_reach_the_router(gateway_of):
-    gateway = await gateway_of()
+async def test_priority_target_and_salt_reach_the_router(gateway):
     asked, generate = [], gateway.service.generate
 
     def watched(request, *args):

@@ -91,8 +91,7 @@ BAD_TOKENIZE = [({}, "prompt"), ({"prompt": "a", "messages": [{"role": "u"}]}, "
                 ({"prompt": 1}, "prompt"), ({"messages": []}, "messages")]  # fmt: skip
 
 
-async def test_a_bad_field_is_refused_by_name_before_any_work(gateway_of):
-    gateway = await gateway_of()
+async def test_a_bad_field_is_refused_by_name_before_any_work(gateway):
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     for path, base, bad in (
         ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5}, BAD),
@@ -106,8 +105,7 @@ async def test_a_bad_field_is_refused_by_name_before_any_work(gateway_of):
     assert gateway.decode.requests == []
 
 
-async def test_an_error_says_what_to_do(gateway_of):
-    gateway = await gateway_of()
+async def test_an_error_says_what_to_do(gateway):
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {}}]
     error = error_of(await gateway.chat(messages=[{"role": "user", "content": parts}]), 400)
     assert "images are not supported" in error["message"]
@@ -120,17 +118,15 @@ async def test_an_error_says_what_to_do(gateway_of):
     assert default.json()["usage"]["completion_tokens"] == 12
 
 
-async def test_hints_and_values_that_mean_without_are_ignored(gateway_of):
-    gateway = await gateway_of()
+async def test_hints_and_values_that_mean_without_are_ignored(gateway):
     hints = {"user": "me", "store": True, "metadata": {"a": 1}, "whatever": [1], "tools": [],
              "tool_choice": "none", "response_format": {"type": "text"},
              "parallel_tool_calls": True, "logit_bias": None}  # fmt: skip
     assert (await gateway.chat(max_tokens=2, **hints)).status_code == 200
 
 
-async def test_a_body_is_json_under_any_content_type(gateway_of):
+async def test_a_body_is_json_under_any_content_type(gateway):
     """`curl -d` calls it a form."""
-    gateway = await gateway_of()
 
     async def post(text, kind="application/json"):
         headers = {"content-type": kind} if kind else {}
@@ -147,8 +143,7 @@ async def test_a_body_is_json_under_any_content_type(gateway_of):
     assert "content-type is 'application/x-www-form-urlencoded'" in error["message"]
 
 
-async def test_unknown_paths_methods_and_models(gateway_of):
-    gateway = await gateway_of()
+async def test_unknown_paths_methods_and_models(gateway):
     error_of(await gateway.client.get("/v2/models"), 404)
     response = await gateway.client.get("/v1/completions")
     error_of(response, 405)
@@ -234,7 +229,7 @@ def test_a_body_of_many_values_costs_little_to_refuse(body):
     assert time.thread_time() - begun < 0.2  # 0.02 where nothing else runs; json needs 0.5
 
 
-async def test_a_large_body_is_parsed_on_a_thread(gateway_of, monkeypatch):
+async def test_a_large_body_is_parsed_on_a_thread(gateway, monkeypatch):
     assert max_body_bytes(0) == max_body_bytes(1 << 24) == MAX_BODY_BYTES
     assert (max_body_bytes(4096), max_body_bytes(1 << 18)) == (2 << 20, 4 << 20)
     threads, decode = [], api.decode
@@ -244,7 +239,6 @@ async def test_a_large_body_is_parsed_on_a_thread(gateway_of, monkeypatch):
         return decode(*args)
 
     monkeypatch.setattr(api, "decode", watched)
-    gateway = await gateway_of()
     for size in (10, 100_000):
         await gateway.complete(user="x" * size)
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
@@ -297,8 +291,7 @@ async def test_one_failed_choice_ends_all(gateway_of):
     await gateway.cluster.all_freed()
 
 
-async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway_of):
-    gateway = await gateway_of()
+async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway):
     paused = []
     gateway.decode.runs = [lambda *run: paused.append(run)] * 2
     async with gateway.stream() as first, gateway.stream() as second:

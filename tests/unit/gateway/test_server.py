@@ -21,8 +21,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
-async def test_what_can_be_read(gateway_of):
-    gateway = await gateway_of()
+async def test_what_can_be_read(gateway):
     gateway.service.metrics_page = lambda accept: (f"text/x; of={accept}", b"metrics 1\n")
     page = await gateway.client.get("/metrics", headers={"accept": "a/b"})
     assert (page.text, page.headers["content-type"]) == ("metrics 1\n", "text/x; of=a/b")
@@ -45,8 +44,7 @@ async def test_what_can_be_read(gateway_of):
     assert (fields["suffix"]["enum"], len(fields["prompt"]["anyOf"])) == ([None, ""], 4)
 
 
-async def test_tokens_are_returned(gateway_of):
-    gateway = await gateway_of()
+async def test_tokens_are_returned(gateway):
     answer = (await gateway.post("/tokenize", {"prompt": "Hi", "return_token_strs": True})).json()
     ids = gateway.tokenizer.encode("Hi")
     assert answer == {"count": 2, "max_model_len": 32, "tokens": ids, "token_strs": ["H", "i"]}
@@ -77,7 +75,7 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
 
 
 async def test_one_connection_serves_many_requests_and_sends_small_writes_at_once(
-    gateway_of, monkeypatch
+    gateway, monkeypatch
 ):
     """Without TCP_NODELAY a stream's second chunk waits for the client's delayed ACK."""
     connections, made = [], HttpToolsProtocol.connection_made
@@ -88,7 +86,6 @@ async def test_one_connection_serves_many_requests_and_sends_small_writes_at_onc
         connections.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     monkeypatch.setattr(HttpToolsProtocol, "connection_made", connection_made)
-    gateway = await gateway_of()
     for stream in (False, True, False, True):
         response = await gateway.complete(stream=stream)
         assert response.status_code == 200
@@ -96,9 +93,8 @@ async def test_one_connection_serves_many_requests_and_sends_small_writes_at_onc
     assert connections == [1]
 
 
-async def test_a_chunk_comes_with_its_token_and_not_later(gateway_of):
+async def test_a_chunk_comes_with_its_token_and_not_later(gateway):
     """Each token is sent as it is made: the next one is not made before the first was read."""
-    gateway = await gateway_of()
     paused = []
     gateway.decode.runs = [lambda *run: paused.append(run)]
     async with gateway.stream() as response, asyncio.timeout(TIMEOUT_S):
@@ -153,8 +149,7 @@ async def test_what_is_not_a_body_is_limited(gateway_of, monkeypatch, sent):
     assert len(parsed) <= server.MAX_HEADERS + 1
 
 
-async def test_a_large_body_in_chunks_is_within_the_limits(gateway_of):
-    gateway = await gateway_of()
+async def test_a_large_body_in_chunks_is_within_the_limits(gateway):
     chunks = b"200\r\n" + b" " * 512 + b"\r\n"
     first = CHUNKED.replace(b"\r\n", b"\r\nconnection: close\r\n", 1).replace(b"{}", b"  ")
     heard = await said(gateway, first + chunks * 4_000 + b"0\r\n\r\n")
@@ -177,17 +172,16 @@ async def test_a_large_body_in_chunks_is_within_the_limits(gateway_of):
 )
 async def test_half_a_request_ends_the_connection(gateway_of, monkeypatch, sent, status):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
-        monkeypatch.setattr(server, name, 0.1)
-    monkeypatch.setattr("tests.unit.gateway.test_server.TIMEOUT_S", 2.0)
+        monkeypatch.setattr(server, name, 0.4)
+    monkeypatch.setattr("tests.unit.gateway.test_server.TIMEOUT_S", 5.0)
     heard = await said(await gateway_of(), *sent)
     assert heard.startswith(status)
     assert bool(heard) is bool(status)
 
 
-async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway_of, monkeypatch):
+async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway, monkeypatch):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
         monkeypatch.setattr(server, name, 0.05)
-    gateway = await gateway_of()
 
     def later(*run):
         asyncio.get_running_loop().call_later(0.3, gateway.decode.run_to_end, *run)
@@ -202,8 +196,7 @@ async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway_of, monk
     assert b"HTTP/1.1 408 " in heard
 
 
-async def test_trailers_do_not_replace_headers(gateway_of):
-    gateway = await gateway_of()
+async def test_trailers_do_not_replace_headers(gateway):
     keys, generate = [], gateway.service.generate
 
     def watched(request, caller, *args):
@@ -222,10 +215,9 @@ async def test_trailers_do_not_replace_headers(gateway_of):
     assert keys == [b"Bearer mine"]
 
 
-async def test_connections_and_requests_at_a_time_are_limited(gateway_of, monkeypatch):
+async def test_connections_and_requests_at_a_time_are_limited(gateway, monkeypatch):
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(server, "MAX_REQUESTS", 0)
-    gateway = await gateway_of()
     assert (await gateway.client.get("/health")).status_code == 200
     busy = await gateway.complete()
     assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
