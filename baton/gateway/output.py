@@ -74,6 +74,9 @@ class Output(ABC):
             "token_ids": token_ids if self._with_token_ids else UNSET,
         }
 
+    def _token(self, token: common_pb2.TokenLogprob) -> tuple[tuple[str, bytes], float]:
+        return shown(self._tokenizer, token.token_id), max(token.logprob, _MIN_LOGPROB)
+
     @abstractmethod
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Any:
         """Log-probabilities of these output positions, which follow those of the last call."""
@@ -99,15 +102,12 @@ class CompletionOutput(Output):
         """Four parallel lists."""
         found = CompletionLogprobs([], [], [], [])
         for position in positions:
-            chosen, *others = (
-                (text_of(self._tokenizer, token.token_id), max(token.logprob, _MIN_LOGPROB))
-                for token in (position.chosen, *position.top)
-            )
+            (text, piece), logprob = self._token(position.chosen)
+            others = (self._token(other) for other in position.top)
             found.text_offset.append(self._offset)
-            found.tokens.append(chosen[0])
-            found.token_logprobs.append(chosen[1])
-            found.top_logprobs.append(dict((chosen, *others)))
-            piece = _bytes_of(self._tokenizer, position.chosen.token_id)
+            found.tokens.append(text)
+            found.token_logprobs.append(logprob)
+            found.top_logprobs.append({text: logprob, **{t: p for (t, _), p in others}})
             self._offset += len(self._utf8.decode(piece))
         return found
 
@@ -127,19 +127,16 @@ class ChatOutput(Output):
         return ChatLogprobs(
             [
                 ChatToken(
-                    *self._token(position.chosen),
-                    [api.TopToken(*self._token(other)) for other in position.top],
+                    *self._entry(position.chosen),
+                    [api.TopToken(*self._entry(other)) for other in position.top],
                 )
                 for position in positions
             ]
         )
 
-    def _token(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
-        return (
-            text_of(self._tokenizer, token.token_id),
-            max(token.logprob, _MIN_LOGPROB),
-            list(_bytes_of(self._tokenizer, token.token_id)),
-        )
+    def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
+        (text, piece), logprob = self._token(token)
+        return text, logprob, list(piece)
 
     def _choice(self, text: str, **members: Any) -> api.ChatChoice:
         if "stop_reason" in members:
@@ -157,15 +154,14 @@ def usage_of(outputs: Sequence[Output], n: int) -> api.Usage:
     return api.Usage(prompt, output, prompt + output, api.PromptTokensDetails(cached))
 
 
-def text_of(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as text: bytes that are no character as "bytes:\\x.."; without a text, its id."""
+def shown(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
+    """A token as text, and its own bytes.
+
+    Bytes that are no character are shown as "bytes:\\x..", a token without a text as its id.
+    """
     if not tokenizer.has_text:
-        return f"token_id:{token_id}"
+        return f"token_id:{token_id}", b""
     text, piece = tokenizer.pieces.shown(token_id)
     if "\ufffd" in text:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-    return text
-
-
-def _bytes_of(tokenizer: Tokenizer, token_id: int) -> bytes:
-    return tokenizer.pieces.shown(token_id)[1]
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+    return text, piece

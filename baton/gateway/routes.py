@@ -23,7 +23,7 @@ from baton.gateway.http_exchange import (
     failure_of,
 )
 from baton.gateway.openapi import document
-from baton.gateway.output import ChatOutput, CompletionOutput, text_of
+from baton.gateway.output import ChatOutput, CompletionOutput, shown
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
 from baton.v1 import inference_pb2
 from router.frontend import Caller, GenerationService
@@ -118,6 +118,6 @@ async def _tokenize(
         field = "prompt" if request.HasField("text") else "messages"
         raise InvalidRequest(str(error), field) from error
     tokens = list(found.token_ids)
-    strings = [text_of(service.tokenizer, token) for token in tokens] if with_strings else None
+    strings = [shown(service.tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
     await exchange.answer(200, msgspec.json.encode(answer), exchange.id_headers())
