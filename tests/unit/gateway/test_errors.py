@@ -13,7 +13,7 @@ import pytest
 from baton import errors
 from baton.gateway import api
 from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
-from baton.gateway.http_exchange import CLIENT_GONE, failure_of
+from baton.gateway.http_exchange import failure_of
 from baton.gateway.request import parse_chat, parse_completion
 from router import frontend
 from router.admission.tenants import Tenants
@@ -30,18 +30,12 @@ def error_of(response, status):
     return error
 
 
-def test_every_error_has_its_status(caplog):
-    for error, status in {
-        errors.InvalidRequest: 400, errors.Unauthenticated: 401, errors.ModelNotFound: 404,
-        errors.Overloaded: 429, errors.Cancelled: CLIENT_GONE, errors.InternalError: 500,
-        errors.TransferFailed: 500, errors.Unavailable: 503, errors.DeadlineExceeded: 504,
-    }.items():  # fmt: skip
-        failure = failure_of(error("why"))
-        assert failure.status == status
-        assert json.loads(failure.body)["error"]["message"] == "why"
-    assert failure_of(ZeroDivisionError("by zero")).status == 500
+def test_an_unexpected_error_is_logged_and_advice_is_in_whole_seconds(caplog):
+    """The status of every error is in the SDK's reference, which tests/unit/test_docs.py checks."""
+    failure = failure_of(ZeroDivisionError("by zero"))
+    assert failure.status == 500 and "by zero" in json.loads(failure.body)["error"]["message"]
     assert "ZeroDivisionError" in caplog.text
-    for after_s in (0.0, 0.3, 2.5):  # whole seconds, at least one
+    for after_s in (0.0, 0.3, 2.5):
         headers = dict(failure_of(errors.Overloaded("full", after_s)).headers)
         assert int(headers[b"retry-after"]) >= max(1, after_s)
         assert (b"retry-after-ms" in headers) is (after_s > 0)
