@@ -1,5 +1,6 @@
 """A real etcd, and registries over it that are closed."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -29,6 +30,13 @@ async def opened(config):
         yield registry
     finally:
         await registry.close()
+
+
+async def until(membership, holds):
+    async with asyncio.timeout(12), contextlib.aclosing(membership.changes()) as changes:
+        async for snapshot in changes:
+            if holds(snapshot):
+                return
 
 
 def record(name, pid=0):

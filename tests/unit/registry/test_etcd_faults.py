@@ -1,7 +1,6 @@
 """What a real etcd can do to a registry beyond the contract: go silent, fail over, hold rubbish."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -14,14 +13,7 @@ from baton.registry import etcd_client
 from baton.registry.etcd_client import EtcdClient
 from tests.waiting import eventually
 
-from .conftest import RECORD, opened
-
-
-async def until(membership, holds):
-    async with asyncio.timeout(12), contextlib.aclosing(membership.changes()) as changes:
-        async for snapshot in changes:
-            if holds(snapshot):
-                return
+from .conftest import RECORD, opened, until
 
 
 def closed_address():
