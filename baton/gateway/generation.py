@@ -151,7 +151,8 @@ class _Generation:
 
     async def stream(self) -> None:
         """Answers with a chunk for each step."""
-        exchange, usage, last = self.exchange, self.parsed.include_usage, _DONE
+        exchange, options, last = self.exchange, self.parsed.options.stream_options, _DONE
+        usage = options is not None and options.include_usage
         no_usage: dict[str, Any] = {"usage": None} if usage else {}
 
         def chunk(**members: Any) -> bytes:

@@ -37,12 +37,6 @@ class ParsedRequest:
     fields: Mapping[str, str]  # what the router's fields are called in this body
     echoes: Sequence[str | Sequence[int]] = ()  # by prompt; what its text begins with
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has the usage."""
-        options = self.options.stream_options
-        return bool(options and options.include_usage)
-
 
 def parse_completion(text: bytes) -> ParsedRequest:
     """A body of /v1/completions."""

@@ -9,6 +9,8 @@ import logging
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Self
 
+from google.protobuf import json_format
+
 from baton.config import RegistryConfig
 from baton.errors import BatonError, InvalidRequest, Stale
 from baton.registry import member_table
@@ -138,7 +140,7 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
         self._connected = True
         if self._unwritten.is_set():
             self._unwritten.clear()
-            self._written = member_table.encode(self._record)
+            self._written = json_format.MessageToJson(self._record, indent=None).encode()
             await self._client.put(self._key, self._written, self._lease)
         if not self._unwritten.is_set():
             self._settled.set()

@@ -42,11 +42,6 @@ def incarnation_of(key: bytes) -> str:
     return key.decode(errors="replace").rpartition("/")[2]
 
 
-def encode(record: WorkerRecord) -> bytes:
-    """The value stored for `record`: one line of JSON."""
-    return json_format.MessageToJson(record, indent=None).encode()
-
-
 def decode(key: bytes, value: bytes) -> WorkerRecord:
     """The record stored at `key`. Fields of a newer version are passed over.
 

@@ -1,12 +1,8 @@
 """Turns a growing list of token ids into text, piece by piece, at a bounded cost for each token.
 
-A character can be spread over several tokens, and a token's text can depend on the one before it
-(a leading space), so a token alone does not determine its text. The library's own DecodeStream is
-not used: it raises on byte sequences that are not UTF-8, which a model is free to generate, holds
-text back without bound until they end, and cannot be flushed.
-
-How the output is cut into pushes never changes the text. Bytes that are not UTF-8 become U+FFFD,
-one for each maximal invalid part, as in the Unicode Standard, section 3.9.
+The library's own DecodeStream raises on bytes that are not UTF-8, which a model is free to give,
+holds text back without bound, and cannot be flushed. Here, how the output is cut never changes the
+text, and such bytes become U+FFFD, one for each maximal invalid part (Unicode Standard, 3.9).
 """
 
 from __future__ import annotations

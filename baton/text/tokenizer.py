@@ -9,7 +9,7 @@ import tokenizers
 
 from baton.errors import CheckpointError, InvalidRequest
 from baton.text import detokenizer
-from baton.text.chat_template import ChatTemplate, ChatTurn
+from baton.text.chat_template import ChatTemplate
 from baton.text.detokenizer import TokenPieces
 from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
 
@@ -66,9 +66,7 @@ class Tokenizer:
         """
         return self._encode(text, "text", max_tokens, add_special_tokens=True)
 
-    def encode_chat(
-        self, messages: Sequence[tuple[str, str] | ChatTurn], max_tokens: int = 0
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[tuple[str, str]], max_tokens: int = 0) -> list[int]:
         """Token ids of a conversation, (role, content) each, up to where the assistant answers.
 
         Raises InvalidRequest (field "chat") when there is no template or it refuses the messages.

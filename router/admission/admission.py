@@ -183,7 +183,8 @@ class Admission:
                     f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
                 )
             _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
-            return await self.in_thread(self.tokenizer.encode_chat, messages, limit)
+            turns = [(message.role, message.content) for message in messages]
+            return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
         _check_chars(len(text := request.text), limit)
         if len(text) > _LONG_TEXT_CHARS:
             return await self.in_thread(self.tokenizer.encode, text, limit)

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from baton.errors import CheckpointError, InvalidRequest
 from baton.text import ChatTemplate, chat_template
-from baton.v1 import inference_pb2
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -116,12 +115,6 @@ def test_renders_as_transformers_does(transformers_tokenizer, source, chat):
         add_generation_prompt=True,
     )
     assert ChatTemplate(source, SPECIAL, "test").render(chat) == expected
-
-
-def test_takes_protobuf_messages():
-    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="Hi")])
-    template = ChatTemplate(CHATML, SPECIAL, "test")
-    assert template.render(chat.messages) == template.render([("user", "Hi")])
 
 
 def refusal(source, chat):
