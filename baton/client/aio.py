@@ -19,11 +19,9 @@ _CLOSED = "the client was closed while the call ran"  # gRPC cancels the task th
 
 
 class AsyncStream(BaseStream):
-    """One completion as it is written: an asynchronous iterator of `Delta`.
+    """`baton.client.Stream` for asyncio: an asynchronous iterator of `Delta`.
 
-    The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
-    stream early (`close()`, leaving its `async with` block, cancelling the task that reads it,
-    dropping it) cancels the request everywhere.
+    Cancelling the task that reads it cancels the request, too.
     """
 
     def __aiter__(self) -> Self:
