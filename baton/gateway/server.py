@@ -60,19 +60,16 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket for `serving`; port 0 takes a free one. Raises ConfigError when it is taken."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
+        both = family == socket.AF_INET6  # "::" takes IPv4 too
+        listener = socket.create_server(
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
+        # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
         raise ConfigError(
-            f"cannot listen on {host}:{port} for HTTP: {error.strerror}; "
+            f"cannot listen on {host}:{port} for HTTP: {reason}; "
             "stop what uses it or choose another port with --http-port"
         ) from error
     return listener
