@@ -18,7 +18,7 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 
 from baton import telemetry
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
-from baton.text import AnyTokenizer
+from baton.text import Tokenizer
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
 from router.admission import feasibility
 from router.admission.admission import Admission, Choices
@@ -147,7 +147,7 @@ class GenerationService:
         self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 
     @property
-    def tokenizer(self) -> AnyTokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The served model's."""
         return self._admission.tokenizer
 

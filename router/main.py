@@ -20,7 +20,7 @@ from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
-from baton.text import Tokenizer, load_tokenizer
+from baton.text import load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission import feasibility
 from router.admission.admission import Admission
@@ -56,7 +56,7 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     path = model_path(config.model)
     # Only a model with made-up weights may have no tokenizer.
-    tokenizer = load_tokenizer(path) if config.random_weights else Tokenizer.load(path)
+    tokenizer = load_tokenizer(path, required=not config.random_weights)
     tenants = Tenants.load(config.tenants_file)
     server, address = bind(config.host, config.port)
     trace = telemetry.setup(

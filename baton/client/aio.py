@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
-from collections.abc import Callable
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from baton import rpc, telemetry
-from baton.client.call import Attempts, BaseClient, GenerateCall, UnaryCall
+from baton import rpc
+from baton.client.call import Attempts, BaseClient, BaseStream, UnaryCall
 from baton.client.request import Options, Prompt
 from baton.client.results import Completion, Delta, Model
 from baton.errors import Cancelled
-from baton.v1 import inference_pb2_grpc
 
 T = TypeVar("T")
 
 _CLOSED = "the client was closed while the call ran"  # gRPC cancels the task that awaits it
 
 
-class AsyncStream:
-    """One completion as it is written: an asynchronous iterator of `Delta`.
+class AsyncStream(BaseStream):
+    """`baton.client.Stream` for asyncio: an asynchronous iterator of `Delta`.
 
-    The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
-    stream early (`close()`, leaving its `async with` block, cancelling the task that reads it,
-    dropping it) cancels the request everywhere.
+    Cancelling the task that reads it cancels the request, too.
     """
-
-    def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
-        self._call = call
-        self._send = send
-        self._responses: Any = None
-
-    @property
-    def completion(self) -> Completion:
-        """The whole completion; raises Cancelled if the stream was not read to its end."""
-        return self._call.completion
 
     def __aiter__(self) -> Self:
         return self
@@ -84,11 +69,6 @@ class AsyncStream:
         # grpc.aio cancels a call that is dropped; only the span is left to end.
         self._call.close()
 
-    def _cancel(self) -> None:
-        self._call.close()
-        if self._responses is not None:
-            self._responses.cancel()
-
 
 class AsyncClient(BaseClient):
     """`baton.Client` for asyncio, with the same methods and parameters; one event loop's own.
@@ -99,9 +79,7 @@ class AsyncClient(BaseClient):
             print(delta.text, end="")
     """
 
-    def _open(self) -> None:
-        # Channels are made when first called: each belongs to the loop that runs then.
-        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # gRPC does not end all by itself
+    _grpc: ClassVar[Any] = grpc.aio
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole completion of a text, of token ids, or of chat messages; see `Options`."""
@@ -134,8 +112,8 @@ class AsyncClient(BaseClient):
 
     async def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
-        self._target.closed = True
-        for call in list(self._calls):
+        self._closed = True
+        for call in list(self._calls):  # gRPC does not end all by itself
             call.cancel()
         for channel in self._channels.values():
             await channel.close(None)
@@ -146,31 +124,15 @@ class AsyncClient(BaseClient):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _channel(self, address: str) -> Any:
-        if address not in self._channels:
-            self._channels[address] = rpc.channel(address, self._target.credentials)
-        return self._channels[address]
-
-    def _send(self, call: GenerateCall) -> Any:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(call.address))
-        responses = stub.Generate(
-            call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
-        )
-        self._calls.add(responses)
-        return responses
-
     async def _unary(self, call: UnaryCall[T]) -> T:
-        attempts = Attempts(self._target, call.timeout_s)
-        metadata = (*self._target.metadata, *telemetry.inject())
+        attempts = Attempts(self, call.timeout_s)
         while True:
-            send = call.method(self._channel(attempts.address))
             try:
-                response = await send(call.request, timeout=attempts.time_left_s, metadata=metadata)
-                return call.result(response)
+                return call.result(await self._send_unary(call, attempts))
             except grpc.RpcError as rpc_error:
                 wait_s = attempts.failed(rpc.error_of(rpc_error))
             except asyncio.CancelledError:
-                if self._target.closed and not _task_is_cancelled():
+                if self._closed and not _task_is_cancelled():
                     raise Cancelled(_CLOSED) from None
                 raise
             await asyncio.sleep(wait_s)

@@ -7,75 +7,56 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from baton import config, telemetry
+from baton import config, rpc, telemetry
 from baton.client.request import Options, Prompt, generate_request, timeout_of, tokenize_request
 from baton.client.results import (
-    Collector,
     Completion,
     Delta,
     Model,
-    explanation_of,
+    completion_of,
+    fields_of,
+    logprobs_of,
     models_of,
     status_of,
 )
 from baton.client.retry import RetryPolicy
 from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 T = TypeVar("T")
+_INFERENCE = inference_pb2_grpc.InferenceServiceStub
+_FLEET = fleet_pb2_grpc.FleetServiceStub
 
 
-@dataclass
-class Target:
-    """Which routers to call and how; `preferred` is the index of the one to try first."""
-
-    addresses: tuple[str, ...]
-    credentials: grpc.ChannelCredentials | None
-    metadata: tuple[tuple[str, str], ...]
-    retry: RetryPolicy
-    preferred: int = 0
-    closed: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        target: str | Sequence[str],
-        ca_file: str | Path | None,
-        api_key: str | None,
-        retry: RetryPolicy | None,
-    ) -> Target:
-        """From what callers give a client. Raises ConfigError for an address or a file."""
-        parts = target.split(",") if isinstance(target, str) else target
-        if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
-            raise ConfigError(f"target must be HOST:PORT or several of them, not {quoted(target)}")
-        addresses = tuple(part.strip() for part in parts)
-        if not addresses:
-            raise ConfigError("target names no router: give HOST:PORT")
-        for address in addresses:
-            _check_address(address)
-        metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        return cls(addresses, _credentials(ca_file), metadata, retry or RetryPolicy())
-
-
-def _check_address(address: str) -> None:
-    scheme, found, rest = address.partition("://")
-    if found and scheme.lower() in ("http", "https", "grpc", "grpcs"):
-        raise ConfigError(
-            f"target is a router's gRPC address, HOST:PORT without {scheme}://, not "
-            f"{quoted(address)}: give its --port (7700 by default) instead of its --http-port "
-            f"(7780), as {quoted(rest.partition(':')[0].partition('/')[0] + ':7700')}; ca_file "
-            "turns TLS on"
-        )
-    config.split_address(address, "target")
+def _addresses(target: str | Sequence[str]) -> tuple[str, ...]:
+    """Of "host:port", several separated by commas, or a sequence of them. Raises ConfigError."""
+    parts = target.split(",") if isinstance(target, str) else target
+    if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
+        raise ConfigError(f"target must be HOST:PORT or several of them, not {quoted(target)}")
+    addresses = tuple(part.strip() for part in parts)
+    if not addresses:
+        raise ConfigError("target names no router: give HOST:PORT")
+    for address in addresses:
+        scheme, found, rest = address.partition("://")
+        if found and scheme.lower() in ("http", "https", "grpc", "grpcs"):
+            host = rest.partition(":")[0].partition("/")[0]
+            raise ConfigError(
+                f"target is a router's gRPC address, HOST:PORT without {scheme}://, not "
+                f"{quoted(address)}: give its --port (7700 by default) instead of its --http-port "
+                f"(7780), as {quoted(host + ':7700')}; ca_file turns TLS on"
+            )
+        config.split_address(address, "target")
+    return addresses
 
 
 def _credentials(ca_file: str | Path | None) -> grpc.ChannelCredentials | None:
@@ -88,23 +69,118 @@ def _credentials(ca_file: str | Path | None) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(certificates)
 
 
+class BaseStream:
+    """What both clients' streams have in common; `send` starts an attempt of `call`."""
+
+    def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
+        self._call = call
+        self._send = send
+        self._responses: Any = None
+
+    @property
+    def completion(self) -> Completion:
+        """The whole completion; raises Cancelled if the stream was not read to its end."""
+        return self._call.completion
+
+    def _cancel(self) -> None:
+        self._call.close()
+        if self._responses is not None:
+            self._responses.cancel()
+
+
+@dataclass(frozen=True)
+class UnaryCall(Generic[T]):
+    """A call with one answer: the stub and its method, what is sent, what the answer means."""
+
+    stub: Callable[[Any], Any]
+    method: str
+    request: Any
+    timeout_s: float | None
+    result: Callable[[Any], T]
+
+
+class BaseClient:
+    """What `Client` and `AsyncClient` have in common: where to call, and the calls they make."""
+
+    _grpc: ClassVar[Any]  # grpc or grpc.aio
+
+    def __init__(
+        self,
+        target: str | Sequence[str] = "127.0.0.1:7700",
+        *,
+        ca_file: str | Path | None = None,
+        api_key: str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._addresses = _addresses(target)
+        self._preferred = 0  # index of the address to try first
+        self._retry = retry or RetryPolicy()
+        self._closed = False
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._credentials = _credentials(ca_file)
+        self._channels: dict[str, Any] = {}
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # that `close` has to cancel
+
+    def _channel(self, address: str) -> Any:
+        """Made when it is first used: one of asyncio belongs to the loop that runs then."""
+        if address not in self._channels:
+            channel = rpc.channel(address, self._credentials, self._grpc)
+            self._channels.setdefault(address, channel)  # another thread may have been faster
+        return self._channels[address]
+
+    def _send(self, call: GenerateCall) -> Any:
+        """Starts an attempt; returns its responses."""
+        responses = _INFERENCE(self._channel(call.address)).Generate(
+            call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
+        )
+        self._calls.add(responses)
+        return responses
+
+    def _send_unary(self, call: UnaryCall[Any], attempts: Attempts) -> Any:
+        """Starts an attempt; returns the response, or with asyncio what to await for it."""
+        send = getattr(call.stub(self._channel(attempts.address)), call.method)
+        metadata = (*self._metadata, *telemetry.inject())
+        return send(call.request, timeout=attempts.time_left_s, metadata=metadata)
+
+    def _generate_call(self, prompt: Prompt, options: Options) -> GenerateCall:
+        return GenerateCall(self, generate_request(prompt, options), timeout_of(options))
+
+    def _tokenize_call(
+        self, prompt: Prompt, model: str | None, timeout_s: float | None
+    ) -> UnaryCall[list[int]]:
+        request = tokenize_request(prompt, model)
+        return UnaryCall(_INFERENCE, "Tokenize", request, timeout_s, lambda r: list(r.token_ids))
+
+    def _models_call(self, timeout_s: float | None) -> UnaryCall[list[Model]]:
+        request = inference_pb2.ListModelsRequest()
+        return UnaryCall(_INFERENCE, "ListModels", request, timeout_s, models_of)
+
+    def _status_call(self, timeout_s: float | None) -> UnaryCall[dict[str, Any]]:
+        request = fleet_pb2.GetStatusRequest()
+        return UnaryCall(_FLEET, "GetStatus", request, timeout_s, status_of)
+
+    def _explain_call(self, prompt: Prompt, options: Options) -> UnaryCall[dict[str, Any]]:
+        request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
+        return UnaryCall(_FLEET, "Explain", request, timeout_of(options), fields_of)
+
+
 class Attempts:
     """Where a call is tried, how long it may still take, and whether it is tried again."""
 
-    def __init__(self, target: Target, timeout_s: float | None) -> None:
-        self._target = target
+    def __init__(self, client: BaseClient, timeout_s: float | None) -> None:
+        self._client = client
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._count = 1
-        self._address = target.preferred
+        self._address = client._preferred
         self._begun = False
         self._broken_at: float | None = None  # time.monotonic()
 
     @property
     def address(self) -> str:
         """The router to call now; raises Cancelled when the client is closed."""
-        if self._target.closed:
+        if self._client._closed:
             raise Cancelled("the client is closed: make a new one")
-        return self._target.addresses[self._address]
+        return self._client._addresses[self._address]
 
     @property
     def time_left_s(self) -> float | None:
@@ -122,15 +198,15 @@ class Attempts:
 
         Raises the error itself when it is final, and Cancelled when the client is closed.
         """
-        if self._target.closed:
+        if self._client._closed:
             raise Cancelled("the client was closed while the call ran") from error
         now = time.monotonic()
         if self._begun and self._broken_at is None:
             self._broken_at = now
-        wait_s = self._target.retry.wait_s(
+        wait_s = self._client._retry.wait_s(
             error,
             attempts=self._count,
-            addresses=len(self._target.addresses),
+            addresses=len(self._client._addresses),
             time_left_s=self.time_left_s,
             jitter=random.random(),  # noqa: S311 - spreads load, guards nothing
             broken_s=None if self._broken_at is None else now - self._broken_at,
@@ -139,8 +215,8 @@ class Attempts:
             raise error
         self._count += 1
         # Later calls start there too, so that one dead router is paid for once.
-        self._address = (self._address + 1) % len(self._target.addresses)
-        self._target.preferred = self._address
+        self._address = (self._address + 1) % len(self._client._addresses)
+        self._client._preferred = self._address
         return wait_s
 
 
@@ -148,7 +224,7 @@ class GenerateCall:
     """One completion from its request to its last message, over as many attempts as it takes."""
 
     def __init__(
-        self, target: Target, request: inference_pb2.GenerateRequest, timeout_s: float | None
+        self, client: BaseClient, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> None:
         self.request = request
         sampling = request.sampling
@@ -156,32 +232,26 @@ class GenerateCall:
             # Chosen here, so that another router can go on with the same random numbers.
             sampling.seed = random.getrandbits(64)
         self.over = False
-        self.attempts = Attempts(target, timeout_s)
-        self._collector = Collector()
+        self.attempts = Attempts(client, timeout_s)
+        self._started = inference_pb2.Started()
+        self._deltas: list[Delta] = []
+        self._token_ids: list[int] = []
+        self._last_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        self._finish: inference_pb2.Finish | None = None
         # The global tracer: a no-op unless the program that uses the SDK has set one up.
         self._span = trace.get_tracer("baton.client").start_span(
             "baton.client.generate",
             kind=SpanKind.CLIENT,
             attributes={"gen_ai.request.model": request.model},
         )
-        self.metadata = (*target.metadata, *telemetry.inject(telemetry.context_of(self._span)))
+        self.metadata = (*client._metadata, *telemetry.inject(telemetry.context_of(self._span)))
 
     @property
     def completion(self) -> Completion:
         """The whole completion; raises Cancelled if the stream was not read to its end."""
-        if not self._collector.finished:
+        if self._finish is None:
             raise Cancelled("the stream was not read to its end: it has no completion")
         return self._completion()
-
-    def received(self, response: inference_pb2.GenerateResponse) -> Delta | None:
-        """Takes a message; the new output, if it carries some. Raises what makes it useless."""
-        try:
-            delta = self._collector.add(response)
-        except BatonError as error:
-            self._fail(error)
-            raise
-        self.attempts.received(output=delta is not None)
-        return delta
 
     @property
     def address(self) -> str:
@@ -192,23 +262,56 @@ class GenerateCall:
             self._fail(error)
             raise
 
+    def received(self, response: inference_pb2.GenerateResponse) -> Delta | None:
+        """Takes a message; the new output, if it carries some.
+
+        Raises Unavailable for a router that begins anew what it should go on with.
+        """
+        delta = None
+        match response.WhichOneof("event"):
+            case "started":
+                self._started = response.started
+                if (resumed := self._started.resumed_tokens) != len(self._token_ids):
+                    error = Unavailable(
+                        f"the router would begin after {resumed} tokens and {len(self._token_ids)} "
+                        "have come: it cannot go on with another router's stream"
+                    )
+                    self._fail(error)
+                    raise error
+            case "delta":
+                message = response.delta
+                logprobs = tuple(map(logprobs_of, message.logprobs))
+                delta = Delta(message.text, tuple(message.token_ids), logprobs)
+                self._deltas.append(delta)
+                self._token_ids.extend(delta.token_ids)
+                self._last_reason = message.finish_reason
+            case "finish":
+                self._finish = response.finish
+        self.attempts.received(output=delta is not None)
+        return delta
+
     def failed(self, error: BatonError) -> float | None:
         """Seconds to wait before the next attempt; None when there is nothing more to do.
 
         The next attempt goes on behind what has come. Raises the error when it is final; its
         `partial` is what has come.
         """
-        self._collector.broken()
-        if self.over or self._collector.finished:
-            self._end()
+        if self._last_reason and not self._finish:  # only the last message is missing
+            self._finish = self._finish_so_far()
+        if self.over or self._finish:
+            if self._span.is_recording():
+                usage = self._completion().usage
+                self._span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+                self._span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
+            self.close()
             return None
         try:
             wait_s = self.attempts.failed(error)
-            self.request.resumed_token_ids[:] = self._collector.token_ids
-            return wait_s
         except BatonError as final:
             self._fail(final)
             raise
+        self.request.resumed_token_ids[:] = self._token_ids
+        return wait_s
 
     def ended(self) -> float | None:
         """The router closed the stream: as `failed`, unless the last message has come."""
@@ -221,83 +324,24 @@ class GenerateCall:
             self._span.end()
 
     def _completion(self) -> Completion:
-        return self._collector.completion(telemetry.trace_id_of(self._span))
+        return completion_of(
+            self._started,
+            self._finish or self._finish_so_far(),
+            text="".join(delta.text for delta in self._deltas),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
+            trace_id=telemetry.trace_id_of(self._span),
+        )
 
-    def _end(self) -> None:
-        if self._span.is_recording():
-            usage = self._completion().usage
-            self._span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
-            self._span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
-        self.close()
+    def _finish_so_far(self) -> inference_pb2.Finish:
+        """The last message as far as it is known without it."""
+        usage = common_pb2.Usage(
+            prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
+        )
+        return inference_pb2.Finish(reason=self._last_reason, usage=usage)
 
     def _fail(self, error: BatonError) -> None:
         error.partial = self._completion()  # type: ignore[attr-defined]
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(Status(StatusCode.ERROR, str(error)))
         self.close()
-
-
-@dataclass(frozen=True)
-class UnaryCall(Generic[T]):
-    """A call with one answer: how a channel makes it, what is sent, what the answer means."""
-
-    method: Callable[[Any], Any]
-    request: Any
-    timeout_s: float | None
-    result: Callable[[Any], T]
-
-
-class BaseClient:
-    """What `Client` and `AsyncClient` have in common: where to call, and the calls they make."""
-
-    def __init__(
-        self,
-        target: str | Sequence[str] = "127.0.0.1:7700",
-        *,
-        ca_file: str | Path | None = None,
-        api_key: str | None = None,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        self._target = Target.of(target, ca_file, api_key, retry)
-        self._channels: dict[str, Any] = {}
-        self._open()
-
-    def _open(self) -> None:
-        """Makes what a client has beside this."""
-
-    def _generate_call(self, prompt: Prompt, options: Options) -> GenerateCall:
-        return GenerateCall(self._target, generate_request(prompt, options), timeout_of(options))
-
-    def _tokenize_call(
-        self, prompt: Prompt, model: str | None, timeout_s: float | None
-    ) -> UnaryCall[list[int]]:
-        return UnaryCall(
-            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).Tokenize,
-            tokenize_request(prompt, model),
-            timeout_s,
-            lambda response: list(response.token_ids),
-        )
-
-    def _models_call(self, timeout_s: float | None) -> UnaryCall[list[Model]]:
-        return UnaryCall(
-            lambda channel: inference_pb2_grpc.InferenceServiceStub(channel).ListModels,
-            inference_pb2.ListModelsRequest(),
-            timeout_s,
-            models_of,
-        )
-
-    def _status_call(self, timeout_s: float | None) -> UnaryCall[dict[str, Any]]:
-        return UnaryCall(
-            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).GetStatus,
-            fleet_pb2.GetStatusRequest(),
-            timeout_s,
-            status_of,
-        )
-
-    def _explain_call(self, prompt: Prompt, options: Options) -> UnaryCall[dict[str, Any]]:
-        return UnaryCall(
-            lambda channel: fleet_pb2_grpc.FleetServiceStub(channel).Explain,
-            fleet_pb2.ExplainRequest(request=generate_request(prompt, options)),
-            timeout_of(options),
-            explanation_of,
-        )

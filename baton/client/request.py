@@ -65,12 +65,14 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
             continue
         if name in _SAMPLING:
             _set(request.sampling, name, value, f"sampling.{name}")
-        elif name == "stop":
-            _set(request, name, [value] if isinstance(value, str) else value, name)
         elif name in _PLAIN:
             _set(request, name, value, name)
+        elif name == "stop":
+            _set(request, name, [value] if isinstance(value, str) else value, name)
         elif name == "priority":
-            request.priority = _priority(value)
+            if not isinstance(value, str) or value not in _PRIORITIES:
+                raise InvalidRequest(f"priority must be one of {', '.join(_PRIORITIES)}", name)
+            request.priority = _PRIORITIES[value]
         elif name == "ttft_target":
             _set(request, "ttft_target_ms", _checked(name, _milliseconds, value), name)
         else:
@@ -81,11 +83,11 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
 def timeout_of(options: Mapping[str, Any]) -> float | None:
     """Seconds for everything; None is no limit of ours. Raises InvalidRequest."""
     timeout: Any = options.get("timeout")
-    if timeout is not None and (
-        isinstance(timeout, (str, bool)) or math.isnan(_checked("timeout", float, timeout))
-    ):
+    if timeout is None:
+        return None
+    if isinstance(timeout, (str, bool)) or math.isnan(_checked("timeout", float, timeout)):
         raise InvalidRequest(f"timeout must be seconds or None, not {quoted(timeout)}", "timeout")
-    return None if timeout is None else float(timeout)
+    return float(timeout)
 
 
 def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.TokenizeRequest:
@@ -97,14 +99,17 @@ def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.Tokeniz
     return request
 
 
-def _set_input(request: Any, prompt: Prompt) -> None:
+def _set_input(request: Any, prompt: Any) -> None:
     if isinstance(prompt, str):
         request.text = prompt
     elif _is_chat(prompt):
-        messages = [_checked("prompt", _message, message) for message in prompt]
-        request.chat.messages.extend(messages)
+        for message in prompt:
+            request.chat.messages.append(_checked("prompt", _message, message))
     else:
-        ids = _token_ids(prompt)
+        try:
+            ids = [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise InvalidRequest(f"{_PROMPT}, not {quoted(prompt)}", "prompt") from error
         if not ids:
             raise InvalidRequest("prompt has no tokens", "prompt")
         _set(request.token_ids, "ids", ids, "prompt")
@@ -112,13 +117,6 @@ def _set_input(request: Any, prompt: Prompt) -> None:
 
 def _is_chat(prompt: Prompt) -> bool:
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    try:
-        return [operator.index(token_id) for token_id in prompt]
-    except TypeError as error:
-        raise InvalidRequest(f"{_PROMPT}, not {quoted(prompt)}", "prompt") from error
 
 
 def _message(message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
@@ -135,12 +133,6 @@ def _text_of(part: Any) -> str:
         case {"type": "text", "text": str(text)}:
             return text
     raise TypeError(f'a part of content is {{"type": "text", "text": "..."}}, not {quoted(part)}')
-
-
-def _priority(name: Any) -> common_pb2.Priority:
-    if not isinstance(name, str) or name not in _PRIORITIES:
-        raise InvalidRequest(f"priority must be one of {', '.join(_PRIORITIES)}", "priority")
-    return _PRIORITIES[name]
 
 
 def _milliseconds(seconds: float) -> int:

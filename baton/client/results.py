@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from google.protobuf.message import Message
 
-from baton.errors import Unavailable
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2, worker_pb2
 
 FinishReason = Literal["stop", "length"]
+_LOAD = (
+    *("queue_tokens", "running"),
+    *("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined"),
+)
 _REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -99,84 +102,6 @@ class Completion:
         }
 
 
-class Collector:
-    """Folds the messages of one stream into a Completion."""
-
-    def __init__(self) -> None:
-        self._started = inference_pb2.Started()
-        self._finish: inference_pb2.Finish | None = None
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._last_reason = common_pb2.FINISH_REASON_UNSPECIFIED
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All that has come."""
-        return self._token_ids
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last message has come."""
-        return self._finish is not None
-
-    def add(self, response: inference_pb2.GenerateResponse) -> Delta | None:
-        """Takes the next message; the new output, if it carries some.
-
-        Raises Unavailable for a router that begins anew what it should go on with.
-        """
-        event = response.WhichOneof("event")
-        if event == "started":
-            self._started = response.started
-            if (resumed := self._started.resumed_tokens) != len(self._token_ids):
-                raise Unavailable(
-                    f"the router would begin after {resumed} tokens and {len(self._token_ids)} "
-                    "have come: it cannot go on with another router's stream"
-                )
-        elif event == "finish":
-            self._finish = response.finish
-        elif event == "delta":
-            return self._add_delta(response.delta)
-        return None
-
-    def _add_delta(self, message: inference_pb2.Delta) -> Delta:
-        logprobs = tuple(_logprobs(position) for position in message.logprobs)
-        delta = Delta(message.text, tuple(message.token_ids), logprobs)
-        self._last_reason = message.finish_reason
-        self._text.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        self._logprobs.extend(logprobs)
-        return delta
-
-    def broken(self) -> None:
-        """The stream has ended without its last message, which the last tokens may make up for."""
-        if self._last_reason and not self._finish:
-            self._finish = self._counted(self._last_reason)
-
-    def completion(self, trace_id: str = "") -> Completion:
-        """All that has come; `trace_id` is used if the router names none."""
-        finish = self._finish or self._counted(common_pb2.FINISH_REASON_UNSPECIFIED)
-        return Completion(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            finish_reason=_REASONS.get(finish.reason),
-            stop=finish.stop,
-            logprobs=tuple(self._logprobs),
-            usage=Usage(**_values(finish.usage, Usage)),
-            timing=Timing(**_values(finish.timing, Timing)),
-            route=_route(finish.route),
-            trace_id=self._started.trace_id or trace_id,
-            request_id=self._started.request_id,
-        )
-
-    def _counted(self, reason: common_pb2.FinishReason) -> inference_pb2.Finish:
-        """The last message as far as it is known here."""
-        usage = common_pb2.Usage(
-            prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
-        )
-        return inference_pb2.Finish(reason=reason, usage=usage)
-
-
 def transport_name(transport: int) -> str | None:
     """ "shm" for TRANSPORT_SHM and so on; None when unspecified, the number when not known here."""
     if transport == common_pb2.TRANSPORT_UNSPECIFIED:
@@ -186,23 +111,45 @@ def transport_name(transport: int) -> str | None:
     return common_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
 
 
-def _logprobs(position: common_pb2.PositionLogprobs) -> TokenLogprobs:
+def logprobs_of(position: common_pb2.PositionLogprobs) -> TokenLogprobs:
+    """One output position's."""
     top = tuple((token.token_id, token.logprob) for token in position.top)
     return TokenLogprobs(position.chosen.token_id, position.chosen.logprob, top)
+
+
+def completion_of(
+    started: inference_pb2.Started,
+    finish: inference_pb2.Finish,
+    *,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...],
+    trace_id: str,
+) -> Completion:
+    """Of a stream's first and last messages and what came between."""
+    route = finish.route
+    return Completion(
+        text,
+        token_ids,
+        finish_reason=_REASONS.get(finish.reason),
+        stop=finish.stop,
+        logprobs=logprobs,
+        usage=Usage(**_values(finish.usage, Usage)),
+        timing=Timing(**_values(finish.timing, Timing)),
+        route=Route(
+            prefill=route.prefill or None,
+            decode=route.decode or None,
+            transport=transport_name(route.transport),
+            attempts=route.attempts,
+        ),
+        trace_id=started.trace_id or trace_id,
+        request_id=started.request_id,
+    )
 
 
 def _values(message: Any, cls: Any) -> dict[str, Any]:
     """A message's fields of the same names as a dataclass's."""
     return {field.name: getattr(message, field.name) for field in fields(cls)}
-
-
-def _route(message: common_pb2.Route) -> Route:
-    return Route(
-        prefill=message.prefill or None,
-        decode=message.decode or None,
-        transport=transport_name(message.transport),
-        attempts=message.attempts,
-    )
 
 
 @dataclass(frozen=True)
@@ -223,15 +170,10 @@ def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
 def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
     """The object that `baton status --json` prints."""
     return {
-        "router": _fields(response.router),
+        "router": fields_of(response.router),
         "workers": [_worker(worker) for worker in response.workers],
         "pairs": [_pair(pair) for pair in response.pairs],
     }
-
-
-def explanation_of(response: fleet_pb2.ExplainResponse) -> dict[str, Any]:
-    """The object that `baton explain --json` prints."""
-    return _fields(response)
 
 
 def device_of(record: common_pb2.WorkerRecord) -> str:
@@ -240,44 +182,35 @@ def device_of(record: common_pb2.WorkerRecord) -> str:
 
 
 def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
-    record, load = worker.record, worker.load
+    record, load = fields_of(worker.record), fields_of(worker.load)
     return {
-        "role": _enum_name(record.DESCRIPTOR.fields_by_name["role"].enum_type, record.role),
-        "incarnation": record.incarnation,
-        "address": record.address,
-        "pid": record.pid,
+        **{name: record[name] for name in ("role", "incarnation", "address", "pid")},
         "state": worker.state,
         "reason": worker.reason,
-        "device": device_of(record),
-        "queue_tokens": load.queue_tokens,
-        "running": load.running,
+        "device": device_of(worker.record),
+        **{name: load[name] for name in _LOAD},
         # A worker that has not reported its load yet has registered its pool's size.
-        "blocks_total": load.blocks_total or record.blocks_total,
-        "blocks_free": load.blocks_free,
-        "blocks_cached": load.blocks_cached,
-        "blocks_held": load.blocks_held,
-        "blocks_quarantined": load.blocks_quarantined,
+        "blocks_total": load["blocks_total"] or record["blocks_total"],
     }
 
 
 def _pair(pair: worker_pb2.PairStatus) -> dict[str, Any]:
+    names = {name: getattr(pair, name) for name in ("prefill", "decode", "state")}
+    return {**names, "transport": transport_name(pair.transport)}
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """A message as JSON can hold it: what `baton explain --json` prints."""
     return {
-        "prefill": pair.prefill,
-        "decode": pair.decode,
-        "transport": transport_name(pair.transport),
-        "state": pair.state,
+        field.name: _plain(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
     }
-
-
-def _fields(message: Message) -> dict[str, Any]:
-    fields = message.DESCRIPTOR.fields
-    return {field.name: _plain(field, getattr(message, field.name)) for field in fields}
 
 
 def _plain(field: Any, value: Any) -> Any:
     """A field's value as JSON can hold it."""
     if isinstance(value, Message):
-        return _fields(value)
+        return fields_of(value)
     if isinstance(value, Mapping):  # of scalars
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -44,28 +44,16 @@ class RetryPolicy:
         """
         if not isinstance(error, RetryableError):
             return None
-        if attempts >= max(self.max_attempts, addresses) and not self._reconnects(
-            error, broken_s, time_left_s
-        ):
-            return None
-        advice_s = error.retry_after_s * (1 + _ADVICE_JITTER * jitter)
+        if attempts >= max(self.max_attempts, addresses):
+            reconnects = broken_s is not None and self.max_attempts > 1
+            if not reconnects or not isinstance(error, Unavailable):
+                return None
+            if time_left_s is None and (broken_s or 0) >= self.reconnect_s:
+                return None
+        wait_s = error.retry_after_s * (1 + _ADVICE_JITTER * jitter)
         if isinstance(error, Unavailable) and attempts < addresses:
-            advice_s = 0.0
-        after_s = max(advice_s, self._backoff_s(attempts, addresses, jitter))
-        if time_left_s is not None and after_s >= time_left_s:
-            return None
-        return after_s
-
-    def _reconnects(
-        self, error: BatonError, broken_s: float | None, time_left_s: float | None
-    ) -> bool:
-        if broken_s is None or self.max_attempts <= 1 or not isinstance(error, Unavailable):
-            return False
-        return time_left_s is not None or broken_s < self.reconnect_s
-
-    def _backoff_s(self, attempts: int, addresses: int, jitter: float) -> float:
-        rounds = attempts // addresses
-        if rounds == 0:
-            return 0.0  # the next address has not been tried yet: nothing to wait for
-        delay_s = min(self.first_delay_s * 2.0 ** min(rounds - 1, 32), self.max_delay_s)
-        return delay_s * (0.5 + jitter / 2)
+            wait_s = 0.0
+        if rounds := attempts // addresses:  # otherwise there is an address that was not tried
+            backoff_s = min(self.first_delay_s * 2.0 ** min(rounds - 1, 32), self.max_delay_s)
+            wait_s = max(wait_s, backoff_s * (0.5 + jitter / 2))
+        return None if time_left_s is not None and wait_s >= time_left_s else wait_s

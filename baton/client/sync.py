@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from baton import rpc, telemetry
-from baton.client.call import Attempts, BaseClient, GenerateCall, UnaryCall
+from baton import rpc
+from baton.client.call import Attempts, BaseClient, BaseStream, GenerateCall, UnaryCall
 from baton.client.request import Options, Prompt
 from baton.client.results import Completion, Delta, Model
-from baton.v1 import inference_pb2_grpc
 
 T = TypeVar("T")
 
 
-class Stream:
+class Stream(BaseStream):
     """One completion as it is written: an iterator of `Delta`.
 
     The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
@@ -25,15 +24,8 @@ class Stream:
     """
 
     def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
-        self._call = call
-        self._send = send
-        self._responses: Any = None
+        super().__init__(call, send)
         self._closed = threading.Event()
-
-    @property
-    def completion(self) -> Completion:
-        """The whole completion; raises Cancelled if the stream was not read to its end."""
-        return self._call.completion
 
     def __iter__(self) -> Self:
         return self
@@ -61,10 +53,8 @@ class Stream:
 
     def close(self) -> None:
         """Cancels the request if it has not ended; may be called from any thread."""
-        self._call.close()
+        self._cancel()
         self._closed.set()
-        if self._responses is not None:
-            self._responses.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -93,9 +83,7 @@ class Client(BaseClient):
     goes on behind the tokens that have come; see `RetryPolicy`.
     """
 
-    def _open(self) -> None:
-        for address in self._target.addresses:
-            self._channels[address] = rpc.channel(address, self._target.credentials, grpc)
+    _grpc: ClassVar[Any] = grpc
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole completion of a text, of token ids, or of chat messages; see `Options`.
@@ -131,7 +119,7 @@ class Client(BaseClient):
 
     def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
-        self._target.closed = True
+        self._closed = True
         for channel in self._channels.values():
             channel.close()
 
@@ -141,20 +129,11 @@ class Client(BaseClient):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _send(self, call: GenerateCall) -> Any:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channels[call.address])
-        return stub.Generate(
-            call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
-        )
-
     def _unary(self, call: UnaryCall[T]) -> T:
-        attempts = Attempts(self._target, call.timeout_s)
-        metadata = (*self._target.metadata, *telemetry.inject())
+        attempts = Attempts(self, call.timeout_s)
         while True:
-            send = call.method(self._channels[attempts.address])
             try:
-                response = send(call.request, timeout=attempts.time_left_s, metadata=metadata)
-                return call.result(response)
+                return call.result(self._send_unary(call, attempts))
             except grpc.RpcError as rpc_error:
                 wait_s = attempts.failed(rpc.error_of(rpc_error))
             threading.Event().wait(wait_s)

@@ -1,7 +1,7 @@
 """OpenAI's HTTP API over the same service as gRPC: `frontend` is given to `router.main.run`.
 
     server (uvicorn, one socket) -> routes -> generation -> GenerationService
-    -> response_format -> client
+    -> output -> client
 
 It knows HTTP and JSON, and nothing of workers; admission is the service's.
 """

@@ -1,30 +1,33 @@
 """One HTTP exchange on plain ASGI: its body in, its answer out, and errors in OpenAI's format.
 
-Starlette's own requests and responses cost more than a short completion may. The one table between
-`baton.errors` and HTTP statuses is here.
+The one table between `baton.errors` and HTTP statuses is here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from starlette.types import Receive, Scope, Send
+import msgspec
 
 from baton import errors
 from baton.errors import Cancelled, InvalidRequest
+from baton.gateway.api import Error, ErrorDetails
 from router.frontend import Caller
 
 log = logging.getLogger(__name__)
 
 Header = tuple[bytes, bytes]
+# ASGI's.
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON_TYPE: Header = (b"content-type", b"application/json")
 # Where the server puts a function into the scope: writes no longer wait for the client to read.
@@ -117,10 +120,12 @@ class HttpExchange:
         self._write_on()
         await self.write(data, more=False)
 
-    async def answer(self, status: int, body: bytes, headers: list[Header]) -> None:
-        """Sends all of a JSON answer."""
+    async def answer(
+        self, status: int, body: bytes, headers: list[Header], kind: Header = JSON_TYPE
+    ) -> None:
+        """Sends all of an answer."""
         length = (b"content-length", b"%d" % len(body))
-        await self.start(status, [JSON_TYPE, length, *headers])
+        await self.start(status, [kind, length, *headers])
         await self.end(body)
 
     @contextlib.asynccontextmanager
@@ -165,20 +170,6 @@ class HttpExchange:
         return seconds
 
 
-def parse(text: bytes) -> Any:
-    """The JSON value. Raises InvalidRequest for what is not JSON, NaN and Infinity included."""
-    try:
-        return json.loads(text, parse_constant=_no_number)
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deeply") from error
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
 class HttpError(Exception):
     """An error of HTTP alone, such as a body that is too large."""
 
@@ -214,31 +205,25 @@ class Failure:
 def failure_of(error: Exception) -> Failure:
     """Status, headers and body for `error`; an unexpected one is logged."""
     text, param = str(error), None
+    headers: tuple[Header, ...] = ()
     if isinstance(error, HttpError):
-        status, kind, code = error.status, _INVALID, None
+        status, kind, code, headers = error.status, _INVALID, None, error.headers
     elif isinstance(error, errors.BatonError):
         status, kind, code = next(row for cls, row in _STATUSES if isinstance(error, cls))
+        if isinstance(error, errors.ModelNotFound):
+            param = "model"
+        elif isinstance(error, errors.InvalidRequest):
+            param = error.field or None
+        elif isinstance(error, errors.Unauthenticated):
+            headers = ((b"www-authenticate", b"Bearer"),)
+        elif isinstance(error, errors.RetryableError):
+            # Retry-After has whole seconds; OpenAI's clients prefer the other one.
+            headers = ((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))),)
+            if error.retry_after_s > 0:
+                headers += ((b"retry-after-ms", b"%d" % (error.retry_after_s * 1000)),)
     else:
         status, kind, code = 500, "server_error", None
         log.error("unexpected error in an HTTP request", exc_info=error)
         text = f"unexpected {type(error).__name__}: {error}"
-    if isinstance(error, errors.ModelNotFound):
-        param = "model"
-    elif isinstance(error, errors.InvalidRequest):
-        param = error.field or None
-    body = {"message": text, "type": kind, "param": param, "code": code}
-    return Failure(status, _headers(error), json.dumps({"error": body}).encode())
-
-
-def _headers(error: Exception) -> tuple[Header, ...]:
-    if isinstance(error, HttpError):
-        return error.headers
-    if isinstance(error, errors.Unauthenticated):
-        return ((b"www-authenticate", b"Bearer"),)
-    if not isinstance(error, errors.RetryableError):
-        return ()
-    # Retry-After has whole seconds; OpenAI's clients prefer the other one where it is there.
-    whole = b"%d" % max(1, math.ceil(error.retry_after_s))
-    if error.retry_after_s <= 0:
-        return ((b"retry-after", whole),)
-    return ((b"retry-after", whole), (b"retry-after-ms", b"%d" % (error.retry_after_s * 1000)))
+    body = msgspec.json.encode(Error(ErrorDetails(text, kind, param, code)))
+    return Failure(status, headers, body)

@@ -1,20 +1,18 @@
-"""Turns a checked body into requests to the router, and how to answer them."""
+"""Turns checked bodies into requests to the router. All raise InvalidRequest naming the field."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.gateway.api_schema import MAX_CHOICES, MAX_CHOICES_SIZE
+from baton.gateway import api
 from baton.sampling import FILL_CONTEXT
 from baton.v1 import common_pb2, inference_pb2
 
-Body = Mapping[str, Any]
-
+MAX_CHOICES = 1024  # prompts times n
+MAX_CHOICES_SIZE = 4 << 20  # n times the characters or token ids of the prompts, where n > 1
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
-_SEEDS = 1 << 64
 _PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
     "normal": common_pb2.PRIORITY_NORMAL,
@@ -22,9 +20,9 @@ _PRIORITIES = {
 }
 # Fields of the sampling settings that have the same name and meaning here.
 _SAME = (
-    "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
-    "ignore_eos",
-)  # fmt: skip
+    *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,27 +30,24 @@ class ParsedRequest:
     """What to generate and return. Choice i belongs to prompt i // n."""
 
     requests: Sequence[inference_pb2.GenerateRequest]  # one for each prompt
+    options: api.GenerateOptions
     n: int
-    stream: bool
-    include_usage: bool
-    model: str  # empty: the one that is served
     logprobs: bool
-    return_token_ids: bool
     max_tokens_given: bool  # by the caller; a default is cut to what the context leaves
+    fields: Mapping[str, str]  # what the router's fields are called in this body
     echoes: Sequence[str | Sequence[int]] = ()  # by prompt; what its text begins with
 
 
-def parse_completion(body: Body) -> ParsedRequest:
-    """Of a body of /v1/completions. Raises InvalidRequest naming the field."""
-    prompts = _prompts(body["prompt"])
-    n = body.get("n") or 1
-    if (best_of := body.get("best_of")) is not None and best_of != n:
+def parse_completion(text: bytes) -> ParsedRequest:
+    """A body of /v1/completions."""
+    body = api.decode(api.CompletionRequest, text)
+    if body.best_of not in (None, body.n or 1):
         raise InvalidRequest("best_of is supported only where it equals n", "best_of")
-    logprobs, echo = body.get("logprobs"), bool(body.get("echo"))
-    if echo and logprobs is not None:
+    if body.echo and body.logprobs is not None:
         raise InvalidRequest("echo is not supported together with logprobs", "echo")
-    base = _base(body, body.get("max_tokens") or _DEFAULT_MAX_TOKENS, logprobs)
-    bases = []
+    prompts = api.prompts_of(body.prompt)
+    base = _base(body, body.max_tokens or _DEFAULT_MAX_TOKENS, body.logprobs)
+    requests = []
     for prompt in prompts:
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(base)
@@ -60,74 +55,74 @@ def parse_completion(body: Body) -> ParsedRequest:
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
-        bases.append(request)
-    size = sum(map(len, prompts))
-    return _parsed(body, bases, size, logprobs is not None, prompts if echo else ())
-
-
-def parse_chat(body: Body) -> ParsedRequest:
-    """Of a body of /v1/chat/completions; without a limit it may fill the context."""
-    top = body.get("top_logprobs")
-    if top is not None and not body.get("logprobs"):
-        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    logprobs = (top or 0) if body.get("logprobs") else None
-    most = body.get("max_completion_tokens") or body.get("max_tokens") or FILL_CONTEXT
-    base = _base(body, most, logprobs)
-    base.chat.CopyFrom(chat_of(body["messages"]))
-    size = sum(len(message.content) for message in base.chat.messages)
-    return _parsed(body, [base], size, logprobs is not None)
-
-
-def parse_tokenize(body: Body) -> inference_pb2.TokenizeRequest:
-    """Of a body of /tokenize."""
-    prompt: str | None = body.get("prompt")
-    messages: Any = body.get("messages")
-    if (prompt is None) is (messages is None):
-        raise InvalidRequest("give either prompt or messages", "prompt")
-    if body.get("add_special_tokens") not in (None, messages is None):
-        raise InvalidRequest("add_special_tokens is not supported here: leave it out",
-                             "add_special_tokens")  # fmt: skip
-    request = inference_pb2.TokenizeRequest(model=body.get("model") or "")
-    if prompt is not None:
-        request.text = prompt
-    else:
-        request.chat.CopyFrom(chat_of(messages))
-    return request
-
-
-def chat_of(messages: Sequence[Mapping[str, Any]]) -> inference_pb2.Chat:
-    """A conversation as the service takes it."""
-    return inference_pb2.Chat(
-        messages=[
-            inference_pb2.ChatMessage(role=message["role"], content=_content(message))
-            for message in messages
-        ]
+        requests.append(request)
+    _check_choices(body, len(prompts), sum(map(len, prompts)))
+    return ParsedRequest(
+        requests,
+        body,
+        n=body.n or 1,
+        logprobs=body.logprobs is not None,
+        max_tokens_given=body.max_tokens is not None,
+        fields=dict.fromkeys(("input", "text", "token_ids"), "prompt"),
+        echoes=prompts if body.echo else (),
     )
 
 
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""
+def parse_chat(text: bytes) -> ParsedRequest:
+    """A body of /v1/chat/completions; without a limit it may fill the context."""
+    body = api.decode(api.ChatRequest, text)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    most = body.max_completion_tokens or body.max_tokens
+    request = _base(body, most or FILL_CONTEXT, logprobs)
+    request.chat.CopyFrom(_chat(body.messages))
+    _check_choices(body, 1, sum(len(message.content) for message in request.chat.messages))
+    older_name = body.max_tokens and not body.max_completion_tokens
+    return ParsedRequest(
+        [request],
+        body,
+        n=body.n or 1,
+        logprobs=logprobs is not None,
+        max_tokens_given=most is not None,
+        fields={
+            **dict.fromkeys(("input", "chat", "token_ids"), "messages"),
+            "max_tokens": "max_tokens" if older_name else "max_completion_tokens",
+            "include_stop": "include_stop_str_in_output",
+        },
+    )
 
 
-def _prompts(prompt: Any) -> Sequence[str | Sequence[int]]:
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
+def parse_tokenize(text: bytes) -> tuple[inference_pb2.TokenizeRequest, bool]:
+    """A body of /tokenize, and whether it asks for the tokens' texts."""
+    body = api.decode(api.TokenizeRequest, text)
+    if (body.prompt is None) is (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", "prompt")
+    if body.add_special_tokens not in (None, body.messages is None):
+        name = "add_special_tokens"
+        raise InvalidRequest(f"{name} is not supported here: leave it out", name)
+    request = inference_pb2.TokenizeRequest(model=body.model or "")
+    if body.messages is None:
+        request.text = body.prompt or ""
+    else:
+        request.chat.CopyFrom(_chat(body.messages))
+    return request, bool(body.return_token_strs)
 
 
-def _parsed(
-    body: Body,
-    bases: Sequence[inference_pb2.GenerateRequest],
-    size: int,
-    logprobs: bool,
-    echoes: Sequence[str | Sequence[int]] = (),
-) -> ParsedRequest:
+def _chat(messages: Sequence[api.Message]) -> inference_pb2.Chat:
+    chat = inference_pb2.Chat()
+    for message in messages:
+        content = message.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        chat.messages.add(role=message.role, content=content)
+    return chat
+
+
+def _check_choices(body: api.GenerateOptions, prompts: int, size: int) -> None:
     """`size` is of all prompts, in characters or token ids."""
-    n = body.get("n") or 1
-    if len(bases) * n > MAX_CHOICES:
+    n = body.n or 1
+    if prompts * n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n may be {MAX_CHOICES} at most", "n")
     if n > 1 and size * n > MAX_CHOICES_SIZE:
         raise InvalidRequest(
@@ -135,49 +130,32 @@ def _parsed(
             f"most, not {n} times {size}",
             "n",
         )
-    stream, options = bool(body.get("stream")), body.get("stream_options")
-    if options and not stream:
+    if body.stream_options and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
-    return ParsedRequest(
-        requests=bases,
-        n=n,
-        stream=stream,
-        include_usage=bool(options and options.get("include_usage")),
-        model=body.get("model") or "",
-        logprobs=logprobs,
-        return_token_ids=bool(body.get("return_token_ids")),
-        max_tokens_given=bool(body.get("max_completion_tokens") or body.get("max_tokens")),
-        echoes=echoes,
-    )
 
 
-def _base(body: Body, max_tokens: int, logprobs: int | None) -> inference_pb2.GenerateRequest:
+def _base(
+    body: api.GenerateOptions, max_tokens: int, logprobs: int | None
+) -> inference_pb2.GenerateRequest:
     """All but the prompt."""
-    stop = body.get("stop")
-    return inference_pb2.GenerateRequest(
-        model=body.get("model") or "",
-        sampling=_sampling(body, max_tokens, logprobs),
-        stop=[stop] if isinstance(stop, str) else stop,
-        include_stop=bool(body.get("include_stop_str_in_output")),
-        cache_salt=body.get("cache_salt") or "",
-        priority=_priority(body.get("priority")),
-        ttft_target_ms=body.get("ttft_target_ms") or 0,
-    )
-
-
-def _sampling(body: Body, max_tokens: int, logprobs: int | None) -> common_pb2.SamplingParams:
-    temperature, seed = body.get("temperature"), body.get("seed")
-    settings = {name: body[name] for name in _SAME if body.get(name) is not None}
-    if bias := body.get("logit_bias"):
-        settings["logit_bias"] = {int(token): value for token, value in bias.items()}
-    return common_pb2.SamplingParams(
-        temperature=1.0 if temperature is None else temperature,
-        top_k=max(0, body.get("top_k") or 0),
-        seed=None if seed is None else seed % _SEEDS,
-        stop_token_ids=body.get("stop_token_ids"),
+    if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
+        raise InvalidRequest("seed must be an integer of 64 bits", "seed")
+    sampling = common_pb2.SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        seed=None if body.seed is None else body.seed % (1 << 64),
         max_tokens=max_tokens,
         logprobs=logprobs,
-        **settings,
+        **{name: getattr(body, name) for name in _SAME},
+    )
+    return inference_pb2.GenerateRequest(
+        model=body.model or "",
+        sampling=sampling,
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+        include_stop=bool(body.include_stop_str_in_output),
+        cache_salt=body.cache_salt or "",
+        priority=_priority(body.priority),
+        ttft_target_ms=body.ttft_target_ms or 0,
     )
 
 

@@ -7,18 +7,23 @@ import contextlib
 import logging
 import resource
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 
 import httptools
 import uvicorn
-from starlette.routing import BaseRoute
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.errors import ConfigError, Unavailable
-from baton.gateway.http_exchange import WRITE_ON, HttpError, HttpExchange, failure_of
-from baton.gateway.routes import app_of
+from baton.gateway.http_exchange import (
+    WRITE_ON,
+    HttpError,
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    failure_of,
+)
+from baton.gateway.routes import App
 from router.frontend import GenerationService
 from router.main import Frontend
 
@@ -42,49 +47,56 @@ _CHUNK = 512  # body chunks of that size or more have their framing for free
 _RETRY_AFTER_S = 1.0
 
 
-def frontend(host: str, port: int, routes: Sequence[BaseRoute] = ()) -> Frontend:
-    """HTTP at `host`:`port` for `router.main.run`; `routes` are served beside our own.
+def frontend(host: str, port: int) -> Frontend:
+    """HTTP at `host`:`port` for `router.main.run`.
 
     Listens at once, so that a port in use is a ConfigError before anything has begun.
     """
     listener = listen(host, port)
-
-    def enter(service: GenerationService) -> AbstractAsyncContextManager[None]:
-        return serving(service, listener, routes)
-
-    return enter
+    return lambda service: serving(service, listener)
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket for `serving`; port 0 takes a free one. Raises ConfigError when it is taken."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
+        both = family == socket.AF_INET6  # "::" takes IPv4 too
+        listener = socket.create_server(
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
+        # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
         raise ConfigError(
-            f"cannot listen on {host}:{port} for HTTP: {error.strerror}; "
+            f"cannot listen on {host}:{port} for HTTP: {reason}; "
             "stop what uses it or choose another port with --http-port"
         ) from error
     return listener
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    service: GenerationService, listener: socket.socket, routes: Sequence[BaseRoute] = ()
-) -> AsyncIterator[None]:
+async def serving(service: GenerationService, listener: socket.socket) -> AsyncIterator[None]:
     """Takes connections while inside; at the end what is being answered may finish."""
-    server = _server(service, routes)
-    server.config.load()
-    server.lifespan = server.config.lifespan_class(server.config)
+    config = uvicorn.Config(
+        App(service),
+        http=Connection,
+        ws="none",
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_STOP_GRACE_S,
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
     # Not `server.serve()`: that takes the process's signals, which are the router's.
     await server.startup(sockets=[listener])
     ticking = asyncio.create_task(server.main_loop(), name="http")
@@ -96,27 +108,6 @@ async def serving(
         server.should_exit = True
         await ticking
         await server.shutdown(sockets=[listener])
-
-
-def _server(service: GenerationService, routes: Sequence[BaseRoute]) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app_of(service, routes),
-            http=Connection,
-            ws="none",
-            loop="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_STOP_GRACE_S,
-        )
-    )
 
 
 class Connection(HttpToolsProtocol):

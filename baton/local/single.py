@@ -19,7 +19,7 @@ from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
 from baton.sampling import SamplingParams
-from baton.text import AnyTokenizer, check_stop_strings, load_tokenizer
+from baton.text import Tokenizer, check_stop_strings, load_tokenizer
 from router.dispatch.request_state import TextStream, TokenizedRequest
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -146,7 +146,7 @@ class SingleProcess:
             self._reports.put(progress)
 
 
-def encode(tokenizer: AnyTokenizer, prompt: Prompt) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """Token ids of a text, of chat messages, or of ids as they are."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Self
+
+from google.protobuf import json_format
 
 from baton.config import RegistryConfig
 from baton.errors import BatonError, InvalidRequest, Stale
@@ -30,32 +33,20 @@ class EtcdRegistry:
         self._config = config
         self._client = EtcdClient(config)
 
-    @asynccontextmanager
-    async def register(self, record: WorkerRecord) -> AsyncIterator[EtcdRegistration]:
+    def register(self, record: WorkerRecord) -> EtcdRegistration:
         """Enters `record` until exit; see `Registry`."""
-        registration = EtcdRegistration(self._client, self._config, record)
-        await registration.start()
-        try:
-            yield registration
-        finally:
-            await registration.stop()
+        return EtcdRegistration(self._client, self._config, record)
 
-    @asynccontextmanager
-    async def watch(self) -> AsyncIterator[Membership]:
+    def watch(self) -> EtcdWatch:
         """Follows the members until exit; see `Registry`."""
-        watch = EtcdWatch(self._client, self._config)
-        await watch.start()
-        try:
-            yield watch.membership
-        finally:
-            await watch.stop()
+        return EtcdWatch(self._client, self._config)
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._client.close()
 
 
-class EtcdRegistration:
+class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
     """One worker's key in etcd, kept true until the worker leaves.
 
     One task does all the writing, in rounds: see that the lease lives (or take a new one), then see
@@ -67,7 +58,7 @@ class EtcdRegistration:
         self._client = client
         self._prefix = config.workers_prefix
         self._ttl_s = config.lease_ttl_s
-        self._record = member_table.copied(record)
+        self._record = copy.deepcopy(record)
         self._key = member_table.key_of(self._prefix, record)
         self._written = b""
         self._lease = 0  # 0: none
@@ -82,16 +73,17 @@ class EtcdRegistration:
         """Whether etcd answered the last time it was asked."""
         return self._connected
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Writes the key and begins to keep it alive; Unavailable or ConfigError if it cannot."""
         await self._client.connect(self._prefix)
         self._unwritten.set()
         try:
             await self._round()
         except BaseException:  # the key may be written already
-            await self.stop()
+            await self.__aexit__()
             raise
         self._task = asyncio.create_task(self._keep(), name=f"keep {self._key}")
+        return self
 
     async def update(self, record: WorkerRecord) -> None:
         """Replaces the record; see `Registration`."""
@@ -101,7 +93,7 @@ class EtcdRegistration:
         if self._connected:
             await self._settled.wait()
 
-    async def stop(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         """Removes the key at once; if etcd cannot be reached its lease does so later."""
         if self._task is not None:
             self._task.cancel()
@@ -148,7 +140,7 @@ class EtcdRegistration:
         self._connected = True
         if self._unwritten.is_set():
             self._unwritten.clear()
-            self._written = member_table.encode(self._record)
+            self._written = json_format.MessageToJson(self._record, indent=None).encode()
             await self._client.put(self._key, self._written, self._lease)
         if not self._unwritten.is_set():
             self._settled.set()
@@ -172,7 +164,7 @@ class EtcdRegistration:
         self._settled.set()
 
 
-class EtcdWatch:
+class EtcdWatch(AbstractAsyncContextManager[Membership]):
     """One watcher of all workers: lists at revision R, watches from R + 1, again after every break.
 
     After a break the watch resumes at the last revision seen, so that departures meanwhile come as
@@ -192,18 +184,19 @@ class EtcdWatch:
         self._backoff = Backoff()
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Membership:
         """Lists the members and begins to follow; Unavailable or ConfigError if it cannot."""
         self._take(await self._client.connect(self._prefix))
         self._publish(connected=True)
         self._task = asyncio.create_task(self._follow(), name=f"watch {self._prefix}")
+        return self.membership
 
-    async def stop(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         """Ends the watch and all readers of `membership`."""
+        assert self._task is not None, "entered before"
         self._hold_grace()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        self._task.cancel()
+        await asyncio.wait([self._task])
         self.membership.close()
 
     async def _follow(self) -> None:

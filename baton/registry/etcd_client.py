@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -67,8 +67,6 @@ _GONE = (
     grpc.StatusCode.UNKNOWN,
 )
 
-T = TypeVar("T")
-
 
 class _Endpoint:
     """One etcd member: its name for messages and the stubs of its channel."""
@@ -85,8 +83,16 @@ class _Endpoint:
         self.watch = etcd_pb2_grpc.WatchStub(self.channel)
         self.auth = etcd_pb2_grpc.AuthStub(self.channel)
 
+    async def renew(self, request: etcd_pb2.LeaseKeepAliveRequest, **options: Any) -> int:
+        """Seconds that a lease lives. A stream a renewal has a deadline as any call has."""
+        answers = [answer async for answer in self.lease.LeaseKeepAlive([request], **options)]
+        if not answers:
+            raise Unavailable(f"etcd at {self.name} did not answer a lease renewal")
+        return int(answers[0].TTL)
 
-Invoke = Callable[[_Endpoint, dict[str, Any]], Awaitable[T]]
+
+# One of an endpoint's methods.
+Pick = Callable[[_Endpoint], Callable[..., Awaitable[Any]]]
 
 
 class EtcdClient:
@@ -130,49 +136,40 @@ class EtcdClient:
     async def range(self, prefix: str) -> etcd_pb2.RangeResponse:
         """All keys under `prefix`, and in the header the store's revision."""
         request = etcd_pb2.RangeRequest(key=prefix.encode(), range_end=_end_of(prefix))
-        return await self._call(lambda at, options: at.kv.Range(request, **options))
+        found: etcd_pb2.RangeResponse = await self._call(lambda at: at.kv.Range, request)
+        return found
 
     async def get(self, key: str) -> etcd_pb2.KeyValue | None:
         """What is stored at `key`."""
         request = etcd_pb2.RangeRequest(key=key.encode())
-        found = await self._call(lambda at, options: at.kv.Range(request, **options))
+        found = await self._call(lambda at: at.kv.Range, request)
         return found.kvs[0] if found.kvs else None
 
     async def put(self, key: str, value: bytes, lease: int) -> None:
         """Writes `key` under `lease`; raises Stale when that lease is gone."""
         request = etcd_pb2.PutRequest(key=key.encode(), value=value, lease=lease)
-        await self._call(lambda at, options: at.kv.Put(request, **options))
+        await self._call(lambda at: at.kv.Put, request)
 
     async def compact(self, revision: int) -> None:
         """Discards history before `revision`."""
         request = etcd_pb2.CompactionRequest(revision=revision, physical=True)
-        await self._call(lambda at, options: at.kv.Compact(request, **options))
+        await self._call(lambda at: at.kv.Compact, request)
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         """(id, seconds to live) of a new lease; etcd may give more time than was asked for."""
         request = etcd_pb2.LeaseGrantRequest(TTL=ttl_s)
-        granted = await self._call(lambda at, options: at.lease.LeaseGrant(request, **options))
+        granted = await self._call(lambda at: at.lease.LeaseGrant, request)
         return granted.ID, granted.TTL
 
     async def keep_alive(self, lease: int) -> int:
-        """Renews a lease and returns its seconds to live, 0 if it is gone.
-
-        One short stream a renewal: so it has a deadline and other endpoints, as any call.
-        """
+        """Renews a lease and returns its seconds to live, 0 if it is gone."""
         request = etcd_pb2.LeaseKeepAliveRequest(ID=lease)
-
-        async def renew(at: _Endpoint, options: dict[str, Any]) -> int:
-            answers = [answer async for answer in at.lease.LeaseKeepAlive([request], **options)]
-            if not answers:
-                raise Unavailable(f"etcd at {at.name} did not answer a lease renewal")
-            return int(answers[0].TTL)
-
-        return await self._call(renew)
+        return int(await self._call(lambda at: at.renew, request))
 
     async def revoke(self, lease: int) -> None:
         """Ends a lease and deletes its keys; Stale when it is gone already."""
         request = etcd_pb2.LeaseRevokeRequest(ID=lease)
-        await self._call(lambda at, options: at.lease.LeaseRevoke(request, **options))
+        await self._call(lambda at: at.lease.LeaseRevoke, request)
 
     async def watch(self, prefix: str, revision: int) -> AsyncIterator[etcd_pb2.WatchResponse]:
         """Yields what happens under `prefix` from `revision` on, first the answer `created`.
@@ -231,39 +228,39 @@ class EtcdClient:
             if isinstance(meaning, Unavailable):  # a refusal, of an old token say, is an answer
                 raise meaning from error
 
-    async def _call(self, invoke: Invoke[T]) -> T:
-        causes: list[Unavailable] = []
+    async def _call(self, pick: Pick, request: Any) -> Any:
+        """Tries each endpoint once, then waits once for a connection."""
+        first: Unavailable | None = None
         for _ in self._addresses:
             try:
-                return await self._authorised(invoke, wait_for_ready=False)
+                return await self._attempt(pick, request, wait_for_ready=False)
             except Unavailable as error:
-                causes.append(error)
+                first = first or error
                 self._current = (self._current + 1) % len(self._addresses)
         try:
-            return await self._authorised(invoke, wait_for_ready=True)
+            return await self._attempt(pick, request, wait_for_ready=True)
         except Unavailable as error:
             # An attempt that waits for a connection only learns that there was none.
-            raise causes[0] from error
+            raise first or error from error
 
-    async def _authorised(self, invoke: Invoke[T], wait_for_ready: bool) -> T:
-        """Logs in where a user is configured, and again when etcd does not know the token."""
-        try:
-            return await self._attempt(invoke, wait_for_ready)
-        except Unauthenticated as error:
-            if not self._user:
-                raise ConfigError(str(error)) from error
-            self._token = None
-            return await self._attempt(invoke, wait_for_ready)
-
-    async def _attempt(self, invoke: Invoke[T], wait_for_ready: bool) -> T:
+    async def _attempt(
+        self, pick: Pick, request: Any, *, wait_for_ready: bool, again: bool = True
+    ) -> Any:
+        """Logs in where a user is configured, and `again` when etcd does not know the token."""
         at = self._endpoint()
         options = {"timeout": CALL_S, "wait_for_ready": wait_for_ready}
         try:
             if self._user and self._token is None:
                 self._token = await self._log_in(at, options)
-            return await invoke(at, options | {"metadata": self._metadata()})
-        except grpc.aio.AioRpcError as error:
-            raise _error_of(error, at.name, self._user) from error
+            return await pick(at)(request, **options, metadata=self._metadata())
+        except grpc.aio.AioRpcError as rpc_error:
+            error = _error_of(rpc_error, at.name, self._user)
+            if not isinstance(error, Unauthenticated) or not again:
+                raise error from rpc_error
+            if not self._user:
+                raise ConfigError(str(error)) from rpc_error
+        self._token = None
+        return await self._attempt(pick, request, wait_for_ready=wait_for_ready, again=False)
 
     async def _log_in(self, at: _Endpoint, options: dict[str, Any]) -> str:
         request = etcd_pb2.AuthenticateRequest(name=self._user, password=self._password)
@@ -292,8 +289,6 @@ def _end_of(prefix: str) -> bytes:
 def _password(config: RegistryConfig) -> str:
     if config.user and config.password_file is None:
         raise ConfigError("--etcd-user needs --etcd-password-file")
-    if config.password_file is None:
-        return ""
     return (_read(config.password_file, "--etcd-password-file") or b"").decode().rstrip("\r\n")
 
 
@@ -304,18 +299,15 @@ def _addresses(config: RegistryConfig) -> list[tuple[str, grpc.ChannelCredential
     for text in config.etcd.split(","):
         if has_files and text.startswith("http://"):
             raise ConfigError(f"--etcd {text} is not TLS: use https:// with --etcd-ca/--etcd-cert")
-        secure = has_files or text.startswith("https://")
-        address = text.removeprefix("http://").removeprefix("https://")
-        found.append((address, _credentials(config) if secure else None))
+        credentials = None
+        if has_files or text.startswith("https://"):
+            credentials = grpc.ssl_channel_credentials(
+                _read(config.ca_file, "--etcd-ca"),
+                _read(config.key_file, "--etcd-key"),
+                _read(config.cert_file, "--etcd-cert"),
+            )
+        found.append((text.removeprefix("http://").removeprefix("https://"), credentials))
     return found
-
-
-def _credentials(config: RegistryConfig) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(
-        _read(config.ca_file, "--etcd-ca"),
-        _read(config.key_file, "--etcd-key"),
-        _read(config.cert_file, "--etcd-cert"),
-    )
 
 
 def _read(path: Path | None, option: str) -> bytes | None:

@@ -6,6 +6,7 @@ network.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 from google.protobuf import json_format
@@ -33,24 +34,12 @@ def copy_for_update(old: WorkerRecord, new: WorkerRecord) -> WorkerRecord:
             "or another role",
             "incarnation",
         )
-    return copied(new)
-
-
-def copied(record: WorkerRecord) -> WorkerRecord:
-    """A copy, so that the caller's later changes stay the caller's."""
-    copy = WorkerRecord()
-    copy.CopyFrom(record)
-    return copy
+    return copy.deepcopy(new)
 
 
 def incarnation_of(key: bytes) -> str:
     """The last part of a key."""
     return key.decode(errors="replace").rpartition("/")[2]
-
-
-def encode(record: WorkerRecord) -> bytes:
-    """The value stored for `record`: one line of JSON."""
-    return json_format.MessageToJson(record, indent=None).encode()
 
 
 def decode(key: bytes, value: bytes) -> WorkerRecord:

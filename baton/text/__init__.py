@@ -8,14 +8,12 @@ from baton.text.chat_template import ChatTemplate
 from baton.text.detokenizer import Detokenizer
 from baton.text.model_files import text_fingerprint
 from baton.text.stop_strings import StopStrings, check_stop_strings
-from baton.text.tokenizer import AnyTokenizer, TokenIdsOnly, Tokenizer, load_tokenizer
+from baton.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "AnyTokenizer",
     "ChatTemplate",
     "Detokenizer",
     "StopStrings",
-    "TokenIdsOnly",
     "Tokenizer",
     "check_stop_strings",
     "load_tokenizer",

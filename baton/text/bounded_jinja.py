@@ -1,10 +1,9 @@
 """jinja2's sandbox with bounds on time and memory, for templates that come with a checkpoint.
 
-A rendering has so many CPU seconds of its thread and may build so many characters. Both are looked
-at where a template does something: at each turn of a loop, call, filter, operator and output. One
-operation that takes long cannot be interrupted (it holds the interpreter's lock), so the ones that
-make large results of small operands are charged for the largest possible one before they run. Two
-values that a template nests into themselves many times and then compares are not covered.
+Both are looked at where a template does something: at each turn of a loop, call, filter, operator
+and output. One operation cannot be interrupted, so those that make large results of small operands
+are charged for the largest possible one before they run. Two values that a template nests into
+themselves many times and then compares are not covered.
 """
 
 from __future__ import annotations

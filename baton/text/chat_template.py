@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -27,13 +27,6 @@ MAX_SOURCE_CHARS = 64 << 10  # which compile in a second; those in use have up t
 # CPU seconds that a rendering may take, and characters that it may build, what it drops included.
 MAX_RENDERING = (2.0, 64 << 20)
 MAX_TRIAL = (0.25, 4 << 20)
-
-
-class ChatTurn(Protocol):
-    """One turn, as the protobuf message baton.v1.ChatMessage has it."""
-
-    role: str
-    content: str
 
 
 class ChatTemplate:
@@ -60,15 +53,16 @@ class ChatTemplate:
         except Exception:
             return  # it expects another conversation
 
-    def render(self, messages: Sequence[tuple[str, str] | ChatTurn]) -> str:
-        """The prompt of a conversation (oldest turn first), ready for the assistant's answer.
+    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+        """The prompt of (role, content) turns, oldest first, ready for the assistant's answer.
 
         Raises InvalidRequest (field "chat") for no messages, and when the template refuses them.
         """
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
         try:
-            return self._render([_plain(message) for message in messages], MAX_RENDERING)
+            turns = [{"role": role, "content": content} for role, content in messages]
+            return self._render(turns, MAX_RENDERING)
         except InvalidRequest:
             raise
         except TooMuch as error:
@@ -98,15 +92,6 @@ class ChatTemplate:
                     )
                 parts.append(part)
         return "".join(parts)
-
-
-def _plain(message: tuple[str, str] | ChatTurn) -> dict[str, str]:
-    """Only plain strings reach a template: it could call methods of anything richer."""
-    if isinstance(message, tuple):
-        role, content = message
-    else:
-        role, content = message.role, message.content
-    return {"role": role, "content": content}
 
 
 class _GenerationBlock(Extension):
@@ -151,7 +136,7 @@ def _environment() -> BoundedEnvironment:
     del environment.globals["lipsum"]
     environment.globals.update(
         raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
+        strftime_now=lambda form: datetime.now().strftime(form),
         dict=_Dict(),
         namespace=_Namespace,
     )
@@ -160,10 +145,6 @@ def _environment() -> BoundedEnvironment:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 class _Dict:

@@ -1,12 +1,8 @@
 """Turns a growing list of token ids into text, piece by piece, at a bounded cost for each token.
 
-A character can be spread over several tokens, and a token's text can depend on the one before it
-(a leading space), so a token alone does not determine its text. The library's own DecodeStream is
-not used: it raises on byte sequences that are not UTF-8, which a model is free to generate, holds
-text back without bound until they end, and cannot be flushed.
-
-How the output is cut into pushes never changes the text. Bytes that are not UTF-8 become U+FFFD,
-one for each maximal invalid part, as in the Unicode Standard, section 3.9.
+The library's own DecodeStream raises on bytes that are not UTF-8, which a model is free to give,
+holds text back without bound, and cannot be flushed. Here, how the output is cut never changes the
+text, and such bytes become U+FFFD, one for each maximal invalid part (Unicode Standard, 3.9).
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
@@ -30,29 +26,26 @@ _MOST_PENDING = 8
 class TokenPieces:
     """The bytes of single tokens, and how the library decodes the tokens that are not bytes.
 
-    Built once for a tokenizer and filled in as ids are seen.
-
+    Built once for a tokenizer and filled in as ids are seen; without one, no token has a text.
     `byte_level` says that every token is bytes (GPT-2, Llama 3, Qwen), so a text is just the
     UTF-8 of its tokens' bytes. Otherwise only `<0xNN>` tokens are (Llama 2, Mistral), and another
     token's text can depend on the tokens before it.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
+    def __init__(self, library: tokenizers.Tokenizer | None) -> None:
         self._library = library
         decoders = _decoders(library)
         self.byte_level = [decoder["type"] for decoder in decoders] == ["ByteLevel"]
         self._byte_fallback = any(decoder["type"] == "ByteFallback" for decoder in decoders)
-        added = library.get_added_tokens_decoder()
+        added = library.get_added_tokens_decoder() if library else {}
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes | None] = {}
 
     def piece(self, token: int) -> bytes | None:
         """The token's bytes, b"" for one that is no text, None where only `decode` knows."""
-        try:
-            return self._known[token]
-        except KeyError:
-            piece = self._known[token] = self._find(token)
-            return piece
+        if token not in self._known:
+            self._known[token] = self._find(token)
+        return self._known[token]
 
     def shown(self, token: int) -> tuple[str, bytes]:
         """A token by itself, as lists of tokens show it: its text, or its name, and its bytes.
@@ -62,15 +55,18 @@ class TokenPieces:
         piece = self.piece(token)
         if piece:
             return piece.decode("utf-8", "replace"), piece
-        text = (self._library.id_to_token(token) or "").replace(_WORD_START, " ")
+        text = (self._name(token) or "").replace(_WORD_START, " ")
         return text, text.encode() if piece is None else b""
 
     def decode(self, tokens: list[int]) -> str:
         """The library's text of `tokens`, special tokens and unknown ids left out."""
-        return self._library.decode(tokens, skip_special_tokens=True)
+        return self._library.decode(tokens, skip_special_tokens=True) if self._library else ""
+
+    def _name(self, token: int) -> str | None:
+        return self._library.id_to_token(token) if self._library else None
 
     def _find(self, token: int) -> bytes | None:
-        name = self._library.id_to_token(token)
+        name = self._name(token)
         if name is None or token in self._special:
             return b""
         if self.byte_level:
@@ -79,9 +75,9 @@ class TokenPieces:
         return bytes.fromhex(match[1]) if match else None
 
 
-def _decoders(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+def _decoders(library: tokenizers.Tokenizer | None) -> list[dict[str, Any]]:
     """The steps of the decoder, as tokenizer.json describes them."""
-    if library.decoder is None:
+    if library is None or library.decoder is None:
         return []
     # What a decoder is pickled to is that description; the whole file would take a second.
     decoder = json.loads(library.decoder.__getstate__())
@@ -96,80 +92,20 @@ def _byte_level_bytes(name: str) -> bytes:
         return name.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the rest follows from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + index): byte for index, byte in enumerate(others)
-    }
-
-
-_BYTE_OF_CHAR = _byte_alphabet()
-
-
-class HasPieces(Protocol):
-    """A tokenizer; `pieces` is None for a model that has none."""
-
-    @property
-    def pieces(self) -> TokenPieces | None: ...
+# GPT-2's alphabet: printable Latin-1 stands for itself, the rest follows from U+0100 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)
+}
 
 
 class Detokenizer:
     """The text of one request's output. Special tokens and unknown ids have no text.
 
     A character whose first bytes end the prompt is given whole once it is complete, or as U+FFFD
-    when it never is.
-    """
-
-    def __init__(self, tokenizer: HasPieces, prompt_ids: Sequence[int] = ()) -> None:
-        pieces = tokenizer.pieces
-        self._stream: _ByteStream | _WindowStream | None = None
-        if pieces is not None:
-            kind = _ByteStream if pieces.byte_level else _WindowStream
-            self._stream = kind(pieces, prompt_ids)
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """The text that `token_ids` make certain, whole characters only; often empty."""
-        if self._stream is None:
-            return ""
-        return "".join(map(self._stream.push, token_ids))
-
-    def flush(self) -> str:
-        """The rest, at the end of the output: an unfinished character becomes U+FFFD."""
-        return "" if self._stream is None else self._stream.flush()
-
-
-def decode(pieces: TokenPieces, token_ids: Sequence[int]) -> str:
-    """The whole text of `token_ids`, equal to what a Detokenizer without a prompt makes of them.
-
-    The library is faster, and differs only when bytes that are not UTF-8 come as byte tokens: one
-    bad byte turns the whole run of byte tokens around it into U+FFFD, good characters included.
-    """
-    text = pieces.decode(list(token_ids))
-    if pieces.byte_level or _REPLACEMENT not in text:
-        return text
-    stream = _WindowStream(pieces, ())
-    return "".join(map(stream.push, token_ids)) + stream.flush()
-
-
-class _ByteStream:
-    """For tokenizers whose every token is bytes: one UTF-8 decoder does it."""
-
-    def __init__(self, pieces: TokenPieces, prompt_ids: Sequence[int]) -> None:
-        self._piece = pieces.piece
-        self._utf8 = _utf8_after(pieces, prompt_ids)
-
-    def push(self, token: int) -> str:
-        # A piece is None only where pieces.byte_level is not set.
-        return self._utf8.decode(self._piece(token) or b"")
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", True)
-
-
-class _WindowStream:
-    """For all others: decode a token behind its predecessor, and take what it adds.
+    when it never is. Bytes go to one UTF-8 decoder; any other token is decoded behind its
+    predecessor, and gives what it adds:
 
         context   pending   token
         [ ... ]   [ ... ]   [ . ]
@@ -178,23 +114,34 @@ class _WindowStream:
     Byte tokens are kept out of that, because the library decodes a run of them as a whole.
     """
 
-    def __init__(self, pieces: TokenPieces, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, pieces: TokenPieces, prompt_ids: Sequence[int] = ()) -> None:
         self._pieces = pieces
         self._utf8 = _utf8_after(pieces, prompt_ids)
         last = next((token for token in reversed(prompt_ids) if pieces.piece(token) != b""), None)
-        self._context: list[int] = [] if last is None else [last]
+        self._context = [] if last is None else [last]
         self._pending: list[int] = []
 
-    def push(self, token: int) -> str:
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that `token_ids` make certain, whole characters only; often empty."""
+        return "".join(map(self._push, token_ids))
+
+    def flush(self) -> str:
+        """The rest, at the end of the output: an unfinished character becomes U+FFFD."""
+        return self._utf8.decode(b"", True) + self._release()
+
+    def _push(self, token: int) -> str:
         piece = self._pieces.piece(token)
         if piece == b"":
             return ""
         if piece is None:
             return self._utf8.decode(b"", True) + self._push_text(token)
-        return self._release() + self._push_byte(token, piece)
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", True) + self._release()
+        released = self._release()
+        text = self._utf8.decode(piece)
+        if piece == b" " and not self._context:
+            # Some decoders drop the space that their tokenizer puts before a text.
+            text = self._pieces.decode([token])
+        self._context = [token]
+        return released + text
 
     def _push_text(self, token: int) -> str:
         self._pending.append(token)
@@ -202,14 +149,6 @@ class _WindowStream:
         if text.endswith(_REPLACEMENT) and len(self._pending) < _MOST_PENDING:
             return ""
         self._context, self._pending = self._pending, []
-        return text
-
-    def _push_byte(self, token: int, piece: bytes) -> str:
-        text = self._utf8.decode(piece)
-        if piece == b" " and not self._context:
-            # Some decoders drop the space that their tokenizer puts before a text.
-            text = self._pieces.decode([token])
-        self._context = [token]
         return text
 
     def _release(self) -> str:
@@ -222,6 +161,19 @@ class _WindowStream:
     def _pending_text(self) -> str:
         decode = self._pieces.decode
         return decode(self._context + self._pending)[len(decode(self._context)) :]
+
+
+def decode(pieces: TokenPieces, token_ids: Sequence[int]) -> str:
+    """The whole text of `token_ids`, equal to what a Detokenizer without a prompt makes of them.
+
+    The library is faster, and differs only when bytes that are not UTF-8 come as byte tokens: one
+    bad byte turns the whole run of byte tokens around it into U+FFFD, good characters included.
+    """
+    text = pieces.decode(list(token_ids))
+    if pieces.byte_level or _REPLACEMENT not in text:
+        return text
+    detokenizer = Detokenizer(pieces)
+    return detokenizer.push(token_ids) + detokenizer.flush()
 
 
 def _utf8_after(pieces: TokenPieces, prompt_ids: Sequence[int]) -> codecs.IncrementalDecoder:

@@ -50,30 +50,27 @@ class TextFiles:
     @classmethod
     def read(cls, path: Path) -> TextFiles:
         """Reads a directory or a bare config file; raises CheckpointError naming a broken file."""
-        if path.is_file():
-            return cls._of_config(path)
-        tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
-        generation_file = path / _GENERATION_CONFIG_FILE
-        eos_token_ids = _eos_token_ids(generation_file, _read_json(generation_file))
-        model = cls._of_config(path / CONFIG_FILE)
-        return replace(
-            model,
-            tokenizer_json=_read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES),
-            chat_template=_chat_template(path, tokenizer_config),
-            special_tokens=_special_tokens(tokenizer_config),
-            eos_token_ids=eos_token_ids or model.eos_token_ids,
-        )
-
-    @classmethod
-    def _of_config(cls, config_file: Path) -> TextFiles:
+        config_file = path if path.is_file() else path / CONFIG_FILE
         config = _read_json(config_file)
-        return cls(
+        model = cls(
             tokenizer_json=None,
             chat_template=None,
             special_tokens=MappingProxyType({}),
             eos_token_ids=_eos_token_ids(config_file, config),
             vocab_size=_count(config_file, config, "vocab_size"),
             max_context=_count(config_file, config, "max_position_embeddings"),
+        )
+        if config_file is path:
+            return model
+        tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
+        generation_file = path / _GENERATION_CONFIG_FILE
+        return replace(
+            model,
+            tokenizer_json=_read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES),
+            chat_template=_chat_template(path, tokenizer_config),
+            special_tokens=_special_tokens(tokenizer_config),
+            eos_token_ids=_eos_token_ids(generation_file, _read_json(generation_file))
+            or model.eos_token_ids,
         )
 
     @property
@@ -116,18 +113,14 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _count(file: Path, config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if value is None:
-        return 0
+    value = 0 if config.get(key) is None else config[key]
     if not _is_count(value):
         raise CheckpointError(f"{file}: {key} must be a whole number, not {quoted(value)}")
     return int(value)
 
 
 def _is_count(value: object) -> bool:
-    if not isinstance(value, int) or isinstance(value, bool):
-        return False
-    return 0 <= value <= _MAX_COUNT
+    return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
 def _eos_token_ids(file: Path, config: Mapping[str, Any]) -> frozenset[int]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
 from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams
-from baton.text import AnyTokenizer, check_stop_strings
+from baton.text import Tokenizer, check_stop_strings
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
 from router.dispatch.request_state import TokenizedRequest
@@ -44,7 +44,7 @@ class Admission:
     """What a router knows of its model, and which prompts it takes."""
 
     model: str
-    tokenizer: AnyTokenizer
+    tokenizer: Tokenizer
     default_timeout_s: float
     ttft_target_s: float = 0.0  # 0: none; a request's own goes first
     max_prompt_tokens: int = 0  # 0: what the context holds
@@ -90,7 +90,7 @@ class Admission:
         params = replace(params, seed=seed & MAX_SEED)
         params.validate(self.tokenizer.vocab_size)
         check_stop_strings(request.stop)
-        if request.stop and self.tokenizer.pieces is None:
+        if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
         self._check_length(len(request.token_ids.ids) + len(request.resumed_token_ids), max_context)
         if choices.prompt is None:
@@ -183,7 +183,8 @@ class Admission:
                     f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
                 )
             _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
-            return await self.in_thread(self.tokenizer.encode_chat, messages, limit)
+            turns = [(message.role, message.content) for message in messages]
+            return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
         _check_chars(len(text := request.text), limit)
         if len(text) > _LONG_TEXT_CHARS:
             return await self.in_thread(self.tokenizer.encode, text, limit)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.sampling import SamplingParams
-from baton.text import AnyTokenizer, Detokenizer, StopStrings
+from baton.text import Detokenizer, StopStrings, Tokenizer
 from baton.v1 import common_pb2, prefill_pb2
 from router.admission.wait_queue import QueueEntry
 from router.placement.cost_model import PlacementRequest
@@ -182,8 +182,8 @@ class RequestState:
 class TextStream:
     """Turns one request's tokens, in order, into text; `stop` is set once a stop string was met."""
 
-    def __init__(self, tokenizer: AnyTokenizer, request: TokenizedRequest) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.prompt)
+    def __init__(self, tokenizer: Tokenizer, request: TokenizedRequest) -> None:
+        self._detokenizer = Detokenizer(tokenizer.pieces, request.prompt)
         self._stops = StopStrings(request.stop, request.include_stop)
         self.stop: str | None = None
         if request.resumed:

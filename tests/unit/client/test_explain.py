@@ -58,7 +58,7 @@ async def test_the_clients_explain(connect, serve):
     assert left_out["refused"] == "d1 is SILENT"
 
 
-async def test_the_command_prints_a_table(explain):
+async def test_the_command(explain, capsys):
     router = router_that_says(BEST, LEFT_OUT)
     status, out = await explain(router, "x =", "--max-tokens", "5", "--cache-salt", "s")
     assert status == 0
@@ -72,9 +72,6 @@ async def test_the_command_prints_a_table(explain):
     assert lines[5].endswith("other  d1 is SILENT")
     request = router.requests[0].request
     assert (request.text, request.sampling.max_tokens, request.cache_salt) == ("x =", 5, "s")
-
-
-async def test_the_command_says_why_not_and_where_decode_prefills(explain):
     _, out = await explain(router_that_says(LEFT_OUT, refused="no room", tenant="us"), "x")
     assert "of tenant us" in out and "would be refused or wait: no room" in out
     _, out = await explain(router_that_says(BEST, decode_prefills=True), "--token-ids", "1,2")
@@ -82,17 +79,11 @@ async def test_the_command_says_why_not_and_where_decode_prefills(explain):
     assert "left out" not in out
     _, out = await explain(router_that_says(refused="no worker"), "x", "--chat")
     assert "no worker" in out and "no workers" in out
-
-
-async def test_the_command_prints_json(explain):
-    status, out = await explain(router_that_says(BEST), "x", "--json")
-    assert status == 0 and json.loads(out)["candidates"][0]["prefill"] == "p0"
-
-
-def test_the_command_has_help_and_refuses_what_makes_no_sense(capsys):
-    for argv, status in ((["--help"], 0), ([], 2), (["x", "--token-ids", "1"], 2)):
+    _, out = await explain(router_that_says(BEST), "x", "--json")
+    assert json.loads(out)["candidates"][0]["prefill"] == "p0"
+    for argv, code in ((["--help"], 0), ([], 2), (["x", "--token-ids", "1"], 2)):
         with pytest.raises(SystemExit) as end:
             cli.main(["explain", *argv])
-        assert end.value.code == status
+        assert end.value.code == code
     text = capsys.readouterr().out
     assert "baton explain" in text and "examples:" in text and "(default: None)" not in text

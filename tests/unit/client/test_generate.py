@@ -9,22 +9,23 @@ import pytest
 import baton
 from baton import errors
 from baton.client import RetryPolicy
-from baton.client.call import GenerateCall, Target
-from baton.v1 import common_pb2, inference_pb2
+from baton.v1 import common_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 
 LIMIT_S = 10  # for what should take milliseconds
+GONE = errors.Unavailable("gone")
 FAST = RetryPolicy(first_delay_s=0.001)
 
 
-async def test_stream_then_completion(connect, serve):
+async def test_a_stream_and_its_completion(connect, serve):
     async with connect(await serve(ScriptedRouter(HELLO))) as client:
         stream = client.stream("x")
         deltas = [d async for d in stream]
+        together = await asyncio.gather(*(client.generate(f"{i}") for i in range(8)))
     assert [(d.text, d.token_ids) for d in deltas] == [("Hel", (1,)), ("lo", (2, 3))]
-    assert stream.completion.text == "Hello"
-    assert stream.completion.token_ids == (1, 2, 3)
-    assert stream.completion.finish_reason == "stop"
+    for done in (stream.completion, *together):
+        assert (done.text, done.token_ids) == ("Hello", (1, 2, 3))
+        assert done.finish_reason == "stop"
 
 
 async def test_generate_reports_everything(connect, serve):
@@ -32,13 +33,16 @@ async def test_generate_reports_everything(connect, serve):
         chosen=common_pb2.TokenLogprob(token_id=1, logprob=-0.5),
         top=[common_pb2.TokenLogprob(token_id=4, logprob=-0.25)],
     )
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 2}
+    timing = {
+        "queue_ms": 1.0, "ttft_ms": 2.0, "tpot_ms": 3.0, "e2e_ms": 4.0, "transfer_ms": 5.0,
+        "transfer_bytes": 6,
+    }  # fmt: skip
     last = finish(
         common_pb2.FINISH_REASON_LENGTH,
         stop="END",
-        usage=common_pb2.Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=2),
-        timing=common_pb2.Timing(
-            queue_ms=1, ttft_ms=2, tpot_ms=3, e2e_ms=4, transfer_ms=5, transfer_bytes=6
-        ),
+        usage=common_pb2.Usage(**usage),
+        timing=common_pb2.Timing(**timing),
         route=common_pb2.Route(decode="d1", transport=common_pb2.TRANSPORT_CUDA_IPC, attempts=2),
     )
     router = ScriptedRouter([started(), delta("a", 1, logprobs=[logprobs]), last])
@@ -50,15 +54,8 @@ async def test_generate_reports_everything(connect, serve):
         "text": "a",
         "token_ids": [1],
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 2},
-        "timing": {
-            "queue_ms": 1.0,
-            "ttft_ms": 2.0,
-            "tpot_ms": 3.0,
-            "e2e_ms": 4.0,
-            "transfer_ms": 5.0,
-            "transfer_bytes": 6,
-        },
+        "usage": usage,
+        "timing": timing,
         "route": {"prefill": None, "decode": "d1", "transport": "cuda_ipc", "attempts": 2},
         "trace_id": "ab" * 16,
     }
@@ -86,7 +83,7 @@ async def test_errors_keep_their_meaning(connect, serve, error, attribute):
 
 
 @pytest.mark.parametrize("accepted", [[], [started()]], ids=["refused", "started"])
-@pytest.mark.parametrize("error", [errors.Unavailable("gone"), errors.Overloaded("full", 0.002)])
+@pytest.mark.parametrize("error", [GONE, errors.Overloaded("full", 0.002)])
 async def test_retries_before_the_first_output(connect, serve, accepted, error):
     router = ScriptedRouter([*accepted, error], [error], HELLO)
     async with connect(await serve(router), retry=FAST) as client:
@@ -94,69 +91,62 @@ async def test_retries_before_the_first_output(connect, serve, accepted, error):
     assert len(router.requests) == 3
 
 
-async def test_goes_on_behind_what_has_come(connect, serve):
+@pytest.mark.parametrize("attempts", [0, 20], ids=["at once", "when its router is back"])
+async def test_goes_on_behind_what_has_come(connect, serve, attempts):
     router = ScriptedRouter(
-        [started(), delta("Hel", 1, 2), errors.Unavailable("gone")],
-        [started(resumed_tokens=2), delta("lo", 3), finish()],
-    )
-    async with connect(await serve(router), retry=FAST) as client:
-        done = await client.generate("x", temperature=0.5)
-    assert (done.text, done.token_ids) == ("Hello", (1, 2, 3))
-    first, second = router.requests
-    assert (list(first.resumed_token_ids), list(second.resumed_token_ids)) == ([], [1, 2])
-    assert first.sampling.HasField("seed")
-    assert first.sampling.seed == second.sampling.seed
-
-
-async def test_a_router_that_would_begin_anew_is_not_believed(connect, serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), errors.Unavailable("gone")], HELLO)
-    async with connect(await serve(router), retry=FAST) as client:
-        with pytest.raises(errors.Unavailable, match="cannot go on") as raised:
-            await client.generate("x")
-    assert raised.value.partial.text == "Hel"
-    assert raised.value.partial.finish_reason is None
-    assert raised.value.partial.usage.prompt_tokens == 3
-
-
-async def test_errors_that_cannot_pass_are_final_after_output_too(connect, serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), errors.InternalError("a bug")])
-    async with connect(await serve(router), retry=FAST) as client:
-        with pytest.raises(errors.InternalError) as raised:
-            await client.generate("x")
-    assert len(router.requests) == 1
-    assert raised.value.partial.text == "Hel"
-
-
-@pytest.mark.parametrize("broken", [[errors.Unavailable("gone")], []], ids=["error", "end"])
-async def test_nothing_is_retried_behind_the_last_tokens(connect, serve, broken):
-    last = delta("Hello", 1, reason=common_pb2.FINISH_REASON_STOP)
-    router = ScriptedRouter([started(), last, *broken])
-    async with connect(await serve(router), retry=FAST) as client:
-        done = await client.generate("x")
-    assert len(router.requests) == 1
-    assert (done.text, done.finish_reason) == ("Hello", "stop")
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 1)
-
-
-async def test_resumes_when_its_router_is_back_after_many_attempts(connect, serve):
-    gone = [errors.Unavailable("not yet")]
-    router = ScriptedRouter(
-        [started(), delta("Hel", 1, 2), errors.Unavailable("gone")],
-        *[gone] * 20,
+        [started(), delta("Hel", 1, 2), GONE],
+        *[[GONE]] * attempts,
         [started(resumed_tokens=2), delta("lo", 3), finish()],
     )
     policy = RetryPolicy(first_delay_s=0.001, max_delay_s=0.01)
     async with connect(await serve(router), retry=policy) as client:
-        assert (await client.generate("x")).text == "Hello"
-    assert len(router.requests) == 22
+        done = await client.generate("x", temperature=0.5)
+    assert (done.text, done.token_ids) == ("Hello", (1, 2, 3))
+    first, *others = router.requests
+    assert list(first.resumed_token_ids) == [] and first.sampling.HasField("seed")
+    assert len(others) == attempts + 1
+    for request in others:
+        assert list(request.resumed_token_ids) == [1, 2]
+        assert request.sampling.seed == first.sampling.seed
+
+
+@pytest.mark.parametrize(
+    ("scripts", "error", "match"),
+    [
+        # A router that would begin anew is not believed.
+        ([[started(), delta("Hel", 1), GONE], HELLO], errors.Unavailable, "cannot go on"),
+        # Errors that cannot pass are final after output, too.
+        ([[started(), delta("Hel", 1), errors.InternalError("bug")]], errors.InternalError, "bug"),
+    ],
+)
+async def test_a_final_error_has_the_output_so_far(connect, serve, scripts, error, match):
+    router, attempts = ScriptedRouter(*scripts), len(scripts)
+    async with connect(await serve(router), retry=FAST) as client:
+        with pytest.raises(error, match=match) as raised:
+            await client.generate("x")
+    assert len(router.requests) == attempts
+    partial = raised.value.partial
+    assert (partial.text, partial.finish_reason, partial.usage.prompt_tokens) == ("Hel", None, 3)
+
+
+@pytest.mark.parametrize("behind", [[GONE], [], [finish(), GONE]], ids=["error", "end", "finish"])
+async def test_nothing_is_retried_behind_the_last_tokens(connect, serve, behind):
+    last = delta("Hello", 1, reason=common_pb2.FINISH_REASON_STOP)
+    router = ScriptedRouter([started(), last, *behind])
+    async with connect(await serve(router), retry=FAST) as client:
+        done = await client.generate("x")
+    assert len(router.requests) == 1
+    assert (done.text, done.finish_reason) == ("Hello", "stop")
+    if len(behind) < 2:
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 1)
 
 
 async def test_going_on_is_bounded(connect, serve):
-    router = ScriptedRouter([started(), errors.Unavailable("gone")], [errors.Unavailable("gone")])
+    router = ScriptedRouter([started(), GONE], [GONE])
     for bound in ({"reconnect_s": 0.3}, {}):
         policy = RetryPolicy(first_delay_s=0.01, max_delay_s=0.02, **bound)
         async with connect(await serve(router), retry=policy) as client:
-            router.scripts = [[started(), errors.Unavailable("gone")], [errors.Unavailable("gone")]]
+            router.scripts = [[started(), GONE], [GONE]]
             begin = time.monotonic()
             with pytest.raises(errors.BatonError) as raised:
                 await client.generate("x", timeout=None if bound else 0.3)
@@ -197,65 +187,55 @@ async def test_deadline(connect, serve):
     assert raised.value.partial.text == "Hel"
 
 
-async def test_no_timeout_is_no_deadline(connect, serve):
-    router = ScriptedRouter(HELLO)
-    async with connect(await serve(router)) as client:
-        await client.generate("x")
-    assert router.time_left_s[0] is None
-
-
-async def close(stream):
-    await stream.close()
-    assert [d async for d in stream] == []
-
-
-async def leave_with(stream):
-    async with stream:
-        pass
-
-
-@pytest.mark.parametrize("give_up", [close, leave_with])
-async def test_giving_up_cancels_at_the_router(connect, serve, give_up):
+@pytest.fixture
+async def running(connect, serve):
+    """(router, client, a stream whose first output was read, and more does not come)."""
     router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
     async with connect(await serve(router)) as client:
         stream = client.stream("x")
         assert (await anext(stream)).text == "Hel"
-        await give_up(stream)
-        await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
-        with pytest.raises(errors.Cancelled, match="not read to its end"):
-            _ = stream.completion
+        held = [router, client, stream]
+        del stream
+        yield held
 
 
-async def test_a_dropped_stream_is_cancelled(connect, serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
-    async with connect(await serve(router)) as client:
-        async for _ in client.stream("x"):
-            break
-        gc.collect()
-        await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+@pytest.mark.parametrize("how", ["close", "leave", "drop"])
+async def test_giving_up_cancels_at_the_router(running, how):
+    router, stream = running[0], running.pop()
+    if how == "drop":
+        del stream
+        async with asyncio.timeout(LIMIT_S):
+            while not router.cancelled.is_set():
+                gc.collect()
+                await asyncio.sleep(0.01)
+        return
+    if how == "leave":
+        async with stream:
+            pass
+    else:
+        await stream.close()
+        assert [d async for d in stream] == []
+    await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+    with pytest.raises(errors.Cancelled, match="not read to its end"):
+        _ = stream.completion
 
 
-async def test_cancelling_the_task_cancels_at_the_router(serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
-    async with baton.AsyncClient(await serve(router)) as client:
-        stream = client.stream("x")
-        await anext(stream)
-        task = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
+@pytest.mark.parametrize("connect", [baton.AsyncClient])
+async def test_cancelling_the_task_cancels_at_the_router(running):
+    router, _, stream = running
+    task = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(router.cancelled.wait(), LIMIT_S)
 
 
-async def test_a_client_that_is_closed_says_so(connect, serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
-    client = connect(await serve(router))
-    async with client:
-        stream = client.stream("x")
-        await anext(stream)
-        reading = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0.1)
+async def test_a_client_that_is_closed_says_so(running):
+    _, client, stream = running
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.1)
+    await client.close()
     with pytest.raises(errors.Cancelled, match="client was closed") as raised:
         await asyncio.wait_for(reading, LIMIT_S)
     assert raised.value.partial.text == "Hel"
@@ -264,16 +244,13 @@ async def test_a_client_that_is_closed_says_so(connect, serve):
             await call
 
 
-async def test_closing_wakes_the_reader(connect, serve):
-    router = ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])
-    async with connect(await serve(router)) as client:
-        stream = client.stream("x")
-        await anext(stream)
-        reader = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        await stream.close()
-        with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(reader, LIMIT_S)
+async def test_closing_wakes_the_reader(running):
+    *_, stream = running
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await stream.close()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(reader, LIMIT_S)
 
 
 async def test_closing_wakes_a_client_that_waits_to_retry(serve):
@@ -309,29 +286,3 @@ async def test_the_sync_client_works_where_a_loop_runs(serve):
         return asyncio.run(in_a_loop())
 
     assert await served(use) == "Hello"
-
-
-async def test_concurrent_streams(connect, serve):
-    async with connect(await serve(ScriptedRouter(HELLO))) as client:
-        done = await asyncio.gather(*(client.generate(f"{i}") for i in range(8)))
-    assert [d.text for d in done] == ["Hello"] * 8
-
-
-@pytest.fixture
-def call():
-    target = Target.of("127.0.0.1:1", None, None, None)
-    return GenerateCall(target, inference_pb2.GenerateRequest(text="x"), None)
-
-
-def test_a_closed_call_does_not_report_its_own_cancellation(call):
-    call.received(delta("Hel", 1))
-    call.close()
-    assert call.failed(errors.Cancelled("by the caller")) is None
-
-
-def test_a_failure_after_the_last_message_changes_nothing(call):
-    for message in (started(), delta("Hel", 1), finish()):
-        call.received(message)
-    assert call.failed(errors.Unavailable("the router left")) is None
-    assert call.over
-    assert call.completion.text == "Hel"

@@ -7,26 +7,17 @@ from baton.errors import InvalidRequest
 from baton.v1 import common_pb2
 
 
-@pytest.mark.parametrize("ids", [[1, 2], (1, 2), range(1, 3)])
-def test_token_ids(ids):
-    assert list(generate_request(ids, {}).token_ids.ids) == [1, 2]
-
-
-def test_every_option():
+def test_every_prompt_and_option_arrives():
+    for ids in ([1, 2], (1, 2), range(1, 3)):
+        assert list(generate_request(ids, {}).token_ids.ids) == [1, 2]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    request = generate_request([{"role": "user", "content": parts}, {"role": "assistant"}], {})
+    assert [message.content for message in request.chat.messages] == ["one\ntwo", ""]
     sampling = {
-        "temperature": 0.5,
-        "top_k": 4,
-        "top_p": 0.75,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "seed": (1 << 64) - 1,
-        "min_tokens": 2,
-        "max_tokens": 9,
-        "ignore_eos": True,
-        "logprobs": 0,
-    }
+        "temperature": 0.5, "top_k": 4, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": (1 << 64) - 1,
+        "min_tokens": 2, "max_tokens": 9, "ignore_eos": True, "logprobs": 0,
+    }  # fmt: skip
     plain = {"model": "demo", "include_stop": True, "cache_salt": "s"}
     collections = {"logit_bias": {3: -100.0}, "stop_token_ids": [5, 6], "stop": ["a", "b"]}
     request = generate_request("x", {**sampling, **plain, **collections, "timeout": 1.0})
@@ -36,60 +27,40 @@ def test_every_option():
     assert list(request.sampling.stop_token_ids) == [5, 6]
     assert list(request.stop) == ["a", "b"]
     assert request.sampling.HasField("logprobs")  # 0 is not "off"
+    for name in ("low", "normal", "high"):
+        priority = generate_request("x", {"priority": name}).priority
+        assert common_pb2.Priority.Name(priority) == f"PRIORITY_{name.upper()}"
+    for seconds, ms in ((2, 2000), (0.25, 250), (0.0001, 1)):
+        assert generate_request("x", {"ttft_target": seconds}).ttft_target_ms == ms
+    unset = dict.fromkeys(("seed", "max_tokens", "stop", "model"))
+    assert not generate_request("x", unset).HasField("sampling")
 
 
-@pytest.mark.parametrize("name", ["low", "normal", "high"])
-def test_priorities(name):
-    request = generate_request("x", {"priority": name})
-    assert common_pb2.Priority.Name(request.priority) == f"PRIORITY_{name.upper()}"
-
-
-@pytest.mark.parametrize(("seconds", "ms"), [(2, 2000), (0.25, 250), (0.0001, 1)])
-def test_ttft_target_is_given_in_seconds(seconds, ms):
-    assert generate_request("x", {"ttft_target": seconds}).ttft_target_ms == ms
-
-
-def test_unset_options_stay_unset():
-    request = generate_request("x", {"seed": None, "max_tokens": None, "stop": None, "model": None})
-    assert not request.HasField("sampling")
+BAD_PROMPTS = [
+    [], [1.5], 5, {1, 2.5}, [-1], ["a"], None,
+    {"role": "user", "content": "hi"},
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+    [{"role": "user", "content": ["hi"]}],
+    [{"role": "user", "content": [{"type": "text", "text": 3}]}],
+    [{"role": "user", "colour": "red"}],
+    [{"role": "user", "content": 3}],
+    [{"role": "user", "content": "hi"}, "ho"],
+]  # fmt: skip
+BAD_OPTIONS = [
+    *(("sampling.max_tokens", -1), ("sampling.temperature", "hot")),
+    *(("sampling.logit_bias", {"a": 1.0}), ("sampling.logit_bias", 3)),
+    *(("sampling.stop_token_ids", ["a"]), ("stop", [3]), ("stop", 3), ("model", 3)),
+    *(("max_token", 3), ("priority", "urgent"), ("priority", 3)),
+    *(("ttft_target", seconds) for seconds in (0, -1, float("nan"), "soon", 1e9)),
+]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "field"),
-    [
-        ([], {}, "prompt"),
-        ([1.5], {}, "prompt"),
-        (5, {}, "prompt"),
-        ({1, 2.5}, {}, "prompt"),
-        ({"role": "user", "content": "hi"}, {}, "prompt"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "prompt"),
-        ([{"role": "user", "content": ["hi"]}], {}, "prompt"),
-        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], {}, "prompt"),
-        ([-1], {}, "prompt"),
-        (["a"], {}, "prompt"),
-        (None, {}, "prompt"),
-        ([{"role": "user", "colour": "red"}], {}, "prompt"),
-        ([{"role": "user", "content": 3}], {}, "prompt"),
-        ([{"role": "user", "content": "hi"}, "ho"], {}, "prompt"),
-        ("x", {"max_tokens": -1}, "sampling.max_tokens"),
-        ("x", {"temperature": "hot"}, "sampling.temperature"),
-        ("x", {"logit_bias": {"a": 1.0}}, "sampling.logit_bias"),
-        ("x", {"logit_bias": 3}, "sampling.logit_bias"),
-        ("x", {"stop_token_ids": ["a"]}, "sampling.stop_token_ids"),
-        ("x", {"stop": [3]}, "stop"),
-        ("x", {"stop": 3}, "stop"),
-        ("x", {"model": 3}, "model"),
-        ("x", {"max_token": 3}, "max_token"),
-        ("x", {"priority": "urgent"}, "priority"),
-        ("x", {"priority": 3}, "priority"),
-        ("x", {"ttft_target": 0}, "ttft_target"),
-        ("x", {"ttft_target": -1}, "ttft_target"),
-        ("x", {"ttft_target": float("nan")}, "ttft_target"),
-        ("x", {"ttft_target": "soon"}, "ttft_target"),
-        ("x", {"ttft_target": 1e9}, "ttft_target"),
-    ],
+    ("prompt", "field", "value"),
+    [*((prompt, "prompt", None) for prompt in BAD_PROMPTS), *(("x", *bad) for bad in BAD_OPTIONS)],
 )
-def test_what_no_message_can_hold(prompt, options, field):
+def test_what_no_message_can_hold_is_refused_by_name(prompt, field, value):
+    options = {} if field == "prompt" else {field.removeprefix("sampling."): value}
     with pytest.raises(InvalidRequest) as raised:
         generate_request(prompt, options)
     assert raised.value.field == field
@@ -101,25 +72,17 @@ def test_a_wrong_prompt_is_answered_with_the_right_kinds(prompt):
         generate_request(prompt, {})
 
 
-def test_content_may_be_parts_as_over_http():
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    request = generate_request([{"role": "user", "content": parts}, {"role": "assistant"}], {})
-    assert [message.content for message in request.chat.messages] == ["one\ntwo", ""]
-
-
 @pytest.mark.parametrize("timeout", ["soon", True, float("nan"), [1]])
 def test_a_timeout_is_seconds(timeout):
     with pytest.raises(InvalidRequest) as raised:
         timeout_of({"timeout": timeout})
     assert raised.value.field == "timeout"
-    assert timeout_of({"timeout": 3}) == 3.0
-    assert timeout_of({}) is None
+    assert (timeout_of({"timeout": 3}), timeout_of({})) == (3.0, None)
 
 
-def test_tokenize():
+def test_tokenize_takes_text_and_chats():
     assert tokenize_request("x", "demo").text == "x"
-    assert (
-        tokenize_request([{"role": "user", "content": "hi"}], None).chat.messages[0].role == "user"
-    )
+    chat = tokenize_request([{"role": "user", "content": "hi"}], None).chat
+    assert chat.messages[0].role == "user"
     with pytest.raises(InvalidRequest, match="text or chat"):
         tokenize_request([1, 2], None)

@@ -14,78 +14,60 @@ from baton.errors import (
     Unavailable,
 )
 
+GONE = Unavailable("gone")
 POLICY = RetryPolicy(max_attempts=4, first_delay_s=0.1, max_delay_s=1.0)
 
 
 def decide(error=None, policy=POLICY, **changes):
-    state = {
-        "attempts": 1,
-        "addresses": 1,
-        "time_left_s": None,
-        "jitter": 0.0,
-        **changes,
-    }
-    return policy.wait_s(error or Unavailable("gone"), **state)
+    state = {"attempts": 1, "addresses": 1, "time_left_s": None, "jitter": 0.0, **changes}
+    return policy.wait_s(error or GONE, **state)
 
 
 @pytest.mark.parametrize(
-    "error",
-    [InvalidRequest("x"), DeadlineExceeded("x"), Cancelled("x"), InternalError("x")],
-    ids=lambda error: type(error).__name__,
+    ("error", "state", "wait_s"),
+    [
+        # What cannot pass is final.
+        *((kind("x"), {}, None) for kind in (InvalidRequest, DeadlineExceeded, Cancelled)),
+        (InternalError("x"), {}, None),
+        # Advice is the shortest wait.
+        (Overloaded("full", 3.0), {}, 3.0),
+        (Overloaded("full", 0.01), {}, 0.05),
+        # A full router means a full cluster, a missing one only itself.
+        (Overloaded("full", 3.0), {"addresses": 2}, 3.0),
+        (Unavailable("draining", 3.0), {"addresses": 2}, 0.0),
+        (Unavailable("draining", 3.0), {"addresses": 2, "attempts": 2}, 3.0),
+        # An address that was not tried yet is tried at once, and every one gets an attempt.
+        (GONE, {"addresses": 3, "attempts": 2}, 0.0),
+        (GONE, {"addresses": 3, "attempts": 3}, 0.05),
+        (GONE, {"attempts": 4}, None),
+        (GONE, {"addresses": 6, "attempts": 4}, 0.0),
+        (GONE, {"addresses": 6, "attempts": 6}, None),
+        # A stream that had begun is tried until its deadline, or for `reconnect_s`.
+        (GONE, {"attempts": 400, "broken_s": 9.9}, 0.5),
+        (GONE, {"attempts": 400, "broken_s": 10.0}, None),
+        (GONE, {"attempts": 400, "broken_s": 50.0, "time_left_s": 20.0}, 0.5),
+        (GONE, {"attempts": 400, "broken_s": 50.0, "time_left_s": 0.1}, None),
+        (Overloaded("full"), {"attempts": 4, "broken_s": 1.0}, None),
+        # A wait that outlasts the deadline is not begun.
+        (Overloaded("full", 3.0), {"time_left_s": 3.0}, None),
+        (Overloaded("full", 3.0), {"time_left_s": 3.1}, 3.0),
+    ],
 )
-def test_what_cannot_pass_is_final(error):
-    assert decide(error) is None
+def test_when_to_try_again(error, state, wait_s):
+    assert decide(error, **state) == (None if wait_s is None else pytest.approx(wait_s))
 
 
 def test_backoff_doubles_up_to_its_limit():
     policy = RetryPolicy(max_attempts=99, first_delay_s=0.1, max_delay_s=1.0)
     waits = [decide(policy=policy, attempts=n) for n in range(1, 7)]
     assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.5, 0.5])
-
-
-def test_advice_is_a_minimum():
-    assert decide(Overloaded("full", 3.0)) == 3.0
-    assert decide(Overloaded("full", 0.01)) == pytest.approx(0.05)
+    assert decide(policy=RetryPolicy(max_attempts=1), broken_s=1.0) is None
 
 
 def test_clients_refused_together_retry_at_different_times():
     waits = {decide(Overloaded("full", 4.0), jitter=n / 10) for n in range(10)}
     assert len(waits) == 10
     assert 4.0 <= min(waits) <= max(waits) < 5.0
-
-
-def test_a_full_router_means_a_full_cluster_but_a_missing_one_only_itself():
-    assert decide(Overloaded("full", 3.0), addresses=2) == 3.0
-    assert decide(Unavailable("draining", 3.0), addresses=2) == 0.0
-    assert decide(Unavailable("draining", 3.0), addresses=2, attempts=2) == 3.0
-
-
-def test_an_untried_address_is_tried_at_once():
-    assert decide(addresses=3) == 0.0
-    assert decide(addresses=3, attempts=2) == 0.0
-    assert decide(addresses=3, attempts=3) == pytest.approx(0.05)
-
-
-def test_attempts_are_bounded_but_every_address_gets_one():
-    assert decide(attempts=3) is not None
-    assert decide(attempts=4) is None
-    assert decide(attempts=4, addresses=6) is not None
-    assert decide(attempts=6, addresses=6) is None
-
-
-def test_a_stream_that_had_begun_is_tried_until_its_deadline_or_for_so_long():
-    policy = RetryPolicy(max_attempts=4, reconnect_s=10.0)
-    assert decide(policy=policy, attempts=400, broken_s=9.9) is not None
-    assert decide(policy=policy, attempts=400, broken_s=10.0) is None
-    assert decide(policy=policy, attempts=400, broken_s=50.0, time_left_s=20.0) is not None
-    assert decide(policy=policy, attempts=400, broken_s=50.0, time_left_s=0.1) is None
-    assert decide(Overloaded("full"), policy=policy, attempts=4, broken_s=1.0) is None
-    assert decide(policy=RetryPolicy(max_attempts=1), broken_s=1.0) is None
-
-
-def test_a_wait_that_outlasts_the_deadline_is_not_begun():
-    assert decide(Overloaded("full", 3.0), time_left_s=3.0) is None
-    assert decide(Overloaded("full", 3.0), time_left_s=3.1) == 3.0
 
 
 @given(

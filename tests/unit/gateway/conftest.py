@@ -19,14 +19,13 @@ PROMPT = [1, 2, 3]
 class Gateway:
     """A service behind HTTP, and a client. Output token i of every request is the i-th letter."""
 
-    def __init__(self, cluster, tokenizer, routes=(), **limits):
+    def __init__(self, cluster, tokenizer, **limits):
         admission = Admission("tiny", tokenizer, limits.pop("default_timeout_s", 10.0), **limits)
         self.cluster = cluster
         self.tokenizer = tokenizer
         self.service = GenerationService(
             admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
         )
-        self._routes = routes
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -37,7 +36,7 @@ class Gateway:
         self.listener = listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        await self._stack.enter_async_context(serving(self.service, listener, self._routes))
+        await self._stack.enter_async_context(serving(self.service, listener))
         client = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S)
         self.client = await self._stack.enter_async_context(client)
         return self
@@ -96,3 +95,9 @@ async def gateway_of(tmp_path):
             return await stack.enter_async_context(Gateway(cluster, tokenizer, **settings))
 
         yield start
+
+
+@pytest.fixture
+async def gateway(gateway_of):
+    """One of them, over one worker of each role."""
+    return await gateway_of()

@@ -21,7 +21,7 @@ from schemathesis.config import (
 )
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from baton.gateway.api_schema import document
+from baton.gateway.openapi import document
 from tests.unit.router.scripted_workers import Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
 

@@ -1,7 +1,6 @@
 """What a real etcd can do to a registry beyond the contract: go silent, fail over, hold rubbish."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -10,41 +9,11 @@ import pytest
 
 from baton.config import RegistryConfig
 from baton.errors import Unavailable
-from baton.local.etcd import EmbeddedEtcd
 from baton.registry import etcd_client
-from baton.registry.etcd import EtcdRegistry
 from baton.registry.etcd_client import EtcdClient
-from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
 from tests.waiting import eventually
 
-RECORD = WorkerRecord(
-    incarnation="d1",
-    role=WorkerRole.WORKER_ROLE_DECODE,
-    address="127.0.0.1:7001",
-    state=WorkerState.WORKER_STATE_READY,
-)
-
-
-@pytest.fixture
-async def etcd():
-    async with EmbeddedEtcd() as etcd:
-        yield etcd
-
-
-@contextlib.asynccontextmanager
-async def opened(config):
-    registry = EtcdRegistry(config)
-    try:
-        yield registry
-    finally:
-        await registry.close()
-
-
-async def until(membership, holds):
-    async with asyncio.timeout(12), contextlib.aclosing(membership.changes()) as changes:
-        async for snapshot in changes:
-            if holds(snapshot):
-                return
+from .conftest import RECORD, opened, until
 
 
 def closed_address():
@@ -54,11 +23,17 @@ def closed_address():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-async def test_the_store_can_be_read_by_a_person(etcd):
-    config = RegistryConfig(etcd=etcd.address, cluster="blue")
-    client = EtcdClient(config)
-    async with opened(config) as registry, registry.register(RECORD):
-        (kv,) = (await client.range("/baton")).kvs
+async def test_a_registration_can_be_read_and_leaves_nothing_behind(etcd):
+    """Through a list of endpoints, of which the first is dead."""
+    config = RegistryConfig(etcd=f"{closed_address()},{etcd.address}", cluster="blue")
+    client, before = EtcdClient(config), asyncio.all_tasks()
+    async with opened(config) as registry:
+        async with registry.register(RECORD) as registration, registry.watch() as members:
+            assert set(members.records) == {"d1"}
+            assert registration.connected
+            (kv,) = (await client.range("/baton")).kvs
+        assert asyncio.all_tasks() == before
+        assert not (await client.range("/baton")).kvs
     await client.close()
     assert kv.key == b"/baton/v1/blue/workers/decode/d1"
     assert kv.lease != 0
@@ -112,17 +87,6 @@ async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, 
     assert "was deleted" in caplog.text and "was changed" in caplog.text
 
 
-async def test_a_dead_endpoint_is_passed_over(etcd):
-    config = RegistryConfig(etcd=f"{closed_address()},{etcd.address}")
-    async with (
-        opened(config) as registry,
-        registry.register(RECORD) as registration,
-        registry.watch() as members,
-    ):
-        assert set(members.records) == {"d1"}
-        assert registration.connected
-
-
 async def test_no_endpoint_at_all_is_an_error_with_names_and_fix(monkeypatch):
     monkeypatch.setattr(etcd_client, "START_S", 0.3)
     names = f"{closed_address()},{closed_address()}"
@@ -160,11 +124,3 @@ async def test_leaving_during_an_outage_is_bounded(etcd, caplog):
             async with registry.register(RECORD):
                 await etcd.kill()
     assert "left to its lease's end" in caplog.text
-
-
-async def test_nothing_runs_on_after_leaving(etcd):
-    before = asyncio.all_tasks()
-    async with opened(RegistryConfig(etcd=etcd.address)) as registry:
-        async with registry.register(RECORD), registry.watch():
-            pass
-        assert asyncio.all_tasks() == before

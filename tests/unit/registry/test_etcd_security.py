@@ -1,10 +1,10 @@
 """Passwords and TLS against a real etcd: what works, and what a wrong setting says."""
 
 import asyncio
-import contextlib
 import shutil
 import socket
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,20 +13,12 @@ from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local.etcd import EmbeddedEtcd, etcd_binary
 from baton.registry.etcd import EtcdRegistry
-from baton.v1.common_pb2 import WorkerRecord, WorkerRole
+from baton.v1.common_pb2 import WorkerRecord
 from tests.documents import DOCS, blocks
 
-RECORD = WorkerRecord(incarnation="d1", role=WorkerRole.WORKER_ROLE_DECODE, address="h:1")
+from .conftest import RECORD, opened, until
+
 PASSWORD = "fleet-of-foot"
-
-
-@contextlib.asynccontextmanager
-async def opened(config):
-    registry = EtcdRegistry(config)
-    try:
-        yield registry
-    finally:
-        await registry.close()
 
 
 async def register_and_see(config):
@@ -60,54 +52,27 @@ def require_password(address):
         etcdctl(address, *line.split())
 
 
-@pytest.fixture
-def password_file(tmp_path):
-    path = tmp_path / "password"
-    path.write_text(PASSWORD + "\n")
-    return path
-
-
-@pytest.fixture
-async def etcd():
-    async with EmbeddedEtcd(args=["--bcrypt-cost", "4"]) as etcd:
-        yield etcd
-
-
-async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, password_file, tmp_path):
+async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, tmp_path):
+    for name, password in (("right", PASSWORD + "\n"), ("wrong", "guess")):
+        (tmp_path / name).write_text(password)
+    mine = RegistryConfig(etcd=etcd.address, user="worker", password_file=tmp_path / "right")
+    await register_and_see(mine)  # an etcd without passwords takes one
     await asyncio.to_thread(require_password, etcd.address)
-    mine = {"etcd": etcd.address, "user": "worker", "password_file": password_file}
-    await register_and_see(RegistryConfig(**mine))
+    await register_and_see(mine)
     await refused(RegistryConfig(etcd=etcd.address), "asks for a user: set --etcd-user")
-    await refused(RegistryConfig(**mine, cluster="theirs"), "denies user 'worker' access")
-    (tmp_path / "wrong").write_text("guess")
-    mine["password_file"] = tmp_path / "wrong"
-    await refused(RegistryConfig(**mine), "refuses user 'worker' or its password")
-
-
-async def test_logs_in_again_when_etcd_forgot_its_tokens(etcd, password_file):
-    await asyncio.to_thread(require_password, etcd.address)
-    config = RegistryConfig(etcd=etcd.address, user="worker", password_file=password_file)
-    changed = WorkerRecord()
-    changed.CopyFrom(RECORD)
-    changed.address = "h:2"
+    await refused(replace(mine, cluster="theirs"), "denies user 'worker' access")
+    wrong = replace(mine, password_file=tmp_path / "wrong")
+    await refused(wrong, "refuses user 'worker' or its password")
+    changed = WorkerRecord(incarnation="d1", role=RECORD.role, address="h:2")
     async with (
-        opened(config) as registry,
+        opened(mine) as registry,
         registry.register(RECORD) as registration,
         registry.watch() as members,
     ):
-        await etcd.kill()
+        await etcd.kill()  # which makes it forget its tokens
         await etcd.start()
         await registration.update(changed)
-        async with asyncio.timeout(10), contextlib.aclosing(members.changes()) as changes:
-            async for snapshot in changes:
-                if members.connected and snapshot["d1"].address == "h:2":
-                    break
-
-
-async def test_a_password_for_an_etcd_without_passwords_is_no_error(etcd, password_file):
-    await register_and_see(
-        RegistryConfig(etcd=etcd.address, user="worker", password_file=password_file)
-    )
+        await until(members, lambda now: members.connected and now["d1"] == changed)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.registry.member_table import MemberTable
-from baton.v1.common_pb2 import WorkerRecord
 
-
-def record(name, pid=0):
-    return WorkerRecord(incarnation=name, pid=pid)
+from .conftest import record
 
 
 class Store:

@@ -3,11 +3,8 @@
 import asyncio
 
 from baton.registry.interface import Membership
-from baton.v1.common_pb2 import WorkerRecord
 
-
-def record(name, pid=0):
-    return WorkerRecord(incarnation=name, pid=pid)
+from .conftest import record
 
 
 async def test_a_slow_reader_gets_the_newest_and_nothing_queues():
@@ -55,11 +52,11 @@ async def test_a_member_is_found_also_one_that_comes_a_moment_later():
     membership = Membership()
     finding = asyncio.create_task(membership.find("d1", 10.0))
     await asyncio.sleep(0)
-    record = WorkerRecord(incarnation="d1", address="here:1")
-    membership.publish({"d1": record}, connected=True)
-    assert await finding == record
-    membership.publish({"d1": record}, connected=False)  # the last known ones count in an outage
-    assert await membership.find("d1", 0.0) == record
+    found = record("d1", 5)
+    membership.publish({"d1": found}, connected=True)
+    assert await finding == found
+    membership.publish({"d1": found}, connected=False)  # the last known ones count in an outage
+    assert await membership.find("d1", 0.0) == found
     assert await membership.find("d2", 0.01) is None
     membership.close()
     assert await membership.find("d2", 10.0) is None

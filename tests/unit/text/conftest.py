@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from baton.text import Tokenizer
+from baton.text import Tokenizer, load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -116,7 +116,7 @@ def tokenizer_of(tmp_path_factory):
     def load(family):
         if family not in loaded:
             directory = write_model(tmp_path_factory.mktemp(family), FAMILIES[family]())
-            loaded[family] = Tokenizer.load(directory)
+            loaded[family] = load_tokenizer(directory)
         return loaded[family]
 
     return load

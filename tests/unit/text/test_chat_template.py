@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from baton.errors import CheckpointError, InvalidRequest
 from baton.text import ChatTemplate, chat_template
-from baton.v1 import inference_pb2
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -118,12 +117,6 @@ def test_renders_as_transformers_does(transformers_tokenizer, source, chat):
     assert ChatTemplate(source, SPECIAL, "test").render(chat) == expected
 
 
-def test_takes_protobuf_messages():
-    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="Hi")])
-    template = ChatTemplate(CHATML, SPECIAL, "test")
-    assert template.render(chat.messages) == template.render([("user", "Hi")])
-
-
 def refusal(source, chat):
     with pytest.raises(InvalidRequest) as refused:
         ChatTemplate(source, SPECIAL, "test").render(chat)
@@ -131,19 +124,19 @@ def refusal(source, chat):
     return str(refused.value)
 
 
-def test_a_templates_own_refusal_is_passed_on():
-    assert "roles must alternate" in refusal(MISTRAL, [("user", "a"), ("user", "b")])
-
-
-def test_an_empty_conversation_is_refused():
-    assert "at least one" in refusal(CHATML, [])
-
-
 @pytest.mark.parametrize(
-    "source", ["{{ missing.x }}", "{{ 1 // 0 }}", "{{ messages[0].role + 1 }}"]
+    ("source", "chat", "reason"),
+    [
+        (MISTRAL, [("user", "a"), ("user", "b")], "roles must alternate"),  # its own words
+        (CHATML, [], "at least one"),
+        ("{{ missing.x }}", CHATS[0], "chat template refused"),
+        ("{{ 1 // 0 }}", CHATS[0], "chat template refused"),
+        ("{{ messages[0].role + 1 }}", CHATS[0], "chat template refused"),
+    ],
 )
-def test_a_template_that_fails_refuses_the_chat(source):
-    assert "chat template refused" in refusal(source, CHATS[0])
+def test_a_template_refuses_a_chat(source, chat, reason):
+    assert reason in refusal(source, chat)
+    assert len(refusal("{{ raise_exception('x' * 100000) }}", CHATS[0])) < 2000
 
 
 @pytest.mark.parametrize(
@@ -236,17 +229,11 @@ def test_long_chats_are_within_bounds():
         assert len(ChatTemplate(source, SPECIAL, "test").render(chat)) > 500_000
 
 
-def test_a_templates_own_message_is_shortened():
-    assert len(refusal("{{ raise_exception('x' * 100000) }}", CHATS[0])) < 2000
+BROKEN = ["{% for %}", "{{ x", "{% unknown %}", "{% break %}"]
+UNUSUAL = ["{{ x }}" * 20_000, "{{ " + "9" * 5000 + " }}"]
 
 
-@pytest.mark.parametrize("source", ["{{ x }}" * 20_000, "{{ " + "9" * 5000 + " }}"])
-def test_a_template_of_unusual_size_is_refused_at_load(source):
-    with pytest.raises(CheckpointError, match="test: "):
-        ChatTemplate(source, SPECIAL, "test")
-
-
-@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% unknown %}", "{% break %}"])
-def test_a_broken_template_is_refused_at_load(source):
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+@pytest.mark.parametrize("source", BROKEN + UNUSUAL, ids=range(6))
+def test_a_broken_or_oversized_template_is_refused_at_load(source):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: "):
         ChatTemplate(source, SPECIAL, "tokenizer_config.json")

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.text import Detokenizer, TokenIdsOnly
-from baton.text.model_files import TextFiles
+from baton.text import Detokenizer
 
 FAMILIES = ["byte_level", "byte_fallback", "word_piece"]
 BYTE_FAMILIES = ["byte_level", "byte_fallback", "hidden_bytes"]
@@ -30,7 +29,7 @@ FAMILY_EMOJI = "👩\u200d👩\u200d👧 世界 e\u0301 हिन्दी"
 
 def stream(tokenizer, prompt, output, cuts):
     """What a detokenizer makes of `output`, pushed in pieces that end at `cuts`."""
-    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer = Detokenizer(tokenizer.pieces, prompt)
     edges = [0, *sorted(cut for cut in cuts if cut < len(output)), len(output)]
     pushed = [detokenizer.push(output[a:b]) for a, b in pairwise(edges)]
     return "".join(pushed) + detokenizer.flush()
@@ -64,7 +63,7 @@ def test_output_continues_the_prompts_text(tokenizer_of, family, prompt, output,
 @settings(max_examples=100, deadline=None)
 def test_no_push_gives_a_broken_character(tokenizer_of, family, text):
     tokenizer = tokenizer_of(family)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.pieces)
     ids = tokenizer.encode(text)
     # An added token, as U+FFFD is here, can cost a tokenizer of Llama 2's kind an extra space.
     whole = text if "\ufffd" not in text else tokenizer.decode(ids)
@@ -114,7 +113,7 @@ def test_malformed_byte_tokens_become_replacement_characters(tokenizer_of, ids):
 @pytest.mark.parametrize("family", BYTE_FAMILIES)
 def test_a_truncated_character_ends_in_one_replacement_character(tokenizer_of, family):
     tokenizer = tokenizer_of(family)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.pieces)
     assert detokenizer.push(tokenizer.encode("ab👩")[:-1]) == "ab"
     assert detokenizer.flush() == "\ufffd"
     assert detokenizer.flush() == ""
@@ -126,14 +125,17 @@ def test_a_character_begun_in_the_prompt_is_given_whole(tokenizer_of, family, gi
     tokenizer = tokenizer_of(family)
     ids = tokenizer.encode("world👩!")
     split = len(ids) - 5 + given_to_prompt
-    detokenizer = Detokenizer(tokenizer, ids[:split])
+    detokenizer = Detokenizer(tokenizer.pieces, ids[:split])
     assert detokenizer.push(ids[split:]) + detokenizer.flush() == "👩!"
 
 
-def test_special_tokens_and_unknown_ids_have_no_text(tokenizer_of):
+def test_special_tokens_and_unknown_ids_have_no_text_and_added_ones_have(tokenizer_of):
     tokenizer = tokenizer_of("byte_level")
     first, *rest = tokenizer.encode("é")
     assert stream(tokenizer, [], [0, first, 1, 10_000, *rest, 3], []) == "é"
+    ids = tokenizer.encode("a<tool call><思考>")
+    assert len(ids) == 3
+    assert stream(tokenizer, [], ids, [1, 2]) == "a<tool call><思考>"
 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
@@ -151,13 +153,6 @@ def test_single_tokens_are_shown_with_their_spaces_bytes_and_names(tokenizer_of,
     assert tokenizer.pieces.shown(10_000) == ("", b"")
 
 
-def test_added_tokens_that_are_not_special_are_text(tokenizer_of):
-    tokenizer = tokenizer_of("byte_level")
-    ids = tokenizer.encode("a<tool call><思考>")
-    assert len(ids) == 3
-    assert stream(tokenizer, [], ids, [1, 2]) == "a<tool call><思考>"
-
-
 @pytest.mark.parametrize("kind", ["bad_bytes", "replacement", "text"])
 def test_a_token_costs_the_same_however_long_the_output(tokenizer_of, monkeypatch, kind):
     tokenizer = tokenizer_of("byte_fallback")
@@ -171,15 +166,8 @@ def test_a_token_costs_the_same_however_long_the_output(tokenizer_of, monkeypatc
     text = {"replacement": "\ufffd", "text": "hello world "}.get(kind, "") * 200
     ids = tokenizer.encode(text) if text else [5 + 0x80] * 500
     monkeypatch.setattr(tokenizer.pieces, "decode", counting)
-    Detokenizer(tokenizer, ids).push(ids)
+    Detokenizer(tokenizer.pieces, ids).push(ids)
     assert sum(decoded) <= 24 * len(ids)
-
-
-def test_a_model_without_tokenizer_has_no_text(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text('{"vocab_size": 10}')
-    detokenizer = Detokenizer(TokenIdsOnly(TextFiles.read(config)), [1, 2])
-    assert detokenizer.push([3, 4]) + detokenizer.flush() == ""
 
 
 def test_a_replacement_character_of_the_models_own_keeps_its_place(tokenizer_of):

@@ -1,0 +1,383 @@
+"""OpenAI's API as msgspec structs: one declaration decodes, checks and describes it.
+
+OpenAI's fields and, where vLLM has more, vLLM's by the same names. What would change the meaning of
+an answer and is not there is refused by name (`unsupported`); other unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from baton.errors import InvalidRequest
+from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from baton.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS
+from router.admission.admission import MAX_MESSAGES
+
+MAX_N = 128
+MAX_PROMPTS = 1024
+_MAX_NEUTRAL_BYTES = 64  # of a value that means "without this feature"
+
+_UINT32 = (1 << 32) - 1
+Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=0, le=_UINT32)]
+TokenIds = Annotated[list[Count], Meta(min_length=1)]
+Positive = Annotated[int, Meta(ge=1, le=_UINT32)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenKey = Annotated[int, Meta(ge=0, lt=10**9)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
+# 64 bits, signed or not: msgspec's own bounds are those of int64.
+Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
+PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Logprob = Annotated[float, Meta(le=0)]
+
+# Kinds of `prompt`, by whether it is a list, and what its first item begins with.
+_PROMPTS: dict[tuple[bool, bytes], Any] = {
+    (False, b'"'): Text,
+    (True, b'"'): Annotated[list[Text], Meta(min_length=1, max_length=MAX_PROMPTS)],
+    (True, b""): TokenIds,
+    (True, b"["): Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_PROMPTS)],
+}
+_PROMPT_SCHEMAS = [msgspec.json.schema(kind) for kind in _PROMPTS.values()]
+
+# By field: the values that mean "without it", beside null.
+Unsupported = dict[str, tuple[Any, ...]]
+_UNSUPPORTED: Unsupported = {
+    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "kv_transfer_params"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    "structured_outputs": (),
+    "response_format": ({"type": "text"},),
+    "use_beam_search": (False,),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("skip_special_tokens", "detokenize"), (True,)),
+}
+_TEMPLATE: Unsupported = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "tools": ([],),
+}
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class GenerateOptions(Struct, kw_only=True):
+    """What completions and chats have in common; null is the default."""
+
+    unsupported: ClassVar[Unsupported] = _UNSUPPORTED
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_UINT32)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    max_tokens: Positive | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    priority: Literal["low", "normal", "high"] | PriorityNumber | None = None
+    ttft_target_ms: Count | None = None
+    cache_salt: str | None = None
+
+
+class CompletionRequest(GenerateOptions, kw_only=True):
+    unsupported: ClassVar[Unsupported] = {
+        **_UNSUPPORTED,
+        "suffix": ("",),
+        "prompt_embeds": (),
+        "add_special_tokens": (True,),
+    }
+
+    prompt: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
+    logprobs: TopLogprobs | None = None
+    best_of: Choices | None = None
+    echo: bool | None = None
+
+
+class TextPart(Struct):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct, kw_only=True):
+    """One turn; its parts are joined by line breaks."""
+
+    role: Text
+    content: str | list[TextPart] | None = None
+    tool_calls: Annotated[list[Raw], Meta(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatRequest(GenerateOptions, kw_only=True):
+    unsupported: ClassVar[Unsupported] = {
+        **_UNSUPPORTED,
+        **_TEMPLATE,
+        "echo": (False,),
+        "add_special_tokens": (False,),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "modalities": (["text"],),
+        "web_search_options": (),
+    }
+
+    messages: Messages
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    unsupported: ClassVar[Unsupported] = _TEMPLATE
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: Count
+
+
+class Usage(Struct):
+    """Tokens of the whole request: each prompt once, every choice's output."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Struct):
+    """Parallel lists, one entry for each token."""
+
+    text_offset: list[Count]
+    token_logprobs: list[Logprob]
+    tokens: list[str]
+    top_logprobs: list[dict[str, Logprob]]
+
+
+class TopToken(Struct):
+    token: str
+    logprob: Logprob
+    bytes: list[int]
+
+
+class ChatToken(TopToken):
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(Struct):
+    """One entry for each token."""
+
+    content: list[ChatToken]
+    refusal: None = None
+
+
+class Choice(Struct, kw_only=True):
+    """One output, or in a chunk a piece of one, which has no `stop_reason`."""
+
+    index: Count
+    finish_reason: FinishReason | None
+    stop_reason: str | UnsetType | None = UNSET
+    token_ids: list[Count] | UnsetType = UNSET
+
+
+class CompletionChoice(Choice, kw_only=True):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class AssistantMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatDelta(Struct):
+    """A piece of a message; the first one has the role."""
+
+    content: str
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class ChatChoice(Choice, kw_only=True):
+    """The output is a `message`, or in a chunk a `delta`."""
+
+    message: AssistantMessage | UnsetType = UNSET
+    delta: ChatDelta | UnsetType = UNSET
+    logprobs: ChatLogprobs | None
+
+
+class Answer(Struct, kw_only=True):
+    """A whole answer or a chunk of it."""
+
+    id: str
+    created: Count
+    model: str
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Completion(Answer, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class ChatCompletion(Answer, kw_only=True):
+    object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class Tokens(Struct):
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class Model(Struct):
+    id: str
+    max_model_len: Count
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "baton"
+
+
+class Models(Struct):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Status(Struct):
+    status: str
+
+
+class Version(Struct):
+    version: str
+
+
+class ErrorDetails(Struct):
+    """Why a request was refused or failed; `param` is the field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    error: ErrorDetails
+
+
+T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest)
+_decoder = functools.cache(msgspec.json.Decoder)
+_PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
+
+
+@functools.cache
+def _unsupported_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Reads the members of a body that are not supported, and skips the others."""
+    fields = [(name, Raw, Raw()) for name in kind.unsupported]
+    return msgspec.json.Decoder(msgspec.defstruct("Unsupported", fields))
+
+
+def decode(kind: type[T], body: bytes) -> T:
+    """The request that `body` holds.
+
+    Raises InvalidRequest with the field that is wrong, or without one for what is no JSON object.
+    Fast whatever is in it: values of unknown fields are not built.
+    """
+    try:
+        given = _unsupported_of(kind).decode(body)
+        for name, neutral in kind.unsupported.items():
+            if not _is_neutral(getattr(given, name), neutral):
+                raise InvalidRequest(f"{name} is not supported here: leave it out", name)
+        request: T = _decoder(kind).decode(body)
+        return request
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not JSON in UTF-8: {error}") from error
+
+
+def prompts_of(raw: Raw) -> list[str] | list[list[int]]:
+    """The prompts of a completion. Raises InvalidRequest."""
+    text = bytes(raw)
+    start = _PROMPT_START.match(text)
+    assert start is not None
+    kind = (bool(start[1]), start[2])
+    # A list of lists has no brackets in strings; a million lists would take long to make.
+    if kind == (True, b"[") and text.count(b"[") > MAX_PROMPTS + 1:
+        raise InvalidRequest(f"prompt has more than {MAX_PROMPTS} prompts", "prompt")
+    try:
+        prompt = msgspec.json.decode(text, type=_PROMPTS.get(kind, Text))
+    except msgspec.ValidationError as error:
+        raise _invalid(error, "prompt") from error
+    return prompt if start[1] and start[2] else [prompt]
+
+
+def _is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value, or that there is none, means "without it". As JSON: true is not 1."""
+    text = bytes(raw)
+    if not text or len(text) > _MAX_NEUTRAL_BYTES:
+        return not text
+    value = msgspec.json.encode(msgspec.json.decode(text))
+    return value in map(msgspec.json.encode, (None, *neutral))
+
+
+_ERROR = re.compile(r"(?P<reason>.*?)(?: - at (`key` in )?`\$\.?(?P<field>.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
+    """msgspec's error in this API's words: "Expected `int`, got `str` - at `$.prompt[0]`"."""
+    found = _ERROR.fullmatch(str(error))
+    assert found is not None
+    reason, field = found["reason"], within + (found["field"] or "").removesuffix("[...]")
+    if missing := _MISSING.fullmatch(reason):
+        field = f"{field}.{missing[1]}".removeprefix(".")
+        return InvalidRequest(f"{field} is missing", field)
+    if not field:
+        return InvalidRequest("the body must be a JSON object")
+    if field.endswith("].type"):
+        what = "must be 'text': images are not supported, nor are audio and files"
+        return InvalidRequest(f"{field} {what}", field)
+    if reason.startswith(("Expected `null`", "Expected `array` of length <= 0")):
+        return InvalidRequest(f"{field} is not supported here: leave it out", field)
+    return InvalidRequest(f"{field}: {reason[:1].lower()}{reason[1:]}", field)

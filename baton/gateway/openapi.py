@@ -1,0 +1,131 @@
+"""The document at /openapi.json: `api`'s structs and the paths that take and answer them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton.gateway import api
+from baton.gateway.http_exchange import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
+
+Part = dict[str, Any]
+_REQUESTS = (api.CompletionRequest, api.ChatRequest, api.TokenizeRequest)
+_ANSWERS = (
+    *(api.Completion, api.ChatCompletion, api.Tokens, api.Models, api.Model, api.Status),
+    *(api.Version, api.Error),
+)
+_STRING: Part = {"type": "string"}
+_DESCRIPTIONS = {
+    "model": "The served model, which is meant too where none is named.",
+    "prompt": "What to continue: a text, texts, token ids or lists of token ids.",
+    "messages": "The conversation, oldest turn first; the model's chat template renders it.",
+    "temperature": "0 is greedy. 1 by default.",
+    "top_k": "Keep the k most likely tokens; 0 or -1 keeps all.",
+    "min_p": "Drop what is less likely than this share of the best.",
+    "repetition_penalty": "For tokens in prompt or output; 1 is none.",
+    "logit_bias": "Added to the logits of these token ids.",
+    "seed": "Same seed, same output. Choice i of n is drawn with seed + i.",
+    "stop": "Text that ends the output, and is not part of it.",
+    "ignore_eos": "Go on after end-of-sequence, up to max_tokens.",
+    "max_tokens": "Refused where the context leaves fewer; by default 16, for a chat all of them.",
+    "n": "Choices for each prompt.",
+    "best_of": "Only where it equals n.",
+    "stream": "Send the output as it comes, as server-sent events.",
+    "stream_options": "Only with stream: a last chunk has the usage.",
+    "echo": "Begin the text with the prompt; not together with logprobs.",
+    "top_logprobs": "Alternatives to return; needs logprobs.",
+    "priority": "low, normal or high; or vLLM's number: below 0 is high and above 0 is low.",
+    "ttft_target_ms": "Refuse at once when the first token cannot come in time.",
+    "cache_salt": "Shares cached prefixes only with requests of the same salt.",
+    "add_special_tokens": "Only the default: true for a prompt, false for messages.",
+}
+_ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
+
+
+def document() -> Part:
+    """The whole document."""
+    completion, chat, tokenize = _REQUESTS
+    model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Baton",
+            "version": "1",
+            "description": "OpenAI's API for completions and chats, with vLLM's extensions.",
+        },
+        "paths": {
+            "/v1/completions": _post("Continue prompts.", completion, api.Completion, streams=True),
+            "/v1/chat/completions": _post("Answer a chat.", chat, api.ChatCompletion, streams=True),
+            "/tokenize": _post("Token ids of a prompt or a chat.", tokenize, api.Tokens),
+            "/v1/models": _get("The served models.", api.Models, "401"),
+            "/v1/models/{model}": {
+                "parameters": [model],
+                **_get("One model.", api.Model, "401", "404"),
+            },
+            "/health": _get("Whether this process answers.", api.Status),
+            "/ready": _get("Whether requests are let in.", api.Status, "503"),
+            "/version": _get("The server's version.", api.Version),
+        },
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],  # a key where the router's tenants have some
+    }
+
+
+def _schemas() -> Part:
+    _, schemas = msgspec.json.schema_components(
+        (*_REQUESTS, *_ANSWERS), ref_template="#/components/schemas/{name}"
+    )
+    for request in _REQUESTS:
+        properties = schemas[request.__name__]["properties"]
+        for name in _DESCRIPTIONS.keys() & properties.keys():
+            properties[name]["description"] = _DESCRIPTIONS[name]
+        for name, neutral in request.unsupported.items():
+            properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
+    return schemas
+
+
+def _post(text: str, body: type, answer: type, *, streams: bool = False) -> Part:
+    timeout = {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}
+    operation = _operation(text, answer, _ERRORS)
+    if streams:
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _STRING}
+    return {
+        "post": {
+            **operation,
+            "parameters": [
+                {"name": TIMEOUT_HEADER, "in": "header", "schema": timeout},
+                {"name": "traceparent", "in": "header", "schema": _STRING},
+            ],
+            "requestBody": {"required": True, "content": _json(body)},
+        }
+    }
+
+
+def _get(text: str, answer: type, *errors: str) -> Part:
+    return {"get": _operation(text, answer, errors)}
+
+
+def _operation(text: str, answer: type, errors: tuple[str, ...]) -> Part:
+    return {
+        "summary": text,
+        "responses": {
+            "200": {"description": "Done.", "content": _json(answer)},
+            **{status: _failure(status) for status in errors},
+        },
+    }
+
+
+def _failure(status: str) -> Part:
+    failure: Part = {"description": "Refused or failed.", "content": _json(api.Error)}
+    if status in ("429", "503"):
+        whole = {"type": "integer", "minimum": 1}
+        failure["headers"] = {"Retry-After": {"required": True, "schema": whole}}
+    return failure
+
+
+def _json(struct: type) -> Part:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{struct.__name__}"}}}

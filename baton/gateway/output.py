@@ -1,0 +1,167 @@
+"""One choice's output as it comes, and how completions and chats write it."""
+
+from __future__ import annotations
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from msgspec import UNSET
+
+from baton.gateway import api
+from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
+from baton.text import Tokenizer
+from baton.v1 import common_pb2, inference_pb2
+
+_REASONS: dict[int, FinishReason | None] = {
+    common_pb2.FINISH_REASON_UNSPECIFIED: None,
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class Output(ABC):
+    """One choice. Its pieces are written at once, or kept for the whole of it."""
+
+    id_prefix: ClassVar[str]
+    answer: ClassVar[type[api.Completion] | type[api.ChatCompletion]]
+    chunk_object: ClassVar[Any]
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool, echo: str
+    ) -> None:
+        self._index = index
+        self._tokenizer = tokenizer
+        self._with_logprobs = logprobs
+        self._with_token_ids = token_ids
+        self._echo = echo  # what the text begins with
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._positions: list[common_pb2.PositionLogprobs] = []
+        self._begun = False
+        self.finish = inference_pb2.Finish()
+
+    def keep(self, delta: inference_pb2.Delta) -> None:
+        """Takes a piece of what `whole` returns."""
+        self._text.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        self._positions.extend(delta.logprobs)
+
+    def whole(self) -> Any:
+        """The choice of an answer."""
+        text, stop_reason = self._echo + "".join(self._text), self.finish.stop or None
+        members = self._members(self._positions, self._token_ids, self.finish.reason)
+        return self._choice(text, stop_reason=stop_reason, **members)
+
+    def piece(self, delta: inference_pb2.Delta) -> Any:
+        """The choice of a chunk."""
+        text = delta.text if self._begun else self._echo + delta.text
+        members = self._members(delta.logprobs, list(delta.token_ids), delta.finish_reason)
+        choice = self._choice(text, **members)
+        self._begun = True
+        return choice
+
+    def _members(
+        self, positions: Sequence[common_pb2.PositionLogprobs], token_ids: list[int], reason: int
+    ) -> dict[str, Any]:
+        """What both kinds of choice have."""
+        return {
+            "index": self._index,
+            "logprobs": self.logprobs(positions) if self._with_logprobs else None,
+            "finish_reason": _REASONS[reason],
+            "token_ids": token_ids if self._with_token_ids else UNSET,
+        }
+
+    def _token(self, token: common_pb2.TokenLogprob) -> tuple[tuple[str, bytes], float]:
+        return shown(self._tokenizer, token.token_id), max(token.logprob, _MIN_LOGPROB)
+
+    @abstractmethod
+    def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Any:
+        """Log-probabilities of these output positions, which follow those of the last call."""
+
+    @abstractmethod
+    def _choice(self, text: str, **members: Any) -> Any:
+        """The API's choice with this text; that of a chunk has no `stop_reason`."""
+
+
+class CompletionOutput(Output):
+    """As /v1/completions has it."""
+
+    id_prefix = "cmpl-"
+    answer = api.Completion
+    chunk_object = "text_completion"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> CompletionLogprobs:
+        """Four parallel lists."""
+        found = CompletionLogprobs([], [], [], [])
+        for position in positions:
+            (text, piece), logprob = self._token(position.chosen)
+            others = (self._token(other) for other in position.top)
+            found.text_offset.append(self._offset)
+            found.tokens.append(text)
+            found.token_logprobs.append(logprob)
+            found.top_logprobs.append({text: logprob, **{t: p for (t, _), p in others}})
+            self._offset += len(self._utf8.decode(piece))
+        return found
+
+    def _choice(self, text: str, **members: Any) -> api.CompletionChoice:
+        return api.CompletionChoice(text=text, **members)
+
+
+class ChatOutput(Output):
+    """As /v1/chat/completions has it."""
+
+    id_prefix = "chatcmpl-"
+    answer = api.ChatCompletion
+    chunk_object = "chat.completion.chunk"
+
+    def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> ChatLogprobs:
+        """One entry for each token."""
+        return ChatLogprobs(
+            [
+                ChatToken(
+                    *self._entry(position.chosen),
+                    [api.TopToken(*self._entry(other)) for other in position.top],
+                )
+                for position in positions
+            ]
+        )
+
+    def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
+        (text, piece), logprob = self._token(token)
+        return text, logprob, list(piece)
+
+    def _choice(self, text: str, **members: Any) -> api.ChatChoice:
+        if "stop_reason" in members:
+            return api.ChatChoice(message=api.AssistantMessage(text), **members)
+        delta = ChatDelta(text) if self._begun else ChatDelta(text, "assistant")
+        return api.ChatChoice(delta=delta, **members)
+
+
+def usage_of(outputs: Sequence[Output], n: int) -> api.Usage:
+    """Tokens of the whole request: each prompt once, every choice's output."""
+    usages = [output.finish.usage for output in outputs]
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
+    output = sum(usage.completion_tokens for usage in usages)
+    cached = sum(usage.cached_tokens for usage in usages[::n])
+    return api.Usage(prompt, output, prompt + output, api.PromptTokensDetails(cached))
+
+
+def shown(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
+    """A token as text, and its own bytes.
+
+    Bytes that are no character are shown as "bytes:\\x..", a token without a text as its id.
+    """
+    if not tokenizer.has_text:
+        return f"token_id:{token_id}", b""
+    text, piece = tokenizer.pieces.shown(token_id)
+    if "\ufffd" in text:
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+    return text, piece
