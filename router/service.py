@@ -56,7 +56,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         router.queued = service.wait_queue.depth
         router.running = service.running
         router.registry_connected = fleet.registry_connected
-        router.counts.CopyFrom(stats.counts())
+        router.counts.CopyFrom(stats.counts)
         router.latency.CopyFrom(stats.latency())
         router.events.extend(stats.events)
         workers = [

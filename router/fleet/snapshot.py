@@ -67,7 +67,6 @@ class WorkerView:
 
     @property
     def incarnation(self) -> str:
-        """The worker's name."""
         return self.record.incarnation
 
     @property
@@ -110,15 +109,19 @@ class Snapshot:
     decode: tuple[WorkerView, ...]
     excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests can be served: there is a usable pair."""
-        return any(True for _ in self.usable_pairs())
+    def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
+        """READY workers with compatible KV caches that are not excluded from each other."""
+        ready = [worker for worker in self.decode if worker.ready]
+        for prefill in (worker for worker in self.prefill if worker.ready):
+            for decode in ready:
+                names = prefill.incarnation, decode.incarnation
+                if prefill.record.kv == decode.record.kv and names not in self.excluded_pairs:
+                    yield prefill, decode
 
     @property
     def why_not_ready(self) -> str:
-        """What is missing, as a sentence; empty when `ready`."""
-        if self.ready:
+        """What is missing to serve requests, as a sentence; empty when there is a usable pair."""
+        if any(True for _ in self.usable_pairs()):
             return ""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             if not any(worker.ready for worker in workers):
@@ -133,15 +136,6 @@ class Snapshot:
         pairs = sorted(self.excluded_pairs.items())
         reasons = "; ".join(f"{p} to {d}: {why}" for (p, d), why in pairs)
         return f"no prefill worker that is ready can hand over to a decode worker ({reasons})"
-
-    def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
-        """READY workers with compatible KV caches that are not excluded from each other."""
-        ready = [worker for worker in self.decode if worker.ready]
-        for prefill in (worker for worker in self.prefill if worker.ready):
-            for decode in ready:
-                names = prefill.incarnation, decode.incarnation
-                if prefill.record.kv == decode.record.kv and names not in self.excluded_pairs:
-                    yield prefill, decode
 
     @property
     def max_context(self) -> int:

@@ -68,8 +68,8 @@ class SamplingPolicy(RequestListener):
             return False
         if outcome.status != OK or state is None:
             return record.placed or not isinstance(outcome.error, _REFUSALS)
-        met = [slo.met(state.ttft_s, state.tpot_s, state.e2e_s) for slo in self._slos]
-        return state.attempts > 1 or (bool(met) and not any(met))
+        met_none = bool(self._slos) and not any(map(state.is_within, self._slos))
+        return state.attempts > 1 or met_none
 
     async def _call_workers(self) -> None:
         """Calls all workers at once, again and again until nothing is pending."""
