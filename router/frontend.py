@@ -132,7 +132,6 @@ class GenerationService:
 
     @property
     def tokenizer(self) -> AnyTokenizer:
-        """The served model's."""
         return self._admission.tokenizer
 
     @property
@@ -142,7 +141,6 @@ class GenerationService:
 
     @property
     def stats(self) -> RouterStats:
-        """What has happened here so far."""
         return self._dispatch.stats
 
     @property
@@ -215,17 +213,15 @@ class GenerationService:
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
     ) -> inference_pb2.TokenizeResponse:
-        """Token ids of a text or a conversation."""
         tenant = self._admission.tenants.of(caller.metadata)
         self._admission.check_model(request.model)
         tenant.check(tokens=0)
-        tenant.requests.take(1)
+        tenant.charge(1, 0)
         token_ids = await self._admission.tokenize(request, self.fleet.snapshot().max_context)
-        tenant.tokens.take(len(token_ids))
+        tenant.charge(0, len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
     def models(self, caller: Caller) -> list[inference_pb2.Model]:
-        """The one model this router serves."""
         self.check_key(caller)
         model = inference_pb2.Model(
             name=self._admission.model,
@@ -249,7 +245,6 @@ class GenerationService:
         return feasibility.explain(admitted, needs, snapshot, self.wait_queue, time.monotonic())
 
     async def idle(self) -> None:
-        """Returns when no request runs."""
         await self._idle.wait()
 
     def give_up(self) -> None:
@@ -292,7 +287,6 @@ class GenerationService:
     async def _deliver(
         self, state: RequestState, lease: AdmissionLease, record: RequestRecord, sending: _Sending
     ) -> None:
-        """Started, deltas, and the finish."""
         assert record.span is not None
         trace = telemetry.context_of(record.span)
         with telemetry.span(self._tracer, "router.begin", trace):

@@ -107,8 +107,8 @@ class Tenant:
         self.flow = Flow(config.name, config.weight, PRIORITIES[config.priority])
         self._salted = salted
         self.running = 0
-        self.requests = TokenBucket(config.requests_per_minute, config.burst_seconds, clock)
-        self.tokens = TokenBucket(config.tokens_per_minute, config.burst_seconds, clock)
+        self._requests = TokenBucket(config.requests_per_minute, config.burst_seconds, clock)
+        self._tokens = TokenBucket(config.tokens_per_minute, config.burst_seconds, clock)
 
     def salt(self, cache_salt: str) -> str:
         """Isolates the tenant's cached prefixes, whatever salt the request has."""
@@ -130,17 +130,16 @@ class Tenant:
         fits.
         """
         total = prompt_tokens + max_tokens * max(1, choices)
-        if total > self.tokens.size:
+        if total > self._tokens.size:
             raise InvalidRequest(
                 f"prompt and output may take {total} tokens and this tenant gets "
-                f"{self.tokens.size:.0f} at once: ask for fewer",
+                f"{self._tokens.size:.0f} at once: ask for fewer",
                 "sampling.max_tokens",
             )
         reserved = min(max_tokens, _RESERVED_OUTPUT)
         self.check(choices, prompt_tokens + reserved * max(1, choices))
         requests = min(1, choices)
-        self.requests.take(requests)
-        self.tokens.take(prompt_tokens + reserved)
+        self.charge(requests, prompt_tokens + reserved)
         self.running += 1
         prompt = self.fair_queue.add(self.flow, seconds_of_work, priority)
         return AdmissionLease(self, prompt, requests, prompt_tokens, reserved)
@@ -157,14 +156,19 @@ class Tenant:
             )
         if running + max(1, choices) > most:
             raise Overloaded(f"{running} requests of this tenant run already", _BUSY_RETRY_S)
-        if choices and (wait_s := self.requests.wait_s(1)) > 0:
+        if choices and (wait_s := self._requests.wait_s(1)) > 0:
             raise Overloaded("this tenant's requests a minute are used up", wait_s)
-        if tokens is not None and (wait_s := self.tokens.wait_s(tokens)) > 0:
+        if tokens is not None and (wait_s := self._tokens.wait_s(tokens)) > 0:
             raise Overloaded("this tenant's tokens a minute are used up", wait_s)
+
+    def charge(self, requests: int, tokens: int) -> None:
+        """Takes from both buckets, or gives back what is negative."""
+        self._requests.take(requests)
+        self._tokens.take(tokens)
 
     def most_output(self, prompt_tokens: int, choices: int) -> int:
         """Most output tokens of each choice where the request leaves that open; at least 1."""
-        size = min(self.tokens.size, sys.maxsize)
+        size = min(self._tokens.size, sys.maxsize)
         return max(1, int(size - prompt_tokens) // choices)
 
 
@@ -193,7 +197,7 @@ class AdmissionLease:
         if not self._began:
             self._began = True
             self._tenant.fair_queue.remove(self._prompt)
-        self._tenant.tokens.take(max(0, count - self._reserved))
+        self._tenant.charge(0, max(0, count - self._reserved))
         self._reserved = max(0, self._reserved - count)
 
     def __enter__(self) -> Self:
@@ -209,8 +213,7 @@ class AdmissionLease:
         tenant.running -= 1
         tenant.fair_queue.remove(self._prompt)
         refused = isinstance(error, RetryableError) and not self._began
-        tenant.requests.take(-self._requests * refused)
-        tenant.tokens.take(-self._reserved - self._prompt_tokens * refused)
+        tenant.charge(-self._requests * refused, -self._reserved - self._prompt_tokens * refused)
 
 
 class Tenants:
@@ -235,9 +238,9 @@ class Tenants:
         """From the file, or without one. Raises ConfigError naming file, tenant and field."""
         return cls(None if path is None else _read(path), clock)
 
-    def of(self, metadata: Metadata) -> Tenant:
+    def of(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
-        key = None if self._open else _key(metadata)
+        key = None if self._open else _key(metadata or ())
         if key is None:
             if self._keyless is None:
                 raise Unauthenticated("this router needs an API key: authorization: Bearer KEY")
@@ -294,7 +297,6 @@ _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 def _read(path: Path) -> list[TenantConfig]:
-    """All tenants of the file. Raises ConfigError."""
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:

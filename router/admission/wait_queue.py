@@ -137,7 +137,6 @@ class WaitQueue:
 
     @property
     def depth(self) -> int:
-        """Number of waiting requests."""
         return len(self._waiting)
 
     def tokens_before(self, virtual_finish: float) -> int:
@@ -278,7 +277,6 @@ async def _let_try(waiter: _Waiter) -> None:
 
 
 async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
-    """Returns when one of the two is set."""
     tasks = [asyncio.ensure_future(event.wait()) for event in (one, other)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

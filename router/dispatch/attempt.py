@@ -29,7 +29,6 @@ class Output:
     num_bytes: int = 0  # memory it takes while it waits
 
     def singly(self) -> Iterator[Output]:
-        """The same tokens, one at a time."""
         last = len(self.token_ids) - 1
         for at, token_id in enumerate(self.token_ids):
             reason = self.finish_reason if at == last else common_pb2.FINISH_REASON_UNSPECIFIED
@@ -75,7 +74,6 @@ class Attempt:
         self._prefill.add_done_callback(self._prefill_ended)
 
     def on_prefill(self, message: prefill_pb2.PrefillResponse) -> None:
-        """Handles a message of the prefill worker."""
         if message.HasField("committed"):
             self._handed_over = self._early is None
             self.suspects.clear()
@@ -98,7 +96,6 @@ class Attempt:
             self.on_decode(event)
 
     def on_decode(self, event: Event) -> None:
-        """Handles an event of the decode worker."""
         if isinstance(event, BatonError):
             self.suspects.clear()
             self._queue.put_nowait(event)

@@ -104,7 +104,6 @@ class Dispatch:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def placement_request(self, state: RequestState) -> PlacementRequest:
-        """What placement has to find room for."""
         return state.placement_request(self._limits.local_prefill_max_tokens)
 
     async def close(self) -> None:
@@ -135,7 +134,9 @@ class Dispatch:
                         streams_ns = streams_ns or time.time_ns()
                         yield output
             except BatonError as error:
-                self._count_failure(pair, attempt, state, error)
+                state.failed_workers |= self._fleet.breakers.failed_attempt(
+                    pair.names, attempt.suspects, error
+                )
                 raise
             finally:
                 if streams_ns:  # known also where the workers' own spans died with them
@@ -204,7 +205,9 @@ class Dispatch:
                 else:
                     self._cancel(decode, attempt.handoff_id)  # it may hold blocks for us
                     if isinstance(error, BatonError):
-                        self._count_failure(pair, attempt, state, error)
+                        state.failed_workers |= self._fleet.breakers.failed_attempt(
+                            pair.names, attempt.suspects, error
+                        )
                     raise
                 full.add(pair.decode.incarnation)
                 continue
@@ -281,13 +284,6 @@ class Dispatch:
                     attempt.on_prefill(message)
         finally:
             member.unsubscribe(attempt.handoff_id)
-
-    def _count_failure(
-        self, pair: Pair, attempt: Attempt, state: RequestState, error: BatonError
-    ) -> None:
-        """The request avoids the workers it failed on; all do, if it happens often."""
-        suspects = self._fleet.breakers.failed_attempt(pair.names, attempt.suspects, error)
-        state.failed_workers |= suspects
 
     def _cancel(self, decode: Member, handoff_id: str) -> None:
         """Frees the sequence's blocks without waiting for it."""

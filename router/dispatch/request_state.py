@@ -131,11 +131,9 @@ class RequestState:
 
     @property
     def e2e_s(self) -> float:
-        """From arrival until now."""
         return time.monotonic() - self.started
 
     def is_within(self, slo: Slo) -> bool:
-        """Whether it has met the SLO, if it ends now."""
         return slo.met(self.ttft_s, self.tpot_s, self.e2e_s)
 
     def note(self, message: prefill_pb2.PrefillResponse) -> None:
@@ -163,7 +161,6 @@ class RequestState:
         )
 
     def timing(self) -> common_pb2.Timing:
-        """Where the time went."""
         placed = self.placed_at or self.started
         return common_pb2.Timing(
             queue_ms=(placed - self.started) * 1e3 + self.prefill_queue_ms,

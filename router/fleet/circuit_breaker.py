@@ -52,7 +52,6 @@ class CircuitBreaker:
             self.probe_until = self.clock() + PROBE_S
 
     def succeeded(self) -> None:
-        """A call ended well."""
         now = self.clock()
         if self.open_until is None:
             self.recent.append((now, True))

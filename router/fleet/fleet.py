@@ -50,7 +50,6 @@ class Fleet:
 
     @property
     def registry_connected(self) -> bool:
-        """Whether the registry answers."""
         return self._membership.connected
 
     @property
@@ -84,7 +83,6 @@ class Fleet:
             await _close(self._members.values(), "the router is stopping")
 
     def snapshot(self) -> Snapshot:
-        """All workers now."""
         return self.breakers.without_ejected(self._seen())
 
     def tokens_in_flight(self) -> int:

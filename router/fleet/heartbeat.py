@@ -89,13 +89,11 @@ class HeartbeatStream:
         self._task = asyncio.create_task(self._run(), name=name)
 
     def opened(self) -> None:
-        """The worker has answered."""
         self.alive = self._limit is not None
         self.answered |= self.alive
         self.heard()
 
     def heard(self) -> None:
-        """A heartbeat or a message came."""
         self.silent_ticks = 0
 
     def tick(self) -> None:
@@ -111,7 +109,6 @@ class HeartbeatStream:
             self._limit = None
 
     async def close(self) -> None:
-        """Ends the stream for good."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

@@ -28,7 +28,6 @@ from router.fleet.snapshot import (
     SILENT,
     STALLED,
     AssignedPrompt,
-    CachedPrefixes,
     WorkerView,
 )
 
@@ -85,7 +84,7 @@ class Member:
         self.load = worker_pb2.Load(blocks_total=record.blocks_total)
         self.pairs: list[worker_pb2.PairStatus] = []
         self.assigned: dict[str, AssignedPrompt] = {}  # by handoff id
-        self.cached = CachedPrefixes()
+        self.cached: set[int] = set()
         # A secret between us and the worker: a caller that knows a stream's id can take it over.
         self.stream_id = secrets.token_hex(16)
         self._name = record.incarnation
@@ -115,7 +114,6 @@ class Member:
 
     @property
     def view(self) -> WorkerView:
-        """The worker as it is now."""
         state, reason = self._state()
         prompts = tuple(self.assigned.values())
         return WorkerView(
@@ -223,13 +221,16 @@ class Member:
 
     async def _watch_load(self, stream: HeartbeatStream) -> None:
         await self._check_identity(stream)
-        self.cached.apply(worker_pb2.CacheEvent(cleared=True))
+        self.cached.clear()
         request = worker_pb2.WatchRequest(heartbeat_ms=self._liveness.heartbeat_ms)
         async for update in self.worker.Watch(request):
             with self._announcing_change():
                 stream.opened()
                 self.load, self.pairs = update.load, list(update.pairs)
-                self.cached.apply(update.cache)
+                if update.cache.cleared:
+                    self.cached.clear()
+                self.cached.difference_update(update.cache.evicted)
+                self.cached.update(update.cache.stored)
                 self._note_state(update.state)
                 if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
                     self._fail_all(f"worker {self._name} is stalled: {stalled}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from baton.config import RouterLimits
 from baton.prefix import hash_chain
@@ -52,12 +53,13 @@ class PlacementRequest:
     def cached_tokens(self, worker: WorkerView) -> int:
         """Leading tokens whose KV the worker seems to cache; never all, as the last is computed."""
         block_size = worker.record.kv.block_size
-        if not block_size or not len(worker.cached):
+        if not block_size or not worker.cached:
             return 0
         if block_size not in self._chains:
             self._chains[block_size] = hash_chain(self.token_ids, block_size, self.cache_salt)
-        usable = (self.num_tokens - 1) // block_size
-        return min(usable, worker.cached.leading_blocks(self._chains[block_size])) * block_size
+        usable = self._chains[block_size][: (self.num_tokens - 1) // block_size]
+        leading = takewhile(worker.cached.__contains__, usable)
+        return sum(1 for _ in leading) * block_size
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,6 @@ class RouterMetrics(RequestListener):
         self._gaps.record(gap_s)
 
     def first_token(self, record: RequestRecord) -> None:
-        """A request has its first token."""
         assert record.state is not None
         state = record.state
         self._record("gen_ai.server.time_to_first_token", record, state.ttft_s)
@@ -83,11 +82,9 @@ class RouterMetrics(RequestListener):
             self._recorder.record("baton.request.ttft_prediction", ratio, context=context)
 
     def failed_over(self, error: BatonError) -> None:
-        """An attempt failed and another follows."""
         self._recorder.count("baton.failovers", 1, {"reason": type(error).__name__})
 
     def ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        """A request is over."""
         state, count = record.state, self._recorder.count
         tenant = state.request.tenant if state else record.tenant
         count("baton.requests.ended", 1, {"status": outcome.status, "tenant": tenant})

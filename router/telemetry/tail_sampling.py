@@ -45,7 +45,6 @@ class SamplingPolicy(RequestListener):
             record.kept = True
 
     def ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        """Keeps the trace if it is wanted."""
         record.kept = record.held and (record.kept or self._is_wanted(record, outcome))
         if not record.kept:
             return

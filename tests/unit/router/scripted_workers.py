@@ -453,7 +453,7 @@ class Cluster:
 
     async def until_waiting(self, count):
         """Waits until so many wait for room."""
-        await eventually(lambda: self.wait_queue.depth >= count)
+        await seen(lambda: self.wait_queue.depth >= count)
 
     async def all_freed(self):
         """Waits until no decode worker holds blocks."""
@@ -481,7 +481,7 @@ async def received(queue):
         return await queue.get()
 
 
-async def eventually(good):
+async def seen(good):
     """Waits for something that sends no event."""
     async with asyncio.timeout(TIMEOUT_S):
         while not good():  # noqa: ASYNC110

@@ -24,10 +24,10 @@ from .scripted_workers import (
     TIMEOUT_S,
     DecodeWorker,
     counting,
-    eventually,
     first_token,
     received,
     request_state,
+    seen,
     started,
     token,
 )
@@ -249,7 +249,7 @@ async def test_a_returning_decode_worker_is_waited_for_but_not_without_end(clust
         await cluster.until(lambda s: not s.decode)
 
         async def comes_back():
-            await eventually(lambda: state.attempts > 1)
+            await seen(lambda: state.attempts > 1)
             again = DecodeWorker("d1")
             again.runs = [pauses(again, 2)]
             cluster.decodes.append(await cluster.add(again))

@@ -17,8 +17,8 @@ from .scripted_workers import (
     READY,
     TIMEOUT_S,
     DecodeWorker,
-    eventually,
     received,
+    seen,
 )
 
 
@@ -86,7 +86,7 @@ async def test_a_decode_worker_without_an_event_stream_is_never_ready(cluster):
         states.update(view.state for view in views)
         return any(view.reason == "no event streams here" for view in views)
 
-    await eventually(refused)
+    await seen(refused)
     assert states == {"UNREACHABLE"}
 
 
@@ -197,7 +197,7 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
             await asyncio.sleep(0)
         await cluster.until(lambda s: len(s.decode) == 301)
         decodes = lambda: cluster.fleet.snapshot().decode  # noqa: E731
-        await eventually(lambda: all(w.reason != "not connected yet" for w in decodes()))
+        await seen(lambda: all(w.reason != "not connected yet" for w in decodes()))
         known = looks
         await asyncio.sleep(1)
         counting.cancel()
@@ -291,15 +291,15 @@ async def test_a_bug_in_one_tick_does_not_end_the_watch(cluster_of, monkeypatch)
 async def test_readiness_follows_the_fleet(cluster):
     health, decode = Health(), cluster.decodes[0]
     following = asyncio.create_task(_follow_readiness(cluster.fleet, health))
-    await eventually(lambda: health.serving is True)
+    await seen(lambda: health.serving is True)
     decode.stop_still()
     for _ in range(cluster.liveness.lost_ticks):
         cluster.member(decode).tick()
-    await eventually(lambda: health.serving is False)
+    await seen(lambda: health.serving is False)
     decode.wake()
-    await eventually(lambda: health.serving is True)
+    await seen(lambda: health.serving is True)
     other = await cluster.add(DecodeWorker("d9", dtype="bfloat16"))
     await cluster.until_state(other, "READY")
     await cluster.leave(decode)
-    await eventually(lambda: health.serving is False)  # READY workers of both roles, but no pair
+    await seen(lambda: health.serving is False)  # READY workers of both roles, but no pair
     following.cancel()

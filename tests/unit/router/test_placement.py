@@ -112,63 +112,55 @@ def test_thousands_of_workers_that_are_not_ready_cost_little():
 # Workers without room.
 
 
+def missing(available, needed, name="d0"):
+    return f"{name} has {available} KV blocks available and {needed} are needed"
+
+
+def ahead(tokens, most):
+    return f"p0 has {tokens} tokens to compute first and is given no more than {most} ahead"
+
+
+FAST = {"chunk_tokens": 64, "prefill_tokens_per_s": 50_000}
+SHARED = {"caches": LONG[:8], "blocks_held": 8}  # two of four blocks match
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "free", "cached", "fits"),
+    ("prefill", "decode", "request_", "said"),
     [
-        (7, 2, 0, True),  # two blocks, the second with room for the next token
-        (8, 2, 0, False),  # full blocks: the next token needs a third
-        (8, 3, 0, True),
-        (8, 1, 2, True),  # cached blocks can be given up
-        (1, 0, 0, False),
+        # Blocks for the sequence and its next token; cached ones can be given up.
+        ({}, {"blocks_free": 2}, needs(7), ""),
+        ({}, {"blocks_free": 2}, needs(8), missing(2, 3)),
+        ({}, {"blocks_free": 3}, needs(8), ""),
+        ({}, {"blocks_free": 1, "blocks_cached": 2}, needs(8), ""),
+        ({}, {"blocks_free": 0}, needs(1), missing(0, 1)),
+        # Blocks shared with a running sequence are not needed again; those that the pool keeps
+        # unheld are counted as available.
+        ({}, {"blocks_free": 2, **SHARED}, needs(LONG[:12]), ""),
+        ({}, {"blocks_free": 1, **SHARED}, needs(LONG[:12]), missing(1, 2)),
+        ({}, {"blocks_free": 2, "blocks_cached": 1, **SHARED}, needs(LONG[:12]), ""),
+        ({}, {"blocks_free": 1, "blocks_cached": 2, **SHARED}, needs(LONG[:12]), missing(3, 4)),
+        # A batch, and a little more, so that places are taken at once.
+        ({}, {"max_batch": 8, "running": 8}, needs(), ""),
+        ({}, {"max_batch": 8, "running": 9}, needs(), "d0 has 9 sequences for a batch of 8"),
+        ({}, {"max_batch": 8, "running": 4, "waiting": 5}, needs(), "d0 has 9 sequences for "),
+        ({}, {"max_batch": 8, "sequences": 9, "running": 2}, needs(), "d0 has 9 sequences for "),
+        ({}, {"max_batch": 64, "running": 71}, needs(), ""),
+        ({}, {"max_batch": 64, "running": 72}, needs(), "d0 has 72 sequences for a batch of 64"),
+        ({}, {"running": 1000}, needs(), ""),  # no limit is known
+        # Two chunks on a prefill worker, or a tenth of a second of work where they are short.
+        ({"tokens": 512, "chunk_tokens": 256}, {}, needs(), ahead(512, 512)),
+        ({"tokens": 511, "chunk_tokens": 256}, {}, needs(), ""),
+        ({"tokens": 1023}, {}, needs(), ""),  # chunks of 512, not known
+        ({"tokens": 4999, **FAST}, {}, needs(), ""),
+        ({"tokens": 5000, **FAST}, {}, needs(), ahead(5000, 5000)),
+        # A prefill pool that is held, by handoffs that hang; one that is not held is just small.
+        ({"blocks_free": 1, "blocks_held": 9}, {}, needs(), missing(1, 3, "p0")),
+        ({"blocks_free": 0}, {}, needs(), ""),
     ],
 )
-def test_room_is_for_the_sequence_and_its_next_token(num_tokens, free, cached, fits):
-    decode = worker("d0", blocks_free=free, blocks_cached=cached)
-    assert (refusal(decode=decode, request=needs(num_tokens)) == "") is fits
-
-
-@pytest.mark.parametrize(
-    ("unheld", "free", "fits"), [(0, 2, True), (0, 1, False), (1, 2, True), (2, 1, False)]
-)
-def test_blocks_shared_with_a_running_sequence_are_not_needed_again(unheld, free, fits):
-    """Two of four blocks match; those that the pool keeps unheld are counted as available."""
-    pool = {"blocks_free": free, "blocks_cached": unheld, "blocks_held": 8}
-    decode = worker("d0", caches=LONG[:8], **pool)
-    assert (refusal(decode=decode, request=needs(LONG[:12])) == "") is fits
-
-
-@pytest.mark.parametrize(
-    ("load", "busy"),
-    [
-        ({"max_batch": 8, "running": 9}, 9),
-        ({"max_batch": 8, "running": 4, "waiting": 5}, 9),
-        ({"max_batch": 8, "sequences": 9, "running": 2}, 9),
-        ({"max_batch": 64, "running": 72}, 72),
-        # A little more than the batch holds, so that places are taken at once.
-        ({"max_batch": 8, "running": 8}, None),
-        ({"max_batch": 64, "running": 71}, None),
-        ({"running": 1000}, None),  # no limit is known
-    ],
-)
-def test_a_full_batch_takes_no_more(load, busy):
-    said = f"d0 has {busy} sequences for a batch of {load.get('max_batch')}" if busy else ""
-    assert refusal(decode=worker("d0", **load)) == said
-
-
-@pytest.mark.parametrize(
-    ("fields", "ahead", "window"),
-    [
-        ({"tokens": 512, "queue_tokens": 512, "chunk_tokens": 256}, 512, 512),
-        ({"tokens": 511, "chunk_tokens": 256}, 511, None),
-        ({"tokens": 1023}, 1023, None),  # chunks of 512, not known
-        # A tenth of a second of work, where chunks are short.
-        ({"tokens": 4999, "chunk_tokens": 64, "prefill_tokens_per_s": 50_000}, 4999, None),
-        ({"tokens": 5000, "chunk_tokens": 64, "prefill_tokens_per_s": 50_000}, 5000, 5000),
-    ],
-)
-def test_a_prefill_worker_with_enough_to_do_is_given_no_more(fields, ahead, window):
-    said = f"p0 has {ahead} tokens to compute first and is given no more than {window} ahead"
-    assert refusal(worker("p0", **fields)) == (said if window else "")
+def test_a_pair_without_room_says_why(prefill, decode, request_, said):
+    refused = refusal(worker("p0", **prefill), worker("d0", **decode), request_)
+    assert refused.startswith(said) and bool(refused) is bool(said)
 
 
 def test_what_finishes_later_does_not_fill_the_window():
@@ -178,14 +170,6 @@ def test_what_finishes_later_does_not_fill_the_window():
     assert "9000 tokens to compute first" in refusal(late, request=needs(virtual_finish=8.0))
     others = assigned(worker("p0", queue_tokens=3000), 1000, 7.0)
     assert "2000 tokens to compute first" in refusal(others, request=needs(virtual_finish=6.0))
-
-
-def test_a_prefill_worker_whose_pool_is_held_takes_no_more():
-    """Blocks of prompts whose handoff hangs: another worker has some."""
-    stuck = worker("p0", blocks_free=1, blocks_held=9)
-    assert refusal(stuck) == "p0 has 1 KV blocks available and 3 are needed"
-    assert picked([stuck, worker("p1", queue_tokens=500)], [worker("d0")]) == ("p1", "d0")
-    assert refusal(worker("p0", blocks_free=0)) == "", "nothing is held there"
 
 
 def test_no_room_anywhere_is_overloaded_with_each_reason_once():

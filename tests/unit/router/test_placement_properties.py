@@ -1,9 +1,7 @@
 """What holds for every fleet: the picked pair may be picked, and load never attracts."""
 
-import random
 from dataclasses import replace
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -132,32 +130,3 @@ def test_what_a_picked_worker_caches_makes_it_no_less_attractive(snapshot, reque
     lucky = data.draw(st.sampled_from([before.prefill, before.decode]))
     warmed = swapped(snapshot, lucky, replace(lucky, cached=cached(request_.token_ids)))
     assert lucky.incarnation in pick(warmed, request_).names
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_in_front_are_a_better_guide_than_taking_turns(seed):
-    """Four prefill workers at 80 % of what they can do, prompts of very unlike lengths."""
-    rng, now, arrivals = random.Random(seed), 0.0, []
-    for _ in range(400):
-        now += rng.expovariate(1.0) * (50 * 0.9 + 3000 * 0.1) / (0.8 * 4 * 1000)
-        arrivals.append((now, rng.choice([50] * 9 + [3000])))
-
-    def waits(choose):
-        """Waiting time of each prompt, when workers compute 1000 tokens a second in order."""
-        free_at, waited = [0.0] * 4, []
-        for number, (when, length) in enumerate(arrivals):
-            ahead = [max(0.0, end - when) for end in free_at]
-            index = choose(number, ahead, length)
-            waited.append(ahead[index])
-            free_at[index] = max(when, free_at[index]) + length / 1000
-        return sorted(waited)
-
-    def placed(number, ahead, length):
-        fields = {"prefill_tokens_per_s": 1000, "chunk_tokens": 1 << 20, "blocks_free": 1000}
-        prefill = [worker(f"p{i}", tokens=int(s * 1000), **fields) for i, s in enumerate(ahead)]
-        decode = [worker("d0", blocks_total=1000, blocks_free=1000)]
-        return int(pick(fleet(prefill, decode), needs(length)).prefill.incarnation[1:])
-
-    ours, in_turn = waits(placed), waits(lambda number, ahead, length: number % 4)
-    assert sum(ours) < 0.7 * sum(in_turn)
-    assert ours[-4] < in_turn[-4], "p99"

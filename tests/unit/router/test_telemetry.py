@@ -33,7 +33,7 @@ from router.telemetry.metrics import CAUSES, RouterMetrics
 from router.telemetry.stats import RouterStats
 from router.telemetry.tail_sampling import SamplingPolicy
 
-from .scripted_workers import TIMEOUT_S, eventually, request_state
+from .scripted_workers import TIMEOUT_S, request_state, seen
 
 LABELS = {"gen_ai_request_model": "tiny", "gen_ai_operation_name": "chat"}
 FAILOVER, REFUSAL, FAILURE = (
@@ -341,7 +341,7 @@ async def test_the_workers_of_a_kept_trace_are_called(cluster_of):
     world.request(workers=("p0", "d0"))
     failed = InternalError("x")
     first = world.request(failed, workers=("p0", "d0", "gone")).trace_id
-    await eventually(lambda: decode.kept)
+    await seen(lambda: decode.kept)
     # What comes meanwhile is sent next, together.
     later = [world.request(failed, workers=("d0",)).trace_id for _ in range(2)]
     decode.keeps.set()

@@ -3,7 +3,7 @@
 import hashlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
@@ -168,7 +168,7 @@ def test_what_never_fits_is_invalid(tenant_with, fields, entering, why, field):
 
 def level(tenant):
     """Tokens and requests that may be taken now."""
-    return tenant.tokens._level, tenant.requests._level
+    return tenant._tokens._level, tenant._requests._level
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,7 @@ def test_a_lease_holds_its_place_until_the_prompt_is_computed(tenant_with, clock
     assert third.virtual_finish == pytest.approx(clock.now + 1.0)  # none is before it any more
 
 
+@settings(deadline=None)
 @given(
     st.floats(1, 1e6),
     st.floats(1, 600),
@@ -248,7 +249,7 @@ def test_a_bucket_never_gives_more_than_it_got_and_tells_the_exact_time(per_minu
         wait_s = bucket.wait_s(amount)
         if wait_s > 0:
             clock.now += wait_s * 0.999 - 1e-5
-            assert bucket.wait_s(amount) > 0 or wait_s < 1e-3
+            assert bucket.wait_s(amount) > 0 or wait_s * per_minute / 60 < 2e-3  # rounding
             clock.now += wait_s * 0.001 + 2e-5
         assert bucket.wait_s(amount) == 0.0
         bucket.take(amount)

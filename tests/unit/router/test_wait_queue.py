@@ -338,54 +338,27 @@ async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(room
     assert slack_s(3.5, "a", 100.0) == slack_s(0, "c", 100.0) == math.inf
 
 
-class Drained:
-    """A drain rate over a fleet with `queued` tokens in flight."""
+def test_the_drain_rate_counts_waiting_time_only(clock):
+    """How it follows a fleet is tested with feasibility's predictions, in simulated time."""
+    rate, queued = DrainRate(clock, lambda: queued), 0
+    rate.waiting(True)
 
-    def __init__(self):
-        self.now, self.queued = 0.0, 0
-        self.rate = DrainRate(lambda: self.now, lambda: self.queued)
-        self.rate.waiting(True)
-
-    def place(self, tokens, every_s, times=1):
+    def place(tokens, times):
         for _ in range(times):
-            self.now += every_s
-            self.rate.placed(tokens)
+            clock.now += 0.1
+            rate.placed(tokens)
 
-
-def test_the_drain_rate_counts_waiting_time_only():
-    one = Drained()
-    one.place(10_000, 0.001)
-    assert (one.rate.value(1), one.rate.value(1, assumed=7.0)) == (0.0, 7.0), "too short to tell"
-    one = Drained()
-    one.place(50, 0.1, times=100)
-    one.rate.waiting(False)
-    one.now += 1000.0
-    assert one.rate.value(50) == pytest.approx(500, rel=0.05)
-    one.rate.waiting(True)
-    one.place(10, 0.1, times=400)
-    assert one.rate.value(10) == pytest.approx(100, rel=0.05)
-
-
-@pytest.mark.parametrize("every_s", [0.01, 1.0, 30.0, 600.0])
-def test_however_rarely_the_queue_moves_its_rate_is_work_by_time(every_s):
-    one = Drained()
-    one.place(300, every_s, times=2000 if every_s < 1 else 40)
-    for share in (0.0, 0.5, 0.99):
-        one.now = one.now + share * every_s
-        assert one.rate.value(300, 1e9) == pytest.approx(300 / every_s, rel=0.2)
-
-
-def test_a_large_prompt_changes_nothing_before_its_time_has_shown():
-    one = Drained()
-    one.place(100, 0.1, times=200)
-    one.queued += 20_000  # it computes for 20 s, and nothing is placed meanwhile
-    one.rate.placed(20_000)
-    for _ in range(19):
-        one.now += 1.0
-        assert one.rate.value(100, 1000.0) == pytest.approx(1000, rel=0.1)
-    one.now, one.queued = one.now + 1.0, 0
-    one.place(100, 0.1, times=200)
-    assert one.rate.value(100, 1000.0) == pytest.approx(1000, rel=0.2)
-    one.now += 19.0  # room for a large one gathers; a small one would have been placed
-    assert one.rate.value(20_000, 1000.0) == pytest.approx(1000, rel=0.1)
-    assert one.rate.value(100, 1000.0) < 300
+    place(50, 1)
+    assert (rate.value(50), rate.value(50, assumed=7.0)) == (0.0, 7.0), "too short to tell"
+    place(50, 100)
+    rate.waiting(False)
+    clock.now += 1000.0
+    assert rate.value(50) == pytest.approx(500, rel=0.05)
+    rate.waiting(True)
+    place(10, 400)
+    assert rate.value(10) == pytest.approx(100, rel=0.05)
+    queued = 1000  # it computes for ten seconds, and nothing is placed meanwhile
+    rate.placed(1000)
+    for _ in range(9):
+        clock.now += 1.0
+        assert rate.value(10, 100.0) == pytest.approx(100, rel=0.1)
