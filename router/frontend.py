@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import SpanKind, Tracer
 
 from baton import telemetry
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
@@ -28,7 +28,6 @@ from router.dispatch.attempt import MAX_UNREAD_BYTES
 from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import RequestState, TextStream
 from router.fleet.fleet import Fleet
-from router.placement.explain import explain
 from router.placement.placement import RETRY_AFTER_S
 from router.telemetry.stats import RequestRecord, RouterStats
 
@@ -62,24 +61,22 @@ class _Sending:
     the generator's consumer waits for, and end nothing (PEP 789).
     """
 
-    def __init__(self, state: RequestState, send: Send, listed: set[_Sending]) -> None:
-        """It is in `listed` while it may be ended."""
+    def __init__(self, state: RequestState, send: Send) -> None:
         self._state = state
         self._send = send
-        self._listed = listed
         self._scope = asyncio.timeout(state.request.time_left_s)
         self._error: BatonError | None = None
-        self._since: float | None = None  # when the response was sent that waits to be read
-        self._check: asyncio.TimerHandle | None = None
         state.on_unread = lambda: self.end(
             Cancelled(f"the caller left {MAX_UNREAD_BYTES >> 10} KiB of output unread")
         )
 
-    async def __call__(self, response: inference_pb2.GenerateResponse) -> None:
-        """Sends a response."""
-        self._since = asyncio.get_running_loop().time()
-        await self._send(response)
-        self._since = None
+    async def __call__(self, **response: object) -> None:
+        """Sends a response, given as its one field."""
+        try:
+            async with asyncio.timeout(UNREAD_S):
+                await self._send(inference_pb2.GenerateResponse(**response))  # type: ignore[arg-type]
+        except TimeoutError:
+            raise Cancelled(f"the caller did not read its output for {UNREAD_S:.0f} s") from None
 
     @property
     def after(self) -> str:
@@ -94,8 +91,6 @@ class _Sending:
 
     async def __aenter__(self) -> Self:
         await self._scope.__aenter__()
-        self._listed.add(self)
-        self._check_read()
         return self
 
     async def __aexit__(
@@ -104,22 +99,11 @@ class _Sending:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._check is not None
-        self._check.cancel()
-        self._listed.discard(self)
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError:
             late = DeadlineExceeded(f"the deadline passed {self.after}")
             raise self._error or late from None
-
-    def _check_read(self) -> None:
-        """Ends the request if its caller has not read for too long; else checks again later."""
-        loop = asyncio.get_running_loop()
-        limit = (loop.time() if self._since is None else self._since) + UNREAD_S
-        if limit <= loop.time():
-            self.end(Cancelled(f"the caller did not read its output for {UNREAD_S:.0f} s"))
-        self._check = loop.call_at(max(limit, loop.time() + 1.0), self._check_read)
 
 
 class GenerationService:
@@ -148,7 +132,6 @@ class GenerationService:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The served model's."""
         return self._admission.tokenizer
 
     @property
@@ -158,7 +141,6 @@ class GenerationService:
 
     @property
     def stats(self) -> RouterStats:
-        """What has happened here so far."""
         return self._dispatch.stats
 
     @property
@@ -203,22 +185,44 @@ class GenerationService:
             record.span, record.trace_id = span, telemetry.trace_id_of(span)
             record.held = telemetry.is_held(span)
             record.operation = "chat" if request.HasField("chat") else "text_completion"
-            await self._generate(request, caller, span, record, send, choices, number)
+            trace = telemetry.context_of(span)
+            with telemetry.span(self._tracer, "router.admit", trace):
+                state, lease = await self._admit(
+                    request, caller, record, choices or Choices(), number
+                )
+            span.set_attribute("gen_ai.request.model", self._admission.model)
+            span.set_attribute("baton.request_id", record.request_id)
+            span.set_attribute("baton.tenant", record.tenant)
+            span.set_attribute("gen_ai.usage.input_tokens", len(state.request.prompt))
+            with lease:
+                with telemetry.span(self._tracer, "router.check", trace):
+                    state.predicted_ttft_s = feasibility.check(
+                        state.request,
+                        self._dispatch.placement_request(state),
+                        self.fleet.snapshot(),
+                        self.wait_queue,
+                        time.monotonic(),
+                    )
+                async with _Sending(state, send) as sending:
+                    self._sending.add(sending)
+                    try:
+                        await self._deliver(state, lease, record, sending)
+                    finally:
+                        self._sending.discard(sending)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
     ) -> inference_pb2.TokenizeResponse:
-        """Token ids of a text or a conversation."""
         tenant = self._admission.tenants.of(caller.metadata)
         self._admission.check_model(request.model)
-        tenant.charge_tokenize()
+        tenant.check(tokens=0)
+        tenant.charge(1, 0)
         token_ids = await self._admission.tokenize(request, self.fleet.snapshot().max_context)
-        tenant.use(len(token_ids))
+        tenant.charge(0, len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
     def models(self, caller: Caller) -> list[inference_pb2.Model]:
-        """The one model this router serves."""
-        self._admission.tenants.of(caller.metadata)
+        self.check_key(caller)
         model = inference_pb2.Model(
             name=self._admission.model,
             max_context=self.max_context,
@@ -234,14 +238,13 @@ class GenerationService:
         snapshot = self.fleet.snapshot()
         tenant = self._admission.tenants.of(caller.metadata)
         admitted = await self._admission.admit(
-            request, caller.time_left_s, snapshot.max_context, "explained", tenant
+            request, caller.time_left_s, snapshot.max_context, "explained", tenant, Choices()
         )
         admitted = self._admission.preview(admitted, tenant, request.priority)
         needs = self._dispatch.placement_request(RequestState(admitted))
-        return explain(snapshot, admitted, self.wait_queue, needs, time.monotonic())
+        return feasibility.explain(admitted, needs, snapshot, self.wait_queue, time.monotonic())
 
     async def idle(self) -> None:
-        """Returns when no request runs."""
         await self._idle.wait()
 
     def give_up(self) -> None:
@@ -250,76 +253,50 @@ class GenerationService:
             left = f"the router left {sending.after}: go on at another one"
             sending.end(Unavailable(left))
 
-    async def _generate(
+    async def _admit(
         self,
         request: inference_pb2.GenerateRequest,
         caller: Caller,
-        span: Span,
         record: RequestRecord,
-        send: Send,
-        choices: Choices | None,
+        choices: Choices,
         number: int,
-    ) -> None:
+    ) -> tuple[RequestState, AdmissionLease]:
         if self.draining:
             raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
         if not request.resumed_token_ids:  # that one was admitted before
             self.wait_queue.check_room()
         tenant = self._admission.tenants.of(caller.metadata)
         record.tenant = tenant.name
-        request_id = uuid.uuid4().hex[:16]
-        trace = telemetry.context_of(span)
-        with telemetry.span(self._tracer, "router.admit", trace):
-            admitted = await self._admission.admit(
-                request,
-                caller.time_left_s,
-                self.fleet.snapshot().max_context,
-                request_id,
-                tenant,
-                choices,
-                number,
-            )
-            # No request enters while none could be served; those admitted wait for workers.
-            if why_not := self.fleet.snapshot().why_not_ready:
-                raise Unavailable(why_not, RETRY_AFTER_S)
-            admitted, lease = self._admission.enter(
-                admitted, tenant, request.priority, choices, number
-            )
-        span.set_attribute("gen_ai.request.model", self._admission.model)
-        span.set_attribute("baton.request_id", request_id)
-        span.set_attribute("baton.tenant", tenant.name)
-        span.set_attribute("gen_ai.usage.input_tokens", len(admitted.prompt))
-        with lease:
-            state = RequestState(admitted, record.arrived, record.arrived_ns)
-            self.stats.admitted(record, state)
-            with telemetry.span(self._tracer, "router.check", trace):
-                state.predicted_ttft_s = feasibility.check(
-                    admitted,
-                    self.fleet.snapshot(),
-                    self.wait_queue,
-                    time.monotonic(),
-                    self._dispatch.placement_request(state),
-                )
-            async with _Sending(state, send, self._sending) as sending:
-                with telemetry.span(self._tracer, "router.begin", trace):
-                    started = inference_pb2.Started(
-                        request_id=request_id,
-                        trace_id=telemetry.trace_id_of(span),
-                        prompt_tokens=len(admitted.prompt),
-                        resumed_tokens=len(admitted.resumed),
-                    )
-                    await sending(inference_pb2.GenerateResponse(started=started))
-                await self._deliver(state, lease, span, record, sending)
+        admitted = await self._admission.admit(
+            request,
+            caller.time_left_s,
+            self.fleet.snapshot().max_context,
+            uuid.uuid4().hex[:16],
+            tenant,
+            choices,
+            number,
+        )
+        # No request enters while none could be served; those admitted wait for workers.
+        if why_not := self.fleet.snapshot().why_not_ready:
+            raise Unavailable(why_not, RETRY_AFTER_S)
+        admitted, lease = self._admission.enter(admitted, tenant, request.priority, choices, number)
+        state = RequestState(admitted, record.arrived, record.arrived_ns)
+        self.stats.admitted(record, state)
+        return state, lease
 
     async def _deliver(
-        self,
-        state: RequestState,
-        lease: AdmissionLease,
-        span: Span,
-        record: RequestRecord,
-        sending: _Sending,
+        self, state: RequestState, lease: AdmissionLease, record: RequestRecord, sending: _Sending
     ) -> None:
-        """Deltas, then the finish."""
-        trace = telemetry.context_of(span)
+        assert record.span is not None
+        trace = telemetry.context_of(record.span)
+        with telemetry.span(self._tracer, "router.begin", trace):
+            started = inference_pb2.Started(
+                request_id=record.request_id,
+                trace_id=record.trace_id,
+                prompt_tokens=len(state.request.prompt),
+                resumed_tokens=len(state.request.resumed),
+            )
+            await sending(started=started)
         text = TextStream(self._admission.tokenizer, state.request)
         reason = common_pb2.FINISH_REASON_UNSPECIFIED
         async with contextlib.aclosing(self._dispatch.run(state, trace)) as outputs:
@@ -334,13 +311,13 @@ class GenerationService:
                     logprobs=output.logprobs,
                     finish_reason=reason,
                 )
-                await sending(inference_pb2.GenerateResponse(delta=delta))
+                await sending(delta=delta)
                 if first:  # a span as long as the time to first token
                     telemetry.record(self._tracer, "router.first_token", trace, state.started_ns)
                     self.stats.first_token(record)
                 if text.stop is not None:
                     break  # the workers do not know of stop strings
-        span.set_attribute("gen_ai.usage.output_tokens", len(state.delivered))
+        record.span.set_attribute("gen_ai.usage.output_tokens", len(state.delivered))
         with telemetry.span(self._tracer, "router.finish", trace):
             record.finished = True
             finish = inference_pb2.Finish(
@@ -350,7 +327,7 @@ class GenerationService:
                 timing=state.timing(),
                 route=state.final_route(),
             )
-            await sending(inference_pb2.GenerateResponse(finish=finish))
+            await sending(finish=finish)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

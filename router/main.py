@@ -9,8 +9,8 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
-import grpc
 import uvloop
 
 from baton import slo, telemetry
@@ -19,20 +19,18 @@ from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.server import EventLoop, Health, bind, settle
-from baton.telemetry import Telemetry
 from baton.text import load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission import feasibility
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
 from router.admission.wait_queue import WaitQueue
-from router.dispatch.dispatch import Dispatch, DispatchConfig
+from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.frontend import GenerationService
 from router.service import FleetServicer, InferenceServicer
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.stats import RequestLog
 from router.telemetry.tail_sampling import SamplingPolicy
 
 log = logging.getLogger(__name__)
@@ -59,100 +57,76 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
     tokenizer = load_tokenizer(path, required=not config.random_weights)
     tenants = Tenants.load(config.tenants_file)
     server, address = bind(config.host, config.port)
-    trace = telemetry.setup(
-        "baton-router",
-        config.otlp,
-        {"service.instance.id": config.incarnation},
-        config.trace_sample,
-    )
-    registry = EtcdRegistry(config.registry)
-    try:
-        async with registry.watch() as membership:
-            liveness = LivenessConfig(config.silence_s, config.stall_s)
-            fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, liveness)
-            admission = Admission(
-                config.served_name,
-                tokenizer,
-                config.default_timeout_s,
-                ttft_target_s=config.ttft_target_s,
-                max_prompt_tokens=config.max_prompt_tokens,
-                prefill_rate=lambda: feasibility.prefill_rate(fleet.snapshot()),
-                tenants=tenants,
-            )
-            following = asyncio.create_task(fleet.follow(), name="fleet")
-            following.add_done_callback(lambda _: stop.set())  # a router is nothing without it
-            try:
-                await _serve(config, server, address, admission, fleet, trace, stop, frontends)
-            finally:
-                following.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await following
-    finally:
-        await registry.close()
-        await asyncio.to_thread(trace.close)
+    name = {"service.instance.id": config.incarnation}
+    trace = telemetry.setup("baton-router", config.otlp, name, config.trace_sample)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, trace.close)
+        registry = EtcdRegistry(config.registry)
+        stack.push_async_callback(registry.close)
+        membership = await stack.enter_async_context(registry.watch())
+        liveness = LivenessConfig(config.silence_s, config.stall_s)
+        fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, liveness)
+        following = asyncio.create_task(fleet.follow(), name="fleet")
+        following.add_done_callback(lambda _: stop.set())  # a router is nothing without it
+        stack.push_async_callback(_cancelled, following)
+        admission = Admission(
+            config.served_name,
+            tokenizer,
+            config.default_timeout_s,
+            ttft_target_s=config.ttft_target_s,
+            max_prompt_tokens=config.max_prompt_tokens,
+            prefill_rate=lambda: feasibility.prefill_rate(fleet.snapshot()),
+            tenants=tenants,
+        )
+        queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
+        dispatch = Dispatch(fleet, queue, config, trace.tracer)
+        service = GenerationService(admission, queue, dispatch, fleet, trace.tracer)
+        recorder = stack.enter_context(contextlib.closing(Recorder("router", name)))
+        slos = slo.parse_all(config.slos)
+        metrics = RouterMetrics(recorder, admission.model, slos)
+        metrics.observe(service)
+        sampler = SamplingPolicy(trace, fleet, config.trace_slow_s, slos)
+        # In this order: a trace that is kept may be an exemplar of a metric.
+        dispatch.stats.listeners = (sampler, metrics)
+        service.metrics_page = recorder.render
+        status = fleet_pb2.RouterStatus(
+            incarnation=config.incarnation,
+            address=address,
+            pid=os.getpid(),
+            model=admission.model,
+            cluster=config.registry.cluster,
+            otlp=config.otlp or "",
+        )
+        health = Health()
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(service), server
+        )
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(service, status), server)
+        health.add_to(server, _SERVICES)
+        for ended in (sampler.close, dispatch.close, partial(server.stop, STOP_GRACE_S)):
+            stack.push_async_callback(ended)
+        readiness = asyncio.create_task(_follow_readiness(fleet, health), name="readiness")
+        stack.push_async_callback(_cancelled, readiness)
+        await server.start()
+        settle()
+        if config.metrics_port is not None:
+            page = serving(recorder.render, config.host, config.metrics_port)
+            await stack.enter_async_context(page)
+        for frontend in frontends:
+            await stack.enter_async_context(frontend(service))
+        log.info("router %s at %s serves %s", config.incarnation, address, admission.model)
+        await stop.wait()
+        readiness.cancel()
+        await health.set(False)
+        await _drain(config.drain_s, service)
     return 0
 
 
-async def _serve(
-    config: RouterConfig,
-    server: grpc.aio.Server,
-    address: str,
-    admission: Admission,
-    fleet: Fleet,
-    trace: Telemetry,
-    stop: asyncio.Event,
-    frontends: Sequence[Frontend],
-) -> None:
-    dispatch_config = DispatchConfig(
-        max_attempts=config.max_attempts,
-        recovery_s=config.recovery_s,
-        local_prefill_max_tokens=config.local_prefill_max_tokens,
-    )
-    queue = WaitQueue(config.max_queue, in_flight=fleet.tokens_in_flight)
-    dispatch = Dispatch(fleet, queue, dispatch_config, trace.tracer)
-    service = GenerationService(admission, queue, dispatch, fleet, trace.tracer)
-    slos = slo.parse_all(config.slos)
-    recorder = Recorder("router", {"service.instance.id": config.incarnation})
-    metrics = RouterMetrics(recorder, admission.model, slos)
-    metrics.observe(service)
-    sampler = SamplingPolicy(trace, fleet, config.trace_slow_s, slos)
-    # In this order: a trace that is kept may be an exemplar of a metric.
-    dispatch.stats.listeners = (sampler, metrics, RequestLog())
-    service.metrics_page = recorder.render
-    status = fleet_pb2.RouterStatus(
-        incarnation=config.incarnation,
-        address=address,
-        pid=os.getpid(),
-        model=admission.model,
-        cluster=config.registry.cluster,
-        otlp=config.otlp or "",
-    )
-    health = Health()
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(service, status), server)
-    health.add_to(server, _SERVICES)
-    readiness = asyncio.create_task(_follow_readiness(fleet, health), name="readiness")
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            await server.start()
-            settle()
-            if config.metrics_port is not None:
-                page = serving(recorder.render, config.host, config.metrics_port)
-                await stack.enter_async_context(page)
-            for frontend in frontends:
-                await stack.enter_async_context(frontend(service))
-            log.info("router %s at %s serves %s", config.incarnation, address, admission.model)
-            await stop.wait()
-            readiness.cancel()
-            await health.set(False)
-            await _drain(config.drain_s, service)
-    finally:
-        readiness.cancel()
-        await asyncio.gather(readiness, return_exceptions=True)
-        await server.stop(STOP_GRACE_S)
-        await dispatch.close()
-        await sampler.close()
-        recorder.close()
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Ends a task; what it failed with is raised."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 async def _follow_readiness(fleet: Fleet, health: Health) -> None:

@@ -17,21 +17,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @rpc.unary
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        """Streams one completion."""
         await self._service.generate(request, caller_of(context), context.write)
 
     @rpc.unary
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
-        """Token ids of a text or a conversation."""
         return await self._service.tokenize(request, caller_of(context))
 
     @rpc.unary
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
-        """The one model this router serves."""
         return inference_pb2.ListModelsResponse(models=self._service.models(caller_of(context)))
 
 
@@ -56,7 +53,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         router.queued = service.wait_queue.depth
         router.running = service.running
         router.registry_connected = fleet.registry_connected
-        router.counts.CopyFrom(stats.counts())
+        router.counts.CopyFrom(stats.counts)
         router.latency.CopyFrom(stats.latency())
         router.events.extend(stats.events)
         workers = [

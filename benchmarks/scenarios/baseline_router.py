@@ -17,7 +17,7 @@ from baton.cli import main
 from router.fleet.snapshot import Snapshot, WorkerView
 from router.placement import placement
 from router.placement.cost_model import PlacementRequest
-from router.placement.scoring import Pair, pairs_of
+from router.placement.placement import Pair, pairs_of
 
 Pick = Callable[[Snapshot, PlacementRequest, Set[str], Set[str]], Pair]
 Rank = Callable[[WorkerView], int]

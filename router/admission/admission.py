@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -38,6 +38,10 @@ class Choices:
     cut_output: bool = False  # max_tokens is a default: cut to what the context leaves
     prompt: tuple[int, ...] | None = None  # once its first choice was admitted
 
+    def charged(self, number: int) -> int:
+        """As `Tenant.enter` takes it: all choices for the first one, 0 for a further one."""
+        return self.total if self.first and not number else 0
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -49,7 +53,7 @@ class Admission:
     ttft_target_s: float = 0.0  # 0: none; a request's own goes first
     max_prompt_tokens: int = 0  # 0: what the context holds
     prefill_rate: Callable[[], float] = lambda: 0.0  # the fleet's, tokens a second; 0: not known
-    tenants: Tenants = field(default_factory=lambda: Tenants(None))
+    tenants: Tenants = field(default_factory=Tenants)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
     )
@@ -60,23 +64,17 @@ class Admission:
         time_left_s: float | None,
         max_context: int,
         request_id: str,
-        tenant: Tenant | None = None,
-        choices: Choices | None = None,
+        tenant: Tenant,
+        choices: Choices,
         number: int = 0,
     ) -> TokenizedRequest:
         """The request in tokens. Raises InvalidRequest, ModelNotFound or DeadlineExceeded.
 
         Of several choices this is the one with that number, which is added to the seed.
-        `max_context` is what workers take, 0 where none is known yet. Without a tenant it is the
-        one of callers without a key; nothing is charged to it before `enter`, but Overloaded is
-        raised while none of its requests may enter.
+        `max_context` is what workers take, 0 where none is known yet. Nothing is charged to the
+        tenant before `enter`, but Overloaded is raised while none of its requests may enter.
         """
-        tenant = tenant or self.tenants.of(None)
-        choices = choices or Choices()
-        if choices.first and not number:
-            tenant.check_requests(choices.total)
-        else:
-            tenant.check_running()
+        tenant.check(choices.charged(number))
         timeout_s = self.default_timeout_s if time_left_s is None else time_left_s
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
@@ -92,24 +90,32 @@ class Admission:
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
-        self._check_length(len(request.token_ids.ids) + len(request.resumed_token_ids), max_context)
+        limit, resumed = self._limit(max_context), tuple(request.resumed_token_ids)
+        _check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
             try:
                 async with asyncio.timeout(timeout_s):
                     choices.prompt = tuple(await self.tokenize(request, max_context))
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed during tokenizing") from None
-        prompt, resumed = choices.prompt, tuple(request.resumed_token_ids)
-        _check_resumed(resumed, request, params)
-        self._check_prompt((*prompt, *resumed), max_context)
-        self._check_size(prompt, tenant)
+        prompt = choices.prompt
+        if resumed and len(resumed) >= params.max_tokens:
+            raise InvalidRequest(
+                f"{len(resumed)} tokens have come and {params.max_tokens} were asked for: "
+                "nothing is left to generate",
+                "resumed_token_ids",
+            )
+        if resumed and params.temperature > 0 and not seeded:
+            raise InvalidRequest(
+                "to resume a stream that was sampled at random, its seed is needed", "sampling.seed"
+            )
+        self._check_prompt(prompt, resumed, limit, tenant)
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
         cut = choices.cut_output or not request.sampling.HasField("max_tokens")
-        params = self._fitting(params, len(prompt), max_context, most, cut)
         return TokenizedRequest(
             request_id=request_id,
             prompt=prompt,
-            params=params,
+            params=_fitting(params, len(prompt), limit, most, cut),
             stop=tuple(request.stop),
             include_stop=request.include_stop,
             cache_salt=tenant.salt(request.cache_salt),
@@ -124,7 +130,7 @@ class Admission:
         request: TokenizedRequest,
         tenant: Tenant,
         priority: common_pb2.Priority,
-        choices: Choices | None = None,
+        choices: Choices,
         number: int = 0,
     ) -> tuple[TokenizedRequest, AdmissionLease]:
         """Charges the request to its tenant and sets its virtual finish; `with lease:` ends that.
@@ -132,13 +138,12 @@ class Admission:
         Its further choices are charged their output alone. Raises Overloaded at one of the tenant's
         limits, InvalidRequest where it could never fit.
         """
-        choices = choices or Choices()
         lease = tenant.enter(
             0 if number else len(request.prompt),
             request.params.max_tokens - len(request.resumed),
             self._work_s(request),
             priority,
-            choices=choices.total if choices.first and not number else 0,
+            choices=choices.charged(number),
         )
         return replace(request, virtual_finish=lease.virtual_finish), lease
 
@@ -146,12 +151,8 @@ class Admission:
         self, request: TokenizedRequest, tenant: Tenant, priority: common_pb2.Priority
     ) -> TokenizedRequest:
         """The request as `enter` would return it; nothing is charged."""
-        finish = tenant.virtual_finish_now(self._work_s(request), priority)
-        return replace(request, virtual_finish=finish)
-
-    def _work_s(self, request: TokenizedRequest) -> float:
-        tokens = len(request.prompt) + len(request.resumed)
-        return tokens / (self.prefill_rate() or _ASSUMED_RATE)
+        prompt = tenant.fair_queue.preview(tenant.flow, self._work_s(request), priority)
+        return replace(request, virtual_finish=prompt.virtual_finish)
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound unless the request means the model that is served."""
@@ -174,75 +175,61 @@ class Admission:
             raise InvalidRequest("give text, chat or token_ids", "input")
         if kind == "token_ids":
             return list(request.token_ids.ids)  # type: ignore[union-attr]
-        if kind == "chat":
-            messages = request.chat.messages
-            if not messages:
-                raise InvalidRequest("chat has no messages", "chat")
-            if len(messages) > MAX_MESSAGES:
-                raise InvalidRequest(
-                    f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
-                )
-            _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
-            turns = [(message.role, message.content) for message in messages]
-            return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
-        _check_chars(len(text := request.text), limit)
-        if len(text) > _LONG_TEXT_CHARS:
-            return await self.in_thread(self.tokenizer.encode, text, limit)
-        return self.tokenizer.encode(text)
-
-    def _fitting(
-        self,
-        params: SamplingParams,
-        prompt_tokens: int,
-        max_context: int,
-        most: int,
-        cut: bool,
-    ) -> SamplingParams:
-        """With `cut`, or FILL_CONTEXT, max_tokens becomes what the context leaves, `most` at most.
-
-        Otherwise the caller chose it, and InvalidRequest is raised where it is too large.
-        """
-        limit = self._limit(max_context)
-        if not limit or params.max_tokens <= limit - prompt_tokens:
-            return params
-        if not cut and params.max_tokens != FILL_CONTEXT:
+        if kind == "text":
+            text = request.text
+            _check_chars(len(text), limit)
+            if len(text) > _LONG_TEXT_CHARS:
+                return await self.in_thread(self.tokenizer.encode, text, limit)
+            return self.tokenizer.encode(text)
+        messages = request.chat.messages
+        if not messages:
+            raise InvalidRequest("chat has no messages", "chat")
+        if len(messages) > MAX_MESSAGES:
             raise InvalidRequest(
-                f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
-                f"{limit - prompt_tokens} behind a prompt of {prompt_tokens}",
-                "sampling.max_tokens",
+                f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
             )
-        return replace(params, max_tokens=min(limit - prompt_tokens, most))
+        _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
+        turns = [(message.role, message.content) for message in messages]
+        return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
+
+    def _work_s(self, request: TokenizedRequest) -> float:
+        tokens = len(request.prompt) + len(request.resumed)
+        return tokens / (self.prefill_rate() or _ASSUMED_RATE)
 
     def _limit(self, max_context: int) -> int:
         """Longest sequence, tokens; 0 where none is known yet."""
-        return min((n for n in (self.tokenizer.max_context, max_context) if n), default=0)
+        return _smallest(self.tokenizer.max_context, max_context)
 
-    def _check_length(self, num_tokens: int, max_context: int) -> None:
-        limit = self._limit(max_context)
-        if limit and num_tokens >= limit:
-            raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens and the context holds {limit}, "
-                "of which one must be left for output",
-                "input",
-            )
-
-    def _check_prompt(self, prompt: Sequence[int], max_context: int) -> None:
+    def _check_prompt(
+        self, prompt: tuple[int, ...], resumed: tuple[int, ...], limit: int, tenant: Tenant
+    ) -> None:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
-        self._check_length(len(prompt), max_context)
-        if (largest := max(prompt)) >= self.tokenizer.vocab_size:
+        _check_length(len(prompt) + len(resumed), limit)
+        if (largest := max((*prompt, *resumed))) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
                 "token_ids",
             )
-
-    def _check_size(self, prompt: Sequence[int], tenant: Tenant) -> None:
-        allowed = (self.max_prompt_tokens, tenant.limits.max_prompt_tokens)
-        limit = min((n for n in allowed if n), default=0)
-        if limit and len(prompt) > limit:
+        most = _smallest(self.max_prompt_tokens, tenant.config.max_prompt_tokens)
+        if most and len(prompt) > most:
             raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and at most {limit} are taken here", "input"
+                f"the prompt has {len(prompt)} tokens and at most {most} are taken here", "input"
             )
+
+
+def _smallest(*limits: int) -> int:
+    """0 is no limit."""
+    return min((limit for limit in limits if limit), default=0)
+
+
+def _check_length(num_tokens: int, limit: int) -> None:
+    if limit and num_tokens >= limit:
+        raise InvalidRequest(
+            f"the prompt has {num_tokens} tokens and the context holds {limit}, "
+            "of which one must be left for output",
+            "input",
+        )
 
 
 def _check_chars(num_chars: int, limit: int) -> None:
@@ -254,18 +241,20 @@ def _check_chars(num_chars: int, limit: int) -> None:
         )
 
 
-def _check_resumed(
-    resumed: tuple[int, ...], request: inference_pb2.GenerateRequest, params: SamplingParams
-) -> None:
-    if not resumed:
-        return
-    if len(resumed) >= params.max_tokens:
+def _fitting(
+    params: SamplingParams, prompt_tokens: int, limit: int, most: int, cut: bool
+) -> SamplingParams:
+    """With `cut`, or FILL_CONTEXT, max_tokens becomes what the context leaves, `most` at most.
+
+    Otherwise the caller chose it, and InvalidRequest is raised where it is too large.
+    """
+    left = limit - prompt_tokens
+    if not limit or params.max_tokens <= left:
+        return params
+    if not cut and params.max_tokens != FILL_CONTEXT:
         raise InvalidRequest(
-            f"{len(resumed)} tokens have come and {params.max_tokens} were asked for: "
-            "nothing is left to generate",
-            "resumed_token_ids",
+            f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
+            f"{left} behind a prompt of {prompt_tokens}",
+            "sampling.max_tokens",
         )
-    if params.temperature > 0 and not request.sampling.HasField("seed"):
-        raise InvalidRequest(
-            "to resume a stream that was sampled at random, its seed is needed", "sampling.seed"
-        )
+    return replace(params, max_tokens=min(left, most))

@@ -135,8 +135,7 @@ class FairQueue:
         """
         for tenant, (_, came) in tuple(self._active.items()):
             if came < now - ACTIVE_S and tenant not in self._pending:
-                del self._active[tenant]
-                del self._served[tenant]
+                del self._active[tenant], self._served[tenant]
         mine = flow.weight * factor
         others = (other.share for other, _ in self._active.values() if other != flow)
         return mine / (mine + sum(others))

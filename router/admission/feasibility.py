@@ -1,31 +1,24 @@
-"""Refuses at once what cannot have its first token in time."""
+"""Refuses at once what cannot have its first token in time; explains where a request would run."""
 
 from __future__ import annotations
 
 import math
 import statistics
 
-from baton.errors import Overloaded
+from baton.errors import Overloaded, Unavailable
+from baton.v1 import fleet_pb2
 from router.admission.wait_queue import RETRY_AFTER_S, WaitQueue
 from router.dispatch.request_state import TokenizedRequest
 from router.fleet.snapshot import Snapshot
 from router.placement import placement
 from router.placement.cost_model import PlacementRequest
+from router.placement.placement import Pair
 
 # Rates are means and targets are kept at p99: the rest is jitter of steps, updates and calls.
 SAFETY = 1.25
 # A measured rate may be far from what this prompt will see, and an idle fleet that refuses never
 # measures again: while nothing is queued, a prediction counts only if it is wrong beyond doubt.
 DOUBT = 4.0
-
-
-def first_token_by(request: TokenizedRequest, started: float) -> float:
-    """When a request that came at `started` must have its first token (time.monotonic()).
-
-    One that resumes another stream has had its first token.
-    """
-    target_s = 0.0 if request.resumed else request.ttft_target_s
-    return min(request.deadline, started + (target_s or math.inf))
 
 
 def prefill_rate(snapshot: Snapshot) -> float:
@@ -40,30 +33,25 @@ def prefill_rate(snapshot: Snapshot) -> float:
 
 def check(
     request: TokenizedRequest,
+    needs: PlacementRequest,
     snapshot: Snapshot,
     queue: WaitQueue,
     now: float,
-    needs: PlacementRequest | None = None,
 ) -> float:
     """The predicted seconds to the first token of `request`; 0 where nothing is known yet.
 
     Raises Overloaded, with the time by which it is expected to fit, if it cannot make it: if its
     own first token would be late, or if its tenant has requests waiting already and it would make
-    an admitted one of them late. `needs` saves hashing the prompt again where the caller has it.
+    an admitted one of them late. `now` is time.monotonic().
     """
-    limit_s = first_token_by(request, now) - now
+    # One that resumes another stream has had its first token: only its deadline counts.
+    target_s = 0.0 if request.resumed else request.ttft_target_s
+    limit_s = min(request.deadline - now, target_s or math.inf)
     rate = prefill_rate(snapshot)
-    needs = needs or PlacementRequest(
-        (*request.prompt, *request.resumed),
-        request.virtual_finish,
-        request.cache_salt,
-        request.params.max_tokens,
-    )
     drain_rate, before = queue.drain_rate(rate), queue.tokens_before(request.virtual_finish)
-    own_s = placement.predicted_ttft_s(snapshot, needs)
+    own_s, has_room = placement.predict(snapshot, needs)
     expected_s = (before / drain_rate if drain_rate else 0.0) + own_s
-    # It waits for room of its own, too.
-    if drain_rate and (queue.depth or not placement.has_room(snapshot, needs)):
+    if drain_rate and (queue.depth or not has_room):  # it waits for room of its own, too
         expected_s = max(expected_s, (before + needs.num_tokens) / drain_rate)
     # Other tenants may yet come for their share: then it is served at its virtual finish and no
     # earlier. Virtual finish times are times only where the rate behind them is known.
@@ -91,3 +79,45 @@ def check(
         )
     shortest, longest = RETRY_AFTER_S
     raise Overloaded(why, min(longest, max(shortest, late_s)))
+
+
+def explain(
+    request: TokenizedRequest,
+    needs: PlacementRequest,
+    snapshot: Snapshot,
+    queue: WaitQueue,
+    now: float,
+) -> fleet_pb2.ExplainResponse:
+    """Where the request would run now: every pair with its numbers, and what keeps it from that."""
+    refused = f"requests waiting for room: {queue.depth}" if queue.depth else ""
+    try:  # in the order in which a real request would meet them
+        queue.check_room()
+        check(request, needs, snapshot, queue, now)
+        placement.pick(snapshot, needs)
+    except (Overloaded, Unavailable) as error:
+        refused = str(error)
+    pairs = placement.rank_all(snapshot, needs)
+    return fleet_pb2.ExplainResponse(
+        candidates=map(_candidate, pairs),
+        refused=refused,
+        decode_prefills=any(pair.decode_prefills for pair in pairs[:1] if not pair.refused),
+        prompt_tokens=len(request.prompt),
+        tenant=request.tenant,
+        queued=queue.depth,
+    )
+
+
+def _candidate(pair: Pair) -> fleet_pb2.Candidate:
+    prefill, decode = pair.names
+    return fleet_pb2.Candidate(
+        prefill=prefill,
+        decode=decode,
+        refused=pair.refused,
+        ttft_ms=pair.ttft_s * 1e3,
+        tpot_ms=pair.on_decode.tpot_s * 1e3,
+        queue_tokens=pair.on_prefill.queue_tokens,
+        prefill_cached_tokens=pair.on_prefill.cached,
+        decode_cached_tokens=pair.on_decode.cached,
+        same_host=pair.same_host,
+        score=pair.score_ms,
+    )

@@ -34,16 +34,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from baton.errors import (
-    ConfigError,
-    InvalidRequest,
-    Overloaded,
-    RetryableError,
-    Unauthenticated,
-)
+from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError, Unauthenticated
 from baton.v1 import common_pb2
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
-from router.admission.rate_limit import TokenBucket
 
 PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
@@ -53,56 +46,69 @@ PRIORITIES = {
 DEFAULT = "default"  # the tenant of callers without a key
 _RESERVED_OUTPUT = 256  # tokens charged at the start of a choice; more are charged as they come
 _BUSY_RETRY_S = 1.0  # at max_running: when a request will end is not known
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_ROUNDING = 1e-6  # a caller that comes back at the given time must not lack a millionth
 
 Clock = Callable[[], float]
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 @dataclass(frozen=True)
-class TenantLimits:
-    """What a tenant may use; the defaults limit nothing."""
-
-    weight: float = 1.0
-    priority: common_pb2.Priority = common_pb2.PRIORITY_NORMAL
-    requests_per_minute: float = math.inf
-    tokens_per_minute: float = math.inf
-    burst_s: float = 60.0
-    max_prompt_tokens: int = 0  # 0: what the router takes
-    max_running: float = math.inf
-
-
-@dataclass(frozen=True)
-class TenantEntry:
-    """One tenant as the file has it."""
+class TenantConfig:
+    """One tenant as the file has it; the defaults limit nothing."""
 
     name: str
-    limits: TenantLimits
-    key_digests: tuple[bytes, ...] = field(default=(), repr=False)
-    is_default: bool = False  # callers without a key
+    weight: float = 1.0
+    priority: str = "normal"
+    requests_per_minute: float = math.inf
+    tokens_per_minute: float = math.inf
+    burst_seconds: float = 60.0
+    max_prompt_tokens: int = 0  # 0: what the router takes
+    max_running: float = math.inf
+    key_digests: tuple[bytes, ...] = field(default=(), repr=False)  # SHA-256
+    keyless: bool = False  # takes callers without a key
+
+
+class TokenBucket:
+    """Refills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing."""
+
+    def __init__(self, per_minute: float, burst_s: float, clock: Clock = time.monotonic) -> None:
+        self._per_s = per_minute / 60
+        self.size = self._per_s * burst_s
+        self._clock = clock
+        self._level = self.size
+        self._at = clock()
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until `amount` fits, 0 if it does now; it must not exceed the bucket's size."""
+        missing = amount - self._refilled()
+        return missing / self._per_s if missing > _ROUNDING else 0.0
+
+    def take(self, amount: float) -> None:
+        """Charges; the level may become negative. A negative amount is given back."""
+        self._level = min(self.size, self._refilled() - amount)
+
+    def _refilled(self) -> float:
+        now = self._clock()
+        if now > self._at and self._level < self.size:
+            self._level = min(self.size, self._level + (now - self._at) * self._per_s)
+        self._at = now
+        return self._level
 
 
 class Tenant:
     """One tenant's limits and what of them is in use. Event-loop thread only."""
 
     def __init__(
-        self,
-        name: str,
-        limits: TenantLimits,
-        fair_queue: FairQueue,
-        clock: Clock,
-        *,
-        salted: bool = True,
+        self, config: TenantConfig, fair_queue: FairQueue, clock: Clock, *, salted: bool = True
     ) -> None:
-        self.name = name
-        self.limits = limits
+        self.name = config.name
+        self.config = config
+        self.fair_queue = fair_queue
+        self.flow = Flow(config.name, config.weight, PRIORITIES[config.priority])
         self._salted = salted
-        self._fair_queue = fair_queue
-        self._flow = Flow(name, limits.weight, limits.priority)
-        self._running = 0
-        self._requests = TokenBucket(limits.requests_per_minute, limits.burst_s, clock)
-        self._tokens = TokenBucket(limits.tokens_per_minute, limits.burst_s, clock)
+        self.running = 0
+        self._requests = TokenBucket(config.requests_per_minute, config.burst_seconds, clock)
+        self._tokens = TokenBucket(config.tokens_per_minute, config.burst_seconds, clock)
 
     def salt(self, cache_salt: str) -> str:
         """Isolates the tenant's cached prefixes, whatever salt the request has."""
@@ -131,74 +137,42 @@ class Tenant:
                 "sampling.max_tokens",
             )
         reserved = min(max_tokens, _RESERVED_OUTPUT)
-        if choices:
-            self.check_requests(choices)
-        else:
-            self.check_running()
-        self._check_tokens(prompt_tokens + reserved * max(1, choices))
+        self.check(choices, prompt_tokens + reserved * max(1, choices))
         requests = min(1, choices)
-        self._requests.take(requests)
-        self._tokens.take(prompt_tokens + reserved)
-        self._running += 1
-        prompt = self._fair_queue.add(self._flow, seconds_of_work, priority)
+        self.charge(requests, prompt_tokens + reserved)
+        self.running += 1
+        prompt = self.fair_queue.add(self.flow, seconds_of_work, priority)
         return AdmissionLease(self, prompt, requests, prompt_tokens, reserved)
 
-    def virtual_finish_now(
-        self,
-        seconds_of_work: float,
-        priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
-    ) -> float:
-        """The virtual finish of a request that came now (time.monotonic()); nothing is charged."""
-        return self._fair_queue.preview(self._flow, seconds_of_work, priority).virtual_finish
+    def check(self, choices: int = 1, tokens: int | None = None) -> None:
+        """Raises Overloaded while no such request may enter: cheap, before any other work.
 
-    def check_requests(self, choices: int = 1) -> None:
-        """Raises Overloaded while no such request may enter: cheap, before any other work."""
-        self.check_running(choices)
-        if (wait_s := self._requests.wait_s(1)) > 0:
-            raise Overloaded("this tenant's requests a minute are used up", wait_s)
-
-    def check_running(self, choices: int = 1) -> None:
-        """Raises Overloaded while so many more may not run, InvalidRequest if they never may."""
-        if choices > self.limits.max_running:
+        InvalidRequest where so many choices may never run at once.
+        """
+        most, running = self.config.max_running, self.running
+        if choices > most:
             raise InvalidRequest(
-                f"{choices} choices run at once and this tenant may run {self.limits.max_running}: "
-                "ask for fewer",
-                "n",
+                f"{choices} choices run at once and this tenant may run {most}: ask for fewer", "n"
             )
-        if self._running + choices > self.limits.max_running:
-            raise Overloaded(f"{self._running} requests of this tenant run already", _BUSY_RETRY_S)
+        if running + max(1, choices) > most:
+            raise Overloaded(f"{running} requests of this tenant run already", _BUSY_RETRY_S)
+        if choices and (wait_s := self._requests.wait_s(1)) > 0:
+            raise Overloaded("this tenant's requests a minute are used up", wait_s)
+        if tokens is not None and (wait_s := self._tokens.wait_s(tokens)) > 0:
+            raise Overloaded("this tenant's tokens a minute are used up", wait_s)
+
+    def charge(self, requests: int, tokens: int) -> None:
+        """Takes from both buckets, or gives back what is negative."""
+        self._requests.take(requests)
+        self._tokens.take(tokens)
 
     def most_output(self, prompt_tokens: int, choices: int) -> int:
         """Most output tokens of each choice where the request leaves that open; at least 1."""
         size = min(self._tokens.size, sys.maxsize)
         return max(1, int(size - prompt_tokens) // choices)
 
-    def charge_tokenize(self) -> None:
-        """Charges a request that is answered at once; `use` charges its tokens afterwards."""
-        self.check_requests()
-        self._check_tokens(0)
-        self._requests.take(1)
 
-    def use(self, tokens: int) -> None:
-        """Charges tokens that were not reserved; later requests wait if they are not there."""
-        self._tokens.take(tokens)
-
-    def computed(self, prompt: PendingPrompt) -> None:
-        """A request's prompt is computed."""
-        self._fair_queue.remove(prompt)
-
-    def leave(self, prompt: PendingPrompt, unused_requests: int, unused_tokens: int) -> None:
-        """A request has ended: gives back what was charged and not used."""
-        self._running -= 1
-        self._fair_queue.remove(prompt)
-        self._requests.give(unused_requests)
-        self._tokens.give(unused_tokens)
-
-    def _check_tokens(self, tokens: int) -> None:
-        if (wait_s := self._tokens.wait_s(tokens)) > 0:
-            raise Overloaded("this tenant's tokens a minute are used up", wait_s)
-
-
+@dataclass
 class AdmissionLease:
     """An admitted request: what its tenant was charged, and its place in the fair queue.
 
@@ -206,28 +180,24 @@ class AdmissionLease:
     used are given back; all of it, and the request too, if it was refused before its first token.
     """
 
-    def __init__(
-        self,
-        tenant: Tenant,
-        prompt: PendingPrompt,
-        requests: int,
-        prompt_tokens: int,
-        reserved: int,
-    ) -> None:
-        self.virtual_finish = prompt.virtual_finish  # time.monotonic()
-        self._tenant = tenant
-        self._prompt = prompt
-        self._requests = requests
-        self._prompt_tokens = prompt_tokens
-        self._reserved = reserved  # output tokens, charged and not delivered yet
-        self._began = False
+    _tenant: Tenant
+    _prompt: PendingPrompt
+    _requests: int
+    _prompt_tokens: int
+    _reserved: int  # output tokens, charged and not delivered yet
+    _began: bool = False
+
+    @property
+    def virtual_finish(self) -> float:
+        """time.monotonic()"""
+        return self._prompt.virtual_finish
 
     def delivered(self, count: int) -> None:
-        """So many more tokens went to the caller."""
+        """So many more tokens went to the caller; later requests wait if they were not there."""
         if not self._began:
             self._began = True
-            self._tenant.computed(self._prompt)
-        self._tenant.use(max(0, count - self._reserved))
+            self._tenant.fair_queue.remove(self._prompt)
+        self._tenant.charge(0, max(0, count - self._reserved))
         self._reserved = max(0, self._reserved - count)
 
     def __enter__(self) -> Self:
@@ -239,34 +209,34 @@ class AdmissionLease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        tenant = self._tenant
+        tenant.running -= 1
+        tenant.fair_queue.remove(self._prompt)
         refused = isinstance(error, RetryableError) and not self._began
-        unused = self._reserved + self._prompt_tokens * refused
-        self._tenant.leave(self._prompt, self._requests * refused, unused)
+        tenant.charge(-self._requests * refused, -self._reserved - self._prompt_tokens * refused)
 
 
 class Tenants:
     """All tenants, by API key."""
 
     def __init__(
-        self, entries: Iterable[TenantEntry] | None, clock: Clock = time.monotonic
+        self, configs: Iterable[TenantConfig] | None = None, clock: Clock = time.monotonic
     ) -> None:
-        """`entries` as in the file; None is the one tenant that a router without a file has."""
+        """None is the one tenant that a router without a file has."""
         fair_queue = FairQueue(clock)
-        self._open = entries is None
+        self._open = configs is None
         self._keyless: Tenant | None = None
         self._by_digest: list[tuple[bytes, Tenant]] = []
-        if entries is None:
-            self._keyless = Tenant(DEFAULT, TenantLimits(), fair_queue, clock, salted=False)
-        for entry in entries or ():
-            tenant = Tenant(entry.name, entry.limits, fair_queue, clock)
-            if entry.is_default:
+        for config in (TenantConfig(DEFAULT, keyless=True),) if configs is None else configs:
+            tenant = Tenant(config, fair_queue, clock, salted=not self._open)
+            if config.keyless:
                 self._keyless = tenant
-            self._by_digest += [(digest, tenant) for digest in entry.key_digests]
+            self._by_digest += [(digest, tenant) for digest in config.key_digests]
 
     @classmethod
     def load(cls, path: Path | None, clock: Clock = time.monotonic) -> Tenants:
         """From the file, or without one. Raises ConfigError naming file, tenant and field."""
-        return cls(None if path is None else read_tenants(path), clock)
+        return cls(None if path is None else _read(path), clock)
 
     def of(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
@@ -298,143 +268,102 @@ def _key(metadata: Metadata) -> bytes | None:
     return None
 
 
-# The file. Every mistake in it is reported with file, tenant and field.
+# The file. A field's value is never shown: it might be a key.
+
+_Rule = tuple[str, Callable[[Any], bool]]  # what a field must be
+_ABOVE_0: _Rule = (
+    "a number above 0",
+    lambda value: type(value) in (int, float) and 0 < value < math.inf,
+)
+_COUNT: _Rule = ("a whole number above 0", lambda value: type(value) is int and value > 0)
+_TEXTS: _Rule = (
+    "a list of texts",
+    lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+)
+_PRIORITY: _Rule = (
+    f"one of {', '.join(PRIORITIES)}",
+    lambda value: isinstance(value, str) and value in PRIORITIES,
+)
+_TABLE: _Rule = ("a table", lambda value: isinstance(value, dict))
+_FILE = {"tenants": _TABLE, "default": _TABLE}
+_KEYS = {"keys": _TEXTS, "key_files": _TEXTS}
+_LIMITS = {
+    "weight": _ABOVE_0, "priority": _PRIORITY, "requests_per_minute": _ABOVE_0,
+    "tokens_per_minute": _ABOVE_0, "burst_seconds": _ABOVE_0, "max_prompt_tokens": _COUNT,
+    "max_running": _COUNT,
+}  # fmt: skip
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
-def read_tenants(path: Path) -> list[TenantEntry]:
-    """All tenants of the file. Raises ConfigError."""
+def _read(path: Path) -> list[TenantConfig]:
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"tenants file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"tenants file {path} is not TOML: {error}") from error
-    top = _Table(path, "the file", content)
-    tables = top.take("tenants", "tables of their own, as [tenants.NAME]", _is_table, {})
-    default = top.take("default", "a table", _is_table, None)
-    top.finish()
-    entries = [_tenant(path, name, table) for name, table in tables.items()]
-    if default is not None:
-        table = _Table(path, "[default]", default)
-        if DEFAULT in tables:
-            raise table.error("NAME", "given once: there is a [tenants.default] too")
-        entries.append(TenantEntry(DEFAULT, _limits(table), is_default=True))
-        table.finish()
-    if not entries:
-        raise ConfigError(f"tenants file {path} has no tenant: give [tenants.NAME] or [default]")
-    owners: dict[bytes, str] = {}
-    for entry in entries:
-        for digest in entry.key_digests:
-            if (other := owners.setdefault(digest, entry.name)) != entry.name:
-                raise ConfigError(
-                    f"tenants file {path}: keys of [tenants.{other}] and [tenants.{entry.name}] "
-                    "must differ"
-                )
-    return entries
+    try:
+        _check(content, "the file", _FILE)
+        tables = content.get("tenants", {})
+        _check(tables, "tenants", dict.fromkeys(tables, _TABLE))
+        configs = [_tenant(path.parent, name, table) for name, table in tables.items()]
+        if "default" in content:
+            if DEFAULT in tables:
+                raise ConfigError("give [default] or [tenants.default], not both")
+            configs.append(_limited("[default]", content["default"], DEFAULT, keyless=True))
+        if not configs:
+            raise ConfigError("there is no tenant: give [tenants.NAME] or [default]")
+        owners: dict[bytes, str] = {}
+        for config in configs:
+            for digest in config.key_digests:
+                if (other := owners.setdefault(digest, config.name)) != config.name:
+                    raise ConfigError(
+                        f"keys of [tenants.{other}] and [tenants.{config.name}] must differ"
+                    )
+    except ConfigError as error:
+        raise ConfigError(f"tenants file {path}: {error}") from None
+    return configs
 
 
-def _tenant(path: Path, name: str, content: Any) -> TenantEntry:
-    if not _is_table(content):
-        raise ConfigError(f"tenants file {path}: [tenants.{name}] must be a table")
-    table = _Table(path, f"[tenants.{name}]", content)
+def _check(table: Mapping[str, Any], where: str, rules: Mapping[str, _Rule]) -> None:
+    for name, value in table.items():
+        if name not in rules:
+            raise ConfigError(f"{where} has an unknown field {name!r}")
+        wanted, is_valid = rules[name]
+        if not is_valid(value):
+            raise ConfigError(f"{name} of {where} must be {wanted}")
+
+
+def _tenant(directory: Path, name: str, table: dict[str, Any]) -> TenantConfig:
+    where = f"[tenants.{name}]"
     if not _NAME.fullmatch(name):
-        raise table.error("NAME", "letters, digits and . _ - only, beginning with one of the first")
-    digests = [
-        *map(table.digest, table.take("keys", "a list of texts", _are_texts, [])),
-        *map(table.file_digest, table.take("key_files", "a list of texts", _are_texts, [])),
-    ]
-    if not digests:
-        raise table.error("keys", "given, or key_files")
-    entry = TenantEntry(name, _limits(table), tuple(digests))
-    table.finish()
-    return entry
-
-
-def _limits(table: _Table) -> TenantLimits:
-    found = {
-        attribute: table.take(name, wanted, is_valid, None)
-        for name, attribute, wanted, is_valid in _FIELDS
-    }
-    if found["priority"]:
-        found["priority"] = PRIORITIES[found["priority"]]
-    limits = TenantLimits(**{name: value for name, value in found.items() if value is not None})
-    for name in ("requests_per_minute", "tokens_per_minute"):
-        if getattr(limits, name) * limits.burst_s < 60:  # not even one fits, ever
-            raise table.error(name, "so much that burst_seconds bring at least one")
-    return limits
-
-
-class _Table:
-    """A table of the file, read field by field."""
-
-    def __init__(self, path: Path, name: str, content: Mapping[str, Any]) -> None:
-        self._path = path
-        self._name = name
-        self._left = dict(content)
-
-    def take(self, field: str, wanted: str, is_valid: Callable[[Any], bool], default: Any) -> Any:
-        """A field's value; the default where it is missing."""
-        value = self._left.pop(field, None)  # TOML has no null
-        if value is not None and not is_valid(value):
-            raise self.error(field, wanted)  # the value might be a key: it is not shown
-        return default if value is None else value
-
-    def digest(self, key: str) -> bytes:
-        """SHA-256 of a key, as `keys` has it."""
-        match = _DIGEST.fullmatch(key)
-        if not match:
-            raise self.error("keys", '"sha256:" and 64 hexadecimal digits each')
-        return bytes.fromhex(match[1])
-
-    def file_digest(self, name: str) -> bytes:
-        """SHA-256 of the key that a file holds."""
+        raise ConfigError(f"the name of {where} must be letters, digits and . _ -, no sign first")
+    _check(table, where, {**_KEYS, **_LIMITS})
+    digests = []
+    for key in table.pop("keys", ()):
+        if not (match := _DIGEST.fullmatch(key)):
+            raise ConfigError(f'keys of {where} must be "sha256:" and 64 hexadecimal digits each')
+        digests.append(bytes.fromhex(match[1]))
+    for file in table.pop("key_files", ()):
         try:
-            key = (self._path.parent / Path(name).expanduser()).read_bytes().strip()
+            content = (directory / Path(file).expanduser()).read_bytes().strip()
         except OSError as error:
-            raise self.error("key_files", f"readable: {name}: {error.strerror}") from error
-        if not key or b"\n" in key:
-            raise self.error("key_files", f"files with one key each; {name} has another content")
-        return hashlib.sha256(key).digest()
-
-    def finish(self) -> None:
-        """Raises ConfigError for an unknown field."""
-        for field_name in self._left:
             raise ConfigError(
-                f"tenants file {self._path}: {self._name} has an unknown field {field_name!r}"
-            )
-
-    def error(self, field: str, wanted: str) -> ConfigError:
-        """What is wrong with a field."""
-        return ConfigError(f"tenants file {self._path}: {field} of {self._name} must be {wanted}")
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
+                f"key_files of {where} must be readable: {file}: {error.strerror}"
+            ) from error
+        if not content or b"\n" in content:
+            raise ConfigError(f"key_files of {where} must have one key each; {file} has not")
+        digests.append(hashlib.sha256(content).digest())
+    if not digests:
+        raise ConfigError(f"keys of {where} must be given, or key_files")
+    return _limited(where, table, name, key_digests=tuple(digests))
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _is_priority(value: Any) -> bool:
-    return isinstance(value, str) and value in PRIORITIES
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-_ABOVE_0, _WHOLE = "a number above 0", "a whole number above 0"
-_FIELDS = (  # name in the file, attribute of TenantLimits, what it must be
-    ("weight", "weight", _ABOVE_0, _is_positive),
-    ("priority", "priority", f"one of {', '.join(PRIORITIES)}", _is_priority),
-    ("requests_per_minute", "requests_per_minute", _ABOVE_0, _is_positive),
-    ("tokens_per_minute", "tokens_per_minute", _ABOVE_0, _is_positive),
-    ("burst_seconds", "burst_s", _ABOVE_0, _is_positive),
-    ("max_prompt_tokens", "max_prompt_tokens", _WHOLE, _is_count),
-    ("max_running", "max_running", _WHOLE, _is_count),
-)
+def _limited(where: str, table: Mapping[str, Any], name: str, **more: Any) -> TenantConfig:
+    _check(table, where, _LIMITS)
+    config = TenantConfig(name, **table, **more)
+    for rate in ("requests_per_minute", "tokens_per_minute"):
+        if getattr(config, rate) * config.burst_seconds < 60:  # not even one fits, ever
+            raise ConfigError(f"{rate} of {where} must let burst_seconds bring at least one")
+    return config

@@ -39,7 +39,6 @@ class QueueEntry:
 
     virtual_finish: float  # time.monotonic(): the earliest goes first
     num_tokens: int
-    request_id: str
     tenant: str = ""
     first_token_by: float = math.inf  # time.monotonic(): its TTFT target
 
@@ -49,7 +48,6 @@ class _Waiter:
     """An entry in the queue, and the handshake between its owner and the task that wakes it."""
 
     entry: QueueEntry
-    changed: Callable[[], asyncio.Event]
     tried_at: asyncio.Event | None  # the change at which it tried last
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     tried: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,11 +121,14 @@ class WaitQueue:
     def __init__(
         self,
         capacity: int,
-        clock: Clock = time.monotonic,
+        changed: Callable[[], asyncio.Event],
         in_flight: Callable[[], int] = lambda: 0,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """`in_flight` gives the prompt tokens that workers have and did not compute yet."""
+        """`changed` gives the event that the fleet's next change sets, `in_flight` the prompt
+        tokens that workers have and did not compute yet."""
         self._capacity = capacity
+        self._changed = changed
         self._clock = clock
         self._waiting: list[_Waiter] = []  # by virtual finish, then by arrival
         self._stirred = asyncio.Event()  # an entry came or went
@@ -136,7 +137,6 @@ class WaitQueue:
 
     @property
     def depth(self) -> int:
-        """Number of waiting requests."""
         return len(self._waiting)
 
     def tokens_before(self, virtual_finish: float) -> int:
@@ -174,33 +174,33 @@ class WaitQueue:
         return slack
 
     def check_room(self) -> None:
-        """Raises Overloaded when the queue is full."""
-        if self.depth >= self._capacity:
-            raise Overloaded(f"{self._capacity} requests are waiting already", self.retry_after_s)
+        """Raises Overloaded when the queue is full; by the time it gives, half of it should go."""
+        if self.depth < self._capacity:
+            return
+        shortest, longest = RETRY_AFTER_S
+        rate = self.drain_rate()
+        half_s = self.tokens_before(math.inf) / rate / 2 if rate else 0.0
+        retry_after_s = min(longest, max(shortest, half_s))
+        raise Overloaded(f"{self._capacity} requests are waiting already", retry_after_s)
 
     async def place(
-        self,
-        entry: QueueEntry,
-        attempt: Callable[[], Awaitable[T]],
-        changed: Callable[[], asyncio.Event],
-        *,
-        accepted: bool = False,
+        self, entry: QueueEntry, attempt: Callable[[], Awaitable[T]], *, accepted: bool = False
     ) -> T:
         """What `attempt` returns once it finds room: tried at once if none waits, else in order.
 
-        `changed` gives the event that the next change sets. `attempt` raises Overloaded where there
-        is no room; what else it raises ends the wait. Raises Overloaded itself when the queue is
-        full, unless the request was `accepted` before. The caller sets the time limit, by
-        cancelling.
+        `attempt` raises Overloaded where there is no room; what else it raises ends the wait.
+        Raises Overloaded itself when the queue is full, unless the request was `accepted` before.
+        The caller sets the time limit, by cancelling.
         """
         tried_at = None
         if not self._waiting:
-            tried_at = changed()
+            tried_at = self._changed()
             with contextlib.suppress(Overloaded):
                 return await attempt()
         if not accepted:
             self.check_room()
-        waiter = self._join(_Waiter(entry, changed, tried_at))
+        waiter = _Waiter(entry, tried_at)
+        self._join(waiter)
         try:
             while True:
                 await waiter.turn.wait()
@@ -215,13 +215,12 @@ class WaitQueue:
         finally:
             self._leave(waiter)
 
-    def _join(self, waiter: _Waiter) -> _Waiter:
+    def _join(self, waiter: _Waiter) -> None:
         bisect.insort(self._waiting, waiter, key=_virtual_finish)
         self._rate.waiting(True)
         self._stirred.set()
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake(), name="wait queue")
-        return waiter
 
     def _refused(self, waiter: _Waiter) -> None:
         if self._waiting[0] is waiter:
@@ -242,7 +241,7 @@ class WaitQueue:
         """Runs while anything waits: a round at each change, and when an entry comes or goes."""
         while self._waiting:
             self._stirred.clear()
-            changed = self._waiting[0].changed()  # before the tries, so that none is missed
+            changed = self._changed()  # before the tries, so that none is missed
             await self._round(changed)
             if self._waiting:
                 await _either(changed, self._stirred)
@@ -264,14 +263,6 @@ class WaitQueue:
             if blocks or refused >= MOST_REFUSED or trying >= MOST_TRYING:
                 return
 
-    @property
-    def retry_after_s(self) -> float:
-        """By then half of the queue is expected to have gone."""
-        shortest, longest = RETRY_AFTER_S
-        rate = self.drain_rate()
-        half_s = self.tokens_before(math.inf) / rate / 2 if rate else 0.0
-        return min(longest, max(shortest, half_s))
-
 
 async def _let_try(waiter: _Waiter) -> None:
     """Lets a waiter try and waits for the outcome, unless that takes too long."""
@@ -286,7 +277,6 @@ async def _let_try(waiter: _Waiter) -> None:
 
 
 async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
-    """Returns when one of the two is set."""
     tasks = [asyncio.ensure_future(event.wait()) for event in (one, other)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

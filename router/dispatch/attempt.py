@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from baton.errors import BatonError, InternalError, TransferFailed
 from baton.v1 import common_pb2, prefill_pb2
@@ -29,7 +29,6 @@ class Output:
     num_bytes: int = 0  # memory it takes while it waits
 
     def singly(self) -> Iterator[Output]:
-        """The same tokens, one at a time."""
         last = len(self.token_ids) - 1
         for at, token_id in enumerate(self.token_ids):
             reason = self.finish_reason if at == last else common_pb2.FINISH_REASON_UNSPECIFIED
@@ -37,7 +36,7 @@ class Output:
 
 
 class Attempt:
-    """Brings the two workers' messages into the order the caller must see."""
+    """The two workers' calls and messages, until the last token or the first error."""
 
     def __init__(self, handoff_id: str, on_unread: Callable[[], None] = lambda: None) -> None:
         """`on_unread` is called when more than MAX_UNREAD_BYTES of output wait to be read."""
@@ -54,7 +53,8 @@ class Attempt:
         self._early: list[Event] | None = []  # decode may send before prefill's first token
         self._prefill: asyncio.Task[None] | None = None
         self._assigned: Member | None = None
-        self._lost: asyncio.Future[None] | None = None  # while `unless_lost` waits
+        self._call: asyncio.Timeout | None = None  # while `unless_lost` waits
+        self._lost: BatonError | None = None  # why it did not wait any longer
 
     def assign(self, prefill: Member, prompt: AssignedPrompt) -> None:
         """Counts the prompt against a prefill worker, so that a burst sees its own beginning."""
@@ -74,22 +74,20 @@ class Attempt:
         self._prefill.add_done_callback(self._prefill_ended)
 
     def on_prefill(self, message: prefill_pb2.PrefillResponse) -> None:
-        """Handles a message of the prefill worker."""
         if message.HasField("committed"):
             self._handed_over = self._early is None
             self.suspects.clear()
-        if not message.HasField("first_token"):
-            return
-        first = message.first_token
-        self._handed_over |= bool(first.finish_reason)
-        logprobs = [first.logprobs] if first.HasField("logprobs") else []
-        self._queue.put_nowait(Output([first.token_id], logprobs, first.finish_reason))
-        self.first_token_seen()
+        elif message.HasField("first_token"):
+            first = message.first_token
+            self._handed_over |= bool(first.finish_reason)
+            logprobs = [first.logprobs] if first.HasField("logprobs") else []
+            self._queue.put_nowait(Output([first.token_id], logprobs, first.finish_reason))
+            self.first_token_seen()
 
     def on_prefill_lost(self, event: Event) -> None:
-        """Handles the loss of the prefill worker."""
-        if isinstance(event, BatonError):
-            self._prefill_failed(event)
+        """Handles the loss of the prefill worker, unless it is no longer needed."""
+        if isinstance(event, BatonError) and not self._handed_over:
+            self._queue.put_nowait(event)
 
     def first_token_seen(self) -> None:
         """From now on decode's events come in order by themselves."""
@@ -98,12 +96,12 @@ class Attempt:
             self.on_decode(event)
 
     def on_decode(self, event: Event) -> None:
-        """Handles an event of the decode worker."""
         if isinstance(event, BatonError):
             self.suspects.clear()
             self._queue.put_nowait(event)
-            if self._lost is not None and not self._lost.done():
-                self._lost.set_exception(event)
+            if self._call is not None and self._lost is None:
+                self._lost = event
+                self._call.reschedule(asyncio.get_running_loop().time())
         elif event.abort_reason:
             # Before Commit it is the handoff that failed: either end may be the reason.
             waits = self._prefill is not None and not self._handed_over
@@ -118,35 +116,25 @@ class Attempt:
             self._handed_over = True
             self.suspects.clear()
             self.finished_on_decode = bool(event.finish_reason)
-            self._put(
-                Output(
-                    list(event.token_ids),
-                    list(event.logprobs),
-                    event.finish_reason,
-                    event.ByteSize() + _OUTPUT_BYTES,
-                )
-            )
+            num_bytes = event.ByteSize() + _OUTPUT_BYTES
+            self._unread_bytes += num_bytes
+            if self._unread_bytes > MAX_UNREAD_BYTES:
+                self._on_unread()  # the request ends: nothing more is kept of it
+                return
+            tokens, logprobs = list(event.token_ids), list(event.logprobs)
+            self._queue.put_nowait(Output(tokens, logprobs, event.finish_reason, num_bytes))
 
     async def unless_lost(self, call: Awaitable[T]) -> T:
         """The call's result; raises as soon as the decode worker is lost, and cancels the call."""
 
-        async def result() -> T:
-            return await call
-
-        task = asyncio.ensure_future(result())
-        self._lost = asyncio.get_running_loop().create_future()
-        both: set[asyncio.Future[Any]] = {task, self._lost}
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._lost.result()
-            return await task
+            async with asyncio.timeout(None) as self._call:
+                return await call
+        except TimeoutError:
+            assert self._lost is not None
+            raise self._lost from None
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            if not self._lost.cancel():
-                self._lost.exception()  # seen
+            self._call = self._lost = None
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         """All output of both workers, up to the last token; raises what ended it early."""
@@ -172,13 +160,6 @@ class Attempt:
             self._prefill.cancel()
             await asyncio.gather(self._prefill, return_exceptions=True)
 
-    def _put(self, output: Output) -> None:
-        self._unread_bytes += output.num_bytes
-        if self._unread_bytes > MAX_UNREAD_BYTES:
-            self._on_unread()  # the request ends: nothing more is kept of it
-        else:
-            self._queue.put_nowait(output)
-
     def _joined(self, first: Output) -> Output:
         """An output and all that wait behind it as one, up to an error, which is raised next."""
         token_ids, logprobs = [*first.token_ids], [*first.logprobs]
@@ -196,17 +177,11 @@ class Attempt:
         return Output(token_ids, logprobs, reason)
 
     def _prefill_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # by `close`
+        if task.cancelled() or self._handed_over:  # by `close`, or it is no longer needed
             return
         error = task.exception()
-        if error is None and not self._handed_over:
+        if error is None:
             error = InternalError("the prefill call ended before the handoff was done")
-        elif error is not None and not isinstance(error, BatonError):
+        elif not isinstance(error, BatonError):
             error = InternalError(f"{type(error).__name__}: {error}")
-        if error is not None:
-            self._prefill_failed(error)
-
-    def _prefill_failed(self, error: BatonError) -> None:
-        """Fails the attempt, unless the prefill worker is no longer needed."""
-        if not self._handed_over:
-            self._queue.put_nowait(error)
+        self._queue.put_nowait(error)

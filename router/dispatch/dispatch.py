@@ -11,43 +11,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Set
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from baton import telemetry
-from baton.errors import BatonError, DeadlineExceeded, Overloaded, Stale, Unavailable
+from baton.config import RouterLimits
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    KvMismatch,
+    Overloaded,
+    RetryableError,
+    Stale,
+    TransferFailed,
+    Unavailable,
+)
 from baton.log_format import about
 from baton.v1 import decode_pb2, prefill_pb2
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.attempt import Attempt, Output
-from router.dispatch.failover import NoWorkerTimeout, backoff_s, is_retryable
 from router.dispatch.request_state import RequestState
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
 from router.fleet.snapshot import AssignedPrompt
 from router.placement import placement
 from router.placement.cost_model import PlacementRequest
-from router.placement.scoring import Pair
+from router.placement.placement import Pair
 from router.telemetry.stats import RouterStats
 
 log = logging.getLogger(__name__)
 
 RESERVE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class DispatchConfig:
-    """Dispatch's part of the configuration."""
-
-    max_attempts: int  # in a row without a token
-    recovery_s: float  # that a request waits for a role without workers
-    local_prefill_max_tokens: int
-
+_BACKOFF_S = (0.02, 1.0)
+# What a worker reports of itself or of its peer, never of the request.
+_WORKER_ERRORS = (RetryableError, TransferFailed, Stale, Cancelled, KvMismatch, InternalError)
 
 # A pair of workers, the decode one of which holds blocks for us.
 _Placed = tuple[Pair, Member, decode_pb2.ReserveResponse]
@@ -57,18 +60,18 @@ class Dispatch:
     """Runs requests over the fleet. Keeps nothing between them but counts."""
 
     def __init__(
-        self, fleet: Fleet, wait_queue: WaitQueue, config: DispatchConfig, tracer: Tracer
+        self, fleet: Fleet, wait_queue: WaitQueue, limits: RouterLimits, tracer: Tracer
     ) -> None:
         self._fleet = fleet
         self._wait_queue = wait_queue
-        self._config = config
+        self._limits = limits
         self._tracer = tracer
         self.stats = RouterStats()
         self._cancels: set[asyncio.Task[None]] = set()
 
     async def run(self, state: RequestState, parent: Context) -> AsyncGenerator[Output, None]:
         """The request's tokens, each once, in order. Raises what ended the last attempt."""
-        failures = 0
+        failures = 0  # in a row without a token
         while True:
             state.attempts += 1
             try:
@@ -84,24 +87,24 @@ class Dispatch:
                 return
             except BatonError as error:
                 failures += 1
-                if failures >= self._config.max_attempts or not is_retryable(error, state):
+                if failures >= self._limits.max_attempts or not _is_retryable(error, state):
                     raise
-                trace_id = telemetry.trace_id_in(parent)
-                extra = about(trace_id=trace_id, request_id=state.request.request_id)
+                trace_id, request_id = telemetry.trace_id_in(parent), state.request.request_id
                 log.warning(
                     "request %s: attempt %d failed, placing it elsewhere: %s",
-                    state.request.request_id,
+                    request_id,
                     state.attempts,
                     error,
-                    extra=extra,
+                    extra=about(trace_id=trace_id, request_id=request_id),
                 )
                 self.stats.failed_over(state, trace_id, error)
             with telemetry.span(self._tracer, "router.backoff", parent):
-                await asyncio.sleep(backoff_s(failures))
+                shortest_s, longest_s = _BACKOFF_S
+                pause_s = min(longest_s, shortest_s * 4 ** (failures - 1))
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def placement_request(self, state: RequestState) -> PlacementRequest:
-        """What placement has to find room for."""
-        return state.placement_request(self._config.local_prefill_max_tokens)
+        return state.placement_request(self._limits.local_prefill_max_tokens)
 
     async def close(self) -> None:
         """Waits for the cancellations that are still under way."""
@@ -114,7 +117,7 @@ class Dispatch:
             trace = telemetry.context_of(span)
             attempt = Attempt(handoff_id, state.on_unread)
             pair, decode, reserved = await self._reserve(state, attempt, trace)
-            attempt.on_decoding = partial(self._fleet.breakers.succeeded, pair.decode.incarnation)
+            attempt.on_decoding = self._fleet.breakers[pair.decode.incarnation].succeeded
             _describe(span, pair, reserved, state)
             streams_ns = time.time_ns() if reserved.started else 0
             try:
@@ -131,7 +134,9 @@ class Dispatch:
                         streams_ns = streams_ns or time.time_ns()
                         yield output
             except BatonError as error:
-                self._count_failure(pair, attempt, state, error)
+                state.failed_workers |= self._fleet.breakers.failed_attempt(
+                    pair.names, attempt.suspects, error
+                )
                 raise
             finally:
                 if streams_ns:  # known also where the workers' own spans died with them
@@ -147,32 +152,45 @@ class Dispatch:
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
         """Blocks on the best decode worker; waits for room as long as the deadline allows.
 
-        In the wait queue: if all requests tried at each change, they would overload workers.
+        In the wait queue: if all requests tried at each change, they would overload workers. A role
+        without workers is waited for too, but for `recovery_s` at most.
         """
-        entry, request = state.queue_entry(), self.placement_request(state)
+        request, missing = self.placement_request(state), ""
+        loop = asyncio.get_running_loop()
+
+        def pick(full: Set[str]) -> Pair:
+            nonlocal missing
+            snapshot = self._fleet.snapshot()
+            missing = snapshot.why_not_ready
+            if not missing:
+                limit.reschedule(None)
+                return placement.pick(snapshot, request, state.failed_workers, full)
+            if limit.when() is None:
+                limit.reschedule(loop.time() + self._limits.recovery_s)
+            raise Overloaded(missing, placement.RETRY_AFTER_S)
+
         with telemetry.span(self._tracer, "router.place", trace):
-            async with NoWorkerTimeout(self._config.recovery_s) as timeout:
-                return await self._wait_queue.place(
-                    entry,
-                    lambda: self._place_once(state, request, attempt, timeout, trace),
-                    lambda: self._fleet.changed,
-                    accepted=state.placed_at is not None,
-                )
+            try:
+                async with asyncio.timeout(None) as limit:
+                    return await self._wait_queue.place(
+                        state.queue_entry(),
+                        lambda: self._place_once(state, attempt, pick, trace),
+                        accepted=state.placed_at is not None,
+                    )
+            except TimeoutError:
+                raise Unavailable(missing, placement.RETRY_AFTER_S) from None
 
     async def _place_once(
         self,
         state: RequestState,
-        request: PlacementRequest,
         attempt: Attempt,
-        timeout: NoWorkerTimeout,
+        pick: Callable[[Set[str]], Pair],
         trace: Context,
     ) -> _Placed:
         """One pass over the decode workers that seem to have room; Overloaded when none has."""
         full: set[str] = set()
         while True:
-            with timeout.placing():
-                snapshot = self._fleet.snapshot()
-                pair = placement.pick(snapshot, request, state.failed_workers, full)
+            pair = pick(full)
             decode = self._fleet.member(pair.decode.incarnation)
             if not pair.decode_prefills:
                 self._assign(pair, attempt)
@@ -183,11 +201,13 @@ class Dispatch:
                 attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
                 if isinstance(error, Overloaded):
-                    self._fleet.breakers.succeeded(pair.decode.incarnation)  # it answered
+                    self._fleet.breakers[pair.decode.incarnation].succeeded()  # it answered
                 else:
                     self._cancel(decode, attempt.handoff_id)  # it may hold blocks for us
                     if isinstance(error, BatonError):
-                        self._count_failure(pair, attempt, state, error)
+                        state.failed_workers |= self._fleet.breakers.failed_attempt(
+                            pair.names, attempt.suspects, error
+                        )
                     raise
                 full.add(pair.decode.incarnation)
                 continue
@@ -195,9 +215,7 @@ class Dispatch:
             return pair, decode, reserved
 
     def _assign(self, pair: Pair, attempt: Attempt) -> None:
-        request = pair.request
-        uncached = request.num_tokens - pair.on_prefill.cached
-        prompt = AssignedPrompt(uncached, request.virtual_finish)
+        prompt = AssignedPrompt(pair.on_prefill.uncached, pair.request.virtual_finish)
         attempt.assign(self._fleet.member(pair.prefill.incarnation), prompt)
 
     async def _call_reserve(
@@ -210,7 +228,7 @@ class Dispatch:
         )
         name = decode.record.incarnation
         timeout_s = min(RESERVE_TIMEOUT_S, state.request.time_left_s)
-        self._fleet.breakers.sent(name)
+        self._fleet.breakers[name].sent()
         state.workers.add(name)
         try:
             with decode.calling():
@@ -246,8 +264,8 @@ class Dispatch:
             ),
         )
         member.subscribe(attempt.handoff_id, attempt.on_prefill_lost)
-        breakers.sent(name)
-        breakers.sent(pair.names)
+        breakers[name].sent()
+        breakers[pair.names].sent()
         state.workers.add(name)
         calling = telemetry.span(self._tracer, "router.prefill", trace, kind=SpanKind.CLIENT)
         try:
@@ -259,20 +277,13 @@ class Dispatch:
                     if message.HasField("first_token"):
                         attempt.unassign()
                         attempt.suspects.add(reserved.incarnation)  # of a failed handoff
-                        breakers.succeeded(name)
+                        breakers[name].succeeded()
                     elif message.HasField("committed"):
-                        breakers.succeeded(pair.names)
+                        breakers[pair.names].succeeded()
                     state.note(message)
                     attempt.on_prefill(message)
         finally:
             member.unsubscribe(attempt.handoff_id)
-
-    def _count_failure(
-        self, pair: Pair, attempt: Attempt, state: RequestState, error: BatonError
-    ) -> None:
-        """The request avoids the workers it failed on; all do, if it happens often."""
-        suspects = self._fleet.breakers.failed_attempt(pair.names, attempt.suspects, error)
-        state.failed_workers |= suspects
 
     def _cancel(self, decode: Member, handoff_id: str) -> None:
         """Frees the sequence's blocks without waiting for it."""
@@ -281,15 +292,33 @@ class Dispatch:
         task.add_done_callback(self._cancels.discard)
 
 
+def _is_retryable(error: BatonError, state: RequestState) -> bool:
+    """Whether another attempt may succeed. A limit of a call or a worker is not the deadline."""
+    if isinstance(error, DeadlineExceeded):
+        return state.request.time_left_s > 0
+    return isinstance(error, _WORKER_ERRORS)
+
+
 def _describe(
     span: Span, pair: Pair, reserved: decode_pb2.ReserveResponse, state: RequestState
 ) -> None:
     prefill = "" if reserved.started else pair.prefill.incarnation
     state.route.prefill = prefill
     state.route.decode = pair.decode.incarnation
-    span.set_attribute("baton.attempt", state.attempts)
-    span.set_attribute("baton.prefill", prefill or "(decode prefills)")
-    span.set_attribute("baton.decode", pair.decode.incarnation)
-    span.set_attribute("baton.decode_cached_tokens", reserved.cached_tokens)
-    for name, value in placement.span_attributes(pair).items():
-        span.set_attribute(f"baton.placement.{name}", value)
+    attributes: dict[str, str | int | float | bool] = {
+        "attempt": state.attempts,
+        "prefill": prefill or "(decode prefills)",
+        "decode": pair.decode.incarnation,
+        "decode_cached_tokens": reserved.cached_tokens,
+        "placement.predicted_ttft_ms": round(pair.ttft_s * 1e3, 3),
+        "placement.predicted_tpot_ms": round(pair.on_decode.tpot_s * 1e3, 3),
+        "placement.score_ms": round(pair.score_ms, 3),
+        "placement.queue_tokens": pair.on_prefill.queue_tokens,
+        "placement.prefill_cached_tokens": pair.on_prefill.cached,
+        "placement.decode_cached_tokens": pair.on_decode.cached,
+        "placement.decode_prefills": pair.decode_prefills,
+        "placement.same_host": pair.same_host,
+        "placement.candidates": pair.candidates,
+    }
+    for name, value in attributes.items():
+        span.set_attribute(f"baton.{name}", value)

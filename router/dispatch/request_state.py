@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.sampling import SamplingParams
+from baton.slo import Slo
 from baton.text import Detokenizer, StopStrings, Tokenizer
 from baton.v1 import common_pb2, prefill_pb2
 from router.admission.wait_queue import QueueEntry
@@ -86,17 +87,16 @@ class RequestState:
 
     def placement_request(self, local_prefill_max_tokens: int) -> PlacementRequest:
         """What placement has to find room for; the same one until more is delivered."""
-        request = self.request
-        num_tokens = len(request.prompt) + len(self.delivered)
-        if self._placement is None or self._placement.num_tokens != num_tokens:
-            self._placement = PlacementRequest(
+        request, kept = self.request, self._placement
+        if kept is None or kept.num_tokens != len(request.prompt) + len(self.delivered):
+            kept = self._placement = PlacementRequest(
                 token_ids=(*request.prompt, *self.delivered),
                 virtual_finish=request.virtual_finish,
                 cache_salt=request.cache_salt,
                 new_tokens=request.params.max_tokens - len(self.delivered),
                 local_prefill_max_tokens=local_prefill_max_tokens,
             )
-        return self._placement
+        return kept
 
     def queue_entry(self) -> QueueEntry:
         """Its entry in the wait queue. One that has begun to stream has met its TTFT target."""
@@ -105,7 +105,6 @@ class RequestState:
         return QueueEntry(
             virtual_finish=request.virtual_finish,
             num_tokens=len(request.prompt) + len(self.delivered),
-            request_id=request.request_id,
             tenant=request.tenant,
             first_token_by=self.started + request.ttft_target_s if has_target else math.inf,
         )
@@ -132,8 +131,10 @@ class RequestState:
 
     @property
     def e2e_s(self) -> float:
-        """From arrival until now."""
         return time.monotonic() - self.started
+
+    def is_within(self, slo: Slo) -> bool:
+        return slo.met(self.ttft_s, self.tpot_s, self.e2e_s)
 
     def note(self, message: prefill_pb2.PrefillResponse) -> None:
         """Keeps what the caller gets to know in the end of a prefill worker's message."""
@@ -160,7 +161,6 @@ class RequestState:
         )
 
     def timing(self) -> common_pb2.Timing:
-        """Where the time went."""
         placed = self.placed_at or self.started
         return common_pb2.Timing(
             queue_ms=(placed - self.started) * 1e3 + self.prefill_queue_ms,

@@ -30,72 +30,11 @@ _PAIR_ERRORS = (TransferFailed, KvMismatch)  # each of the two may be fine with 
 _REQUEST_ERRORS = (DeadlineExceeded, Overloaded)  # no fault of a worker
 
 
-class CircuitBreakers:
-    """Breakers by key. Event-loop thread only."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._breakers: dict[Key, _Breaker] = {}
-
-    def sent(self, key: Key) -> None:
-        """A call is on its way: the probe, if the breaker waits for one."""
-        if breaker := self._breakers.get(key):
-            breaker.sent(self._clock())
-
-    def succeeded(self, key: Key) -> None:
-        """A call ended well."""
-        self._breaker(key).succeeded(self._clock())
-
-    def failed(self, key: Key, reason: str) -> None:
-        """A call failed because of this worker or pair."""
-        self._breaker(key).failed(self._clock(), reason)
-
-    def failed_attempt(
-        self, names: tuple[str, str], suspects: Set[str], error: BatonError
-    ) -> Set[str]:
-        """Counts a failed attempt on a pair against one of its workers, or against the pair.
-
-        Returns the workers that the request avoids from now on; without suspects it is the decode
-        worker. Errors of the request itself count against no worker.
-        """
-        if isinstance(error, _PAIR_ERRORS):
-            suspects = frozenset(names)
-        suspects = suspects or {names[1]}
-        if not isinstance(error, _REQUEST_ERRORS):
-            for key in suspects if len(suspects) == 1 else (names,):
-                self.failed(key, str(error))
-        return suspects
-
-    def why_open(self, key: Key) -> str:
-        """Why it is not usable now; empty when it is."""
-        breaker = self._breakers.get(key)
-        return breaker.why_open(self._clock()) if breaker else ""
-
-    def all_open(self) -> dict[Key, str]:
-        """All that are not usable now, and why."""
-        return {key: why for key in self._breakers if (why := self.why_open(key))}
-
-    def failed_at(self, key: Key) -> float:
-        """When a call failed last, by the breakers' clock."""
-        breaker = self._breakers.get(key)
-        return breaker.failed_at if breaker else -math.inf
-
-    def retain(self, incarnations: Collection[str]) -> None:
-        """Forgets all others and their pairs, also those that failed after they had left."""
-        self._breakers = {
-            key: breaker
-            for key, breaker in self._breakers.items()
-            if all(name in incarnations for name in ((key,) if isinstance(key, str) else key))
-        }
-
-    def _breaker(self, key: Key) -> _Breaker:
-        return self._breakers.setdefault(key, _Breaker())
-
-
 @dataclass
-class _Breaker:
+class CircuitBreaker:
     """Closed, open until a time, and from then on half-open until a probe has ended."""
 
+    clock: Callable[[], float]
     recent: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
     open_until: float | None = None  # None: closed
     probe_until: float | None = None  # a probe is under way, and counts as one until then
@@ -104,33 +43,40 @@ class _Breaker:
     failed_at: float = -math.inf
     why: str = ""
 
-    def sent(self, now: float) -> None:
-        """Also in the cool-down, when there was no other worker: that call is a probe as well."""
-        if self.open_until is not None and not self._probing(now):
-            self.probe_until = now + PROBE_S
+    def sent(self) -> None:
+        """A call is on its way: the probe, if the breaker is open and has none.
 
-    def succeeded(self, now: float) -> None:
+        Also in the cool-down, when there was no other worker: that call is a probe as well.
+        """
+        if self.open_until is not None and not self._probing():
+            self.probe_until = self.clock() + PROBE_S
+
+    def succeeded(self) -> None:
+        now = self.clock()
         if self.open_until is None:
             self.recent.append((now, True))
-        elif self._probing(now) or now >= self.open_until:
+        elif self._probing() or now >= self.open_until:
             self.open_until = self.probe_until = None
             self.closed_at = now
             self.recent.clear()
         # Else a call that began before the breaker opened: it says nothing of what came then.
 
-    def failed(self, now: float, reason: str) -> None:
-        self.failed_at = now
+    def failed(self, reason: str) -> None:
+        """A call failed because of this worker or pair."""
+        now = self.failed_at = self.clock()
         if self.open_until is None:
             self.recent.append((now, False))
             if why := self._outlying(now):
                 grows = now - self.closed_at < COOL_DOWN_S[1]  # it has not been well for long
                 self._open(now, f"{why}, the last with: {reason}", grows)
-        elif self._probing(now):
+        elif self._probing():
             self._open(now, f"its probe failed with: {reason}", grows=True)
         # Else a call that began before the breaker opened: many end at once when a worker dies.
 
-    def why_open(self, now: float) -> str:
-        if self.open_until is None or (now >= self.open_until and not self._probing(now)):
+    @property
+    def why_open(self) -> str:
+        """Why it is not usable now; empty when it is."""
+        if self.open_until is None or (self.clock() >= self.open_until and not self._probing()):
             return ""
         return self.why
 
@@ -151,43 +97,77 @@ class _Breaker:
             return f"{failures} of its last {len(recent)} calls failed"
         return ""
 
-    def _probing(self, now: float) -> bool:
-        return self.probe_until is not None and now < self.probe_until
+    def _probing(self) -> bool:
+        return self.probe_until is not None and self.clock() < self.probe_until
 
 
-# Outlier ejection.
+class CircuitBreakers:
+    """A breaker for each worker and pair that was called. Event-loop thread only."""
 
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._breakers: dict[Key, CircuitBreaker] = {}
 
-def without_ejected(snapshot: Snapshot, breakers: CircuitBreakers) -> Snapshot:
-    """The snapshot with workers EJECTED and pairs excluded whose breakers are open.
+    def __getitem__(self, key: Key) -> CircuitBreaker:
+        if key not in self._breakers:
+            self._breakers[key] = CircuitBreaker(self._clock)
+        return self._breakers[key]
 
-    If that would leave no pair, the one that failed longest ago is used: failures of the last pair
-    must not make a dead cluster.
-    """
-    opened = breakers.all_open()
-    if not opened:
-        return snapshot
-    spared = _last_resort(snapshot, opened, breakers)
-    opened = {key: why for key, why in opened.items() if key not in spared}
-    pairs = {key: why for key, why in opened.items() if isinstance(key, tuple)}
+    def failed_attempt(
+        self, names: tuple[str, str], suspects: Set[str], error: BatonError
+    ) -> Set[str]:
+        """Counts a failed attempt on a pair against one of its workers, or against the pair.
 
-    def judged(worker: WorkerView) -> WorkerView:
-        why = opened.get(worker.incarnation)
-        return replace(worker, state=EJECTED, reason=why) if why and worker.ready else worker
+        Returns the workers that the request avoids from now on; without suspects it is the decode
+        worker. Errors of the request itself count against no worker.
+        """
+        if isinstance(error, _PAIR_ERRORS):
+            suspects = frozenset(names)
+        suspects = suspects or {names[1]}
+        if not isinstance(error, _REQUEST_ERRORS):
+            for key in suspects if len(suspects) == 1 else (names,):
+                self[key].failed(str(error))
+        return suspects
 
-    return Snapshot(
-        prefill=tuple(map(judged, snapshot.prefill)),
-        decode=tuple(map(judged, snapshot.decode)),
-        excluded_pairs={**pairs, **snapshot.excluded_pairs},
-    )
+    def all_open(self) -> dict[Key, str]:
+        """All that are not usable now, and why."""
+        return {key: why for key, breaker in self._breakers.items() if (why := breaker.why_open)}
 
+    def retain(self, incarnations: Collection[str]) -> None:
+        """Forgets all others and their pairs, also those that failed after they had left."""
+        self._breakers = {
+            key: breaker
+            for key, breaker in self._breakers.items()
+            if all(name in incarnations for name in ((key,) if isinstance(key, str) else key))
+        }
 
-def _last_resort(
-    snapshot: Snapshot, opened: Mapping[Key, str], breakers: CircuitBreakers
-) -> Set[Key]:
-    """The keys of the pair to use although it fails; none while another pair is left."""
-    names = [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()]
-    pairs: list[Set[Key]] = [frozenset({*pair, pair}) for pair in names]
-    if not pairs or any(keys.isdisjoint(opened) for keys in pairs):
-        return frozenset()
-    return min(pairs, key=lambda keys: max(breakers.failed_at(key) for key in keys))
+    def without_ejected(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with workers EJECTED and pairs excluded whose breakers are open.
+
+        If that would leave no pair, the one that failed longest ago is used: failures of the last
+        pair must not make a dead cluster.
+        """
+        opened = self.all_open()
+        if not opened:
+            return snapshot
+        spared = self._last_resort(snapshot, opened)
+        opened = {key: why for key, why in opened.items() if key not in spared}
+        pairs = {key: why for key, why in opened.items() if isinstance(key, tuple)}
+
+        def judged(worker: WorkerView) -> WorkerView:
+            why = opened.get(worker.incarnation)
+            return replace(worker, state=EJECTED, reason=why) if why and worker.ready else worker
+
+        return Snapshot(
+            prefill=tuple(map(judged, snapshot.prefill)),
+            decode=tuple(map(judged, snapshot.decode)),
+            excluded_pairs={**pairs, **snapshot.excluded_pairs},
+        )
+
+    def _last_resort(self, snapshot: Snapshot, opened: Mapping[Key, str]) -> Set[Key]:
+        """The keys of the pair to use although it fails; none while another pair is left."""
+        names = [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()]
+        pairs: list[Set[Key]] = [frozenset({*pair, pair}) for pair in names]
+        if not pairs or any(keys.isdisjoint(opened) for keys in pairs):
+            return frozenset()
+        return min(pairs, key=lambda keys: max(self[key].failed_at for key in keys))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Set
 from baton.errors import Unavailable
 from baton.registry import Membership
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.circuit_breaker import CircuitBreakers, Key, without_ejected
+from router.fleet.circuit_breaker import CircuitBreakers, Key
 from router.fleet.heartbeat import LivenessConfig
 from router.fleet.member import Member
 from router.fleet.snapshot import EJECTED, Snapshot
@@ -36,12 +36,12 @@ class Fleet:
         membership: Membership,
         router_id: str,
         text_fingerprint: str,
-        liveness: LivenessConfig | None = None,
+        liveness: LivenessConfig,
     ) -> None:
         self.breakers = CircuitBreakers()
         self.on_ejected: Callable[[Key], None] = lambda key: None
         self._membership = membership
-        self._liveness = liveness or LivenessConfig()
+        self._liveness = liveness
         self._open: Set[Key] = frozenset()  # breakers at the last tick
         self._router_id = router_id
         self._text_fingerprint = text_fingerprint
@@ -50,7 +50,6 @@ class Fleet:
 
     @property
     def registry_connected(self) -> bool:
-        """Whether the registry answers."""
         return self._membership.connected
 
     @property
@@ -62,7 +61,7 @@ class Fleet:
             for pair in member.pairs
         }
         seen = self._seen()
-        judged = without_ejected(seen, self.breakers).excluded_pairs
+        judged = self.breakers.without_ejected(seen).excluded_pairs
         for prefill, decode in sorted(judged.keys() - seen.excluded_pairs.keys()):
             pair = worker_pb2.PairStatus(prefill=prefill, decode=decode)
             if (reported := pairs.get((prefill, decode))) is not None:
@@ -84,13 +83,26 @@ class Fleet:
             await _close(self._members.values(), "the router is stopping")
 
     def snapshot(self) -> Snapshot:
-        """All workers now."""
-        return without_ejected(self._seen(), self.breakers)
+        return self.breakers.without_ejected(self._seen())
 
     def tokens_in_flight(self) -> int:
         """Prompt tokens that prefill workers have and did not compute yet."""
         members = (m for m in self._members.values() if m.record.role == _PREFILL)
         return sum(member.view.queue_tokens for member in members)
+
+    def member(self, incarnation: str) -> Member:
+        """A member by name; raises Unavailable when it has just left."""
+        if member := self._members.get(incarnation):
+            return member
+        raise Unavailable(f"worker {incarnation} has left")
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of members, of their load, or of open breakers.
+
+        Taken before a look at the snapshot, it misses no change that comes after the look.
+        """
+        return self._changed
 
     def _seen(self) -> Snapshot:
         """All workers as they and their connections report."""
@@ -106,20 +118,6 @@ class Fleet:
                 if pair.state == _QUARANTINED
             },
         )
-
-    def member(self, incarnation: str) -> Member:
-        """A member by name; raises Unavailable when it has just left."""
-        if member := self._members.get(incarnation):
-            return member
-        raise Unavailable(f"worker {incarnation} has left")
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set at the next change of members, of their load, or of open breakers.
-
-        Taken before a look at the snapshot, it misses no change that comes after the look.
-        """
-        return self._changed
 
     async def _apply(self, records: Mapping[str, common_pb2.WorkerRecord]) -> None:
         gone = self._members.keys() - records.keys()
@@ -167,9 +165,8 @@ class Fleet:
         opened = self.breakers.all_open()
         for key in opened.keys() - self._open:
             self.on_ejected(key)
-            log.warning(
-                "ejected %s: %s", key if isinstance(key, str) else " to ".join(key), opened[key]
-            )
+            name = key if isinstance(key, str) else " to ".join(key)
+            log.warning("ejected %s: %s", name, opened[key])
         if opened.keys() != self._open:
             self._open = opened.keys()
             self._announce()

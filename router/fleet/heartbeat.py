@@ -46,13 +46,8 @@ class LivenessConfig:
 
     @cached_property
     def lost_ticks(self) -> int:
-        """Silent for so long, a worker counts as lost."""
+        """Silent for so long, a worker counts as lost; for half of it, it gets nothing new."""
         return self.ticks_in(self.silence_s)
-
-    @cached_property
-    def suspect_ticks(self) -> int:
-        """Silent for so long, it gets nothing new."""
-        return self.lost_ticks // 2
 
     def ticks_in(self, time_s: float) -> int:
         """Ticks in a span of time, if none is late."""
@@ -94,13 +89,11 @@ class HeartbeatStream:
         self._task = asyncio.create_task(self._run(), name=name)
 
     def opened(self) -> None:
-        """The worker has answered."""
         self.alive = self._limit is not None
         self.answered |= self.alive
         self.heard()
 
     def heard(self) -> None:
-        """A heartbeat or a message came."""
         self.silent_ticks = 0
 
     def tick(self) -> None:
@@ -110,13 +103,12 @@ class HeartbeatStream:
 
     def cut(self, why: str) -> None:
         """Ends the silent stream, so that the worker finds it broken, and opens another."""
-        self._down(SILENT, why)
+        self.alive, self.state, self.why = False, SILENT, why
         if self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time())
             self._limit = None
 
     async def close(self) -> None:
-        """Ends the stream for good."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -128,9 +120,9 @@ class HeartbeatStream:
             began = time.monotonic()
             error = await self._one_stream()
             if error is not None:
-                before = self.alive, self.state
-                self._down(UNREACHABLE, str(error))
-                self._lost(before != (self.alive, self.state) or isinstance(error, Stale))
+                changed = self.alive or self.state != UNREACHABLE or isinstance(error, Stale)
+                self.alive, self.state, self.why = False, UNREACHABLE, str(error)
+                self._lost(changed)
             if isinstance(error, Stale):
                 return
             if error is None or time.monotonic() - began > longest_s:  # it had worked
@@ -158,6 +150,3 @@ class HeartbeatStream:
             self._limit = None
             self.silent_ticks = 0
         return Unavailable("the worker closed the stream")
-
-    def _down(self, state: str, why: str) -> None:
-        self.alive, self.state, self.why = False, state, why

@@ -28,7 +28,6 @@ from router.fleet.snapshot import (
     SILENT,
     STALLED,
     AssignedPrompt,
-    CachedPrefixes,
     WorkerView,
 )
 
@@ -40,11 +39,6 @@ _CONNECT_TIMEOUT_S = 2.0
 _ORPHANS_ROUND_S = 1.0  # a Cancel under way has arrived by then
 MOST_ORPHANS = 1024  # remembered at a time; the others are seen again
 CANCEL_BATCH = 256  # named in one Cancel
-_STATES = {
-    common_pb2.WORKER_STATE_READY: READY,
-    common_pb2.WORKER_STATE_DRAINING: "DRAINING",
-    common_pb2.WORKER_STATE_STARTING: "STARTING",
-}
 
 
 class Orphans:
@@ -86,45 +80,44 @@ class Member:
         on_change: Callable[[], None],
         first_pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.record = record
+        """With a `mismatch` it is not followed."""
         self.load = worker_pb2.Load(blocks_total=record.blocks_total)
         self.pairs: list[worker_pb2.PairStatus] = []
         self.assigned: dict[str, AssignedPrompt] = {}  # by handoff id
-        self.cached = CachedPrefixes()
+        self.cached: set[int] = set()
         # A secret between us and the worker: a caller that knows a stream's id can take it over.
         self.stream_id = secrets.token_hex(16)
+        self._name = record.incarnation
         self._router_id = router_id
         self._mismatch = mismatch
         self._liveness = liveness
         self._on_change = on_change
-        self._first_pause_s = first_pause_s
         self._draining = False
         self._closed = False
         self._replaced = ""  # by which process
         self._subscribers: dict[str, Callable[[Event], None]] = {}
         self._orphans = Orphans()
         self._ticks = 0
-        self._orphans_ticks = liveness.ticks_in(_ORPHANS_ROUND_S)
         self._cancelling: asyncio.Task[None] | None = None
         self._channel = rpc.channel(record.address)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self.update(record)
-        self._streams = self._follow() if not mismatch else []
+        followed = [("watch", self._watch_load, self._watch_lost)]
+        if record.role == common_pb2.WORKER_ROLE_DECODE:
+            followed.append(("events", self._stream_events, self._events_lost))
+        self._streams = [
+            HeartbeatStream(f"{what} {self._name}", follow, lost, first_pause_s)
+            for what, follow, lost in ([] if mismatch else followed)
+        ]
 
     @property
     def view(self) -> WorkerView:
-        """The worker as it is now."""
         state, reason = self._state()
+        prompts = tuple(self.assigned.values())
         return WorkerView(
-            self.record,
-            self.load,
-            state,
-            reason,
-            tuple(self.assigned.values()),
-            len(self._subscribers),
-            self.cached,
+            self.record, self.load, state, reason, prompts, len(self._subscribers), self.cached
         )
 
     def update(self, record: common_pb2.WorkerRecord) -> None:
@@ -156,9 +149,9 @@ class Member:
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
                 raise
-            raise Unavailable(f"worker {self.record.incarnation} has left") from None
+            raise Unavailable(f"worker {self._name} has left") from None
         except grpc.aio.UsageError as error:  # a call on a closed channel
-            raise Unavailable(f"worker {self.record.incarnation} has left") from error
+            raise Unavailable(f"worker {self._name} has left") from error
 
     async def cancel(self, handoff_ids: Sequence[str]) -> None:
         """Frees sequences' blocks on a decode worker; if that fails, their leases do."""
@@ -170,16 +163,22 @@ class Member:
         """A tick of the router's loop has passed; see `LivenessConfig`."""
         for stream in self._streams:
             stream.tick()
-        if self._silent_ticks >= self._liveness.lost_ticks:
-            self._lose()
-        elif self._silent_ticks == self._liveness.suspect_ticks and self._answers:
+        lost_ticks, answers = self._liveness.lost_ticks, any(s.alive for s in self._streams)
+        if self._silent_ticks >= lost_ticks:
+            why = self._no_heartbeat
+            for stream in self._streams:  # when it wakes, it must find them broken
+                stream.cut(why)
+            if answers:
+                log.warning("worker %s is lost for now: %s", self._name, why)
+                self._on_change()
+        elif self._silent_ticks == lost_ticks // 2 and answers:
             self._on_change()
         for stream in self._streams:
             if not stream.alive and stream.state == SILENT:
                 # Also those who subscribed a moment too late.
-                self._fail_all(f"worker {self.record.incarnation} is lost: {stream.why}")
+                self._fail_all(f"worker {self._name} is lost: {stream.why}")
         self._ticks += 1
-        if self._ticks % self._orphans_ticks == 0:
+        if self._ticks % self._liveness.ticks_in(_ORPHANS_ROUND_S) == 0:
             self._cancel_orphans()
 
     async def stop_following(self, reason: str) -> None:
@@ -196,21 +195,6 @@ class Member:
             await asyncio.gather(self._cancelling, return_exceptions=True)
         await self._channel.close(None)
 
-    def _lose(self) -> None:
-        """It is silent for too long: when it wakes, it must find its streams broken."""
-        why = self._no_heartbeat
-        answered = self._answers
-        if answered:
-            log.warning("worker %s is lost for now: %s", self.record.incarnation, why)
-        for stream in self._streams:
-            stream.cut(why)
-        if answered:
-            self._on_change()
-
-    @property
-    def _answers(self) -> bool:
-        return any(stream.alive for stream in self._streams)
-
     @property
     def _silent_ticks(self) -> int:
         return max((stream.silent_ticks for stream in self._streams), default=0)
@@ -223,36 +207,33 @@ class Member:
         """Its state, and the reason when that is not READY."""
         if self._mismatch:
             return MISMATCH, self._mismatch
-        state = "DRAINING" if self._draining else _STATES.get(self.record.state, "STARTING")
-        if state != READY:
+        if self._draining or self.record.state != common_pb2.WORKER_STATE_READY:
+            state = "DRAINING" if self._draining else "STARTING"
             return state, f"the worker is {state.lower()}"
         for stream in self._streams:
             if not stream.alive:
                 return stream.state, stream.why
-        if self._silent_ticks >= self._liveness.suspect_ticks:
+        if self._silent_ticks >= self._liveness.lost_ticks // 2:
             return SILENT, self._no_heartbeat
         if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
             return STALLED, stalled
         return READY, ""
 
-    def _follow(self) -> list[HeartbeatStream]:
-        name, pause = self.record.incarnation, self._first_pause_s
-        streams = [HeartbeatStream(f"watch {name}", self._watch_load, self._watch_lost, pause)]
-        if self.record.role == common_pb2.WORKER_ROLE_DECODE:
-            events = HeartbeatStream(
-                f"events {name}", self._stream_events, self._events_lost, pause
-            )
-            streams.append(events)
-        return streams
-
     async def _watch_load(self, stream: HeartbeatStream) -> None:
         await self._check_identity(stream)
-        self.cached.apply(worker_pb2.CacheEvent(cleared=True))
+        self.cached.clear()
         request = worker_pb2.WatchRequest(heartbeat_ms=self._liveness.heartbeat_ms)
         async for update in self.worker.Watch(request):
             with self._announcing_change():
                 stream.opened()
-                self._take(update)
+                self.load, self.pairs = update.load, list(update.pairs)
+                if update.cache.cleared:
+                    self.cached.clear()
+                self.cached.difference_update(update.cache.evicted)
+                self.cached.update(update.cache.stored)
+                self._note_state(update.state)
+                if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
+                    self._fail_all(f"worker {self._name} is stalled: {stalled}")
 
     async def _stream_events(self, stream: HeartbeatStream) -> None:
         await self._check_identity(stream)
@@ -282,9 +263,8 @@ class Member:
             await _check_listening(self.record.address)
         described = await self.worker.Describe(worker_pb2.DescribeRequest())
         stream.heard()
-        found, name = described.record.incarnation, self.record.incarnation
-        if found != name:
-            self._replaced = f"another process, {found}, has taken the place of {name}"
+        if (found := described.record.incarnation) != self._name:
+            self._replaced = f"another process, {found}, has taken the place of {self._name}"
             self._fail_all(self._replaced)
             raise Stale(self._replaced)
 
@@ -295,14 +275,6 @@ class Member:
         yield
         if (self._state(), self.load, self.pairs) != before:
             self._on_change()
-
-    def _take(self, update: worker_pb2.WatchResponse) -> None:
-        self.load = update.load
-        self.pairs = list(update.pairs)
-        self.cached.apply(update.cache)
-        self._note_state(update.state)
-        if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
-            self._fail_all(f"worker {self.record.incarnation} is stalled: {stalled}")
 
     def _deliver(self, event: decode_pb2.SequenceEvent) -> None:
         if deliver := self._subscribers.get(event.handoff_id):
@@ -325,7 +297,7 @@ class Member:
             self._on_change()
 
     def _events_lost(self, changed: bool) -> None:
-        self._fail_all(f"the event stream of decode worker {self.record.incarnation} broke")
+        self._fail_all(f"the event stream of decode worker {self._name} broke")
         self._watch_lost(changed)
 
     def _fail_all(self, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from baton.v1 import common_pb2, worker_pb2
@@ -16,33 +16,6 @@ STALLED = "STALLED"  # it answers, but its engine makes no progress
 EJECTED = "EJECTED"  # calls to it fail
 
 _MOST_WORKERS = 8  # in one message
-
-
-class CachedPrefixes:
-    """Hashes of the whole blocks that a worker's prefix cache holds, as its cache events report.
-
-    A hint: only the worker compares tokens.
-    """
-
-    def __init__(self) -> None:
-        self._hashes: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def apply(self, event: worker_pb2.CacheEvent) -> None:
-        """Applies a change."""
-        if event.cleared:
-            self._hashes.clear()
-        self._hashes.difference_update(event.evicted)
-        self._hashes.update(event.stored)
-
-    def leading_blocks(self, chain: Sequence[int]) -> int:
-        """How many leading blocks of a prompt (`baton.prefix.hash_chain`) are cached."""
-        for count, block_hash in enumerate(chain):
-            if block_hash not in self._hashes:
-                return count
-        return len(chain)
 
 
 @dataclass(frozen=True)
@@ -63,16 +36,16 @@ class WorkerView:
     reason: str = ""  # why it is not READY
     assigned: tuple[AssignedPrompt, ...] = ()
     assigned_sequences: int = 0  # requests this router runs there; its load shows them later
-    cached: CachedPrefixes = field(default_factory=CachedPrefixes)  # read at once: it changes
+    # Hashes of the whole blocks that its prefix cache holds (`baton.prefix.hash_chain`), as its
+    # events report: a hint, as only the worker compares tokens. Read at once: the set changes.
+    cached: Set[int] = frozenset()
 
     @property
     def incarnation(self) -> str:
-        """The worker's name."""
         return self.record.incarnation
 
     @property
     def ready(self) -> bool:
-        """Whether it takes work."""
         return self.state == READY
 
     @property
@@ -110,15 +83,19 @@ class Snapshot:
     decode: tuple[WorkerView, ...]
     excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests can be served: there is a usable pair."""
-        return any(True for _ in self.usable_pairs())
+    def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
+        """READY workers with compatible KV caches that are not excluded from each other."""
+        ready = [worker for worker in self.decode if worker.ready]
+        for prefill in (worker for worker in self.prefill if worker.ready):
+            for decode in ready:
+                names = prefill.incarnation, decode.incarnation
+                if prefill.record.kv == decode.record.kv and names not in self.excluded_pairs:
+                    yield prefill, decode
 
     @property
     def why_not_ready(self) -> str:
-        """What is missing, as a sentence; empty when `ready`."""
-        if self.ready:
+        """What is missing to serve requests, as a sentence; empty when there is a usable pair."""
+        if any(True for _ in self.usable_pairs()):
             return ""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             if not any(worker.ready for worker in workers):
@@ -133,15 +110,6 @@ class Snapshot:
         pairs = sorted(self.excluded_pairs.items())
         reasons = "; ".join(f"{p} to {d}: {why}" for (p, d), why in pairs)
         return f"no prefill worker that is ready can hand over to a decode worker ({reasons})"
-
-    def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
-        """READY workers with compatible KV caches that are not excluded from each other."""
-        ready = [worker for worker in self.decode if worker.ready]
-        for prefill in (worker for worker in self.prefill if worker.ready):
-            for decode in ready:
-                names = prefill.incarnation, decode.incarnation
-                if prefill.record.kv == decode.record.kv and names not in self.excluded_pairs:
-                    yield prefill, decode
 
     @property
     def max_context(self) -> int:

@@ -1,6 +1,6 @@
 """What has happened at this router since it started: counts that only grow, and recent events.
 
-Plain numbers that anything in the process may read; `baton top` and `baton status` show them.
+`baton top` and `baton status` show them; listeners (metrics, tail sampling) are called from here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -69,11 +69,8 @@ class Outcome:
 class RequestListener:
     """Called as requests pass, in the listeners' order. None of it may block or raise."""
 
-    def delivered(self, num_tokens: int, gap_s: float | None) -> None:
-        """Output goes to a caller, `gap_s` after the request's output before it; None: the first.
-
-        Called at every token.
-        """
+    def delivered(self, gap_s: float) -> None:
+        """Output goes to a caller, `gap_s` after the request's output before it."""
 
     def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""
@@ -85,42 +82,17 @@ class RequestListener:
         """A request is over."""
 
 
-class RequestLog(RequestListener):
-    """A log line for every request that did not end well, with the ids that lead to its trace."""
-
-    def ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        """Failures are warnings; refusals are information."""
-        if outcome.error is None:
-            return
-        log.log(
-            logging.WARNING if record.placed else logging.INFO,
-            "request %s of tenant %s ended with %s: %s",
-            record.request_id or "(not admitted)",
-            record.tenant or "(unknown)",
-            outcome.status,
-            outcome.error,
-            extra=about(trace_id=record.trace_id, request_id=record.request_id),
-        )
-
-
-@dataclass
 class RouterStats:
     """Counts of one router. Event-loop thread only."""
 
-    ended: Counter[str] = field(default_factory=Counter)  # requests by gRPC status
-    refused: int = 0  # ended with an error before anything was run
-    late: int = 0  # ended well, but missed the target for their first token
-    failovers: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    # What went wrong, oldest first; the same thing in a row is one event.
-    events: deque[fleet_pb2.RouterEvent] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
-    clock: Callable[[], float] = time.monotonic
-    listeners: tuple[RequestListener, ...] = ()
-    _latencies: deque[tuple[float, float, float]] = field(  # (when, TTFT, TPOT), milliseconds
-        default_factory=lambda: deque(maxlen=_MOST_LATENCIES)
-    )
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts = fleet_pb2.RouterCounts()
+        # What went wrong, oldest first; the same thing in a row is one event.
+        self.events: deque[fleet_pb2.RouterEvent] = deque(maxlen=_MOST_EVENTS)
+        self.listeners: tuple[RequestListener, ...] = ()
+        self._clock = clock
+        # (when, TTFT, TPOT), milliseconds
+        self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MOST_LATENCIES)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[RequestRecord]:
@@ -140,13 +112,14 @@ class RouterStats:
     def admitted(self, record: RequestRecord, state: RequestState) -> None:
         """The request passed admission."""
         record.state = state
-        self.prompt_tokens += len(state.request.prompt)
+        self.counts.prompt_tokens += len(state.request.prompt)
 
     def delivered(self, num_tokens: int, gap_s: float | None) -> None:
-        """Output goes to a caller, so long after the request's output before it."""
-        self.output_tokens += num_tokens
-        for listener in self.listeners:
-            listener.delivered(num_tokens, gap_s)
+        """Output goes to a caller, so long after the request's output before it, if any."""
+        self.counts.output_tokens += num_tokens
+        if gap_s is not None:
+            for listener in self.listeners:
+                listener.delivered(gap_s)
 
     def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""
@@ -155,28 +128,16 @@ class RouterStats:
 
     def failed_over(self, state: RequestState, trace_id: str, error: BatonError) -> None:
         """An attempt failed and another follows."""
-        self.failovers += 1
+        self.counts.failovers += 1
         for listener in self.listeners:
             listener.failed_over(error)
         where = " and ".join(filter(None, (state.route.prefill, state.route.decode)))
         text = f"{where}: {error}" if where else str(error)
         self._note(fleet_pb2.EVENT_KIND_FAILOVER, text, state.request.request_id, trace_id)
 
-    def counts(self) -> fleet_pb2.RouterCounts:
-        """The counts as a message."""
-        return fleet_pb2.RouterCounts(
-            ended=self.ended,
-            refused=self.refused,
-            late=self.late,
-            failovers=self.failovers,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens,
-        )
-
     def latency(self) -> fleet_pb2.Latency:
         """Percentiles over the last minute."""
-        since = self.clock() - _LATENCY_S
+        since = self._clock() - _LATENCY_S
         recent = [taken for taken in self._latencies if taken[0] >= since]
         ttft, tpot = sorted(taken[1] for taken in recent), sorted(taken[2] for taken in recent)
         return fleet_pb2.Latency(
@@ -188,21 +149,34 @@ class RouterStats:
         )
 
     def _end(self, record: RequestRecord, outcome: Outcome) -> None:
-        self.ended[outcome.status] += 1
-        state = record.state
+        counts, state = self.counts, record.state
+        counts.ended[outcome.status] += 1
         if state is not None:
-            self.cached_tokens += state.cached_tokens or 0
-        if outcome.status == OK and state is not None:
+            counts.cached_tokens += state.cached_tokens or 0
+        if outcome.error is not None:
+            self._failed(record, outcome)
+        elif outcome.status == OK and state is not None:
             timing, target_s = state.timing(), state.request.ttft_target_s
-            self.late += bool(target_s) and timing.ttft_ms > target_s * 1e3
-            self._latencies.append((self.clock(), timing.ttft_ms, timing.tpot_ms))
-        elif outcome.error is not None:
-            self.refused += not record.placed
-            kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
-            why = str(outcome.error) or type(outcome.error).__name__
-            self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
+            counts.late += bool(target_s) and timing.ttft_ms > target_s * 1e3
+            self._latencies.append((self._clock(), timing.ttft_ms, timing.tpot_ms))
         for listener in self.listeners:
             listener.ended(record, outcome)
+
+    def _failed(self, record: RequestRecord, outcome: Outcome) -> None:
+        """A log line with the ids that lead to its trace: a failure warns, a refusal informs."""
+        self.counts.refused += not record.placed
+        why = str(outcome.error) or type(outcome.error).__name__
+        kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
+        self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
+        log.log(
+            logging.WARNING if record.placed else logging.INFO,
+            "request %s of tenant %s ended with %s: %s",
+            record.request_id or "(not admitted)",
+            record.tenant or "(unknown)",
+            outcome.status,
+            outcome.error,
+            extra=about(trace_id=record.trace_id, request_id=record.request_id),
+        )
 
     def _note(self, kind: fleet_pb2.EventKind, text: str, request_id: str, trace_id: str) -> None:
         event = fleet_pb2.RouterEvent(

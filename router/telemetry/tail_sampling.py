@@ -45,7 +45,6 @@ class SamplingPolicy(RequestListener):
             record.kept = True
 
     def ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        """Keeps the trace if it is wanted."""
         record.kept = record.held and (record.kept or self._is_wanted(record, outcome))
         if not record.kept:
             return
@@ -68,8 +67,8 @@ class SamplingPolicy(RequestListener):
             return False
         if outcome.status != OK or state is None:
             return record.placed or not isinstance(outcome.error, _REFUSALS)
-        met = [slo.met(state.ttft_s, state.tpot_s, state.e2e_s) for slo in self._slos]
-        return state.attempts > 1 or (bool(met) and not any(met))
+        met_none = bool(self._slos) and not any(map(state.is_within, self._slos))
+        return state.attempts > 1 or met_none
 
     async def _call_workers(self) -> None:
         """Calls all workers at once, again and again until nothing is pending."""

@@ -1,7 +1,7 @@
 """Workers whose answers a test writes, on real gRPC servers at free ports, and a fleet over them.
 
 Their model is plain: output token i of every request is 100 + i, up to max_tokens. So a stream is
-right exactly when it counts up from 100 without a gap, whoever computed which part of it.
+right exactly when it counts up from 100 without a gap, whichever worker computed a part of it.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 
 from baton import rpc
+from baton.config import RouterLimits
 from baton.errors import Unavailable
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.sampling import SamplingParams
@@ -26,15 +27,14 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from router.admission.wait_queue import WaitQueue
-from router.dispatch.dispatch import Dispatch, DispatchConfig
+from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAINING
-STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
-UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
+LENGTH, UNFINISHED = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_UNSPECIFIED
 FINGERPRINT = "f" * 64
 TIMEOUT_S = 20.0
 CALLS = ("Describe", "Watch", "StreamEvents")  # on which a worker gives heartbeats
@@ -56,9 +56,9 @@ def first_token(token_id, reason=UNFINISHED):
     return prefill_pb2.PrefillResponse(first_token=message)
 
 
-def committed(num_bytes=1000, transfer_ms=2.0, transport=common_pb2.TRANSPORT_SHM):
+def committed(num_bytes=1000):
     message = prefill_pb2.PrefillCommitted(
-        transfer_bytes=num_bytes, transfer_ms=transfer_ms, transport=transport
+        transfer_bytes=num_bytes, transfer_ms=2.0, transport=common_pb2.TRANSPORT_SHM
     )
     return prefill_pb2.PrefillResponse(committed=message)
 
@@ -85,14 +85,14 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         self.load = worker_pb2.Load(blocks_total=100, blocks_free=100)
         self.state = READY
         self.pairs = ()
-        self.cached = []  # hashes, told by the first message of a watch
+        self.cached = []  # hashes, sent in the first message of a watch
         self.watches = set()
         self.broken = asyncio.Queue()  # names of streams that the router has given up
         self.server = None
         self.kept = []  # trace ids of each KeepTraces
         self.keeps = asyncio.Event()  # and whether it is answered
         self.keeps.set()
-        self.described = asyncio.Queue()  # one entry for each time somebody asked who it is
+        self.described = asyncio.Queue()  # one entry for each call of Describe
         self._awake = {name: asyncio.Event() for name in CALLS}
         self.wake()
 
@@ -115,7 +115,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.KeepTracesResponse()
 
     def stop_still(self, *calls):
-        """From now on says nothing, as a stopped process: its connections stay open."""
+        """From now on sends nothing, as a stopped process: its connections stay open."""
         for name in calls or CALLS:
             self._awake[name].clear()
 
@@ -125,14 +125,14 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
             awake.set()
 
     def tell(self, state=READY, pairs=(), **load):
-        """Sends changed to everyone who watches."""
+        """Sends a changed load to all watches."""
         self.state, self.pairs = state, pairs
         self.load = worker_pb2.Load(**{"blocks_total": 100, "blocks_free": 100, **load})
         for watch in self.watches:
-            watch.put_nowait(self._news())
+            watch.put_nowait(self._update())
 
     def break_watches(self):
-        """Ends the watches with an error; those who come back are served."""
+        """Ends the watches with an error; new ones are served."""
         for watch in self.watches:
             watch.put_nowait(None)
 
@@ -144,13 +144,13 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
     @rpc.streaming
     async def Watch(self, request, context):
-        watch, first = asyncio.Queue(), self._news()
+        watch, first = asyncio.Queue(), self._update()
         first.cache.stored.extend(self.cached)
         watch.put_nowait(first)
         self.watches.add(watch)
         try:
-            async for changed in self._beating("Watch", watch, request.heartbeat_ms, self._news):
-                yield changed
+            async for sent in self._beating("Watch", watch, request.heartbeat_ms, self._update):
+                yield sent
             raise Unavailable("the watch broke")
         except (asyncio.CancelledError, GeneratorExit):
             self.broken.put_nowait("Watch")
@@ -171,7 +171,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
                 return
             yield message
 
-    def _news(self):
+    def _update(self):
         return worker_pb2.WatchResponse(load=self.load, state=self.state, pairs=self.pairs)
 
 
@@ -201,8 +201,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServiceServicer):
 
     async def good(self, request):
         """A prompt that goes well."""
-        sequence = request.sequence
-        token_id, reason = token(sequence)
+        token_id, reason = token(request.sequence)
         yield started(queue_ms=3.0)
         yield first_token(token_id, reason)
         if not reason:
@@ -289,13 +288,13 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
             raise
 
     def break_streams(self):
-        """Ends the event streams; those who come back are served."""
+        """Ends the event streams; new ones are served."""
         self.stream_opened.clear()
         for stream in self.streams.values():
             stream.put_nowait(None)
 
     def send(self, handoff_id, *token_ids, reason=UNFINISHED, abort=""):
-        """One step's changed of one sequence."""
+        """One step's output of one sequence."""
         event = decode_pb2.SequenceEvent(
             handoff_id=handoff_id, token_ids=token_ids, finish_reason=reason, abort_reason=abort
         )
@@ -347,25 +346,15 @@ class Cluster:
     """A fleet and a dispatch over scripted workers, all in this process."""
 
     def __init__(
-        self,
-        prefill=1,
-        decode=1,
-        *,
-        tracer=None,
-        max_attempts=4,
-        recovery_s=5.0,
-        liveness=None,
-        max_queue=1024,
+        self, prefill=1, decode=1, *, tracer=None, liveness=None, max_context=64, **limits
     ):
-        self.decodes = [DecodeWorker(f"d{i}") for i in range(decode)]
+        self.decodes = [DecodeWorker(f"d{i}", max_context=max_context) for i in range(decode)]
         self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
         self.store = MemoryStore()
         self.tracer = tracer or trace.NoOpTracer()
-        self.settings = DispatchConfig(max_attempts, recovery_s, 4)
-        self.liveness = liveness or LivenessConfig(
-            silence_s=TIMEOUT_S
-        )  # a slow machine is not silent
-        self.max_queue = max_queue
+        self.limits = RouterLimits(local_prefill_max_tokens=4, **limits)
+        # A slow machine is not silent.
+        self.liveness = liveness or LivenessConfig(silence_s=TIMEOUT_S)
         self.registrations = {}
         self._stays = {}
         self.problems = []
@@ -378,15 +367,13 @@ class Cluster:
     async def __aenter__(self):
         asyncio.get_running_loop().set_exception_handler(self._on_problem)
         self._tasks_before = asyncio.all_tasks()
-        registry = MemoryRegistry(self.store)
-        membership = await self._stack.enter_async_context(registry.watch())
+        membership = await self._stack.enter_async_context(MemoryRegistry(self.store).watch())
         self.fleet = Fleet(membership, "router", FINGERPRINT, self.liveness)
-        self.wait_queue = WaitQueue(self.max_queue)
-        self.dispatch = Dispatch(self.fleet, self.wait_queue, self.settings, self.tracer)
+        self.wait_queue = WaitQueue(self.limits.max_queue, lambda: self.fleet.changed)
+        self.dispatch = Dispatch(self.fleet, self.wait_queue, self.limits, self.tracer)
         self._following = asyncio.create_task(self.fleet.follow())
         for worker in self.workers:
-            await worker.start()
-            await self.join(worker)
+            await self.add(worker)
         await self.until(lambda s: all(self._settled(w) for w in (*s.prefill, *s.decode)))
         return self
 
@@ -395,8 +382,6 @@ class Cluster:
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
         await self._stack.aclose()
-        for worker in self.workers:
-            await worker.stop()
         left = asyncio.all_tasks() - self._tasks_before - {asyncio.current_task()}
         # gRPC's own task for a call does not always hear of its end when the channel closes too.
         # (The loop closes the generator of a handler that gRPC left, in a task of its own.)
@@ -404,7 +389,14 @@ class Cluster:
         if left:  # handlers of a stopped server need another moment
             _, left = await asyncio.wait(left, timeout=1.0)
         assert not left, f"tasks were left behind: {left}"
-        assert not self.problems, f"errors reached nobody: {self.problems}"
+        assert not self.problems, f"errors that were not handled: {self.problems}"
+
+    async def add(self, worker):
+        """Starts a worker, which stops with the cluster, and registers it."""
+        await worker.start()
+        self._stack.push_async_callback(worker.stop)
+        await self.join(worker)
+        return worker
 
     async def join(self, worker):
         """Registers a worker."""
@@ -435,6 +427,21 @@ class Cluster:
         )
         return next(view for view in self._views(snapshot) if view.incarnation == name)
 
+    async def fill(self):
+        """No decode worker has a block, as far as the fleet sees."""
+        for decode in self.decodes:
+            decode.tell(blocks_free=0)
+        await self.until(lambda s: not any(d.load.blocks_free for d in s.decode))
+
+    def member(self, worker):
+        return self.fleet.member(worker.record.incarnation)
+
+    def subscribe(self, worker, handoff_id="h"):
+        """Events and errors of one sequence, as a queue."""
+        queue = asyncio.Queue()
+        self.member(worker).subscribe(handoff_id, queue.put_nowait)
+        return queue
+
     async def run(self, state):
         """The tokens and the reason of a whole request."""
         outputs = []
@@ -449,7 +456,7 @@ class Cluster:
         await seen(lambda: self.wait_queue.depth >= count)
 
     async def all_freed(self):
-        """Waits until no decode worker holds blocks for anybody."""
+        """Waits until no decode worker holds blocks."""
         async with asyncio.timeout(TIMEOUT_S):
             for decode in self.decodes:
                 while decode.held:
@@ -468,18 +475,8 @@ class Cluster:
         return (*snapshot.prefill, *snapshot.decode)
 
 
-def member(cluster, worker):
-    return cluster.fleet.member(worker.record.incarnation)
-
-
-def listen(cluster, worker, handoff_id="h"):
-    """Events and errors of one sequence, as a queue."""
-    queue = asyncio.Queue()
-    member(cluster, worker).subscribe(handoff_id, queue.put_nowait)
-    return queue
-
-
-async def heard(queue):
+async def received(queue):
+    """The next item of a queue."""
     async with asyncio.timeout(TIMEOUT_S):
         return await queue.get()
 
@@ -494,8 +491,8 @@ async def seen(good):
 async def until_stuck(stats):
     """Waits until no more is taken of output that does not end."""
     taken = 0
-    while not taken or taken != stats.output_tokens:
-        taken = stats.output_tokens
+    while not taken or taken != stats.counts.output_tokens:
+        taken = stats.counts.output_tokens
         await asyncio.sleep(0.1)
 
 

@@ -2,7 +2,7 @@
 
 from baton.prefix import hash_chain
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.snapshot import AssignedPrompt, CachedPrefixes, Snapshot, WorkerView
+from router.fleet.snapshot import AssignedPrompt, Snapshot, WorkerView
 from router.placement.cost_model import PlacementRequest
 
 BLOCK = 4
@@ -36,9 +36,7 @@ def worker(name, state="READY", reason="", tokens=0, sequences=0, caches=(), sal
 
 def cached(prompt, salt=""):
     """A prefix cache that holds the whole blocks of a prompt."""
-    prefixes = CachedPrefixes()
-    prefixes.apply(worker_pb2.CacheEvent(stored=hash_chain(tuple(prompt), BLOCK, salt)))
-    return prefixes
+    return frozenset(hash_chain(tuple(prompt), BLOCK, salt))
 
 
 def fleet(prefill, decode, excluded=None):

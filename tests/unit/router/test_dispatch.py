@@ -6,8 +6,9 @@ import contextlib
 import pytest
 from opentelemetry.context import Context
 
-from baton.errors import InvalidRequest, Overloaded, Unavailable
-from baton.v1 import common_pb2
+from baton.errors import InternalError, InvalidRequest, Overloaded, TransferFailed, Unavailable
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.dispatch.attempt import Attempt
 
 from .scripted_workers import (
     DRAINING,
@@ -16,10 +17,17 @@ from .scripted_workers import (
     committed,
     counting,
     first_token,
+    received,
     request_state,
     started,
     token,
 )
+
+LOGPROBS = common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=100))
+
+
+async def refuse(request):
+    raise Overloaded("no blocks")
 
 
 async def cancelled(task):
@@ -28,37 +36,35 @@ async def cancelled(task):
         await task
 
 
-async def test_a_request_is_reserved_prefilled_and_decoded(cluster_of):
-    cluster = await cluster_of()
-    asked = request_state()
-    assert await cluster.run(asked) == (counting(5), LENGTH)
+async def test_a_request_is_reserved_prefilled_and_decoded(cluster):
+    state = request_state()
+    assert await cluster.run(state) == (counting(5), LENGTH)
     (reserve,), (prefill,) = cluster.decodes[0].requests, cluster.prefills[0].requests
     assert [reserve.stream_id] == list(cluster.decodes[0].streams)
-    assert len(reserve.stream_id) == 32  # none that is shown anywhere
+    assert len(reserve.stream_id) == 32  # a secret, shown nowhere
     assert reserve.local_prefill_max_tokens == 4
     assert list(reserve.sequence.token_ids) == [1, 2, 3]
     assert reserve.sequence.handoff_id == prefill.sequence.handoff_id == "r-1"
     assert prefill.target.reservation_token == "secret"
-    assert prefill.target.incarnation == cluster.decodes[0].record.incarnation
-    assert asked.final_route() == common_pb2.Route(
+    assert prefill.target.incarnation == "d0"
+    assert state.final_route() == common_pb2.Route(
         prefill="p0", decode="d0", transport=common_pb2.TRANSPORT_SHM, attempts=1
     )
-    assert (asked.timing().transfer_bytes, asked.timing().transfer_ms) == (1000, 2.0)
-    assert asked.prefill_queue_ms == 3.0
-    assert asked.cached_tokens == 0
+    assert (state.timing().transfer_bytes, state.timing().transfer_ms) == (1000, 2.0)
+    assert (state.prefill_queue_ms, state.cached_tokens) == (3.0, 0)
+    await cluster.dispatch.close()
+    assert cluster.decodes[0].cancelled.empty(), "it has finished there"
 
 
-async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster_of):
-    cluster = await cluster_of()
+async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
     cluster.decodes[0].reserves = [cluster.decodes[0].accept_and_start]
-    asked = request_state()
-    assert await cluster.run(asked) == (counting(5), LENGTH)
+    state = request_state()
+    assert await cluster.run(state) == (counting(5), LENGTH)
     assert cluster.prefills[0].requests == []
-    assert (asked.route.prefill, asked.route.decode, asked.cached_tokens) == ("", "d0", 8)
+    assert (state.route.prefill, state.route.decode, state.cached_tokens) == ("", "d0", 8)
 
 
-async def test_the_first_token_does_not_wait_for_the_commit(cluster_of):
-    cluster = await cluster_of()
+async def test_the_first_token_does_not_wait_for_the_commit(cluster):
     prefill, may_commit = cluster.prefills[0], asyncio.Event()
 
     async def slow_handoff(request):
@@ -76,43 +82,82 @@ async def test_the_first_token_does_not_wait_for_the_commit(cluster_of):
             assert [o.token_ids for o in [o async for o in outputs]] == [[101], [102], [103], [104]]
 
 
-async def test_numbers_of_the_handoff_are_kept_when_decode_finishes_before_its_acknowledgement(
-    cluster_of,
+@pytest.mark.parametrize("late_s", [0.05, None])
+async def test_the_acknowledgement_of_a_handoff_is_waited_for_but_not_for_ever(
+    cluster, monkeypatch, late_s
 ):
-    cluster = await cluster_of()
-    prefill, acknowledged = cluster.prefills[0], asyncio.Event()
+    """Decode finishes before the prefill worker's last message, which has the numbers."""
+    monkeypatch.setattr("router.dispatch.attempt._COMMIT_ACK_S", TIMEOUT_S if late_s else 0.01)
+    prefill = cluster.prefills[0]
 
     async def late_acknowledgement(request):
         yield first_token(100)
         prefill.commit(request)
-        await acknowledged.wait()
+        await asyncio.sleep(late_s or 1000)
         yield committed(num_bytes=77)
 
     prefill.scripts = [late_acknowledgement]
-    asked = request_state(max_tokens=2)
-    async with asyncio.timeout(TIMEOUT_S):
-        async for output in cluster.dispatch.run(asked, Context()):
-            if output.finish_reason:
-                acknowledged.set()
-    assert (asked.transfer_bytes, asked.route.transport) == (77, common_pb2.TRANSPORT_SHM)
+    state = request_state(max_tokens=2)
+    assert await cluster.run(state) == ([100, 101], LENGTH)
+    assert state.transfer_bytes == (77 if late_s else 0)
 
 
-async def test_a_first_token_that_is_the_last_frees_the_reservation(cluster_of):
-    cluster = await cluster_of()
+async def test_a_first_token_that_is_the_last_frees_the_reservation(cluster):
     assert await cluster.run(request_state(max_tokens=1)) == ([100], LENGTH)
-    assert await cluster.decodes[0].cancelled.get() == "r-1"
+    assert await received(cluster.decodes[0].cancelled) == "r-1"
     assert cluster.decodes[0].held == set()
 
 
-async def test_a_finished_request_is_not_cancelled_on_decode(cluster_of):
-    cluster = await cluster_of()
-    await cluster.run(request_state())
-    await cluster.dispatch.close()
-    assert cluster.decodes[0].cancelled.empty()
+# The order of two workers' messages.
 
 
-async def test_cancelling_closes_the_prefill_call_and_frees_the_decode_blocks(cluster_of):
-    cluster = await cluster_of()
+def event(*token_ids, reason=0, abort="", logprobs=()):
+    return decode_pb2.SequenceEvent(
+        token_ids=token_ids, finish_reason=reason, abort_reason=abort, logprobs=logprobs
+    )
+
+
+FIRST = first_token(100)
+FIRST.first_token.logprobs.CopyFrom(LOGPROBS)
+
+
+@pytest.mark.parametrize(
+    ("messages", "outputs", "error"),
+    [
+        # Decode events wait for prefill's first token.
+        ([event(101), event(102, reason=LENGTH), started(), FIRST], [[100], [101], [102]], None),
+        # What waits for a slow caller is joined.
+        ([FIRST, *map(event, range(101, 120)), event(120, reason=LENGTH)], [counting(21)], None),
+        ([FIRST, *map(event, range(101, 120)), Unavailable("broke")], [counting(20)], Unavailable),
+        # Tokens before an error are delivered.
+        ([FIRST, event(101), Unavailable("the stream broke")], [[100], [101]], Unavailable),
+        ([event(101), event(abort="no blocks left")], [], TransferFailed),
+        ([event(abort="its lease")], [], TransferFailed),  # before Commit the handoff has failed
+        ([FIRST, event(101), event(abort="its lease")], [[100], [101]], InternalError),
+    ],
+)
+async def test_two_workers_messages_become_one_stream_in_order(messages, outputs, error):
+    attempt, taken = Attempt("r-1"), []
+    attempt.follow(asyncio.Event().wait())
+    for message in messages:
+        if isinstance(message, prefill_pb2.PrefillResponse):
+            attempt.on_prefill(message)
+        else:
+            attempt.on_decode(message)
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        async with asyncio.timeout(TIMEOUT_S):
+            async for output in attempt.outputs():
+                taken.append(output)
+    assert [output.token_ids for output in taken] == outputs
+    assert not taken or taken[0].logprobs == [LOGPROBS]
+    assert attempt.finished_on_decode is (error is None)
+    await attempt.close()
+
+
+# The end.
+
+
+async def test_cancelling_closes_the_prefill_call_and_frees_the_decode_blocks(cluster):
     began = asyncio.Event()
 
     async def endless(request):
@@ -131,15 +176,13 @@ async def test_cancelling_closes_the_prefill_call_and_frees_the_decode_blocks(cl
     assert (view.prefill[0].assigned_tokens, view.decode[0].assigned_sequences) == (0, 0)
 
 
-async def test_a_reserve_cancelled_in_flight_strands_no_blocks(cluster_of):
-    cluster = await cluster_of()
+async def test_a_reserve_cancelled_in_flight_strands_no_blocks(cluster):
     decode, arrived = cluster.decodes[0], asyncio.Event()
 
     async def accept_too_late(request):
-        answer = await decode.accept(request)
+        await decode.accept(request)
         arrived.set()
         await asyncio.Event().wait()
-        return answer
 
     decode.reserves = [accept_too_late]
     running = asyncio.create_task(cluster.run(request_state()))
@@ -151,87 +194,8 @@ async def test_a_reserve_cancelled_in_flight_strands_no_blocks(cluster_of):
     assert cluster.wait_queue.depth == 0
 
 
-async def test_a_refused_reservation_goes_to_the_next_decode_worker_at_once(cluster_of):
-    cluster = await cluster_of(decode=2)
-
-    async def refuse(request):
-        raise Overloaded("no blocks")
-
-    cluster.decodes[0].reserves = [refuse]
-    asked = request_state()
-    assert await cluster.run(asked) == (counting(5), LENGTH)
-    assert asked.final_route().decode == "d1"
-    assert asked.attempts == 1
-    await cluster.dispatch.close()
-    assert cluster.decodes[0].cancelled.empty()  # a refusal holds nothing
-
-
-async def test_a_full_fleet_is_waited_for(cluster_of):
-    cluster = await cluster_of()
-    refused = asyncio.Event()
-
-    async def refuse(request):
-        refused.set()
-        raise Overloaded("no blocks")
-
-    cluster.decodes[0].reserves = [refuse]
-    asked = request_state()
-    running = asyncio.create_task(cluster.run(asked))
-    async with asyncio.timeout(TIMEOUT_S):
-        await refused.wait()
-    await cluster.until_waiting(1)
-    cluster.decodes[0].tell(blocks_free=10)
-    assert await running == (counting(5), LENGTH)
-    assert (asked.attempts, cluster.wait_queue.depth) == (1, 0)
-
-
-async def test_a_change_that_arrives_during_a_refusal_is_not_lost(cluster_of):
-    cluster = await cluster_of()
-    decode = cluster.decodes[0]
-
-    async def refuse_after_telling(request):
-        decode.tell(blocks_free=10)
-        await cluster.until(lambda s: s.decode[0].load.blocks_free == 10)
-        raise Overloaded("no blocks")
-
-    decode.reserves = [refuse_after_telling]  # no changed comes after this one
-    assert await cluster.run(request_state()) == (counting(5), LENGTH)
-
-
-async def test_those_who_wait_for_room_get_it_in_order_of_virtual_finish(cluster_of):
-    cluster = await cluster_of()
-    decode = cluster.decodes[0]
-    decode.tell(blocks_free=0)
-    await cluster.until(lambda s: s.decode[0].load.blocks_free == 0)
-    finishes = [3.0, 1.0, 2.0, 5.0, 4.0]
-    asks = [
-        request_state(request_id=f"finish {finish:g}", virtual_finish=finish) for finish in finishes
-    ]
-    waiting = [asyncio.create_task(cluster.run(asked)) for asked in asks]
-    async with asyncio.timeout(TIMEOUT_S):
-        await cluster.until_waiting(len(finishes))
-        assert decode.requests == []
-        decode.tell(blocks_free=20)
-        assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
-    asked = [request.sequence.handoff_id for request in decode.requests]
-    assert asked == [f"finish {finish:g}-1" for finish in sorted(finishes)]
-
-
-async def test_no_worker_is_unavailable_with_advice(cluster_of):
-    cluster = await cluster_of(max_attempts=2, recovery_s=0.1)
-    cluster.decodes[0].tell(state=DRAINING)
-    await cluster.until_state(cluster.decodes[0], "DRAINING")
-    asked = request_state()
-    with pytest.raises(Unavailable, match=r"no decode worker is ready.*DRAINING") as caught:
-        await cluster.run(asked)
-    assert caught.value.retry_after_s > 0
-    assert asked.attempts == 2
-
-
 @pytest.mark.parametrize("where", ["reserve", "prefill"])
-async def test_an_invalid_request_is_never_retried(cluster_of, where):
-    cluster = await cluster_of()
-
+async def test_an_invalid_request_is_never_retried(cluster, where):
     async def invalid_reserve(request):
         raise InvalidRequest("no such thing", "sequence")
 
@@ -243,16 +207,91 @@ async def test_an_invalid_request_is_never_retried(cluster_of, where):
         cluster.decodes[0].reserves = [invalid_reserve]
     else:
         cluster.prefills[0].scripts = [invalid_prefill]
-    asked = request_state()
+    state = request_state()
     with pytest.raises(InvalidRequest, match="no such thing") as caught:
-        await cluster.run(asked)
-    assert caught.value.field == "sequence"
-    assert asked.attempts == 1
-    assert await cluster.decodes[0].cancelled.get() == "r-1"
+        await cluster.run(state)
+    assert (caught.value.field, state.attempts) == ("sequence", 1)
+    assert await received(cluster.decodes[0].cancelled) == "r-1"
 
 
-async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster_of):
-    cluster = await cluster_of()
+# Room.
+
+
+async def test_a_refused_reservation_goes_to_the_next_decode_worker_at_once(cluster_of):
+    cluster = await cluster_of(decode=2)
+    cluster.decodes[0].reserves = [refuse]
+    state = request_state()
+    assert await cluster.run(state) == (counting(5), LENGTH)
+    assert (state.final_route().decode, state.attempts) == ("d1", 1)
+    await cluster.dispatch.close()
+    assert cluster.decodes[0].cancelled.empty()  # a refusal holds nothing
+
+
+@pytest.mark.parametrize("when", ["during the refusal", "after it"])
+async def test_a_full_fleet_is_waited_for_and_no_change_is_lost(cluster, when):
+    decode, refused = cluster.decodes[0], asyncio.Event()
+
+    async def refuses(request):
+        if when == "during the refusal":
+            decode.tell(blocks_free=10)  # no other change comes after this one
+            await cluster.until(lambda s: s.decode[0].load.blocks_free == 10)
+        refused.set()
+        raise Overloaded("no blocks")
+
+    decode.reserves = [refuses]
+    state = request_state()
+    running = asyncio.create_task(cluster.run(state))
+    async with asyncio.timeout(TIMEOUT_S):
+        await refused.wait()
+        if when == "after it":
+            await cluster.until_waiting(1)
+            decode.tell(blocks_free=10)
+        assert await running == (counting(5), LENGTH)
+    assert (state.attempts, cluster.wait_queue.depth) == (1, 0)
+
+
+async def test_waiting_requests_get_room_in_order_of_virtual_finish(cluster):
+    decode = cluster.decodes[0]
+    await cluster.fill()
+    finishes = [3.0, 1.0, 2.0, 5.0, 4.0]
+    states = [request_state(request_id=f"{at:g}", virtual_finish=at) for at in finishes]
+    waiting = [asyncio.create_task(cluster.run(state)) for state in states]
+    async with asyncio.timeout(TIMEOUT_S):
+        await cluster.until_waiting(len(finishes))
+        assert decode.requests == []
+        decode.tell(blocks_free=20)
+        assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
+    order = [request.sequence.handoff_id for request in decode.requests]
+    assert order == ["1-1", "2-1", "3-1", "4-1", "5-1"]
+
+
+async def test_without_a_worker_a_request_is_unavailable_after_the_recovery_timeout(cluster_of):
+    cluster = await cluster_of(max_attempts=2, recovery_s=0.1)
+    cluster.decodes[0].tell(state=DRAINING)
+    await cluster.until_state(cluster.decodes[0], "DRAINING")
+    state = request_state()
+    with pytest.raises(Unavailable, match=r"no decode worker is ready.*DRAINING") as caught:
+        await cluster.run(state)
+    assert caught.value.retry_after_s > 0
+    assert state.attempts == 2
+
+
+async def test_the_recovery_timeout_stops_when_workers_are_back_though_full(cluster_of):
+    cluster = await cluster_of(recovery_s=0.3, max_attempts=1)
+    decode = cluster.decodes[0]
+    await cluster.leave(decode)
+    await cluster.until(lambda s: not s.decode)
+    running = asyncio.create_task(cluster.run(request_state()))
+    await cluster.until_waiting(1)
+    decode.load.blocks_free = 0
+    await cluster.join(decode)
+    await cluster.until_state(decode, "READY")
+    await asyncio.sleep(0.4)
+    decode.tell()
+    assert await running == (counting(5), LENGTH)
+
+
+async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster):
     prefill, asked_for, go_on = cluster.prefills[0], asyncio.Event(), asyncio.Event()
 
     async def paused(request):
@@ -277,5 +316,3 @@ async def test_a_burst_is_spread_before_any_load_is_reported(cluster_of):
     states = [request_state(request_id=f"r{number}", prompt=prompt) for number in range(6)]
     await asyncio.gather(*(cluster.run(one) for one in states))
     assert [len(prefill.requests) for prefill in cluster.prefills] == [3, 3]
-    view = cluster.fleet.snapshot()
-    assert [worker.assigned_tokens for worker in view.prefill] == [0, 0]

@@ -13,12 +13,11 @@ from baton.errors import (
     DeadlineExceeded,
     InternalError,
     KvCorrupted,
-    Overloaded,
     Stale,
     TransferFailed,
     Unavailable,
 )
-from router.dispatch.failover import NoWorkerTimeout
+from router.fleet.heartbeat import LivenessConfig
 
 from .scripted_workers import (
     LENGTH,
@@ -26,38 +25,46 @@ from .scripted_workers import (
     DecodeWorker,
     counting,
     first_token,
+    received,
     request_state,
     seen,
     started,
+    token,
 )
 
+QUICK = LivenessConfig(silence_s=0.6, stall_s=2.0)
 
-def failing(error):
-    """A prefill script that starts and fails."""
+
+def failing(error=None, tokens=0):
+    """A prefill script that starts, and fails or just ends."""
 
     async def script(request):
-        yield started(queue_ms=1.0, cached_tokens=0)
-        raise error
+        yield started(queue_ms=1.0)
+        if tokens:
+            yield first_token(100)
+        if error:
+            raise error
 
     return script
 
 
-async def assert_goes_on(cluster, asked, attempts=2, after=None):
+async def assert_goes_on(cluster, state=None, attempts=2, after=None):
     """The stream is whole, whatever is done `after` its tokens; nothing of it is left anywhere."""
-    tokens, after = [], dict(after or {})
+    tokens, after, state = [], dict(after or {}), state or request_state()
     async with asyncio.timeout(TIMEOUT_S):
-        async for output in cluster.dispatch.run(asked, Context()):
+        async for output in cluster.dispatch.run(state, Context()):
             tokens += output.token_ids
             if action := after.pop(tokens[-1], None):
                 await action()
-    assert tokens == counting(asked.request.params.max_tokens)
+    assert tokens == counting(state.request.params.max_tokens)
     assert output.finish_reason == LENGTH
     assert after == {}
-    assert asked.final_route().attempts == attempts
+    assert state.final_route().attempts == attempts
     await cluster.dispatch.close()
     view = cluster.fleet.snapshot()
     assert all(worker.assigned_tokens == 0 for worker in view.prefill)
     assert all(worker.assigned_sequences == 0 for worker in (*view.prefill, *view.decode))
+    return state
 
 
 def pauses(decode, most):
@@ -65,7 +72,7 @@ def pauses(decode, most):
     return lambda sequence, ahead: decode.run_to_end(sequence, ahead, most)
 
 
-def gives_up(decode, handoff_id):
+def gives_up(decode, handoff_id="r-1"):
     """The decode worker aborts a sequence."""
 
     async def action():
@@ -83,80 +90,57 @@ def assert_continued(request, delivered):
     assert sequence.sampling.max_tokens == 5
 
 
+# The prefill worker.
+
+
 @pytest.mark.parametrize(
-    "error",
-    [Unavailable("u"), InternalError("i"), Stale("s"), Cancelled("c"),
-     DeadlineExceeded("of a step"), ValueError("v")],
-    ids=lambda error: type(error).__name__,
-)  # fmt: skip
-async def test_a_failed_prefill_runs_on_another_worker(cluster_of, error):
-    cluster = await cluster_of(prefill=2)
-    cluster.prefills[0].scripts = [failing(error)]
-    asked = request_state()
-    await assert_goes_on(cluster, asked)
-    assert asked.failed_workers == {"p0"}
-    assert asked.final_route().prefill == "p1"
-    assert_continued(cluster.prefills[1].requests[0], 0)
-    assert cluster.prefills[1].requests[0].sequence.handoff_id == "r-2"
-    assert await cluster.decodes[0].cancelled.get() == "r-1"
-
-
-async def test_a_handoff_that_fails_after_the_first_token_blames_both_ends(cluster_of):
+    ("script", "avoided", "delivered"),
+    [
+        (failing(Unavailable("u")), {"p0"}, 0),
+        (failing(InternalError("i")), {"p0"}, 0),
+        (failing(Stale("s")), {"p0"}, 0),
+        (failing(Cancelled("c")), {"p0"}, 0),
+        (failing(DeadlineExceeded("of a step")), {"p0"}, 0),
+        (failing(ValueError("v")), {"p0"}, 0),
+        (failing(), {"p0"}, 0),  # the call just ends
+        # After the first token it is the handoff that failed: either end may be the reason.
+        (failing(tokens=1), {"p0", "d0"}, 1),
+        (failing(TransferFailed("lost"), tokens=1), {"p0", "d0"}, 1),
+    ],
+)
+async def test_a_failed_prefill_runs_on_another_worker(cluster_of, script, avoided, delivered):
     cluster = await cluster_of(prefill=2, decode=2)
-
-    async def lost(request):
-        yield first_token(100)
-        raise TransferFailed("lost")
-
-    cluster.prefills[0].scripts = [lost]
-    asked = request_state()
-    await assert_goes_on(cluster, asked)
-    assert asked.failed_workers == {"p0", "d0"}
-    assert (asked.final_route().prefill, asked.final_route().decode) == ("p1", "d1")
-    assert_continued(cluster.prefills[1].requests[0], 1)
+    cluster.prefills[0].scripts = [script]
+    state = await assert_goes_on(cluster)
+    assert state.failed_workers == avoided
+    assert state.final_route().prefill == "p1"
+    assert_continued(cluster.prefills[1].requests[0], delivered)
+    assert cluster.prefills[1].requests[0].sequence.handoff_id == "r-2"
+    assert await received(cluster.decodes[0].cancelled) == "r-1"
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-async def test_a_prefill_call_that_just_ends_is_a_failure(cluster_of, tokens):
-    cluster = await cluster_of(prefill=2)
+@pytest.mark.parametrize("fault", ["falls silent", "leaves the registry"])
+async def test_a_lost_prefill_worker_is_not_waited_for(cluster_of, fault):
+    cluster = await cluster_of(prefill=2, liveness=QUICK)
+    first = cluster.prefills[0]
 
-    async def ends(request):
+    async def is_lost(request):
         yield started()
-        if tokens:
-            yield first_token(100)
+        if fault == "falls silent":
+            yield first_token(*token(request.sequence))
+            first.stop_still()
+        else:
+            await cluster.leave(first)
+        await asyncio.Event().wait()
 
-    cluster.prefills[0].scripts = [ends]
-    asked = request_state()
-    await assert_goes_on(cluster, asked)
-    assert "p0" in asked.failed_workers
-
-
-async def test_a_sequence_that_decode_gives_up_goes_on_elsewhere(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode = cluster.decodes[0]
-    decode.runs = [pauses(decode, 2)]
-    asked = request_state()
-    await assert_goes_on(cluster, asked, after={102: gives_up(decode, "r-1")})
-    assert asked.failed_workers == {"d0"}
-    assert asked.final_route().decode == "d1"
-    assert_continued(cluster.decodes[1].requests[0], 3)
+    first.scripts = [is_lost]
+    state = await assert_goes_on(cluster)
+    assert state.final_route().prefill == "p1"
+    assert await received(first.ended) == "r-1", "its call was cancelled"
+    first.wake()
 
 
-async def test_a_broken_event_stream_fails_its_sequences_over(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode = cluster.decodes[0]
-    decode.runs = [pauses(decode, 1)]
-
-    async def breaks():
-        decode.break_streams()
-
-    await assert_goes_on(cluster, request_state(), after={101: breaks})
-    assert_continued(cluster.decodes[1].requests[0], 2)
-    assert await decode.cancelled.get() == "r-1"
-
-
-async def test_a_prefill_worker_is_not_missed_once_decode_runs(cluster_of):
-    cluster = await cluster_of()
+async def test_a_prefill_worker_is_not_missed_once_decode_runs(cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
 
     async def never_acknowledges(request):
@@ -171,47 +155,59 @@ async def test_a_prefill_worker_is_not_missed_once_decode_runs(cluster_of):
 
     prefill.scripts = [never_acknowledges]
     decode.runs = [pauses(decode, 2)]
-    await assert_goes_on(
-        cluster, request_state(), attempts=1, after={102: dies_while_decode_goes_on}
-    )
+    await assert_goes_on(cluster, attempts=1, after={102: dies_while_decode_goes_on})
 
 
-async def test_a_worker_that_leaves_the_registry_fails_over_what_it_has(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode, silent = cluster.decodes[0], asyncio.Event()
-    decode.runs = [lambda sequence, ahead: silent.set()]
-    asked = request_state()
-    running = asyncio.create_task(assert_goes_on(cluster, asked))
-    await silent.wait()
-    decode.held.clear()
-    await cluster.leave(decode)
-    await running
-    assert asked.final_route().decode == "d1"
-
-
-async def test_a_silent_prefill_worker_that_leaves_the_registry_is_not_waited_for(cluster_of):
+async def test_a_prefill_worker_that_leaves_during_reserve_is_the_one_to_avoid(cluster_of):
     cluster = await cluster_of(prefill=2)
-    began = asyncio.Event()
+    decode = cluster.decodes[0]
 
-    async def silent(request):
-        yield started()
-        began.set()
-        await asyncio.Event().wait()
+    async def accepts_late(request):
+        await cluster.leave(cluster.prefills[0])
+        await cluster.until(lambda s: len(s.prefill) == 1)
+        return await decode.accept(request)
 
-    cluster.prefills[0].scripts = [silent]
-    asked = request_state()
-    running = asyncio.create_task(assert_goes_on(cluster, asked))
-    await began.wait()
-    await cluster.leave(cluster.prefills[0])
-    await running
-    assert (asked.final_route().prefill, asked.failed_workers) == ("p1", {"p0"})
+    decode.reserves = [accepts_late]
+    state = await assert_goes_on(cluster)
+    assert state.failed_workers == {"p0"}
+    assert cluster.fleet.breakers["d0"].why_open == ""
+
+
+# The decode worker.
+
+
+async def breaks(cluster, decode):
+    decode.break_streams()
+
+
+async def falls_silent(cluster, decode):
+    decode.stop_still()
+
+
+async def leaves(cluster, decode):
+    await cluster.leave(decode)
+
+
+async def aborts(cluster, decode):
+    await gives_up(decode)()
+
+
+@pytest.mark.parametrize("fault", [breaks, falls_silent, leaves, aborts])
+async def test_a_stream_goes_on_at_another_decode_worker(cluster_of, fault):
+    cluster = await cluster_of(decode=2, liveness=QUICK)
+    decode = cluster.decodes[0]
+    decode.runs = [pauses(decode, 2)]
+    state = await assert_goes_on(cluster, after={102: partial(fault, cluster, decode)})
+    assert (state.failed_workers, state.final_route().decode) == ({"d0"}, "d1")
+    assert_continued(cluster.decodes[1].requests[0], 3)
+    decode.wake()
 
 
 async def silent(cluster, decode, request):
     await asyncio.Event().wait()
 
 
-async def leaves(cluster, decode, request):
+async def leaves_registry(cluster, decode, request):
     await cluster.leave(decode)
     await asyncio.Event().wait()
 
@@ -227,93 +223,25 @@ async def another_process(cluster, decode, request):
     return answer
 
 
-@pytest.mark.parametrize("fault", [silent, leaves, loses_its_stream, another_process])
+@pytest.mark.parametrize("fault", [silent, leaves_registry, loses_its_stream, another_process])
 async def test_a_failed_reserve_is_tried_elsewhere(cluster_of, monkeypatch, fault):
     timeout_s = 0.05 if fault is silent else 60.0  # only a silent worker is waited for
     monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", timeout_s)
     cluster = await cluster_of(decode=2)
     decode = cluster.decodes[0]
     decode.reserves = [partial(fault, cluster, decode)]
-    asked = request_state()
-    await assert_goes_on(cluster, asked)
-    assert (asked.failed_workers, asked.final_route().decode) == ({"d0"}, "d1")
-    if fault is not leaves:
-        assert await decode.cancelled.get() == "r-1"
+    state = await assert_goes_on(cluster)
+    assert (state.failed_workers, state.final_route().decode) == ({"d0"}, "d1")
+    if fault is not leaves_registry:
+        assert await received(decode.cancelled) == "r-1"
         assert decode.held == set()
+    if fault is silent:
+        assert "d0 did not answer" in cluster.dispatch.stats.events[0].text
 
 
-async def test_a_worker_that_never_answers_reserve_is_unavailable_while_time_is_left(
-    cluster_of, monkeypatch
-):
-    monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", 0.02)
-    cluster = await cluster_of(max_attempts=1)
-
-    async def silent(request):
-        await asyncio.Event().wait()
-
-    cluster.decodes[0].reserves = [silent]
-    with pytest.raises(Unavailable, match="d0 did not answer"):
-        await cluster.run(request_state())
-
-
-async def test_attempts_are_bounded_spaced_and_end_with_the_last_error(cluster_of):
-    cluster = await cluster_of(max_attempts=3)
-    errors = [InternalError("first"), Unavailable("second"), Unavailable("third", 2.5)]
-    cluster.prefills[0].scripts = [failing(error) for error in errors]
-    asked, began = request_state(), time.monotonic()
-    with pytest.raises(Unavailable, match="third") as caught:
-        await cluster.run(asked)
-    assert caught.value.retry_after_s == 2.5
-    assert asked.attempts == len(cluster.prefills[0].requests) == 3
-    assert time.monotonic() - began >= 0.5 * (0.02 + 0.08)
-    await cluster.all_freed()
-
-
-async def test_numbers_of_several_attempts_are_told_once(cluster_of):
-    cluster = await cluster_of(decode=2)
-
-    async def cached(request):
-        yield started(queue_ms=3.0, cached_tokens=2)
-        yield first_token(100)
-        await asyncio.Event().wait()
-
-    cluster.prefills[0].scripts = [cached]
-    asked = request_state()
-    await assert_goes_on(cluster, asked, after={100: gives_up(cluster.decodes[0], "r-1")})
-    assert asked.usage().cached_tokens == 2
-    assert asked.prefill_queue_ms == 3.0  # waiting after the first token is no queueing
-
-
-async def test_events_of_an_abandoned_attempt_reach_nobody(cluster_of):
-    cluster = await cluster_of(decode=2)
-    decode = cluster.decodes[0]
-
-    async def speaks_of_it_again():
-        decode.send("r-1", 667)
-
-    decode.runs = [pauses(decode, 1)]
-    after = {101: gives_up(decode, "r-1"), **dict.fromkeys((102, 103), speaks_of_it_again)}
-    await assert_goes_on(cluster, request_state(), after=after)
-
-
-async def test_failed_handoffs_shut_the_pair_and_neither_worker(cluster_of):
-    cluster = await cluster_of()
-
-    async def corrupted(request):
-        yield started()
-        raise KvCorrupted("checksum")
-
-    cluster.prefills[0].scripts = [corrupted] * 4
-    with pytest.raises(KvCorrupted):
-        await cluster.run(request_state())
-    breakers = cluster.fleet.breakers
-    assert "checksum" in breakers.why_open(("p0", "d0"))
-    assert breakers.why_open("p0") == breakers.why_open("d0") == ""
-
-
-async def test_the_only_decode_worker_of_a_stream_is_waited_for(cluster_of):
-    cluster = await cluster_of()
-    decode, asked = cluster.decodes[0], request_state()
+async def test_a_returning_decode_worker_is_waited_for_but_not_without_end(cluster_of):
+    cluster = await cluster_of(recovery_s=1.0)
+    decode, state = cluster.decodes[0], request_state(max_tokens=8)
     decode.runs = [pauses(decode, 2)]
 
     async def restarts():
@@ -321,113 +249,70 @@ async def test_the_only_decode_worker_of_a_stream_is_waited_for(cluster_of):
         await cluster.until(lambda s: not s.decode)
 
         async def comes_back():
-            await seen(lambda: asked.attempts > 1)
+            await seen(lambda: state.attempts > 1)
             again = DecodeWorker("d1")
-            await again.start()
-            cluster.decodes.append(again)
-            await cluster.join(again)
+            again.runs = [pauses(again, 2)]
+            cluster.decodes.append(await cluster.add(again))
 
         cluster.background = asyncio.create_task(comes_back())
 
-    await assert_goes_on(cluster, asked, after={102: restarts})
-    assert asked.final_route().decode == "d1"
-
-
-async def test_nobody_is_waited_for_without_end(cluster_of):
-    cluster = await cluster_of(recovery_s=0.05)
-    decode = cluster.decodes[0]
-    decode.runs = [pauses(decode, 2)]
     tokens = []
     with pytest.raises(Unavailable, match="no decode worker is ready"):
-        async for output in cluster.dispatch.run(request_state(), Context()):
+        async for output in cluster.dispatch.run(state, Context()):
             tokens += output.token_ids
             if tokens[-1] == 102:
-                await cluster.leave(decode)
-    assert tokens == counting(3)
+                await restarts()
+            elif tokens[-1] == 105:
+                await cluster.leave(cluster.decodes[1])
+    assert tokens == counting(6)
+
+
+# Attempts.
+
+
+async def test_attempts_are_bounded_spaced_and_end_with_the_last_error(cluster_of):
+    cluster = await cluster_of(max_attempts=3)
+    errors = [InternalError("first"), Unavailable("second"), Unavailable("third", 2.5)]
+    cluster.prefills[0].scripts = [failing(error) for error in errors]
+    state, began = request_state(), time.monotonic()
+    with pytest.raises(Unavailable, match="third") as caught:
+        await cluster.run(state)
+    assert caught.value.retry_after_s == 2.5
+    assert state.attempts == len(cluster.prefills[0].requests) == 3
+    assert time.monotonic() - began >= 0.5 * (0.02 + 0.08)
+    await cluster.all_freed()
 
 
 async def test_attempts_that_bring_tokens_do_not_use_up_the_bound(cluster_of):
     cluster = await cluster_of(max_attempts=2)
     decode = cluster.decodes[0]
     decode.runs = [pauses(decode, 1) for _ in range(3)]
-    after = {101: gives_up(decode, "r-1"), 103: gives_up(decode, "r-2")}
-    await assert_goes_on(cluster, request_state(max_tokens=8), attempts=4, after={
-        **after, 105: gives_up(decode, "r-3"),
-    })  # fmt: skip
+    after = {101 + 2 * i: gives_up(decode, f"r-{i + 1}") for i in range(3)}
+    await assert_goes_on(cluster, request_state(max_tokens=8), attempts=4, after=after)
 
 
-async def test_a_prefill_worker_that_leaves_during_reserve_is_the_one_to_avoid(cluster_of):
-    cluster = await cluster_of(prefill=2)
+async def test_an_abandoned_attempt_adds_neither_tokens_nor_numbers(cluster_of):
+    cluster = await cluster_of(decode=2)
     decode = cluster.decodes[0]
 
-    async def accepts_late(request):
-        await cluster.leave(cluster.prefills[0])
-        await cluster.until(lambda s: len(s.prefill) == 1)
-        return await decode.accept(request)
+    async def cached(request):
+        yield started(queue_ms=3.0, cached_tokens=2)
+        yield first_token(100)
+        await asyncio.Event().wait()
 
-    decode.reserves = [accepts_late]
-    asked = request_state()
-    await assert_goes_on(cluster, asked)
-    assert asked.failed_workers == {"p0"}
-    assert cluster.fleet.breakers.why_open("d0") == ""
+    async def sends_more_of_it():
+        decode.send("r-1", 667)
 
-
-# Waiting for workers that are gone.
-
-
-def missing(timeout):
-    with pytest.raises(Overloaded, match="nobody"), timeout.placing():
-        raise Unavailable("nobody", 1.0)
+    cluster.prefills[0].scripts = [cached]
+    after = {100: gives_up(decode), **dict.fromkeys((102, 103), sends_more_of_it)}
+    state = await assert_goes_on(cluster, after=after)
+    assert state.usage().cached_tokens == 2
+    assert state.prefill_queue_ms == 3.0  # waiting after the first token is no queueing
 
 
-async def test_the_clock_runs_out_with_what_was_missing():
-    with pytest.raises(Unavailable, match="nobody") as caught:
-        async with NoWorkerTimeout(0.05) as timeout:
-            missing(timeout)
-            await asyncio.sleep(30)
-    assert caught.value.retry_after_s == 1.0
-
-
-async def test_the_last_word_counts_and_the_first_starts_the_clock():
-    with pytest.raises(Unavailable, match="second"):
-        async with NoWorkerTimeout(0.05) as timeout:
-            missing(timeout)
-            with pytest.raises(Overloaded), timeout.placing():
-                raise Unavailable("second")
-            await asyncio.sleep(30)
-
-
-@pytest.mark.parametrize("full", [True, False])
-async def test_workers_that_came_back_stop_the_clock(full):
-    async with NoWorkerTimeout(0.05) as timeout:
-        missing(timeout)
-        if full:
-            with pytest.raises(Overloaded, match="full"), timeout.placing():
-                raise Overloaded("full")
-        else:
-            with timeout.placing():
-                pass
-        await asyncio.sleep(0.1)
-
-
-async def test_without_a_missing_worker_there_is_no_clock():
-    async with NoWorkerTimeout(0.0):
-        await asyncio.sleep(0.02)
-
-
-async def test_other_errors_and_cancellation_pass():
-    with pytest.raises(ValueError, match="mine"):
-        async with NoWorkerTimeout(0.05) as timeout:
-            missing(timeout)
-            raise ValueError("mine")
-
-    async def waits():
-        async with NoWorkerTimeout(30) as timeout:
-            missing(timeout)
-            await asyncio.sleep(30)
-
-    task = asyncio.create_task(waits())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+async def test_failed_handoffs_exclude_the_pair_and_neither_worker(cluster):
+    cluster.prefills[0].scripts = [failing(KvCorrupted("checksum"))] * 4
+    with pytest.raises(KvCorrupted):
+        await cluster.run(request_state())
+    opened = cluster.fleet.breakers.all_open()
+    assert opened.keys() == {("p0", "d0")} and "checksum" in opened["p0", "d0"]

@@ -1,4 +1,4 @@
-"""The fleet over an in-memory registry and real servers: who is there, in which state, and why."""
+"""The fleet over an in-memory registry and real servers: its workers, their states, and why."""
 
 import asyncio
 import socket
@@ -17,10 +17,7 @@ from .scripted_workers import (
     READY,
     TIMEOUT_S,
     DecodeWorker,
-    PrefillWorker,
-    heard,
-    listen,
-    member,
+    received,
     seen,
 )
 
@@ -32,25 +29,13 @@ def changed(worker, **fields):
     return record
 
 
-@pytest.fixture
-async def cluster(cluster_of):
-    return await cluster_of(prefill=1, decode=1)
-
-
-async def test_workers_are_listed_by_role_and_ready_once_they_answer(cluster_of):
+async def test_workers_are_listed_by_role_with_their_load_and_pairs(cluster_of):
     cluster = await cluster_of(prefill=2, decode=2)
     snapshot = cluster.fleet.snapshot()
-    assert [(w.incarnation, w.state) for w in snapshot.prefill] == [
-        ("p0", "READY"),
-        ("p1", "READY"),
-    ]
-    assert [(w.incarnation, w.state) for w in snapshot.decode] == [("d0", "READY"), ("d1", "READY")]
-    assert snapshot.ready
-    assert snapshot.max_context == 64
+    listed = [(w.incarnation, w.state) for w in (*snapshot.prefill, *snapshot.decode)]
+    assert listed == [(name, "READY") for name in ("p0", "p1", "d0", "d1")]
+    assert snapshot.why_not_ready == "" and snapshot.max_context == 64
     assert cluster.fleet.registry_connected
-
-
-async def test_load_and_pairs_are_followed(cluster):
     pair = worker_pb2.PairStatus(prefill="p0", decode="d0", state="OPEN")
     cluster.prefills[0].tell(queue_tokens=123, running=4, pairs=[pair])
     snapshot = await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 123)
@@ -58,177 +43,97 @@ async def test_load_and_pairs_are_followed(cluster):
     assert cluster.fleet.pairs == [pair]
 
 
-async def test_a_worker_joins_and_leaves(cluster):
-    decode = DecodeWorker("d9")
-    await decode.start()
-    await cluster.join(decode)
+async def test_a_worker_joins_once_it_has_a_server_and_leaves(cluster):
+    await cluster.join(DecodeWorker("d8", state=common_pb2.WORKER_STATE_STARTING))
+    decode = await cluster.add(DecodeWorker("d9"))
     await cluster.until_state(decode, "READY")
+    assert [w.incarnation for w in cluster.fleet.snapshot().decode] == ["d0", "d9"]
     await cluster.leave(decode)
     await cluster.until(lambda s: len(s.decode) == 1)
     with pytest.raises(Unavailable, match="d9 has left"):
         cluster.fleet.member("d9")
-    await decode.stop()
-
-
-async def test_a_starting_worker_is_no_member_until_it_has_a_server(cluster):
-    worker = PrefillWorker("p9", state=common_pb2.WORKER_STATE_STARTING)
-    await cluster.join(worker)
-    marker = PrefillWorker("p10")
-    await marker.start()
-    await cluster.join(marker)
-    await cluster.until_state(marker, "READY")
-    assert [w.incarnation for w in cluster.fleet.snapshot().prefill] == ["p0", "p10"]
-    await marker.stop()
 
 
 async def test_another_tokenizer_is_a_mismatch_that_names_both(cluster):
-    worker = DecodeWorker("d9", text_fingerprint="e" * 64)
-    await worker.start()
-    await cluster.join(worker)
+    worker = await cluster.add(DecodeWorker("d9", text_fingerprint="e" * 64))
     view = await cluster.until_state(worker, "MISMATCH")
-    assert "eeeeeeeeeeee" in view.reason
-    assert "ffffffffffff" in view.reason
-    assert worker.streams == {}  # nobody follows it
-    await worker.stop()
+    assert "eeeeeeeeeeee" in view.reason and "ffffffffffff" in view.reason
+    assert worker.streams == {}, "it is not followed"
 
 
 async def test_a_worker_that_dies_is_unreachable_and_comes_back_by_itself(cluster):
     worker = cluster.decodes[0]
     await worker.stop()
     view = await cluster.until_state(worker, "UNREACHABLE")
-    assert not cluster.fleet.snapshot().ready
+    assert cluster.fleet.snapshot().why_not_ready
     assert view.reason
     worker.streams.clear()
     await worker.start()
     await cluster.until_state(worker, "READY")
-    assert cluster.fleet.snapshot().ready
-
-
-async def test_a_broken_watch_alone_makes_a_worker_unreachable_until_it_is_back(cluster):
-    worker = cluster.prefills[0]
-    worker.break_watches()
-    view = await cluster.until_state(worker, "UNREACHABLE")
+    cluster.prefills[0].break_watches()
+    view = await cluster.until_state(cluster.prefills[0], "UNREACHABLE")
     assert view.reason == "the watch broke"
-    await cluster.until_state(worker, "READY")
+    await cluster.until_state(cluster.prefills[0], "READY")
 
 
 async def test_a_decode_worker_without_an_event_stream_is_never_ready(cluster):
-    worker = DecodeWorker("d9")
+    worker, states = DecodeWorker("d9"), set()
     worker.refuses_streams = True
-    await worker.start()
-    await cluster.join(worker)
-    states = set()
+    await cluster.add(worker)
 
     def refused():
-        decode = cluster.fleet.snapshot().decode
-        view = next((w for w in decode if w.incarnation == "d9"), None)
-        if view is not None:
-            states.add(view.state)
-        return view is not None and view.reason == "no event streams here"
+        views = [w for w in cluster.fleet.snapshot().decode if w.incarnation == "d9"]
+        states.update(view.state for view in views)
+        return any(view.reason == "no event streams here" for view in views)
 
     await seen(refused)
     assert states == {"UNREACHABLE"}
-    await worker.stop()
 
 
-async def test_events_reach_their_subscriber_in_order_and_nobody_else(cluster):
+async def test_events_reach_their_subscriber_alone_and_in_order(cluster):
     worker = cluster.decodes[0]
-    mine, other = listen(cluster, worker, "mine"), listen(cluster, worker, "other")
-    worker.send("mine", 1)
-    worker.send("unknown", 9)
-    worker.send("mine", 2)
-    worker.send("other", 3)
-    assert list((await heard(mine)).token_ids) == [1]
-    assert list((await heard(mine)).token_ids) == [2]
-    assert list((await heard(other)).token_ids) == [3]
-    member(cluster, worker).unsubscribe("mine")
+    mine, other = cluster.subscribe(worker, "mine"), cluster.subscribe(worker, "other")
+    for handoff_id, token in (("mine", 1), ("unknown", 9), ("mine", 2), ("other", 3)):
+        worker.send(handoff_id, token)
+    assert [list((await received(mine)).token_ids) for _ in range(2)] == [[1], [2]]
+    assert list((await received(other)).token_ids) == [3]
+    cluster.member(worker).unsubscribe("mine")
     worker.send("mine", 4)
     worker.send("other", 5)
-    await heard(other)
+    await received(other)
     assert mine.empty()
 
 
-async def test_a_broken_event_stream_is_told_once_to_each_and_opened_again(cluster):
+async def test_a_broken_event_stream_fails_its_sequences_once_and_is_opened_again(cluster):
     worker = cluster.decodes[0]
-    first, second = listen(cluster, worker, "h1"), listen(cluster, worker, "h2")
+    waiting = [cluster.subscribe(worker, f"h{i}") for i in range(2)]
     worker.break_streams()
     await cluster.until_state(worker, "UNREACHABLE")
-    for queue in (first, second):
-        error = await heard(queue)
+    for queue in waiting:
+        error = await received(queue)
         assert isinstance(error, Unavailable)
         assert "event stream of decode worker d0 broke" in str(error)
     async with asyncio.timeout(TIMEOUT_S):
         await worker.stream_opened.wait()
     await cluster.until_state(worker, "READY")
-    again = listen(cluster, worker, "h3")
+    again = cluster.subscribe(worker, "h3")
     worker.send("h1", 1)
     worker.send("h3", 3)
-    assert list((await heard(again)).token_ids) == [3]
-    assert first.empty()
+    assert list((await received(again)).token_ids) == [3]
+    assert all(queue.empty() for queue in waiting)
 
 
-async def test_a_worker_that_leaves_tells_its_subscribers(cluster):
+async def test_subscribers_and_calls_end_when_the_worker_leaves_or_the_fleet_stops(cluster):
     worker = cluster.decodes[0]
-    waiting = listen(cluster, worker)
+    waiting, left = cluster.subscribe(worker), cluster.member(worker)
     await cluster.leave(worker)
-    error = await heard(waiting)
-    assert isinstance(error, Unavailable)
-    assert "left the cluster" in str(error)
-
-
-async def test_a_fleet_that_stops_tells_its_subscribers(cluster):
-    waiting = listen(cluster, cluster.decodes[0])
-    cluster._following.cancel()
-    assert "router is stopping" in str(await heard(waiting))
-
-
-@pytest.mark.parametrize("source", ["watch", "registry"])
-async def test_draining_is_learned_from_either_source_and_stays(cluster, source):
-    worker = cluster.decodes[0]
-    if source == "watch":
-        worker.tell(state=DRAINING)
-    else:
-        await cluster.registrations["d0"].update(changed(worker, state=DRAINING))
-    view = await cluster.until_state(worker, "DRAINING")
-    assert not view.ready
-    # Neither an older record nor changed that was on its way brings it back.
-    await cluster.registrations["d0"].update(changed(worker, state=READY, pid=77))
-    worker.tell(state=READY, queue_tokens=5)
-    await cluster.until(lambda s: s.decode[0].record.pid == 77 and s.decode[0].load.queue_tokens)
-    assert cluster.fleet.snapshot().decode[0].state == "DRAINING"
-
-
-async def test_a_draining_worker_keeps_its_streams(cluster):
-    worker = cluster.decodes[0]
-    waiting = listen(cluster, worker)
-    worker.tell(state=DRAINING)
-    await cluster.until_state(worker, "DRAINING")
-    worker.send("h", 1)
-    assert list((await heard(waiting)).token_ids) == [1]
-
-
-async def test_a_registry_outage_takes_nobody_away(cluster):
-    cluster.store.stop()
-    cluster.prefills[0].tell(queue_tokens=9)
-    snapshot = await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 9)
-    assert not cluster.fleet.registry_connected
-    assert snapshot.ready
-    cluster.store.start()
-
-
-async def test_a_call_to_a_worker_that_left_is_unavailable(cluster):
-    left = member(cluster, cluster.decodes[0])
-    await cluster.leave(cluster.decodes[0])
+    error = await received(waiting)
+    assert isinstance(error, Unavailable) and "left the cluster" in str(error)
     await cluster.until(lambda s: s.prefill and not s.decode)
     async with asyncio.timeout(TIMEOUT_S):
         await left.close("once more: now it is over")
     with pytest.raises(Unavailable, match="d0 has left"), left.calling():
         await left.worker.Describe(worker_pb2.DescribeRequest())
-
-
-async def test_ones_own_cancellation_is_not_taken_for_the_workers(cluster):
-    left = member(cluster, cluster.decodes[0])
-    await cluster.leave(cluster.decodes[0])
 
     async def call():
         with left.calling():
@@ -237,19 +142,41 @@ async def test_ones_own_cancellation_is_not_taken_for_the_workers(cluster):
     task = asyncio.create_task(call())
     await asyncio.sleep(0)
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError):  # the caller's own is not taken for the worker's
         await task
+    waiting = cluster.subscribe(cluster.prefills[0])
+    cluster._following.cancel()
+    assert "router is stopping" in str(await received(waiting))
 
 
-@pytest.fixture
-def dead_address():
-    """An address at which nobody listens, kept from others for the test's length."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
+@pytest.mark.parametrize("source", ["watch", "registry"])
+async def test_draining_is_learned_from_either_source_and_stays(cluster, source):
+    worker = cluster.decodes[0]
+    waiting = cluster.subscribe(worker)
+    if source == "watch":
+        worker.tell(state=DRAINING)
+    else:
+        await cluster.registrations["d0"].update(changed(worker, state=DRAINING))
+    assert not (await cluster.until_state(worker, "DRAINING")).ready
+    worker.send("h", 1)
+    assert list((await received(waiting)).token_ids) == [1], "it keeps its streams"
+    # Neither an older record nor an update that was on its way brings it back.
+    await cluster.registrations["d0"].update(changed(worker, state=READY, pid=77))
+    worker.tell(state=READY, queue_tokens=5)
+    await cluster.until(lambda s: s.decode[0].record.pid == 77 and s.decode[0].load.queue_tokens)
+    assert cluster.fleet.snapshot().decode[0].state == "DRAINING"
 
 
-async def test_records_of_workers_that_do_not_exist_cost_one_look_together(cluster, dead_address):
+async def test_a_registry_outage_takes_no_worker_away(cluster):
+    cluster.store.stop()
+    cluster.prefills[0].tell(queue_tokens=9)
+    snapshot = await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 9)
+    assert not cluster.fleet.registry_connected
+    assert snapshot.why_not_ready == ""
+    cluster.store.start()
+
+
+async def test_records_of_workers_that_do_not_exist_cost_one_look_together(cluster):
     """1,500 of them took a router's loop for minutes: work for each, and calls without an end."""
     looks = 0
 
@@ -260,21 +187,23 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
             looks += 1
 
     counting = asyncio.create_task(count())
-    for i in range(300):
-        ghost = changed(cluster.decodes[0], incarnation=f"ghost{i}", address=dead_address)
-        cluster.store.put(ghost)
-        cluster.store.settle()
-        await asyncio.sleep(0)
-    await cluster.until(lambda s: len(s.decode) == 301)
-    await seen(
-        lambda: all(w.reason != "not connected yet" for w in cluster.fleet.snapshot().decode)
-    )
-    known = looks
-    await asyncio.sleep(1)
-    counting.cancel()
+    with socket.socket() as held:  # an address at which no process listens
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        for i in range(300):
+            record = changed(cluster.decodes[0], incarnation=f"ghost{i}", address=address)
+            cluster.store.put(record)
+            cluster.store.settle()
+            await asyncio.sleep(0)
+        await cluster.until(lambda s: len(s.decode) == 301)
+        decodes = lambda: cluster.fleet.snapshot().decode  # noqa: E731
+        await seen(lambda: all(w.reason != "not connected yet" for w in decodes()))
+        known = looks
+        await asyncio.sleep(1)
+        counting.cancel()
     assert known < 300, "one for each"
-    assert looks - known < 10, "they go on failing, and that is no changed"
-    assert cluster.fleet.snapshot().ready
+    assert looks - known < 10, "they go on failing, and that is no change"
+    assert cluster.fleet.snapshot().why_not_ready == ""
 
 
 # Workers and pairs that fail, and readiness.
@@ -283,26 +212,26 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
 def fail(cluster, *keys):
     for key in keys:
         for _ in range(FAILURES_IN_A_ROW):
-            cluster.fleet.breakers.sent(key)
-            cluster.fleet.breakers.failed(key, "it broke")
+            cluster.fleet.breakers[key].sent()
+            cluster.fleet.breakers[key].failed("it broke")
 
 
 async def test_a_worker_that_fails_is_ejected_and_probed_after_its_cool_down(cluster_of):
-    cluster = await cluster_of(prefill=1, decode=2)
-    worker = cluster.decodes[1]
+    cluster = await cluster_of(decode=2)
+    worker, breaker = cluster.decodes[1], cluster.fleet.breakers["d1"]
     fail(cluster, "d1")
     view = await cluster.until_state(worker, "EJECTED")
     assert "it broke" in view.reason
-    assert cluster.fleet.snapshot().ready
-    await cluster.until_state(worker, "READY")  # half-open, and those who wait were told
-    cluster.fleet.breakers.sent("d1")
-    await cluster.until_state(worker, "EJECTED")  # for everybody but the probe
-    cluster.fleet.breakers.succeeded("d1")
+    assert cluster.fleet.snapshot().why_not_ready == ""
+    await cluster.until_state(worker, "READY")  # half-open, and waiting requests try again
+    breaker.sent()
+    await cluster.until_state(worker, "EJECTED")  # for all but the probe
+    breaker.succeeded()
     await cluster.until_state(worker, "READY")
 
 
-async def test_a_pair_that_fails_is_shut_and_listed(cluster_of):
-    cluster = await cluster_of(prefill=1, decode=2)
+async def test_a_pair_that_fails_is_excluded_and_listed(cluster_of):
+    cluster = await cluster_of(decode=2)
     link = worker_pb2.PairStatus(prefill="p0", decode="d0", state="OPEN", epoch=3)
     cluster.prefills[0].tell(pairs=[link])
     await cluster.until(lambda _: cluster.fleet.pairs)
@@ -318,22 +247,19 @@ async def test_a_pair_that_fails_is_shut_and_listed(cluster_of):
     assert cluster.fleet.pairs == [link, other]
 
 
-async def test_a_pair_that_the_prefill_worker_quarantines_is_shut(cluster):
+async def test_a_pair_that_the_prefill_worker_quarantines_is_excluded(cluster):
     link = worker_pb2.PairStatus(prefill="p0", decode="d0", state="QUARANTINED")
     cluster.prefills[0].tell(pairs=[link])
     snapshot = await cluster.until(lambda s: s.excluded_pairs)
-    assert not snapshot.ready
     assert "leaves it alone" in snapshot.why_not_ready
     fail(cluster, ("p0", "d0"))
     assert cluster.fleet.pairs == [link]
     cluster.prefills[0].tell()
-    await cluster.until(lambda s: s.ready)
+    await cluster.until(lambda s: not s.why_not_ready)
 
 
-async def test_what_was_known_of_a_worker_is_forgotten_when_it_leaves(cluster):
-    worker = DecodeWorker("d9")
-    await worker.start()
-    await cluster.join(worker)
+async def test_failures_of_a_worker_are_forgotten_when_it_leaves(cluster):
+    worker = await cluster.add(DecodeWorker("d9"))
     await cluster.until_state(worker, "READY")
     fail(cluster, "d9", ("p0", "d9"))
     await cluster.leave(worker)
@@ -341,13 +267,13 @@ async def test_what_was_known_of_a_worker_is_forgotten_when_it_leaves(cluster):
     assert cluster.fleet.breakers.all_open() == {}
     await cluster.join(worker)  # the same process, whose lease had ended
     await cluster.until_state(worker, "READY")
-    await worker.stop()
 
 
 async def test_a_bug_in_one_tick_does_not_end_the_watch(cluster_of, monkeypatch):
     cluster = await cluster_of(liveness=LivenessConfig(silence_s=0.5))
-    followed, worker = member(cluster, cluster.decodes[0]), cluster.decodes[0]
-    tick, broken = followed.tick, []
+    worker = cluster.decodes[0]
+    followed, broken = cluster.member(worker), []
+    tick = followed.tick
 
     def breaks_once():
         if not broken:
@@ -362,26 +288,18 @@ async def test_a_bug_in_one_tick_does_not_end_the_watch(cluster_of, monkeypatch)
     worker.wake()
 
 
-async def test_readiness_follows_the_fleet(cluster_of):
-    cluster, breakers = await cluster_of(prefill=1, decode=1), Health()
-    following = asyncio.create_task(_follow_readiness(cluster.fleet, breakers))
-
-    async def until(serving):
-        await seen(lambda: breakers.serving is serving)
-
-    await until(True)
-    cluster.decodes[0].stop_still()
-    followed = member(cluster, cluster.decodes[0])
+async def test_readiness_follows_the_fleet(cluster):
+    health, decode = Health(), cluster.decodes[0]
+    following = asyncio.create_task(_follow_readiness(cluster.fleet, health))
+    await seen(lambda: health.serving is True)
+    decode.stop_still()
     for _ in range(cluster.liveness.lost_ticks):
-        followed.tick()
-    await until(False)
-    cluster.decodes[0].wake()
-    await until(True)
-    other = DecodeWorker("d9", dtype="bfloat16")
-    await other.start()
-    await cluster.join(other)
+        cluster.member(decode).tick()
+    await seen(lambda: health.serving is False)
+    decode.wake()
+    await seen(lambda: health.serving is True)
+    other = await cluster.add(DecodeWorker("d9", dtype="bfloat16"))
     await cluster.until_state(other, "READY")
-    await cluster.leave(cluster.decodes[0])
-    await until(False)  # READY workers of both roles, but no pair
+    await cluster.leave(decode)
+    await seen(lambda: health.serving is False)  # READY workers of both roles, but no pair
     following.cancel()
-    await other.stop()

@@ -10,30 +10,11 @@ import pytest
 
 from baton.errors import Stale, Unavailable
 from baton.v1 import worker_pb2
-from router.fleet.heartbeat import LivenessConfig
+from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
 from router.fleet.member import CANCEL_BATCH, MOST_ORPHANS, Orphans
 from router.fleet.snapshot import AssignedPrompt
 
-from .scripted_workers import (
-    TIMEOUT_S,
-    DecodeWorker,
-    PrefillWorker,
-    counting,
-    first_token,
-    heard,
-    listen,
-    member,
-    request_state,
-    seen,
-    token,
-)
-
-QUICK = LivenessConfig(silence_s=0.6, stall_s=2.0)
-
-
-@pytest.fixture
-async def cluster(cluster_of):
-    return await cluster_of(prefill=1, decode=1)
+from .scripted_workers import TIMEOUT_S, DecodeWorker, PrefillWorker, received, seen
 
 
 @pytest.fixture(params=["prefill", "decode"])
@@ -41,20 +22,20 @@ def worker(request, cluster):
     return {"prefill": cluster.prefills, "decode": cluster.decodes}[request.param][0]
 
 
-def view(cluster, worker):
-    return member(cluster, worker).view
+def state(cluster, worker):
+    return cluster.member(worker).view.state
 
 
 def tick(cluster, worker, times):
     """Lets ticks pass for one worker without any time in which it could answer."""
     for _ in range(times):
-        member(cluster, worker).tick()
+        cluster.member(worker).tick()
 
 
 async def reconnecting(cluster, worker):
     """Waits until every stream of a worker has been opened anew, as far as the worker lets it."""
-    for _ in member(cluster, worker)._streams:
-        await heard(worker.described)
+    for _ in cluster.member(worker)._streams:
+        await received(worker.described)
 
 
 def forget_described(worker):
@@ -62,72 +43,45 @@ def forget_described(worker):
         worker.described.get_nowait()
 
 
-async def test_a_worker_suspected_of_silence_gets_nothing_new_and_keeps_what_it_has(
-    cluster, worker
-):
-    waiting = listen(cluster, worker)
-    tick(cluster, worker, cluster.liveness.suspect_ticks)
-    assert view(cluster, worker).state == "SILENT"
-    assert "no heartbeat for" in view(cluster, worker).reason
-    assert not cluster.fleet.snapshot().ready
-    await cluster.until_state(worker, "READY")  # its next heartbeat tells, on the same streams
-    assert waiting.empty()
-    assert worker.broken.empty()
+# Silence.
 
 
-async def test_heartbeats_put_the_clock_back(cluster):
-    worker = cluster.decodes[0]
-    streams, suspect_ticks = member(cluster, worker)._streams, cluster.liveness.suspect_ticks
-    for _ in range(3):
-        tick(cluster, worker, suspect_ticks - 1)
-        await seen(lambda: max(stream.silent_ticks for stream in streams) < suspect_ticks - 1)
-    assert view(cluster, worker).state == "READY"
+@pytest.mark.parametrize("silence_s", [0.3, 0.6, 1.5, 30.0])
+def test_a_worker_is_suspected_after_three_missed_heartbeats(silence_s):
+    liveness = LivenessConfig(silence_s=silence_s)
+    assert liveness.lost_ticks * liveness.tick_s == pytest.approx(silence_s)
+    assert liveness.heartbeat_ms * 3 <= 500 * silence_s
+    assert liveness.heartbeat_ms <= 200
 
 
-async def test_a_lost_worker_fails_who_waits_and_finds_its_streams_broken(cluster, worker):
+async def test_a_suspected_worker_gets_nothing_new_and_keeps_what_it_has(cluster, worker):
+    waiting = cluster.subscribe(worker)
+    tick(cluster, worker, cluster.liveness.lost_ticks // 2)
+    assert state(cluster, worker) == "SILENT"
+    assert "no heartbeat for" in cluster.member(worker).view.reason
+    assert cluster.fleet.snapshot().why_not_ready
+    await cluster.until_state(worker, "READY")  # by its next heartbeat, on the same streams
+    assert waiting.empty() and worker.broken.empty()
+
+
+async def test_a_lost_workers_requests_fail_and_it_comes_back_on_fresh_streams(cluster, worker):
+    forget_described(worker)
     worker.stop_still()
-    waiting = [listen(cluster, worker, f"h{i}") for i in range(3)]
-    tick(cluster, worker, cluster.liveness.lost_ticks)
+    waiting, lost_ticks = [cluster.subscribe(worker, f"h{i}") for i in range(3)], 0
+    for _ in range(3):  # connecting is given up and tried again
+        lost_ticks += cluster.liveness.lost_ticks
+        tick(cluster, worker, cluster.liveness.lost_ticks)
+        assert state(cluster, worker) == "SILENT"
+        await reconnecting(cluster, worker)
     for queue in waiting:
-        error = await heard(queue)
+        error = await received(queue)
         assert isinstance(error, Unavailable)
         assert f"{worker.record.incarnation} is lost: no heartbeat" in str(error)
-    streams = member(cluster, worker)._streams
-    broken = {await heard(worker.broken) for _ in streams}
+    broken = {await received(worker.broken) for _ in cluster.member(worker)._streams}
     assert broken == ({"Watch", "StreamEvents"} if worker in cluster.decodes else {"Watch"})
-    assert view(cluster, worker).state == "SILENT"
-    assert not cluster.fleet.snapshot().ready
-
-
-async def test_who_comes_too_late_to_a_lost_worker_is_told_too(cluster, worker):
-    worker.stop_still()
-    tick(cluster, worker, cluster.liveness.lost_ticks)
-    late = listen(cluster, worker)
+    late = cluster.subscribe(worker)
     tick(cluster, worker, 1)
-    assert isinstance(await heard(late), Unavailable)
-
-
-async def test_a_worker_that_wakes_is_ready_again_on_fresh_streams(cluster, worker):
-    forget_described(worker)
-    worker.stop_still()
-    tick(cluster, worker, cluster.liveness.lost_ticks)
-    await reconnecting(cluster, worker)
-    tick(cluster, worker, 5)
-    assert view(cluster, worker).state == "SILENT"
-    worker.wake()
-    await cluster.until_state(worker, "READY")
-    assert cluster.fleet.snapshot().ready
-
-
-async def test_connecting_to_a_stopped_worker_is_given_up_and_tried_again(cluster, worker):
-    forget_described(worker)
-    worker.stop_still()
-    tick(cluster, worker, cluster.liveness.lost_ticks)
-    for _ in range(3):
-        await reconnecting(cluster, worker)
-        tick(cluster, worker, cluster.liveness.lost_ticks)
-        assert view(cluster, worker).state == "SILENT"
-    await reconnecting(cluster, worker)
+    assert isinstance(await received(late), Unavailable)
     worker.wake()
     await cluster.until_state(worker, "READY")
 
@@ -137,144 +91,126 @@ async def test_a_decode_worker_needs_both_streams(cluster, mute):
     worker = cluster.decodes[0]
     forget_described(worker)
     worker.stop_still(mute)
-    waiting = listen(cluster, worker)
+    waiting = cluster.subscribe(worker)
     tick(cluster, worker, cluster.liveness.lost_ticks)
-    assert isinstance(await heard(waiting), Unavailable)
+    assert isinstance(await received(waiting), Unavailable)
     await reconnecting(cluster, worker)
-    await seen(lambda: any(stream.alive for stream in member(cluster, worker)._streams))
-    assert view(cluster, worker).state == "SILENT"  # one of two is not enough
+    await seen(lambda: any(stream.alive for stream in cluster.member(worker)._streams))
+    assert state(cluster, worker) == "SILENT"  # one of two is not enough
     worker.wake()
     await cluster.until_state(worker, "READY")
 
 
-async def test_a_router_that_was_itself_asleep_blames_nobody(cluster_of):
-    liveness = LivenessConfig(silence_s=2.0)
-    cluster = await cluster_of(prefill=1, decode=1, liveness=liveness)
-    waiting = [listen(cluster, worker) for worker in cluster.workers]
+async def test_a_router_that_was_itself_asleep_suspects_no_worker(cluster_of):
+    liveness = LivenessConfig(silence_s=1.0)
+    cluster = await cluster_of(liveness=liveness)
+    waiting = [cluster.subscribe(worker) for worker in cluster.workers]
     time.sleep(1.5 * liveness.silence_s)  # noqa: ASYNC251 - nothing of this process runs
     await asyncio.sleep(liveness.tick_s)  # the late tick
-    assert [view(cluster, worker).state for worker in cluster.workers] == ["READY", "READY"]
+    assert [state(cluster, worker) for worker in cluster.workers] == ["READY", "READY"]
     assert all(queue.empty() for queue in waiting)
 
 
-async def test_silence_is_noticed_by_itself_and_so_is_its_end(cluster_of):
-    cluster = await cluster_of(prefill=1, decode=2, liveness=QUICK)
-    silent = cluster.decodes[0]
-    waiting = listen(cluster, silent)
-    silent.stop_still()
-    assert isinstance(await heard(waiting), Unavailable)
-    assert view(cluster, silent).state == "SILENT"
-    await cluster.until_state(cluster.decodes[1], "READY")
-    silent.wake()
-    await cluster.until_state(silent, "READY")
-
-
-async def test_streams_of_a_silent_decode_worker_go_on_elsewhere(cluster_of):
-    cluster = await cluster_of(prefill=1, decode=2, liveness=QUICK)
-
-    def falls_silent(worker):
-        def run(sequence, ahead):
-            worker.run_to_end(sequence, ahead, most=2)
-            worker.stop_still()
-
-        return run
-
-    first = cluster.decodes[0]
-    first.runs.append(falls_silent(first))
-    assert (await cluster.run(request_state(max_tokens=6)))[0] == counting(6)
-    assert cluster.decodes[1].requests
-    first.wake()
-    await cluster.until_state(first, "READY")
-
-
-async def test_a_prompt_on_a_silent_prefill_worker_is_computed_elsewhere(cluster_of):
-    cluster = await cluster_of(prefill=2, decode=1, liveness=QUICK)
-    first = cluster.prefills[0]
-
-    async def falls_silent(request):
-        yield first_token(*token(request.sequence))
-        first.stop_still()
-        await asyncio.Event().wait()
-
-    first.scripts.append(falls_silent)
-    assert (await cluster.run(request_state()))[0] == counting(5)
-    assert await heard(first.ended) == "r-1"  # its call was cancelled
-    first.wake()
+async def test_heartbeats_reset_the_count_of_silence_and_are_no_change(cluster):
+    changed, streams = cluster.fleet.changed, cluster.member(cluster.decodes[0])._streams
+    for stream in streams:
+        stream.silent_ticks = 7
+    await seen(lambda: all(stream.silent_ticks < 7 for stream in streams))
+    assert not changed.is_set()
 
 
 async def test_a_worker_whose_engine_is_stuck_is_stalled_until_it_gets_on(cluster, worker):
-    waiting = listen(cluster, worker)
-    worker.tell(step_age_ms=1e3 * cluster.liveness.stall_s + 1)
+    stall_ms, waiting = 1e3 * cluster.liveness.stall_s, cluster.subscribe(worker)
+    # Twenty of its usual steps may take longer.
+    worker.tell(step_ms=stall_ms / 10, step_age_ms=1.9 * stall_ms)
+    await cluster.until(lambda s: s.prefill[0].load.step_ms or s.decode[0].load.step_ms)
+    assert state(cluster, worker) == "READY" and waiting.empty()
+    worker.tell(step_age_ms=stall_ms + 1)
     stalled = await cluster.until_state(worker, "STALLED")
     assert "at one step for 10.0 s" in stalled.reason
-    assert "stalled" in str(await heard(waiting))
-    late = listen(cluster, worker)
-    assert isinstance(await heard(late), Unavailable)  # at the next heartbeat
+    assert "stalled" in str(await received(waiting))
+    late = cluster.subscribe(worker)
+    assert isinstance(await received(late), Unavailable)  # at the next heartbeat
     worker.tell(step_age_ms=5.0)
     await cluster.until_state(worker, "READY")
     assert worker.broken.empty()  # it answers: there is nothing to open anew
 
 
-async def test_a_worker_whose_steps_are_long_is_not_stalled_by_one(cluster, worker):
-    stall_ms = 1e3 * cluster.liveness.stall_s
-    waiting = listen(cluster, worker)
-    worker.tell(step_ms=stall_ms / 10, step_age_ms=1.9 * stall_ms)
-    await cluster.until(lambda s: s.prefill[0].load.step_ms or s.decode[0].load.step_ms)
-    assert view(cluster, worker).state == "READY"
-    worker.tell(step_ms=stall_ms / 10, step_age_ms=2.1 * stall_ms)
-    await cluster.until_state(worker, "STALLED")
-    await heard(waiting)
+# Streams that end, over a remote end that tests write.
 
 
-async def test_heartbeats_without_changes_wake_nobody(cluster):
-    watch, events = (stream for stream in member(cluster, cluster.decodes[0])._streams)
-    changed = cluster.fleet.changed
-    for stream in (watch, events):
-        stream.silent_ticks = 7
-        await seen(lambda stream=stream: stream.silent_ticks < 7)
-    assert not changed.is_set()
+class Remote:
+    def __init__(self):
+        self.opened, self.lost = 0, []
+        self._end = asyncio.Queue()
+
+    async def follow(self, stream):
+        self.opened += 1
+        stream.opened()
+        if error := await self._end.get():
+            raise error
+
+    def end(self, error=None):
+        self._end.put_nowait(error)
 
 
-async def test_a_sequence_that_nobody_waits_for_is_cancelled_if_it_goes_on(cluster):
-    worker = cluster.decodes[0]
-    mine = listen(cluster, worker, "mine")
-    async with asyncio.timeout(TIMEOUT_S):
-        while worker.cancelled.empty():
-            worker.send("lost", 1)
-            worker.send("mine", 2)
-            await asyncio.sleep(0.05)
-    assert await heard(worker.cancelled) == "lost"
-    assert worker.cancelled.empty()
-    assert list((await heard(mine)).token_ids) == [2]
+@pytest.fixture
+async def remote():
+    return Remote()
 
 
-async def test_the_end_of_a_sequence_that_nobody_waits_for_is_no_orphan(cluster):
-    worker, followed = cluster.decodes[0], member(cluster, cluster.decodes[0])
-    last = listen(cluster, worker, "last")
-    worker.send("done", 1, reason=1)
-    worker.send("given up", abort="no room")
-    worker.send("last", 3)
-    await heard(last)
-    assert not followed._orphans._now
+@pytest.fixture
+async def stream(remote):
+    stream = HeartbeatStream("stream", remote.follow, remote.lost.append)
+    assert (stream.alive, stream.state, stream.why) == (False, "UNREACHABLE", "not connected yet")
+    await seen(lambda: stream.alive)
+    yield stream
+    await stream.close()
 
 
-async def test_one_cancel_of_orphans_at_a_time(cluster):
-    worker, followed = cluster.decodes[0], member(cluster, cluster.decodes[0])
-    stuck, calls = asyncio.Event(), []
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (None, "the worker closed the stream"),
+        (Unavailable("it broke"), "it broke"),
+        (ValueError("a bug of ours"), "ValueError: a bug of ours"),
+        (Stale("it is another process"), "it is another process"),
+    ],
+)
+async def test_a_stream_that_ends_is_opened_again_unless_the_worker_was_replaced(
+    stream, remote, error, why
+):
+    stream.tick()
+    assert stream.silent_ticks == 1
+    remote.end(error)
+    await seen(lambda: remote.lost)
+    assert (stream.alive, stream.state, stream.why) == (False, "UNREACHABLE", why)
+    stream.tick()
+    assert stream.silent_ticks == 0, "between two streams there is no silence"
+    await seen(stream._task.done if isinstance(error, Stale) else lambda: stream.alive)
+    assert (remote.opened, remote.lost) == (1 if isinstance(error, Stale) else 2, [True])
 
-    async def on_cancel(handoff_id):
-        calls.append(handoff_id)
-        await stuck.wait()
 
-    worker.on_cancel = on_cancel
-    followed._orphans = Orphans()
-    for _ in range(4):
-        followed._orphans.saw("lost")
-        followed._cancel_orphans()
-    await seen(lambda: calls)
-    stuck.set()
-    assert await heard(worker.cancelled) == "lost"
-    assert calls == ["lost"]
+async def test_a_stream_that_is_cut_is_silent_until_the_next_is_open(stream, remote):
+    stream.cut("no heartbeat")
+    stream.opened()  # what was on its way over the old stream is no heartbeat
+    assert (stream.alive, stream.state, stream.why) == (False, "SILENT", "no heartbeat")
+    await seen(lambda: stream.alive)
+    assert (remote.opened, remote.lost) == (2, [])
+
+
+async def test_a_worker_that_never_answered_is_called_rarely(remote):
+    async def refuse(stream):
+        remote.opened += 1
+        raise Unavailable("not there")
+
+    stream = HeartbeatStream("stream", refuse, remote.lost.append, lambda: 30.0)
+    await asyncio.sleep(0.3)
+    assert (remote.opened, remote.lost) == (1, [False])  # it was not there before
+    await stream.close()
+    stream = HeartbeatStream("stream", refuse, remote.lost.append)
+    await seen(lambda: remote.opened == 4)
+    await stream.close()
 
 
 async def test_events_of_an_earlier_stream_are_not_waited_for(cluster):
@@ -284,82 +220,94 @@ async def test_events_of_an_earlier_stream_are_not_waited_for(cluster):
     worker.break_streams()
     worker.wake()
     await cluster.until_state(worker, "UNREACHABLE")
-    between = listen(cluster, worker)
-    assert "opened anew" in str(await heard(between))
+    between = cluster.subscribe(worker)
+    assert "opened anew" in str(await received(between))
     await cluster.until_state(worker, "READY")
 
 
-async def test_what_a_watch_tells_of_the_cache_replaces_what_an_earlier_one_told(cluster, worker):
+async def test_a_new_watch_replaces_what_was_known_of_the_cache(cluster, worker):
     worker.cached = [1, 2]
     for _ in range(2):
         worker.break_watches()
         await cluster.until_state(worker, "UNREACHABLE")
         await cluster.until_state(worker, "READY")
-        assert view(cluster, worker).cached.leading_blocks(worker.cached) == len(worker.cached)
+        assert cluster.member(worker).view.cached == set(worker.cached)
         worker.cached = [3]
-    assert view(cluster, worker).cached.leading_blocks([1, 2]) == 0
-
-
-async def replace(cluster, old, new):
-    """Another process takes an old one's address, while the registry still lists both."""
-    await old.stop()
-    new.record.address = old.record.address
-    await new.start()
-    await cluster.join(new)
 
 
 @pytest.mark.parametrize("kind", [PrefillWorker, DecodeWorker])
 async def test_another_process_at_the_same_address_is_not_taken_for_the_old_one(cluster, kind):
-    old = (cluster.prefills if kind is PrefillWorker else cluster.decodes)[0]
+    """The registry still lists both."""
+    old, new = (cluster.prefills if kind is PrefillWorker else cluster.decodes)[0], kind("new")
     old.tell(queue_tokens=7)
     await cluster.until(lambda s: s.prefill[0].load.queue_tokens or s.decode[0].load.queue_tokens)
-    member(cluster, old).assigned["h"] = AssignedPrompt(5, 0.0)
-    waiting = listen(cluster, old)
-    new = kind("new")
-    await replace(cluster, old, new)
-    try:
-        fresh = await cluster.until_state(new, "READY")
-        assert (fresh.load.queue_tokens, fresh.assigned, fresh.assigned_sequences) == (0, (), 0)
-        await cluster.until(lambda s: "has taken the place" in view(cluster, old).reason)
-        assert view(cluster, old).state == "UNREACHABLE"
-        assert isinstance(await heard(waiting), Unavailable)
-        gone = member(cluster, old)
-        with pytest.raises(Stale, match="another process, new, has taken"), gone.calling():
-            await gone.worker.Describe(worker_pb2.DescribeRequest())
-        # The old one's streams do not come back to fight for the router's place there.
-        await asyncio.sleep(0.3)
-        assert view(cluster, new).state == "READY"
-        assert new.broken.empty()
-    finally:
-        await new.stop()
+    gone = cluster.member(old)
+    gone.assigned["h"] = AssignedPrompt(5, 0.0)
+    waiting = cluster.subscribe(old)
+    await old.stop()
+    new.record.address = old.record.address
+    await cluster.add(new)
+    fresh = await cluster.until_state(new, "READY")
+    assert (fresh.load.queue_tokens, fresh.assigned, fresh.assigned_sequences) == (0, (), 0)
+    await cluster.until(lambda s: "has taken the place" in gone.view.reason)
+    assert gone.view.state == "UNREACHABLE"
+    assert isinstance(await received(waiting), Unavailable)
+    with pytest.raises(Stale, match="another process, new, has taken"), gone.calling():
+        await gone.worker.Describe(worker_pb2.DescribeRequest())
+    # The old one's streams do not come back to fight for the router's place there.
+    await asyncio.sleep(0.3)
+    assert state(cluster, new) == "READY" and new.broken.empty()
 
 
 # Sequences whose Cancel was lost.
 
 
-def see(orphans, *handoff_ids):
-    for handoff_id in handoff_ids:
-        orphans.saw(handoff_id)
-    return orphans.end_round()
+async def test_a_sequence_without_a_request_is_cancelled_if_it_goes_on(cluster):
+    worker, member = cluster.decodes[0], cluster.member(cluster.decodes[0])
+    mine = cluster.subscribe(worker, "mine")
+    worker.send("done", 1, reason=1)  # its end is no orphan's
+    worker.send("given up", abort="no room")
+    worker.send("mine", 2)
+    assert list((await received(mine)).token_ids) == [2]
+    assert not member._orphans._now
+    async with asyncio.timeout(TIMEOUT_S):
+        while worker.cancelled.empty():
+            worker.send("lost", 1)
+            worker.send("mine", 2)
+            await asyncio.sleep(0.05)
+    assert await received(worker.cancelled) == "lost"
+    assert worker.cancelled.empty()
 
 
-def test_an_event_that_a_cancel_crossed_is_no_orphan():
-    orphans = Orphans()
-    assert see(orphans, "h1") == []
-    assert see(orphans) == []
-    assert see(orphans, "h1") == []
+async def test_one_cancel_of_orphans_at_a_time(cluster):
+    worker, member = cluster.decodes[0], cluster.member(cluster.decodes[0])
+    stuck, calls = asyncio.Event(), []
+
+    async def on_cancel(handoff_id):
+        calls.append(handoff_id)
+        await stuck.wait()
+
+    worker.on_cancel, member._orphans = on_cancel, Orphans()
+    for _ in range(4):
+        member._orphans.saw("lost")
+        member._cancel_orphans()
+    await seen(lambda: calls)
+    stuck.set()
+    assert await received(worker.cancelled) == "lost"
+    assert calls == ["lost"]
 
 
-def test_events_that_go_on_are():
-    orphans = Orphans()
-    assert see(orphans, "h1", "h2") == []
-    assert see(orphans, "h2", "h3") == ["h2"]
-    assert see(orphans, "h2") == ["h2"]  # that Cancel was lost too
-    assert see(orphans) == []
-
-
-def test_what_is_remembered_and_what_is_told_is_bounded():
+def test_events_of_two_rounds_make_an_orphan_and_their_number_is_bounded():
     orphans, names = Orphans(), [f"h{i}" for i in range(2 * MOST_ORPHANS)]
-    see(orphans, *names)
+
+    def see(*handoff_ids):
+        for handoff_id in handoff_ids:
+            orphans.saw(handoff_id)
+        return orphans.end_round()
+
+    # A Cancel under way crosses the events of one round.
+    assert [see("h1"), see(), see("h1"), see()] == [[], [], [], []]
+    assert [see("h1", "h2"), see("h2", "h3"), see("h2"), see()] == [[], ["h2"], ["h2"], []]
+    see(*names)
     assert len(orphans._before) == MOST_ORPHANS
-    assert len(see(orphans, *names)) == CANCEL_BATCH
+    assert len(see(*names)) == CANCEL_BATCH

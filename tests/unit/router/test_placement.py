@@ -1,282 +1,42 @@
-"""Who is left out, why, and who is picked, over snapshots made by hand."""
+"""Which workers are left out and why, what pairs cost, and which is picked, over made-up fleets."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.snapshot import SILENT, AssignedPrompt, Snapshot, WorkerView
-from router.placement.placement import pick, predicted_ttft_s, rank_all, span_attributes
+from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
+from router.placement.placement import pick, predict, rank_all
 
 from .snapshots import BLOCK, PROMPT, fleet, needs, worker
+
+RATE = {"prefill_tokens_per_s": 1000}
+POOL = {"blocks_total": 10_000, "blocks_free": 10_000}
+HANDOFF_S = 0.003
+LONG = tuple(range(100))
 
 
 def picked(prefill, decode, request=None, excluded=None, **avoid):
     return pick(fleet(prefill, decode, excluded), request or needs(), **avoid).names
 
 
-def refusal(prefill, decode, request=None, **more):
-    """What is said of the only pair there is."""
-    (choice,) = rank_all(fleet([prefill], [decode], **more), request or needs())
-    return choice.refused
+def only(prefill, decode, request=None):
+    (pair,) = rank_all(fleet([prefill], [decode]), request or needs(100))
+    return pair
+
+
+def refusal(prefill=None, decode=None, request=None):
+    """What keeps the only pair there is from being picked."""
+    return only(prefill or worker("p0"), decode or worker("d0"), request or needs()).refused
+
+
+def assigned(view, tokens, virtual_finish):
+    return replace(view, assigned=(AssignedPrompt(tokens, virtual_finish),))
 
 
 # Workers that cannot be used.
-
-
-def test_a_kv_mismatch_names_both_sides_even_when_decode_is_full():
-    with pytest.raises(Unavailable, match="no prefill and decode worker have comp") as caught:
-        picked([worker("p0", dtype="bf16")], [worker("d0", blocks_free=0)])
-    assert all(said in str(caught.value) for said in ("p0", "d0", "bf16", "float32"))
-    told = refusal(worker("p0", dtype="bf16"), worker("d0"))
-    assert all(said in told for said in ("incompatible", "p0", "d0", "bf16", "float32"))
-
-
-def test_a_record_without_kv_harms_nobody_else():
-    bare = WorkerView(common_pb2.WorkerRecord(incarnation="d0"), worker_pb2.Load(), "READY")
-    assert picked([worker("p0")], [bare, worker("d1")]) == ("p0", "d1")
-
-
-def test_an_excluded_pair_is_passed_over_whatever_it_costs():
-    prefill, decode = [worker("p0")], [worker("d0"), worker("d1", running=9)]
-    assert picked(prefill, decode, excluded={("p0", "d0"): "transfers fail"}) == ("p0", "d1")
-    assert picked(prefill, decode, excluded={("d0", "p0"): "other way round"}) == ("p0", "d0")
-
-
-# Workers without room.
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "free", "cached", "fits"),
-    [
-        (7, 2, 0, True),  # two blocks, the second with room for the next token
-        (8, 2, 0, False),  # full blocks: the next token needs a third
-        (8, 3, 0, True),
-        (8, 1, 2, True),  # cached blocks can be given up
-        (1, 0, 0, False),
-    ],
-)
-def test_room_is_for_the_sequence_and_its_next_token(num_tokens, free, cached, fits):
-    full = worker("d0", blocks_free=free, blocks_cached=cached)
-    assert (refusal(worker("p0"), full, needs(num_tokens)) == "") is fits
-
-
-def test_blocks_shared_with_a_running_sequence_are_not_needed_again():
-    """Two of four blocks match; those that the pool keeps unheld are counted as available."""
-    prompt = tuple(range(12))
-    shared = prompt[:8]
-    for unheld, free, fits in ((0, 2, True), (0, 1, False), (1, 2, True), (2, 1, False)):
-        decode = worker("d0", caches=shared, blocks_free=free, blocks_cached=unheld, blocks_held=8)
-        assert (refusal(worker("p0"), decode, needs(prompt)) == "") is fits, (unheld, free)
-
-
-@pytest.mark.parametrize(
-    "load", [{"running": 9}, {"running": 4, "waiting": 5}, {"sequences": 9, "running": 2}]
-)
-def test_a_full_batch_takes_no_more(load):
-    told = refusal(worker("p0"), worker("d0", max_batch=8, **load))
-    assert told == "d0 has 9 sequences for a batch of 8"
-
-
-def test_a_batch_is_given_a_little_more_than_it_holds_so_that_places_are_taken_at_once():
-    assert refusal(worker("p0"), worker("d0", max_batch=8, running=8)) == ""
-    assert refusal(worker("p0"), worker("d0", max_batch=64, running=71)) == ""
-    assert refusal(worker("p0"), worker("d0", max_batch=64, running=72)) != ""
-    assert refusal(worker("p0"), worker("d0", running=1000)) == "", "it told no limit"
-
-
-def test_a_worker_that_refused_is_never_taken():
-    decode = [worker("d0"), worker("d1", running=9)]
-    assert picked([worker("p0")], decode, full={"d0"}) == ("p0", "d1")
-    with pytest.raises(Overloaded, match=r"d0 refused just now; d1 refused just now"):
-        picked([worker("p0")], decode, full={"d0", "d1"})
-
-
-def test_a_prefill_worker_with_enough_to_do_is_given_no_more():
-    busy = worker("p0", tokens=512, queue_tokens=512, chunk_tokens=256)
-    told = refusal(busy, worker("d0"))
-    assert told == "p0 has 512 tokens to compute first and is given no more than 512 ahead"
-    assert refusal(worker("p0", tokens=511, chunk_tokens=256), worker("d0")) == ""
-    assert refusal(worker("p0", tokens=1023), worker("d0")) == "", "chunks of 512, not told"
-
-
-def test_a_fast_prefill_worker_with_short_chunks_is_given_a_moment_of_work():
-    fast = {"chunk_tokens": 64, "prefill_tokens_per_s": 50_000}
-    assert refusal(worker("p0", tokens=4999, **fast), worker("d0")) == ""
-    assert refusal(worker("p0", tokens=5000, **fast), worker("d0")) != ""
-
-
-def test_what_goes_later_does_not_fill_the_window():
-    """A long prompt that may wait does not keep a short one waiting in the router."""
-    late = replace(worker("p0", queue_tokens=9000), assigned=(AssignedPrompt(9000, 7.0),))
-    assert refusal(late, worker("d0"), needs(virtual_finish=6.0)) == ""
-    assert "9000 tokens to compute first" in refusal(late, worker("d0"), needs(virtual_finish=8.0))
-
-
-def test_prompts_of_other_routers_are_all_ahead():
-    others = replace(worker("p0", queue_tokens=3000), assigned=(AssignedPrompt(1000, 7.0),))
-    assert "2000 tokens to compute first" in refusal(
-        others, worker("d0"), needs(virtual_finish=6.0)
-    )
-
-
-def test_a_prefill_worker_whose_pool_is_held_takes_no_more():
-    """Blocks of prompts whose handoff hangs: another worker has some."""
-    stuck = worker("p0", blocks_free=1, blocks_held=9)
-    assert refusal(stuck, worker("d0")) == "p0 has 1 KV blocks available and 3 are needed"
-    assert picked([stuck, worker("p1", queue_tokens=500)], [worker("d0")]) == ("p1", "d0")
-    assert refusal(worker("p0", blocks_free=0), worker("d0")) == "", "nothing is held there"
-
-
-def test_no_room_anywhere_is_overloaded_with_what_is_missing():
-    prefill = [worker("p0", tokens=5000)]
-    with pytest.raises(Overloaded) as caught:
-        picked(prefill, [worker("d0", blocks_free=1), worker("d1", running=9, max_batch=8)])
-    told = str(caught.value)
-    assert "no room for 8 tokens" in told and caught.value.retry_after_s > 0
-    assert "d0 has 1 KV blocks" in told and "d1 has 9 sequences" in told
-    assert told.count("p0 has 5000 tokens") == 1, "each reason once"
-
-
-def test_a_large_fleet_is_not_told_in_full():
-    decode = [worker(f"d{i}", blocks_free=0) for i in range(40)]
-    with pytest.raises(Overloaded) as caught:
-        picked([worker("p0")], decode)
-    assert "and 32 more" in str(caught.value) and str(caught.value).count("KV blocks") == 8
-
-
-def test_where_decode_prefills_nobody_waits_for_a_prefill_worker():
-    """A prompt that decode caches does not wait behind long ones."""
-    full, decode = worker("p0", tokens=5000), worker("d0", caches=PROMPT)
-    assert pick(fleet([full], [decode]), needs(local_prefill_max_tokens=4)).decode_prefills
-    with pytest.raises(Overloaded):
-        pick(fleet([full], [worker("d0")]), needs(local_prefill_max_tokens=4))
-
-
-# Workers that failed this request.
-
-
-def test_workers_that_failed_are_avoided_while_there_are_others():
-    prefill = [worker("p0"), worker("p1", queue_tokens=1000)]
-    decode = [worker("d0"), worker("d1", running=50)]
-    assert picked(prefill, decode, failed={"p0", "d0"}) == ("p1", "d1")
-    assert picked(prefill, decode, failed={"p0"}) == ("p1", "d0")
-
-
-def test_workers_that_failed_are_taken_when_there_are_no_others():
-    assert picked([worker("p0")], [worker("d0")], failed={"p0", "d0"}) == ("p0", "d0")
-
-
-def test_a_failed_worker_with_room_is_better_than_none():
-    decode = [worker("d0", blocks_free=0), worker("d1")]
-    assert picked([worker("p0")], decode, failed={"d1"}) == ("p0", "d1")
-    decode = [worker("d0"), worker("d1")]
-    assert picked([worker("p0")], decode, failed={"d1"}, full={"d0"}) == ("p0", "d1")
-
-
-# What is told of a choice.
-
-
-def test_all_pairs_are_judged_best_first_and_refused_ones_last():
-    prefill = [worker("p0", "DRAINING"), worker("p1", queue_tokens=400), worker("p2")]
-    choices = rank_all(fleet(prefill, [worker("d0", running=3), worker("d1")]), needs())
-    assert len(choices) == 6
-    assert [choice.names for choice in choices[:2]] == [("p2", "d1"), ("p2", "d0")]
-    assert [bool(choice.refused) for choice in choices] == [False] * 4 + [True] * 2
-    scores = [choice.score_ms for choice in choices[:4]]
-    assert scores == sorted(scores)
-
-
-def test_the_best_of_all_is_what_is_picked():
-    prefill = [worker("p0", queue_tokens=700), worker("p1", caches=PROMPT)]
-    snapshot = fleet(prefill, [worker("d0", running=3), worker("d1", "STALLED")])
-    first = rank_all(snapshot, needs())[0]
-    chosen = pick(snapshot, needs())
-    assert replace(first, candidates=0) == replace(chosen, candidates=0)
-    assert chosen.candidates == 2, "pairs that it was chosen from"
-
-
-def test_a_choice_is_told_to_spans_in_plain_values():
-    chosen = pick(fleet([worker("p0", caches=PROMPT)], [worker("d0", host_id="far")]), needs())
-    told = span_attributes(chosen)
-    assert told["prefill_cached_tokens"] == 4 and told["same_host"] is False
-    assert told["candidates"] == 1 and told["decode_prefills"] is False
-    assert told["predicted_ttft_ms"] == pytest.approx(chosen.ttft_s * 1e3, abs=0.001)
-    assert all(isinstance(value, str | int | float) for value in told.values())
-
-
-# Feasibility.
-
-
-def test_the_prediction_is_of_the_pair_that_is_fastest_to_a_first_token():
-    rate = {"prefill_tokens_per_s": 1000}
-    prefill = [worker("p0", queue_tokens=500, **rate), worker("p1", queue_tokens=200, **rate)]
-    told = predicted_ttft_s(fleet(prefill, [worker("d0")]), needs(100))
-    assert told == pytest.approx(0.3, abs=0.01)
-
-
-def test_pairs_that_are_full_now_count_and_unusable_ones_do_not():
-    rate = {"prefill_tokens_per_s": 1000}
-    full = worker("p0", queue_tokens=5000, **rate)
-    assert predicted_ttft_s(fleet([full], [worker("d0")]), needs(100)) == pytest.approx(
-        5.1, abs=0.1
-    )
-    down = [worker("p1", "SILENT", **rate), full]
-    assert predicted_ttft_s(fleet(down, [worker("d0")]), needs(100)) > 5
-
-
-def test_nothing_is_predicted_before_anything_is_measured():
-    assert predicted_ttft_s(fleet([worker("p0", queue_tokens=999)], [worker("d0")]), needs()) == 0
-    measured = worker("p1", "DRAINING", prefill_tokens_per_s=100)
-    assert predicted_ttft_s(fleet([worker("p0"), measured], [worker("d0")]), needs()) == 0
-    assert predicted_ttft_s(fleet([measured], [worker("d0")]), needs()) == 0
-
-
-# Snapshots.
-
-
-def test_the_context_is_what_every_ready_decode_worker_takes():
-    decode = [
-        worker("d0", max_context=64),
-        worker("d1", max_context=32),
-        worker("d2", "DRAINING", max_context=8),
-    ]
-    assert fleet([], decode).max_context == 32
-    assert fleet([worker("p0")], [decode[2]]).max_context == 0
-
-
-def test_a_prompt_is_hashed_once_and_only_where_somebody_caches(monkeypatch):
-    hashed = []
-    monkeypatch.setattr(
-        "router.placement.cost_model.hash_chain", lambda *asked: hashed.append(asked) or []
-    )
-    request = needs()
-    pick(fleet([worker("p0")], [worker("d0")]), request)
-    assert not hashed
-    caching = fleet([worker("p0", caches=PROMPT)], [worker("d0", caches=PROMPT)])
-    pick(caching, request)
-    pick(caching, request)
-    assert hashed == [(PROMPT, BLOCK, "")]
-
-
-def test_thousands_of_workers_that_are_not_ready_make_no_million_pairs():
-    ghosts = [worker(f"ghost{i:04}", "UNREACHABLE", "nobody is there") for i in range(1500)]
-    snapshot = fleet([*ghosts, worker("p0")], [*ghosts, worker("d0")])
-    assert pick(snapshot, needs()).names == ("p0", "d0")
-    assert len(rank_all(snapshot, needs())) < 500
-    assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
-
-
-# Why requests cannot be served.
-
-
-def test_one_usable_pair_is_enough():
-    others = worker("p1", SILENT), worker("d1", dtype="bfloat16")
-    snapshot = Snapshot((others[0], worker("p0")), (others[1], worker("d0")))
-    assert snapshot.ready
-    assert snapshot.why_not_ready == ""
-    assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
 
 
 @pytest.mark.parametrize(
@@ -291,11 +51,11 @@ def test_one_usable_pair_is_enough():
             "no decode worker is ready (d0 is SILENT: no heartbeat; d1 is DRAINING)",
         ),
         (
-            [worker("p0")],
-            [worker("d0", dtype="bfloat16")],
+            [worker("p0", dtype="bf16")],
+            [worker("d0", blocks_free=0)],  # said even when decode is full
             {},
             "no prefill and decode worker have compatible KV caches: "
-            "prefill worker p0 has dtype=float32, decode worker d0 has dtype=bfloat16",
+            "prefill worker p0 has dtype=bf16, decode worker d0 has dtype=float32",
         ),
         (
             [worker("p0", quantization="int8")],
@@ -313,14 +73,394 @@ def test_one_usable_pair_is_enough():
         ),
     ],
 )
-def test_what_is_missing_is_said(prefill, decode, excluded, why):
-    snapshot = Snapshot(tuple(prefill), tuple(decode), excluded)
-    assert not snapshot.ready
+def test_without_a_usable_pair_the_router_says_what_is_missing(prefill, decode, excluded, why):
+    snapshot = fleet(prefill, decode, excluded)
     assert snapshot.why_not_ready == why
+    with pytest.raises(Unavailable) as caught:
+        pick(snapshot, needs())
+    assert str(caught.value) == why
+    assert all(pair.refused for pair in rank_all(snapshot, needs()))
 
 
-def test_of_thousands_that_are_not_ready_a_few_are_told():
-    many = tuple(worker(f"p{i:04}", SILENT, "it is not there") for i in range(2000))
-    why = Snapshot(many, many).why_not_ready
-    assert why.startswith("no prefill worker is ready (p0000 is SILENT: it is not there; p0001")
-    assert why.endswith("; and 1992 more)") and len(why) < 1000
+def test_one_usable_pair_is_enough():
+    bare = WorkerView(common_pb2.WorkerRecord(incarnation="d1"), worker_pb2.Load(), "READY")
+    decode = [bare, worker("d2", dtype="bfloat16", max_context=8), worker("d0", max_context=32)]
+    snapshot = fleet([worker("p1", SILENT), worker("p0")], decode)
+    assert snapshot.why_not_ready == ""
+    assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
+    assert pick(snapshot, needs()).names == ("p0", "d0")
+    ready = fleet([], [worker("d0", max_context=32), worker("d1", "DRAINING", max_context=8)])
+    assert ready.max_context == 32, "what every ready decode worker takes"
+
+
+def test_an_excluded_pair_is_passed_over_whatever_it_costs():
+    prefill, decode = [worker("p0")], [worker("d0"), worker("d1", running=9)]
+    assert picked(prefill, decode, excluded={("p0", "d0"): "transfers fail"}) == ("p0", "d1")
+    assert picked(prefill, decode, excluded={("d0", "p0"): "other way round"}) == ("p0", "d0")
+
+
+def test_thousands_of_workers_that_are_not_ready_cost_little():
+    ghosts = [worker(f"ghost{i:04}", "UNREACHABLE", "gone") for i in range(1500)]
+    snapshot = fleet([*ghosts, worker("p0")], [*ghosts, worker("d0")])
+    assert pick(snapshot, needs()).names == ("p0", "d0")
+    assert len(rank_all(snapshot, needs())) < 500
+    why = fleet(ghosts, ghosts).why_not_ready
+    assert why.startswith("no prefill worker is ready (ghost0000 is UNREACHABLE: gone; ghost0001")
+    assert why.endswith("; and 1492 more)") and len(why) < 1000
+
+
+# Workers without room.
+
+
+def missing(available, needed, name="d0"):
+    return f"{name} has {available} KV blocks available and {needed} are needed"
+
+
+def ahead(tokens, most):
+    return f"p0 has {tokens} tokens to compute first and is given no more than {most} ahead"
+
+
+FAST = {"chunk_tokens": 64, "prefill_tokens_per_s": 50_000}
+SHARED = {"caches": LONG[:8], "blocks_held": 8}  # two of four blocks match
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "request_", "said"),
+    [
+        # Blocks for the sequence and its next token; cached ones can be given up.
+        ({}, {"blocks_free": 2}, needs(7), ""),
+        ({}, {"blocks_free": 2}, needs(8), missing(2, 3)),
+        ({}, {"blocks_free": 3}, needs(8), ""),
+        ({}, {"blocks_free": 1, "blocks_cached": 2}, needs(8), ""),
+        ({}, {"blocks_free": 0}, needs(1), missing(0, 1)),
+        # Blocks shared with a running sequence are not needed again; those that the pool keeps
+        # unheld are counted as available.
+        ({}, {"blocks_free": 2, **SHARED}, needs(LONG[:12]), ""),
+        ({}, {"blocks_free": 1, **SHARED}, needs(LONG[:12]), missing(1, 2)),
+        ({}, {"blocks_free": 2, "blocks_cached": 1, **SHARED}, needs(LONG[:12]), ""),
+        ({}, {"blocks_free": 1, "blocks_cached": 2, **SHARED}, needs(LONG[:12]), missing(3, 4)),
+        # A batch, and a little more, so that places are taken at once.
+        ({}, {"max_batch": 8, "running": 8}, needs(), ""),
+        ({}, {"max_batch": 8, "running": 9}, needs(), "d0 has 9 sequences for a batch of 8"),
+        ({}, {"max_batch": 8, "running": 4, "waiting": 5}, needs(), "d0 has 9 sequences for "),
+        ({}, {"max_batch": 8, "sequences": 9, "running": 2}, needs(), "d0 has 9 sequences for "),
+        ({}, {"max_batch": 64, "running": 71}, needs(), ""),
+        ({}, {"max_batch": 64, "running": 72}, needs(), "d0 has 72 sequences for a batch of 64"),
+        ({}, {"running": 1000}, needs(), ""),  # no limit is known
+        # Two chunks on a prefill worker, or a tenth of a second of work where they are short.
+        ({"tokens": 512, "chunk_tokens": 256}, {}, needs(), ahead(512, 512)),
+        ({"tokens": 511, "chunk_tokens": 256}, {}, needs(), ""),
+        ({"tokens": 1023}, {}, needs(), ""),  # chunks of 512, not known
+        ({"tokens": 4999, **FAST}, {}, needs(), ""),
+        ({"tokens": 5000, **FAST}, {}, needs(), ahead(5000, 5000)),
+        # A prefill pool that is held, by handoffs that hang; one that is not held is just small.
+        ({"blocks_free": 1, "blocks_held": 9}, {}, needs(), missing(1, 3, "p0")),
+        ({"blocks_free": 0}, {}, needs(), ""),
+    ],
+)
+def test_a_pair_without_room_says_why(prefill, decode, request_, said):
+    refused = refusal(worker("p0", **prefill), worker("d0", **decode), request_)
+    assert refused.startswith(said) and bool(refused) is bool(said)
+
+
+def test_what_finishes_later_does_not_fill_the_window():
+    """A long prompt that may wait does not keep a short one in the router; other routers' may."""
+    late = assigned(worker("p0", queue_tokens=9000), 9000, 7.0)
+    assert refusal(late, request=needs(virtual_finish=6.0)) == ""
+    assert "9000 tokens to compute first" in refusal(late, request=needs(virtual_finish=8.0))
+    others = assigned(worker("p0", queue_tokens=3000), 1000, 7.0)
+    assert "2000 tokens to compute first" in refusal(others, request=needs(virtual_finish=6.0))
+
+
+def test_no_room_anywhere_is_overloaded_with_each_reason_once():
+    full = [worker("d0", blocks_free=1), worker("d1", running=9, max_batch=8), worker("d2")]
+    with pytest.raises(Overloaded) as caught:
+        picked([worker("p0", tokens=5000)], full, full={"d2"})
+    said = str(caught.value)
+    assert "no room for 8 tokens" in said and caught.value.retry_after_s > 0
+    for reason in ("d0 has 1 KV blocks", "d1 has 9 seq", "d2 refused just now", "p0 has 5000 tok"):
+        assert said.count(reason) == 1
+    with pytest.raises(Overloaded) as caught:
+        picked([worker("p0")], [worker(f"d{i}", blocks_free=0) for i in range(40)])
+    assert "and 32 more" in str(caught.value) and str(caught.value).count("KV blocks") == 8
+
+
+def test_where_decode_prefills_a_full_prefill_worker_does_not_matter():
+    """A prompt that decode caches does not wait behind long ones."""
+    full, decode = worker("p0", tokens=5000), worker("d0", caches=PROMPT)
+    assert pick(fleet([full], [decode]), needs(local_prefill_max_tokens=4)).decode_prefills
+    assert refusal(full, request=needs(local_prefill_max_tokens=4))
+
+
+def test_workers_that_failed_this_request_are_avoided_while_there_are_others():
+    prefill = [worker("p0"), worker("p1", queue_tokens=1000)]
+    decode = [worker("d0"), worker("d1", running=50)]
+    assert picked(prefill, decode, failed={"p0", "d0"}) == ("p1", "d1")
+    assert picked(prefill, decode, failed={"p0"}) == ("p1", "d0")
+    assert picked(prefill[:1], decode[:1], failed={"p0", "d0"}) == ("p0", "d0")
+    assert picked(prefill, [worker("d0", blocks_free=0), decode[1]], failed={"d1"})[1] == "d1"
+    assert picked(prefill, decode, failed={"d1"}, full={"d0"})[1] == "d1"
+
+
+# Time to first token.
+
+
+@pytest.mark.parametrize(
+    ("prefill", "request_", "ttft_s"),
+    [
+        (worker("p0", queue_tokens=300, **RATE), needs(100), 0.4),
+        (worker("p0", queue_tokens=300, prefill_tokens_per_s=4000), needs(100), 0.1),
+        (worker("p0", caches=LONG[:81], **RATE), needs(LONG), 0.02),  # whole blocks
+        (worker("p0", caches=LONG, salt="other", **RATE), needs(LONG, cache_salt="own"), 0.1),
+        (worker("p0", caches=LONG, salt="own", **RATE), needs(LONG, cache_salt="own"), 0.004),
+        # Half a chunk of what goes later may be running.
+        (assigned(worker("p0", queue_tokens=900, chunk_tokens=200, **RATE), 900, 7.0),
+         needs(100), 0.2),
+        (assigned(worker("p0", queue_tokens=60, chunk_tokens=200, **RATE), 60, 7.0),
+         needs(100), 0.16),
+        (assigned(worker("p0", queue_tokens=900, **RATE), 900, 7.0), needs(100), 0.356),
+    ],
+)  # fmt: skip
+def test_ttft_is_what_is_computed_first_and_the_uncached_rest(prefill, request_, ttft_s):
+    pair = only(prefill, worker("d0", caches=LONG[:80], **POOL), request_)
+    assert pair.ttft_s == pytest.approx(ttft_s + HANDOFF_S), "what decode caches saves nothing"
+    snapshot = fleet([prefill, worker("p1", "SILENT", **RATE)], [worker("d0", **POOL)])
+    assert predict(snapshot, request_) == (pytest.approx(ttft_s + HANDOFF_S), True)
+
+
+def test_the_prediction_is_of_the_fastest_pair_also_where_all_are_full():
+    prefill = [worker("p0", queue_tokens=500, **RATE), worker("p1", queue_tokens=200, **RATE)]
+    assert predict(fleet(prefill, [worker("d0")]), needs(100))[0] == pytest.approx(0.3, abs=0.01)
+    full = fleet([worker("p0", queue_tokens=5000, **RATE)], [worker("d0")])
+    assert predict(full, needs(100)) == (pytest.approx(5.1, abs=0.1), False)
+    unmeasured = [worker("p0", queue_tokens=9), worker("p1", "DRAINING", **RATE)]
+    for prefill in (unmeasured[:1], unmeasured, unmeasured[1:]):
+        assert predict(fleet(prefill, [worker("d0")]), needs())[0] == 0
+
+
+def test_rates_that_are_missing_or_differ_by_noise_are_the_usual_one():
+    prefill = [worker("p0", queue_tokens=9), worker("p1", queue_tokens=9, prefill_tokens_per_s=500)]
+    first, second = rank_all(fleet(prefill, [worker("d0", **POOL)]), needs(100))
+    assert first.ttft_s == second.ttft_s == pytest.approx(0.218 + HANDOFF_S)
+
+    def two(rate, queue):
+        prefill = [
+            worker("p0", queue_tokens=queue, **RATE),
+            worker("p1", prefill_tokens_per_s=rate),
+        ]
+        return picked(prefill, [worker("d0", **POOL)], needs(100))[0]
+
+    assert two(rate=850, queue=0) == "p0"
+    assert two(rate=850, queue=1) == "p1", "not kept busy for its noise"
+    assert two(rate=300, queue=100) == "p0", "a slow worker has to be much emptier"
+    assert two(rate=300, queue=400) == "p1"
+
+
+@pytest.mark.parametrize(("ahead", "taken"), [(79, "cached"), (81, "idle")])
+def test_affinity_is_bounded_by_load(ahead, taken):
+    """A cached prefix is worth the tokens that it saves: 80 here, and not one more."""
+    cached = worker("cached", caches=LONG[:80], queue_tokens=ahead, **RATE)
+    prefill = [cached, worker("idle", **RATE)]
+    assert picked(prefill, [worker("d0", **POOL)], needs(LONG))[0] == taken
+
+
+def test_a_burst_of_one_prefix_does_not_pile_up_where_it_is_cached():
+    """100 tokens of which 80 are cached: after five or so it is quicker to compute them anew."""
+    queues = {"cached": (), "p1": (), "p2": ()}
+    for _ in range(24):
+        prefill = [
+            replace(
+                worker(name, caches=LONG[:80] if name == "cached" else (), **RATE), assigned=own
+            )
+            for name, own in queues.items()
+        ]
+        pair = pick(fleet(prefill, [worker("d0", **POOL)]), needs(LONG))
+        queues[pair.prefill.incarnation] += (AssignedPrompt(pair.on_prefill.uncached, 0.0),)
+    waits = {name: sum(item.num_tokens for item in queue) for name, queue in queues.items()}
+    assert len(queues["cached"]) > len(queues["p1"]), "it does get more"
+    assert max(waits.values()) - min(waits.values()) <= 100, waits
+
+
+def test_a_prompt_is_hashed_once_and_only_where_a_worker_caches(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(
+        "router.placement.cost_model.hash_chain", lambda *given: hashed.append(given) or []
+    )
+    request = needs()
+    pick(fleet([worker("p0")], [worker("d0")]), request)
+    assert not hashed
+    caching = fleet([worker("p0", caches=PROMPT)], [worker("d0", caches=PROMPT)])
+    pick(caching, request)
+    pick(caching, request)
+    assert hashed == [(PROMPT, BLOCK, "")]
+
+
+# Time per output token, memory and distance.
+
+
+@pytest.mark.parametrize(
+    ("load", "tpot_s"),
+    [
+        ({"step_ms": 9}, 0.009),
+        ({"step_ms": 18, "running": 10}, 0.019),  # as if eight were there before the first
+        ({"step_ms": 18, "running": 10, "sequences": 15}, 0.024),
+    ],
+)
+def test_tpot_is_the_step_with_one_more_sequence(load, tpot_s):
+    pair = only(worker("p0"), worker("d0", **load, **POOL))
+    assert pair.on_decode.tpot_s == pytest.approx(tpot_s)
+
+
+def test_slow_decode_workers_get_fewer_sequences_but_not_none():
+    def two(slow_runs, fast_runs):
+        slow = worker("slow", step_ms=30 * (8 + slow_runs) / 9, running=slow_runs, **POOL)
+        fast = worker("fast", step_ms=10 * (8 + fast_runs) / 9, running=fast_runs, **POOL)
+        return picked([worker("p0")], [slow, fast])[1]
+
+    assert two(slow_runs=1, fast_runs=5) == "fast"
+    assert two(slow_runs=1, fast_runs=25) == "slow"
+    # What an idle worker measured with a batch long gone does not keep it idle.
+    decode = [worker("idle", step_ms=60, **POOL), worker("busy", step_ms=10, running=2, **POOL)]
+    assert picked([worker("p0")], decode)[1] == "idle"
+
+
+def test_expected_tokens_weigh_tpot_up_to_a_limit():
+    decode = worker("d0", step_ms=10, **POOL)
+    scores = {
+        n: only(worker("p0", **RATE), decode, needs(100, new_tokens=n)).score_ms
+        for n in (1, 10, 64, 256, 4000, 0)
+    }
+    assert scores[10] - scores[1] == pytest.approx(90)
+    assert scores[4000] == scores[256] and scores[0] == scores[64]
+
+
+def test_a_pool_that_runs_full_costs_more_the_fuller_it_is():
+    def decode(name, free):
+        return worker(name, blocks_total=100, blocks_free=free, blocks_held=100 - free)
+
+    scores = [only(worker("p0"), decode("d0", n), needs(8)).score_ms for n in (100, 70, 40, 10)]
+    steps = [after - before for before, after in itertools.pairwise(scores)]
+    assert 0 < steps[0] < steps[1] < steps[2]
+    assert picked([worker("p0")], [decode("d0", 10), decode("d1", 60)], needs(8))[1] == "d1"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cached", "bytes_"),
+    [
+        ("float32", 0, 100 * 40_000),
+        ("float32", 80, 20 * 40_000),  # only what decode does not cache is sent
+        ("bfloat16", 0, 100 * 20_000),
+        ("int8", 0, 100 * 10_000 * 129 / 125),  # heads of 125 elements of a byte, and their scale
+    ],
+)
+def test_what_is_sent_takes_its_time_on_the_link(dtype, cached, bytes_):
+    def cost_ms(host, handoff_s, bytes_per_s):
+        prefill = worker("p0", dtype=dtype, host_id=host, **RATE)
+        decode = worker("d0", dtype=dtype, caches=LONG[:cached], host_id="a", **POOL)
+        pair = only(prefill, decode, needs(LONG, new_tokens=1))
+        rest_s = 0.1 + handoff_s + bytes_ / bytes_per_s + pair.on_decode.tpot_s
+        assert pair.score_ms == pytest.approx(1e3 * rest_s, abs=0.01)
+        assert pair.same_host == (host == "a")
+        return pair.score_ms
+
+    assert cost_ms("a", 0.003, 4e9) < cost_ms("b", 0.005, 1e9)
+
+
+def test_ties_go_to_what_was_given_less_then_by_name():
+    decode = [worker("d1", **POOL), worker("d0", **POOL)]
+    assert picked([worker("p1"), worker("p0")], decode) == ("p0", "d0")
+    used = [worker("p0", steps=9), worker("p1", steps=8)]
+    assert picked(used, decode) == ("p1", "d0"), "its cache has room"
+    assert picked([assigned(worker("p1"), 0, 9.0), used[0]], decode) == ("p0", "d0")
+
+
+def test_pairs_are_ranked_best_first_and_refused_ones_last():
+    prefill = [worker("p0", "DRAINING"), worker("p1", queue_tokens=400), worker("p2")]
+    snapshot = fleet(prefill, [worker("d0", running=3), worker("d1")])
+    pairs = rank_all(snapshot, needs())
+    assert [pair.names for pair in pairs[:2]] == [("p2", "d1"), ("p2", "d0")]
+    assert [bool(pair.refused) for pair in pairs] == [False] * 4 + [True] * 2
+    scores = [pair.score_ms for pair in pairs[:4]]
+    assert scores == sorted(scores)
+    assert pick(snapshot, needs()) == replace(pairs[0], candidates=4)
+
+
+# Decode computes the prompt itself.
+
+
+@pytest.mark.parametrize(
+    ("left", "most", "alone"), [(16, 16, True), (17, 16, False), (1, 0, False), (100, 200, True)]
+)
+def test_decode_computes_the_little_that_is_left(left, most, alone):
+    prompt = tuple(range(100 - left)) + tuple(range(500, 500 + left))
+    decode = worker("d0", running=50, sequences=50, **POOL)
+    request = needs(left, local_prefill_max_tokens=most)
+    assert only(worker("p0"), decode, request).decode_prefills is alone
+    if left % BLOCK == 0:
+        decode = worker("d0", running=50, caches=prompt[:-left], **POOL)
+        request = needs(prompt, local_prefill_max_tokens=most)
+        assert only(worker("p0"), decode, request).decode_prefills is alone
+
+
+def pair_of(*, left=40, ahead=0, running=0, most=16, prefill_caches=0, chunk=512):
+    """A prompt of 1000 tokens of which decode caches all but `left`."""
+    prompt = tuple(range(1000))
+    caches, cached = prompt[:prefill_caches], prompt[: 1000 - left]
+    prefill = worker("p0", queue_tokens=ahead, caches=caches, **RATE, **POOL)
+    load = {"running": running, "chunk_tokens": chunk, "step_ms": 1}
+    decode = worker("d0", caches=cached, **load, **RATE, **POOL)
+    return only(prefill, decode, needs(prompt, local_prefill_max_tokens=most))
+
+
+@pytest.mark.parametrize(
+    ("case", "local_tokens"),
+    [
+        ({}, 40),
+        # 40 tokens of 1000 are left: worth it while twice that, for all there, costs less.
+        ({"running": 10}, 40),
+        ({"running": 15}, None),
+        ({"running": 15, "ahead": 500}, 40),  # the prefill worker is busy too
+        ({"prefill_caches": 936}, None),  # it has not much more to compute
+        ({"chunk": 40}, 40),
+        ({"chunk": 36}, None),  # never more than a chunk
+        ({"most": 0}, None),  # switched off
+        ({"left": 8}, 16),
+        ({"left": 40, "running": 90}, None),
+    ],
+)
+def test_decode_computes_what_costs_less_there_than_elsewhere(case, local_tokens):
+    pair = pair_of(**case)
+    assert pair.decode_prefills is (local_tokens is not None)
+    # For Reserve: if less is cached than it seemed, the prompt is handed over after all.
+    assert pair.local_prefill_max_tokens == (local_tokens or case.get("most", 16))
+    if case == {}:
+        assert pair.ttft_s == pytest.approx(0.04, abs=0.002)
+
+
+def test_what_the_other_streams_wait_is_part_of_the_cost():
+    quiet, busy = pair_of(running=0), pair_of(running=10)
+    tpot_s = busy.on_decode.tpot_s - quiet.on_decode.tpot_s
+    own_ms = (2 * (busy.ttft_s - quiet.ttft_s) + 64 * tpot_s) * 1e3
+    assert busy.score_ms - quiet.score_ms - own_ms == pytest.approx(2 * 10 * 40, rel=0.01)
+
+
+def test_decode_does_not_compute_while_an_idle_prefill_worker_is_sooner():
+    """40 tokens on decode count as 80; an idle worker that caches the rest needs 67 ms."""
+    prompt = tuple(range(1000))
+    idle = worker("p1", caches=prompt[:936], **RATE, **POOL)
+    decode = worker("d0", caches=prompt[:960], step_ms=1, **RATE, **POOL)
+    snapshot = fleet([worker("p0", queue_tokens=500, **RATE, **POOL), idle], [decode])
+    pair = pick(snapshot, needs(prompt, local_prefill_max_tokens=16))
+    assert pair.names == ("p1", "d0") and not pair.decode_prefills
+    # Or an idle cluster would compute prompts on decode, where the next stream meets them.
+    uncached = only(worker("p0", **RATE), worker("d0", **RATE, **POOL),
+                    needs(100, local_prefill_max_tokens=16))  # fmt: skip
+    assert not uncached.decode_prefills
+
+
+def test_where_decode_prefills_the_prefill_worker_is_the_emptiest():
+    """It may be needed after all."""
+    prefill = [worker("p0", queue_tokens=50), worker("p1", queue_tokens=5)]
+    request = needs(8, local_prefill_max_tokens=16)
+    pair = pick(fleet(prefill, [worker("d0")]), request)
+    assert pair.decode_prefills and pair.names == ("p1", "d0")

@@ -19,67 +19,74 @@ from router.admission.wait_queue import (
 )
 
 
-class Fleet:
-    """Room for so many tokens; changed whenever it changes. Knows who asked, and when."""
+class Room:
+    """Room for so many tokens, and a queue for it; knows which requests tried, and when."""
 
-    def __init__(self, room=0):
-        self.room = room
+    def __init__(self, clock, room=0, capacity=1000):
+        self.clock, self.room = clock, room
         self.changed = asyncio.Event()
-        self.tried = []
-        self.placed = []
-        self.now = 50.0
+        self.tried, self.placed, self.tasks = [], [], []
+        self.queue = WaitQueue(capacity, lambda: self.changed, clock=clock)
 
-    def attempt(self, entry):
+    async def place(self, finish, tokens=1, name=None, *, accepted=False, **fields):
+        name = name or finish
+
         async def attempt():
-            self.tried.append(entry.request_id)
+            self.tried.append(name)
             await asyncio.sleep(0)
-            if entry.num_tokens > self.room:
+            if tokens > self.room:
                 raise Overloaded("no room")
-            self.room -= entry.num_tokens
-            self.placed.append(entry.request_id)
-            return entry.request_id
+            self.room -= tokens
+            self.placed.append(name)
+            return name
 
-        return attempt
+        entry = QueueEntry(finish, tokens, **fields)
+        return await self.queue.place(entry, attempt, accepted=accepted)
 
-    def give(self, tokens):
+    async def attempt(self, finish, attempt):
+        """A request with an attempt of its own."""
+        return await self.queue.place(QueueEntry(finish, 1), attempt)
+
+    async def add(self, placing):
+        """Starts a request."""
+        self.tasks.append(asyncio.create_task(placing))
+        await settled()
+        return self.tasks[-1]
+
+    async def give(self, tokens):
+        """Room appears; who was placed by it."""
+        before = len(self.placed)
+        self.change(tokens)
+        await settled()
+        return self.placed[before:]
+
+    def change(self, tokens=0):
         self.room += tokens
-        self.tell()
-
-    def tell(self):
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def place(self, queue, finish, tokens=1, name=None, **fields):
-        entry = QueueEntry(finish, tokens, name or f"at {finish}", **fields)
-        return queue.place(entry, self.attempt(entry), lambda: self.changed)
-
 
 @pytest.fixture
-def fleet():
-    return Fleet()
+async def room_of(clock):
+    """Makes queues; at the end no request and no task of them may be left."""
+    made = []
 
+    def make(*args, **fields):
+        made.append(Room(clock, *args, **fields))
+        return made[-1]
 
-@pytest.fixture
-def queue(fleet):
-    return WaitQueue(100, clock=lambda: fleet.now)
-
-
-@pytest.fixture
-async def standing(queue, fleet):
-    """standing(finish, tokens) starts a task that waits; none is left at the end."""
-    tasks = []
-
-    async def stand(finish, tokens=1, name=None, **fields):
-        tasks.append(asyncio.create_task(fleet.place(queue, finish, tokens, name, **fields)))
+    yield make
+    for room in made:
+        for task in room.tasks:
+            task.cancel()
+        await asyncio.gather(*room.tasks, return_exceptions=True)
         await settled()
-        return tasks[-1]
+        assert room.queue.depth == 0 and (room.queue._waking is None or room.queue._waking.done())
 
-    yield stand
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await settled()
-    assert queue.depth == 0 and (queue._waking is None or queue._waking.done())
+
+@pytest.fixture
+def room(room_of):
+    return room_of()
 
 
 async def settled():
@@ -87,95 +94,84 @@ async def settled():
         await asyncio.sleep(0)
 
 
-async def test_with_nobody_waiting_it_is_asked_at_once(queue, fleet):
-    fleet.room = 1
-    assert await fleet.place(queue, 1.0) == "at 1.0"
-    assert queue.depth == 0
+async def test_entries_are_placed_by_virtual_finish_then_by_arrival(room):
+    room.room = 1
+    assert await room.place(9.0) == 9.0, "with none waiting it is tried at once"
+    for finish, name in ((5.0, "e"), (1.0, "a"), (3.0, "c"), (3.0, "d"), (2.0, "b")):
+        await room.add(room.place(finish, name=name))
+    assert room.queue.depth == 5
+    assert [await room.give(1) for _ in range(5)] == [["a"], ["b"], ["c"], ["d"], ["e"]]
 
 
-async def test_the_earliest_virtual_finish_goes_first(queue, fleet, standing):
-    for finish in (5.0, 1.0, 3.0, 2.0, 4.0):
-        await standing(finish)
-    assert queue.depth == 5
-    for _ in range(5):
-        fleet.give(1)
-        await settled()
-    assert fleet.placed == [f"at {finish}.0" for finish in (1, 2, 3, 4, 5)]
+async def test_a_newcomer_with_an_early_virtual_finish_need_not_wait_for_changes(room):
+    await room.add(room.place(5.0, tokens=10))
+    room.room = 5  # without an event
+    await room.add(room.place(1.0, tokens=5))
+    assert room.placed == [1.0]
 
 
-async def test_equals_go_in_the_order_they_came(fleet, standing):
-    for name in "abc":
-        await standing(1.0, name=name)
-    fleet.give(3)
-    await settled()
-    assert fleet.placed == ["a", "b", "c"]
-
-
-async def test_a_newcomer_with_an_early_virtual_finish_need_not_wait_for_changes(fleet, standing):
-    await standing(5.0, tokens=10)
-    fleet.room = 5  # of which nobody tells
-    await standing(1.0, tokens=5)
-    assert fleet.placed == ["at 1.0"]
-
-
-async def test_one_more_than_fit_is_refused_with_a_time(fleet, standing):
-    queue = WaitQueue(2, clock=lambda: fleet.now)
-    waiting = [asyncio.create_task(fleet.place(queue, finish)) for finish in (1.0, 2.0)]
-    await settled()
+async def test_a_full_queue_refuses_with_a_time_but_not_what_was_accepted_before(room_of):
+    room = room_of(capacity=2)
+    for finish in (1.0, 2.0):
+        await room.add(room.place(finish))
     shortest, longest = RETRY_AFTER_S
     with pytest.raises(Overloaded, match="2 requests are waiting already") as caught:
-        await fleet.place(queue, 0.0)
+        await room.place(0.0)
     assert shortest <= caught.value.retry_after_s <= longest
-    accepted = QueueEntry(0.0, 1, "accepted")
-    again = queue.place(accepted, fleet.attempt(accepted), lambda: fleet.changed, accepted=True)
-    waiting.append(asyncio.create_task(again))
-    await settled()
-    fleet.give(3)
-    await asyncio.gather(*waiting)
-    assert fleet.placed == ["accepted", "at 1.0", "at 2.0"]
+    await room.add(room.place(0.0, accepted=True))
+    assert await room.give(3) == [0.0, 1.0, 2.0]
 
 
-async def test_other_errors_end_the_wait(queue, fleet, standing):
-    first = await standing(1.0)
+async def test_other_errors_end_the_wait(room):
+    first = await room.add(room.place(1.0))
 
     async def broken():
-        raise Unavailable("nobody there")
+        raise Unavailable("no worker")
 
     with pytest.raises(Unavailable):
-        await queue.place(QueueEntry(0.0, 1, "broken"), broken, lambda: fleet.changed)
-    fleet.give(1)
-    assert await first == "at 1.0"
+        await room.attempt(0.0, broken)
+    assert await room.give(1) == [1.0] and first.done()
 
 
-async def test_small_ones_pass_a_large_one_only_until_its_patience_ends(fleet, standing):
-    await standing(1.0, tokens=10, name="large")
-    await standing(2.0, tokens=1, name="small")
-    fleet.give(1)
-    await settled()
-    assert fleet.placed == ["small"]
-    fleet.now += PASSING_S + 0.1
-    await standing(3.0, tokens=1, name="late")
-    fleet.give(5)
-    await settled()
-    assert fleet.placed == ["small"]  # room gathers
-    fleet.give(5)
-    await settled()
-    assert fleet.placed == ["small", "large"]
-    fleet.give(1)
-    await settled()
-    assert fleet.placed == ["small", "large", "late"]
+async def test_small_requests_pass_a_large_one_only_until_its_patience_ends(room):
+    await room.add(room.place(1.0, tokens=10, name="large"))
+    await room.add(room.place(2.0, tokens=1, name="small"))
+    assert await room.give(1) == ["small"]
+    room.clock.now += PASSING_S + 0.1
+    await room.add(room.place(3.0, tokens=1, name="late"))
+    assert await room.give(5) == []  # room gathers
+    assert await room.give(5) == ["large"]
+    assert await room.give(1) == ["late"]
 
 
-async def test_one_change_costs_a_bounded_number_of_tries(fleet, standing):
+async def test_a_large_request_is_placed_among_small_ones_that_never_end(room_of, monkeypatch):
+    """Small ones with earlier finishes come without end, each holding its room a while."""
+    monkeypatch.setattr(wait_queue_module, "PASSING_S", 0.05)
+    loop, room = asyncio.get_running_loop(), room_of(room=4)
+    room.queue._clock, begun = loop.time, loop.time()
+
+    async def small():
+        while True:
+            await room.place(loop.time() - begun + 0.1)
+            await asyncio.sleep(0.002)
+            room.change(1)
+
+    for _ in range(12):
+        room.tasks.append(asyncio.create_task(small()))
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(30):
+        assert await room.place(0.3, tokens=4, name="large") == "large"
+
+
+async def test_one_change_costs_a_bounded_number_of_tries(room):
     for finish in range(50):
-        await standing(float(finish), tokens=10)
-    fleet.tried.clear()
-    fleet.tell()
-    await settled()
-    assert fleet.tried == [f"at {finish}.0" for finish in range(MOST_REFUSED)]
+        await room.add(room.place(finish, tokens=10, name=str(finish)))
+    room.tried.clear()
+    await room.give(0)
+    assert room.tried == [str(finish) for finish in range(MOST_REFUSED)]
 
 
-async def test_tries_run_one_at_a_time(queue, fleet, monkeypatch):
+async def test_tries_run_one_at_a_time(room, monkeypatch):
     monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", 60.0)
     running, most = 0, 0
 
@@ -185,28 +181,23 @@ async def test_tries_run_one_at_a_time(queue, fleet, monkeypatch):
         most = max(most, running)
         await asyncio.sleep(0)
         running -= 1
-        if fleet.room < 1:
+        if room.room < 1:
             raise Overloaded("no room")
 
-    async def tokenized(finish):
-        await queue.place(QueueEntry(finish, 1, "x"), attempt, lambda: fleet.changed)
-
-    first = asyncio.create_task(tokenized(0.0))
-    await settled()
-    rest = [asyncio.create_task(tokenized(float(finish))) for finish in range(20)]
-    await settled()
-    fleet.give(100)
-    await asyncio.gather(first, *rest)
+    for finish in range(20):
+        await room.add(room.attempt(float(finish), attempt))
+    room.change(100)
+    await asyncio.gather(*room.tasks)
     assert most == 1
 
 
-async def test_while_workers_think_the_next_are_asked_up_to_a_bound(queue, fleet):
+async def test_while_workers_answer_slowly_the_next_try_up_to_a_bound(room):
     """A worker answers after a step of its engine; one answer after the other would be too slow."""
     enough, answer, asked, placed = asyncio.Event(), asyncio.Event(), [], []
 
-    async def tokenized(finish):
+    def trying(finish):
         async def attempt():
-            if fleet.room < 1:
+            if room.room < 1:
                 raise Overloaded("no room")
             asked.append(finish)
             if len(asked) == MOST_TRYING:
@@ -214,24 +205,23 @@ async def test_while_workers_think_the_next_are_asked_up_to_a_bound(queue, fleet
             await answer.wait()
             placed.append(finish)
 
-        await queue.place(QueueEntry(float(finish), 1, "x"), attempt, lambda: fleet.changed)
+        return attempt
 
-    tasks = [asyncio.create_task(tokenized(finish)) for finish in range(2 * MOST_TRYING)]
-    await settled()
-    fleet.give(1000)
+    for finish in range(2 * MOST_TRYING):
+        await room.add(room.attempt(float(finish), trying(finish)))
+    room.change(1000)
     async with asyncio.timeout(30):
         await enough.wait()
         await asyncio.sleep(0.05)
         assert asked == list(range(MOST_TRYING))
         answer.set()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*room.tasks)
     assert placed == sorted(placed) and len(placed) == 2 * MOST_TRYING
 
 
-async def test_a_try_that_hangs_does_not_hold_up_the_others(queue, fleet, monkeypatch):
+async def test_a_try_that_hangs_neither_holds_up_others_nor_misses_a_change(room, monkeypatch):
     monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", 0.02)
-    blocker = asyncio.create_task(fleet.place(queue, 1.0, tokens=10))
-    await settled()
+    await room.add(room.place(1.0, tokens=10))
     silent = asyncio.Event()
 
     async def hang():
@@ -240,214 +230,135 @@ async def test_a_try_that_hangs_does_not_hold_up_the_others(queue, fleet, monkey
             raise Overloaded("no room there after all")
         return "placed"
 
-    hanging = asyncio.create_task(queue.place(QueueEntry(0.5, 1, "h"), hang, lambda: fleet.changed))
-    await settled()
-    other = asyncio.create_task(fleet.place(queue, 0.7))
-    fleet.give(1)
-    assert await other == "at 0.7"
-    fleet.tell()
+    hanging = await room.add(room.attempt(0.5, hang))
+    other = await room.add(room.place(0.7))
+    room.change(1)
+    assert await other == 0.7
+    room.change()
     await settled()
     silent.set()
     async with asyncio.timeout(15):
-        assert await hanging == "placed"  # the changed that came meanwhile is not lost on it
-    blocker.cancel()
-    await asyncio.gather(blocker, return_exceptions=True)
+        assert await hanging == "placed"
 
 
 @pytest.mark.parametrize("during_try", [False, True])
-async def test_a_cancelled_request_leaves_and_the_next_goes_on(queue, fleet, during_try):
-    stuck = asyncio.Event()
+async def test_a_cancelled_request_leaves_and_the_next_goes_on(room, during_try):
     blocked = False
 
     async def attempt():
         if blocked:
-            await stuck.wait()
+            await asyncio.Event().wait()
         raise Overloaded("no room")
 
-    first = asyncio.create_task(
-        queue.place(QueueEntry(0.0, 1, "c"), attempt, lambda: fleet.changed)
-    )
-    second = asyncio.create_task(fleet.place(queue, 1.0))
-    await settled()
+    first = await room.add(room.attempt(0.0, attempt))
+    second = await room.add(room.place(1.0))
     blocked = during_try
-    fleet.give(1)
-    await settled()
+    await room.give(1)
     first.cancel()
-    assert await second == "at 1.0"
+    assert await second == 1.0
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert queue.depth == 0
 
 
-async def test_a_change_during_a_failing_try_is_not_lost(queue, fleet):
+async def test_a_change_during_a_failing_try_is_not_lost(room):
     async def attempt():
-        found = fleet.room > 0
-        fleet.give(1)  # room comes after the look, before the refusal
+        found = room.room > 0
+        room.change(1)  # room comes after the look, before the refusal
         await asyncio.sleep(0)
         if not found:
             raise Overloaded("no room")
         return "placed"
 
     async with asyncio.timeout(30):
-        assert (
-            await queue.place(QueueEntry(0.0, 1, "x"), attempt, lambda: fleet.changed) == "placed"
-        )
+        assert await room.attempt(0.0, attempt) == "placed"
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_with_random_cancels_everybody_else_is_placed(seed):
-    """Room goes round for ever; nobody may be forgotten, whoever gives up at whatever moment."""
-    dice, fleet = random.Random(seed), Fleet(room=8)
-    queue = WaitQueue(1000)
+@pytest.mark.parametrize("seed", range(6))
+async def test_with_random_cancels_all_others_are_placed(room_of, seed):
+    """Room goes round; no request may be forgotten, whichever is cancelled at whatever moment."""
+    dice, room = random.Random(seed), room_of(room=8)
 
-    async def one(number):
+    async def one():
         await asyncio.sleep(dice.random() * 0.02)
-        entry = QueueEntry(dice.random(), dice.choice([1, 1, 1, 4, 8]), str(number))
-        await queue.place(entry, fleet.attempt(entry), lambda: fleet.changed)
+        tokens = dice.choice([1, 1, 1, 4, 8])
+        await room.place(dice.random(), tokens)
         try:
             await asyncio.sleep(dice.random() * 0.002)
         finally:
-            fleet.give(entry.num_tokens)
+            room.change(tokens)
 
-    tasks = [asyncio.create_task(one(number)) for number in range(200)]
-    doomed = dice.sample(tasks, 60)
-    for task in doomed:
+    tasks = [asyncio.create_task(one()) for _ in range(200)]
+    cancelled = dice.sample(tasks, 60)
+    for task in cancelled:
         await asyncio.sleep(dice.random() * 0.001)
         task.cancel()
     async with asyncio.timeout(60):
         await asyncio.gather(*tasks, return_exceptions=True)
     assert all(task.cancelled() or task.exception() is None for task in tasks)
-    assert all(not task.cancelled() for task in set(tasks) - set(doomed))
-    assert queue.depth == 0
-    await settled()
-    assert queue._waking is None or queue._waking.done()
-    assert fleet.room == 8
+    assert all(not task.cancelled() for task in set(tasks) - set(cancelled))
+    assert room.room == 8
 
 
-async def test_a_large_one_gets_its_turn_among_small_ones_that_never_end(fleet, monkeypatch):
-    """Small ones with earlier finishes come for ever, each holding its room a while."""
-    monkeypatch.setattr(wait_queue_module, "PASSING_S", 0.05)
-    fleet.room, queue = 4, WaitQueue(1000)
-    begun = asyncio.get_running_loop().time()
-
-    async def small():
-        while True:
-            now = asyncio.get_running_loop().time() - begun
-            await fleet.place(queue, now + 0.1)
-            await asyncio.sleep(0.002)
-            fleet.give(1)
-
-    others = [asyncio.create_task(small()) for _ in range(12)]
-    await asyncio.sleep(0.05)
-    try:
-        async with asyncio.timeout(30):
-            assert await fleet.place(queue, 0.3, tokens=4, name="large") == "large"
-    finally:
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-
-async def test_tokens_before_a_virtual_finish(queue, fleet, standing):
+async def test_tokens_before_a_virtual_finish(room):
     for finish, tokens in ((1.0, 100), (2.0, 10), (3.0, 1)):
-        await standing(finish, tokens=tokens)
-    assert [queue.tokens_before(finish) for finish in (0.5, 1.0, 2.5, 9.0)] == [0, 100, 110, 111]
-    assert queue.drain_rate() == 0.0  # nothing measured, nothing known
-    assert queue.drain_rate(assumed=111.0) == 111.0
+        await room.add(room.place(finish, tokens))
+    before = [room.queue.tokens_before(finish) for finish in (0.5, 1.0, 2.5, 9.0)]
+    assert before == [0, 100, 110, 111]
+    assert room.queue.drain_rate() == 0.0  # nothing is measured
+    assert room.queue.drain_rate(assumed=111.0) == 111.0
 
 
-async def test_the_measured_rate_counts_before_an_assumed_one(queue, fleet, standing):
+async def test_the_measured_rate_counts_before_an_assumed_one(room):
+    queue = room.queue
     for finish in range(12):
-        await standing(float(finish), tokens=10)
+        await room.add(room.place(finish, 10, str(finish)))
     for _ in range(10):
-        fleet.now += 0.5
-        fleet.give(10)
-        await settled()
+        room.clock.now += 0.5
+        await room.give(10)
     assert queue.drain_rate(assumed=1e9) == pytest.approx(20, rel=0.4)
-    fleet.give(20)
-    await settled()
-    assert queue.depth == 0
+    await room.give(20)
     before = queue.drain_rate(1e9)
-    fleet.now += 1000.0  # nobody waits: this tells nothing
+    room.clock.now += 1000.0  # none waits: this is no measurement
     assert queue.drain_rate(1e9) == before == pytest.approx(20, rel=0.5)
-    await standing(1.0, tokens=20)
-    fleet.now += 100.0
+    await room.add(room.place(1.0, 20))
+    room.clock.now += 100.0
     assert queue.drain_rate(1e9) < 2.0  # nothing has moved since
 
 
-async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(queue, fleet, standing):
-    await standing(1.0, tokens=100, tenant="a", first_token_by=fleet.now + 9.0)
-    await standing(2.0, tokens=100, tenant="b", first_token_by=fleet.now + 4.0)
-    await standing(3.0, tokens=100, tenant="a", first_token_by=fleet.now + 7.0)
-    await standing(4.0, tokens=100, tenant="a", first_token_by=fleet.now + 3.9)  # late already
-    slack = [
-        queue.slack_s(finish, tenant, 100.0) for finish, tenant in ((0, "a"), (0, "b"), (2.5, "a"))
-    ]
+async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(room):
+    # The last one is late already.
+    for finish, tenant, left_s in ((1, "a", 9.0), (2, "b", 4.0), (3, "a", 7.0), (4, "a", 3.9)):
+        by = room.clock.now + left_s
+        await room.add(room.place(finish, 100, tenant=tenant, first_token_by=by))
+    slack_s = room.queue.slack_s
+    slack = [slack_s(finish, tenant, 100.0) for finish, tenant in ((0, "a"), (0, "b"), (2.5, "a"))]
     assert slack == pytest.approx([2.0, 2.0, 4.0])
-    assert queue.slack_s(0, "a", 100.0, safety=1.5) == pytest.approx(1.0)
-    assert queue.slack_s(0, "a") == math.inf  # no rate is known
-    assert queue.slack_s(3.5, "a", 100.0) == queue.slack_s(0, "c", 100.0) == math.inf
+    assert slack_s(0, "a", 100.0, safety=1.5) == pytest.approx(1.0)
+    assert slack_s(0, "a") == math.inf  # no rate is known
+    assert slack_s(3.5, "a", 100.0) == slack_s(0, "c", 100.0) == math.inf
 
 
-class Drained:
-    """A drain rate on a clock of its own, over a fleet with `queued` tokens in flight."""
+def test_the_drain_rate_counts_waiting_time_only(clock):
+    """How it follows a fleet is tested with feasibility's predictions, in simulated time."""
+    rate, queued = DrainRate(clock, lambda: queued), 0
+    rate.waiting(True)
 
-    def __init__(self, busy=True):
-        self.now, self.queued = 0.0, 0
-        self.rate = DrainRate(lambda: self.now, lambda: self.queued)
-        self.rate.waiting(busy)
-
-    def place(self, tokens, every_s, times=1):
+    def place(tokens, times):
         for _ in range(times):
-            self.now += every_s
-            self.rate.placed(tokens)
+            clock.now += 0.1
+            rate.placed(tokens)
 
-
-def test_the_drain_rate_counts_waiting_time_only():
-    one = Drained()
-    assert one.rate.value(0) == 0.0
-    one.place(50, 0.1, times=100)
-    assert one.rate.value(50) == pytest.approx(500, rel=0.05)
-    one.rate.waiting(False)
-    one.now += 1000.0
-    assert one.rate.value(50) == pytest.approx(500, rel=0.05)
-    one.rate.waiting(True)
-    one.place(10, 0.1, times=400)
-    assert one.rate.value(10) == pytest.approx(100, rel=0.05)
-
-
-@pytest.mark.parametrize("every_s", [0.01, 1.0, 30.0, 600.0])
-def test_however_rarely_the_queue_moves_its_rate_is_work_by_time(every_s):
-    one = Drained()
-    one.place(300, every_s, times=2000 if every_s < 1 else 40)
-    for share in (0.0, 0.5, 0.99):
-        one.now = one.now + share * every_s
-        assert one.rate.value(300, 1e9) == pytest.approx(300 / every_s, rel=0.2)
-
-
-def test_a_large_prompt_changes_nothing_before_its_time_has_shown():
-    one = Drained()
-    one.place(100, 0.1, times=200)
-    one.queued += 20_000  # it computes for 20 s, and nothing is placed meanwhile
-    one.rate.placed(20_000)
-    for _ in range(19):
-        one.now += 1.0
-        assert one.rate.value(100, 1000.0) == pytest.approx(1000, rel=0.1)
-    one.now, one.queued = one.now + 1.0, 0
-    one.place(100, 0.1, times=10)
-    assert one.rate.value(100, 1000.0) == pytest.approx(1000, rel=0.2)
-
-
-def test_a_large_prompt_at_the_front_changes_nothing_while_room_for_it_gathers():
-    one = Drained()
-    one.place(100, 0.1, times=200)
-    one.now += 19.0
-    assert one.rate.value(20_000, 1000.0) == pytest.approx(1000, rel=0.1)
-    assert one.rate.value(100, 1000.0) < 300  # a small one would have gone
-
-
-def test_a_first_moment_is_no_measurement():
-    one = Drained()
-    one.place(10_000, 0.001)
-    assert one.rate.value(1) == 0.0
-    assert one.rate.value(1, assumed=7.0) == 7.0
+    place(50, 1)
+    assert (rate.value(50), rate.value(50, assumed=7.0)) == (0.0, 7.0), "too short to tell"
+    place(50, 100)
+    rate.waiting(False)
+    clock.now += 1000.0
+    assert rate.value(50) == pytest.approx(500, rel=0.05)
+    rate.waiting(True)
+    place(10, 400)
+    assert rate.value(10) == pytest.approx(100, rel=0.05)
+    queued = 1000  # it computes for ten seconds, and nothing is placed meanwhile
+    rate.placed(1000)
+    for _ in range(9):
+        clock.now += 1.0
+        assert rate.value(10, 100.0) == pytest.approx(100, rel=0.1)

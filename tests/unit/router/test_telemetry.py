@@ -1,0 +1,362 @@
+"""What stats, metrics and tail sampling make of requests that pass as the frontend passes them."""
+
+import asyncio
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from baton import telemetry
+from baton.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Stale,
+    TransferFailed,
+    Unauthenticated,
+    Unavailable,
+)
+from baton.metrics import table
+from baton.metrics.recorder import Recorder
+from baton.slo import Slo
+from baton.tail_sampling import HeadSampler, TailSampler
+from baton.telemetry import Telemetry
+from baton.v1 import fleet_pb2
+from router.fleet.snapshot import Snapshot
+from router.telemetry.metrics import CAUSES, RouterMetrics
+from router.telemetry.stats import RouterStats
+from router.telemetry.tail_sampling import SamplingPolicy
+
+from .scripted_workers import TIMEOUT_S, request_state, seen
+
+LABELS = {"gen_ai_request_model": "tiny", "gen_ai_operation_name": "chat"}
+FAILOVER, REFUSAL, FAILURE = (
+    fleet_pb2.EVENT_KIND_FAILOVER,
+    fleet_pb2.EVENT_KIND_REFUSAL,
+    fleet_pb2.EVENT_KIND_FAILURE,
+)
+SLOS = (Slo("fast", ttft_s=0.2, tpot_s=0.02), Slo("slow", ttft_s=5.0))
+FULL, INVALID, LEFT = Overloaded("full", 1.0), InvalidRequest("bad", "x"), asyncio.CancelledError()
+
+
+class World:
+    """Stats with both listeners, without a router."""
+
+    def __init__(self, slos=SLOS, fleet=None, ratio=0.0, clock=time.monotonic):
+        self.exporter = InMemorySpanExporter()
+        held = TailSampler(SimpleSpanProcessor(self.exporter))
+        provider = TracerProvider(sampler=HeadSampler(ratio), shutdown_on_exit=False)
+        provider.add_span_processor(held)
+        self.trace = Telemetry(provider.get_tracer("test"), provider, held)
+        self.recorder = Recorder("router", {})
+        self.stats = RouterStats(clock)
+        self.metrics = RouterMetrics(self.recorder, "tiny", slos)
+        self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot((), ()))
+        self.sampler = SamplingPolicy(self.trace, self.fleet, slow_s=1.0, slos=slos)
+        self.stats.listeners = (self.sampler, self.metrics)
+        self.observe()
+
+    def observe(self, queued=0, running=0):
+        wait_queue = SimpleNamespace(depth=queued)
+        self.metrics.observe(
+            SimpleNamespace(
+                fleet=self.fleet, wait_queue=wait_queue, running=running, stats=self.stats
+            )
+        )
+
+    def request(
+        self, error=None, *, tokens=3, ttft_s=0.1, tpot_s=0.01, admitted=True, placed=True,
+        finished=False, attempts=1, workers=(), predicted_ttft_s=0.0, cached=0, **fields,
+    ):  # fmt: skip
+        """One request from arrival to end; its record."""
+        try:
+            with (
+                self.stats.request() as record,
+                telemetry.span(self.trace.tracer, "router.generate", Context()) as span,
+            ):
+                record.span, record.trace_id = span, telemetry.trace_id_of(span)
+                record.held = telemetry.is_held(span)
+                record.operation, record.tenant = "chat", "t"
+                if admitted:
+                    self._run(record, tokens if placed else 0, ttft_s, tpot_s, fields)
+                    record.state.attempts, record.state.workers = attempts, set(workers)
+                    record.state.predicted_ttft_s = predicted_ttft_s
+                    record.state.cached_tokens = cached
+                    if placed:
+                        self.stats.first_token(record)
+                record.finished = finished
+                if error is not None:
+                    raise error
+        except (Exception, asyncio.CancelledError) as raised:
+            assert raised is error
+        return record
+
+    def _run(self, record, tokens, ttft_s, tpot_s, fields):
+        state = request_state(tenant="t", **fields)
+        self.stats.admitted(record, state)
+        if tokens:
+            state.placed_at = state.started + 0.02
+            for number in range(tokens):
+                self.stats.delivered(1, state.deliver([number]))
+            state.first_at = state.started + ttft_s
+            state.last_at = state.first_at + tpot_s * (tokens - 1)
+
+    def exported(self, record):
+        spans = self.exporter.get_finished_spans()
+        return record.trace_id in {f"{span.context.trace_id:032x}" for span in spans}
+
+    def value(self, name, **labels):
+        """A sample's value as Prometheus reads it; None where there is none."""
+        for line in self.recorder.render("")[1].decode().splitlines():
+            found, _, value = line.rpartition(" ")
+            given = dict(re.findall(r'(\w+)="([^"]*)"', found))
+            if found.partition("{")[0] == name and given == labels:
+                return float(value)
+        return None
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+# Stats.
+
+
+def test_requests_are_counted_and_noted_by_how_they_ended(world):
+    world.request()
+    world.request(INVALID, admitted=False)
+    world.request(FULL, placed=False)
+    world.request(Unavailable("gone"))
+    world.request(ValueError("a bug"))
+    world.request(LEFT)
+    world.request(LEFT, placed=False)
+    world.request(LEFT, finished=True)  # its reader has all of it
+    world.request(LEFT, timeout_s=0.0)  # cut at its deadline
+    counts, events = world.stats.counts, world.stats.events
+    assert dict(counts.ended) == {
+        "OK": 2, "INVALID_ARGUMENT": 1, "RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1, "INTERNAL": 1,
+        "CANCELLED": 2, "DEADLINE_EXCEEDED": 1,
+    }  # fmt: skip
+    assert (counts.refused, counts.prompt_tokens, counts.output_tokens) == (2, 8 * 3, 6 * 3)
+    assert [(event.kind, event.text, event.request_id) for event in events] == [
+        (REFUSAL, "INVALID_ARGUMENT: bad", ""),
+        (REFUSAL, "RESOURCE_EXHAUSTED: full", "r"),
+        (FAILURE, "UNAVAILABLE: gone", "r"),
+        (FAILURE, "INTERNAL: a bug", "r"),
+        (FAILURE, "DEADLINE_EXCEEDED: the deadline passed", "r"),
+    ]
+    assert all(event.trace_id for event in events)
+
+
+def test_events_are_few_and_short_and_repeated_ones_are_one(world):
+    before_ms = time.time_ns() // 1_000_000
+    for text in ("full", "full", "full", "other", "full"):
+        world.request(Overloaded(text), admitted=False)
+    events = world.stats.events
+    assert [event.times for event in events] == [3, 1, 1]
+    assert before_ms <= events[0].time_ms <= events[-1].time_ms <= time.time_ns() // 1_000_000
+    for number in range(100):
+        world.request(Overloaded(f"{number} " + "x" * 5000), admitted=False)
+    assert len(events) == 32 and events[-1].text.startswith("RESOURCE_EXHAUSTED: 99")
+    assert max(len(event.text) for event in events) == 300
+
+
+def test_failovers_name_the_workers_they_left(world):
+    stats, state = world.stats, request_state()
+    state.route.prefill, state.route.decode = "p0", "d0"
+    stats.failed_over(state, "trace", TransferFailed("lost"))
+    state.route.prefill = ""
+    for error in (Stale("old"), Unavailable("gone"), Unavailable("gone")):
+        stats.failed_over(state, "trace", error)
+    assert stats.counts.failovers == 4
+    texts = [(event.kind, event.text, event.times) for event in stats.events]
+    assert texts == [
+        (FAILOVER, "p0 and d0: lost", 1),
+        (FAILOVER, "d0: old", 1),
+        (FAILOVER, "d0: gone", 2),
+    ]
+    assert world.value("baton_failovers_total", reason="Stale") == 1
+    assert world.value("baton_failovers_total", reason="Unavailable") == 2
+
+
+def test_late_requests_and_percentiles_of_the_last_minute(clock):
+    world = World(clock=clock)
+    for fields in ({}, {"ttft_target_s": 0.6}, {"ttft_target_s": 0.4}):
+        world.request(ttft_s=0.5, **fields)
+    assert world.stats.counts.late == 1
+    clock.now += 61
+    for milliseconds in range(1, 101):
+        world.request(ttft_s=milliseconds / 1e3, tpot_s=milliseconds / 1e4)
+    latency = world.stats.latency()
+    assert latency.requests == 100
+    assert (latency.ttft_p50_ms, latency.ttft_p95_ms) == pytest.approx((50, 95))
+    assert (latency.tpot_p50_ms, latency.tpot_p95_ms) == pytest.approx((5.0, 9.5))
+    clock.now += 61
+    assert world.stats.latency() == fleet_pb2.Latency()
+
+
+# Metrics.
+
+
+def test_a_request_that_ends_well_is_measured(world):
+    world.request(prompt=(1, 2, 3, 4), predicted_ttft_s=0.3, cached=2)
+    value = world.value
+    assert value("baton_requests_ended_total", status="OK", tenant="t") == 1
+    assert value("gen_ai_server_time_to_first_token_seconds_sum", **LABELS) == pytest.approx(0.1)
+    tpot = value("gen_ai_server_time_per_output_token_seconds_sum", **LABELS)
+    assert tpot == pytest.approx(0.01)
+    assert value("gen_ai_server_request_duration_seconds_count", **LABELS) == 1
+    usage = "gen_ai_client_token_usage_sum"
+    assert value(usage, **LABELS, gen_ai_token_type="input") == 4
+    assert value(usage, **LABELS, gen_ai_token_type="output") == 3
+    assert value("baton_request_queue_time_seconds_sum") == pytest.approx(0.02)
+    assert value("baton_request_inter_token_latency_seconds_count") == 2
+    tokens = [value(f"baton_tokens_{what}_total") for what in ("input", "cached", "output")]
+    assert tokens == [4, 2, 3]
+    assert value("baton_request_ttft_prediction_ratio_sum") == pytest.approx(3.0)
+    for slo in ("fast", "slow"):
+        assert value("baton_slo_requests_total", slo=slo, met="true") == 1
+        assert value("baton_slo_requests_total", slo=slo, met="false") == 0
+    world.request(tokens=1)  # has no time per token, and nothing was predicted of it
+    assert value("gen_ai_server_time_per_output_token_seconds_count", **LABELS) == 1
+    assert value("baton_request_ttft_prediction_ratio_count") == 1
+
+
+def test_all_that_a_router_lists_is_measured(world):
+    world.request(predicted_ttft_s=0.1)
+    world.request(InternalError("x"))
+    page = world.recorder.render("")[1].decode()
+    for one in table.of("router").values():
+        assert any(line.startswith(one.samples) for line in page.splitlines()), one.name
+
+
+def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
+    world.request(ttft_s=0.3)
+    world.request(tpot_s=0.03)
+    world.request(InternalError("broken"))
+    world.request(FULL, placed=False, cached=2)
+    world.request(INVALID, placed=False)
+    world.request(LEFT)
+    counts = {
+        (slo, met): world.value("baton_slo_requests_total", slo=slo, met=met)
+        for slo in ("fast", "slow")
+        for met in ("true", "false")
+    }
+    assert counts == {
+        ("fast", "true"): 0, ("fast", "false"): 4, ("slow", "true"): 2, ("slow", "false"): 2
+    }  # fmt: skip
+    assert world.value("baton_requests_ended_total", status="CANCELLED", tenant="t") == 1
+    assert world.value("gen_ai_server_request_duration_seconds_count", **LABELS) == 2
+    assert world.value("baton_tokens_input_total") == 4 * 3, "of what was placed"
+    assert world.value("baton_tokens_cached_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "cause"),
+    [
+        (Unavailable("draining"), "arrived", "draining"),
+        (FULL, "arrived", "queue_full"),
+        (Unauthenticated("no key"), "arrived", "tenant_unknown"),
+        (FULL, "known", "tenant_limit"),
+        (INVALID, "known", "invalid"),
+        (Unavailable("no worker"), "known", "no_worker"),
+        (FULL, "admitted", "too_late"),
+        (FULL, "queued", "queue_full"),
+        (DeadlineExceeded("late"), "queued", "deadline"),
+        (RuntimeError("a bug"), "known", "internal"),
+    ],
+)
+def test_refusals_are_counted_by_cause(world, error, step, cause):
+    with pytest.raises(type(error)), world.stats.request() as record:
+        if step != "arrived":
+            record.tenant = "t"
+        if step in ("admitted", "queued"):
+            record.state = request_state()
+            record.state.attempts = int(step == "queued")
+        raise error
+    counts = {one: world.value("baton_requests_refused_total", cause=one) for one in CAUSES}
+    assert counts == {one: int(one == cause) for one in CAUSES}
+
+
+async def test_fleet_queue_and_ejections_are_read_at_each_look(cluster_of):
+    cluster = await cluster_of(prefill=2, decode=2)
+    world = World(fleet=cluster.fleet)
+    world.observe(queued=3, running=5)
+    assert world.value("baton_requests_running") == 5
+    assert world.value("baton_requests_queued") == 3
+    assert world.value("baton_workers", role="prefill", state="READY") == 2
+    for _ in range(3):
+        cluster.fleet.breakers["p0"].failed("broken")
+        cluster.fleet.breakers["p1", "d1"].failed("broken")
+    cluster.fleet._tick()
+    cluster.fleet._tick()
+    assert world.value("baton_breaker_ejections_total", kind="worker") == 1
+    assert world.value("baton_breaker_ejections_total", kind="pair") == 1
+    for decode in cluster.decodes:
+        await cluster.leave(decode)
+    await cluster.until(lambda s: not s.decode)
+    assert world.value("baton_workers", role="decode", state="READY") == 0
+
+
+# Tail sampling.
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, False),
+        ({"attempts": 2}, True),
+        ({"ttft_s": 1.5}, True),
+        ({"error": InternalError("x")}, True),
+        ({"error": InternalError("x"), "placed": False}, True),
+        ({"error": Unavailable("x"), "placed": False}, True),
+        ({"error": FULL}, True),  # after it had begun
+        ({"error": FULL, "placed": False}, False),
+        ({"error": INVALID, "placed": False}, False),
+        ({"error": LEFT}, False),
+        ({"error": LEFT, "ttft_s": 1.5}, True),
+        # With SLOs, what has met none of them is slow.
+        ({"slos": SLOS, "ttft_s": 0.6}, False),
+        ({"slos": SLOS[:1], "ttft_s": 0.1}, False),
+        ({"slos": SLOS[:1], "ttft_s": 0.6}, True),
+    ],
+)
+async def test_traces_of_failed_and_slow_requests_are_kept(fields, kept):
+    world = World(slos=fields.pop("slos", ()))
+    assert world.exported(world.request(**fields)) is kept
+
+
+async def test_the_workers_of_a_kept_trace_are_called(cluster_of):
+    cluster = await cluster_of(prefill=2, decode=1)
+    decode = cluster.decodes[0]
+    decode.keeps.clear()
+    world = World(fleet=cluster.fleet)
+    world.request(workers=("p0", "d0"))
+    failed = InternalError("x")
+    first = world.request(failed, workers=("p0", "d0", "gone")).trace_id
+    await seen(lambda: decode.kept)
+    # What comes meanwhile is sent next, together.
+    later = [world.request(failed, workers=("d0",)).trace_id for _ in range(2)]
+    decode.keeps.set()
+    await asyncio.wait_for(world.sampler.close(), TIMEOUT_S)
+    kept = {worker.record.incarnation: worker.kept for worker in cluster.workers}
+    assert kept == {"p0": [[first]], "p1": [], "d0": [[first], later]}
+
+
+async def test_no_worker_is_called_for_what_is_exported_anyway_nor_missed_if_dead(cluster):
+    decode, failed = cluster.decodes[0], InternalError("x")
+    world = World(fleet=cluster.fleet, ratio=1.0)
+    assert world.exported(world.request(failed, workers=("d0",)))
+    await world.sampler.close()
+    assert decode.kept == []
+    await decode.stop()
+    world = World(fleet=cluster.fleet)
+    assert world.exported(world.request(failed, workers=("d0",)))
+    await asyncio.wait_for(world.sampler.close(), TIMEOUT_S)
