@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _NO_ANSWER = (Unavailable, DeadlineExceeded, Cancelled)
 _MAX_PENDING = 4096  # messages; each waits for a peer that is silent, or has just failed
-_CLOSE_S = 1.0
+_CALL_S, _MAX_INTERVAL_S, _CLOSE_S = 2.0, 5.0, 1.0
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -31,21 +31,12 @@ Metadata = tuple[tuple[str, str], ...]
 class Aborts:
     """Reports to decode workers, in the background, that nothing more is written.
 
-    Each message is repeated, at most `max_interval_s` apart, until it is answered or `give_up_s`
-    have passed. Then only the end of this process frees the blocks: by then the peer has almost
-    surely ended.
+    Each message is repeated until it is answered or `give_up_s` have passed. Then only the end of
+    this process frees the blocks: by then the peer has almost surely ended.
     """
 
-    def __init__(
-        self,
-        credentials: grpc.ChannelCredentials | None = None,
-        *,
-        give_up_s: float = 600.0,
-        call_s: float = 2.0,
-        max_interval_s: float = 5.0,
-    ) -> None:
-        self._credentials = credentials
-        self._give_up_s, self._call_s, self._max_interval_s = give_up_s, call_s, max_interval_s
+    def __init__(self, give_up_s: float = 600.0) -> None:
+        self._give_up_s = give_up_s
         self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # by address, with its users
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -54,15 +45,15 @@ class Aborts:
     ) -> asyncio.Future[None]:
         """Starts sending; the future is done after the first try, whatever its result."""
         tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else self._call_s
+        give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else _CALL_S
         task = asyncio.create_task(self._repeat(address, request, metadata, give_up_s, tried))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return tried
 
     async def close(self) -> None:
-        """Waits shortly for answers, then ends. What is sent later is tried for `call_s`."""
-        self._give_up_s = self._call_s
+        """Waits shortly for answers, then ends. What is sent later is tried for one call's time."""
+        self._give_up_s = _CALL_S
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
         for task in self._tasks:
@@ -78,13 +69,13 @@ class Aborts:
         tried: asyncio.Future[None],
     ) -> None:
         handoff_id, extra = request.handoff_id, about(handoff_id=request.handoff_id)
-        backoff = Backoff(first_s=0.1, most_s=self._max_interval_s)
+        backoff = Backoff(first_s=0.1, most_s=_MAX_INTERVAL_S)
         try:
             async with asyncio.timeout(give_up_s), self._stub(address) as stub:
                 while True:
                     try:
                         with rpc.translated():
-                            await stub.Abort(request, timeout=self._call_s, metadata=metadata)
+                            await stub.Abort(request, timeout=_CALL_S, metadata=metadata)
                         return
                     except _NO_ANSWER as error:
                         why = "abort of handoff %s is not answered yet: %s"
@@ -102,7 +93,7 @@ class Aborts:
     @contextlib.asynccontextmanager
     async def _stub(self, address: str) -> AsyncIterator[handoff_pb2_grpc.HandoffServiceStub]:
         """One channel for each peer, kept while a message to it is on its way."""
-        channel, users = self._channels.get(address) or (rpc.channel(address, self._credentials), 0)
+        channel, users = self._channels.get(address) or (rpc.channel(address), 0)
         self._channels[address] = channel, users + 1
         try:
             yield handoff_pb2_grpc.HandoffServiceStub(channel)

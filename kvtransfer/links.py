@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -30,8 +31,8 @@ from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, wor
 from kvtransfer.aborts import Aborts
 from kvtransfer.deadline import Deadline
 from kvtransfer.digest import Digest
-from kvtransfer.interface import FindWorker, Kind, Link, PutStats, Transport
-from kvtransfer.pairing import ONE_HOST
+from kvtransfer.interface import FindWorker, Link, PutStats, Transport
+from kvtransfer.pairing import ONE_HOST, Kind, name_of
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import reachable_gpus
 
@@ -41,29 +42,30 @@ log = logging.getLogger(__name__)
 _LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
 _CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
 _REMEMBERED = 256  # peers whose unusable transports are kept; more than ever live at a time
+_CONNECT_S = 5.0  # bounds Offer, and connecting, each
 
 
+@dataclass(eq=False)
 class PairLink:
-    """One open link: its data end, the thread its puts run on, and the channel for its control."""
+    """One open link: its data end, the thread its puts run on, and the channel for its control.
 
-    def __init__(
-        self,
-        peer: str,
-        address: str,
-        epoch: int,
-        transport: Transport,
-        link: Link,
-        thread: ThreadPoolExecutor,
-        channel: grpc.aio.Channel,
-    ) -> None:
-        self.peer, self.address, self.epoch, self.transport = peer, address, epoch, transport
-        self.stub = handoff_pb2_grpc.HandoffServiceStub(channel)
-        # Held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's order.
-        self.turn = asyncio.Lock()
-        self.users = 0
-        self.sent_bytes, self.sent_s = 0, 0.0
-        self._link, self._thread, self._channel = link, thread, channel
-        self._closing = False
+    `turn` is held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's
+    order.
+    """
+
+    peer: str
+    address: str
+    epoch: int
+    transport: Transport
+    _link: Link
+    _thread: ThreadPoolExecutor
+    _channel: grpc.aio.Channel
+    stub: handoff_pb2_grpc.HandoffServiceStub
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
+    sent_bytes: int = 0
+    sent_s: float = 0.0
+    _closing: bool = False
 
     @property
     def abandoned(self) -> bool:
@@ -82,8 +84,6 @@ class PairLink:
 
     async def close_data(self) -> None:
         """Ends a running put, then frees the data end; control still works."""
-        if self._closing:
-            return
         self._closing = True
         run = asyncio.get_running_loop().run_in_executor
         await run(None, self._link.abort)  # NCCL's takes long
@@ -97,10 +97,9 @@ class PairLink:
 class LinkPool:
     """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
 
-    A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch.
-    `connect_timeout_s` bounds Offer, and connecting, each. A peer whose memory this worker should
-    be able to map, but cannot (which depends on how its container was started, so that no retry
-    helps), gets the next transport for as long as it lives.
+    A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch. A
+    peer whose memory this worker should be able to map, but cannot (which depends on how its
+    container was started, so that no retry helps), gets the next transport for as long as it lives.
     """
 
     def __init__(
@@ -113,14 +112,11 @@ class LinkPool:
         *,
         cap: int = 16,
         backoff_s: float = 1.0,
-        connect_timeout_s: float = 5.0,
-        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.pool, self.incarnation, self._find_decode = pool, incarnation, find_decode
         self._transports = {transport.kind: transport for transport in transports}
-        self._descriptor, self._credentials = descriptor, credentials
-        self._cap, self._backoff_s, self._connect_s = cap, backoff_s, connect_timeout_s
-        self.aborts = Aborts(credentials)
+        self._descriptor, self._cap, self._backoff_s = descriptor, cap, backoff_s
+        self.aborts = Aborts()
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._refused_until: dict[str, float] = {}
@@ -145,9 +141,8 @@ class LinkPool:
                     raise Unavailable("the prefill worker is closing its links")
                 left_s = self._refused_until.get(peer, 0.0) - time.monotonic()
                 if left_s > 0 and not skip_backoff:
-                    raise Unavailable(
-                        f"the pair {self.incarnation} → {peer} failed just now", left_s
-                    )
+                    pair = f"{self.incarnation} → {peer}"
+                    raise Unavailable(f"the pair {pair} failed just now", left_s)
                 if decode is None:  # another handoff may open the link meanwhile
                     decode = await self._find_decode(peer)
                     continue
@@ -155,7 +150,7 @@ class LinkPool:
             # Shielded: others may wait for the same link. Its own time is bounded.
             opening = asyncio.shield(self._opening[peer])
             try:
-                await asyncio.wait_for(opening, deadline.left_s(3 * self._connect_s))
+                await asyncio.wait_for(opening, deadline.left_s(3 * _CONNECT_S))
             except DeadlineExceeded:
                 raise
             except TimeoutError:
@@ -258,11 +253,11 @@ class LinkPool:
     async def _connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
         """Offers until a transport works that the decode worker chose."""
         peer = decode.incarnation
-        channel = rpc.channel(decode.address, self._credentials)
+        channel = rpc.channel(decode.address)
+        stub = handoff_pb2_grpc.HandoffServiceStub(channel)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
         run = asyncio.get_running_loop().run_in_executor
         try:
-            stub = handoff_pb2_grpc.HandoffServiceStub(channel)
             while True:
                 request = handoff_pb2.OfferRequest(
                     incarnation=self.incarnation,
@@ -272,40 +267,38 @@ class LinkPool:
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )
                 with rpc.translated():
-                    offer = await stub.Offer(request, timeout=self._connect_s)
+                    offer = await stub.Offer(request, timeout=_CONNECT_S)
                 transport = self._transports.get(offer.transport)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
+                place = self.pool, offer.endpoint, decode.pid
                 try:
-                    place = self.pool, offer.endpoint, decode.pid
-                    link = await run(thread, transport.connect, *place, self._connect_s)
+                    link = await run(thread, transport.connect, *place, _CONNECT_S)
                     break
                 except TransferFailed as error:
-                    if not self._exclude(peer, transport, error):
+                    if not self._exclude(peer, transport.kind, error):
                         raise
         except BaseException:
             thread.shutdown(wait=False)
             await channel.close(None)
             raise
-        return PairLink(peer, decode.address, offer.epoch, transport, link, thread, channel)
+        opened = peer, decode.address, offer.epoch, transport
+        return PairLink(*opened, link, thread, channel, stub)
 
     def _usable(self, peer: str) -> list[Kind]:
         """The transports to offer to a peer, fastest first."""
-        unusable = self._unusable.get(peer, set())
-        return [kind for kind in self._transports if kind not in unusable]
+        return [kind for kind in self._transports if kind not in self._unusable.get(peer, ())]
 
-    def _exclude(self, peer: str, transport: Transport, why: TransferFailed) -> bool:
-        """Notes that `transport` does not work with `peer`; False when no other is left."""
-        left = [kind for kind in self._usable(peer) if kind != transport.kind]
-        if transport.kind not in ONE_HOST or not left:
+    def _exclude(self, peer: str, failed: Kind, why: TransferFailed) -> bool:
+        """Notes that a transport does not work with `peer`; False when no other is left."""
+        left = [kind for kind in self._usable(peer) if kind != failed]
+        if failed not in ONE_HOST or not left:
             return False
-        self._unusable.setdefault(peer, set()).add(transport.kind)
+        self._unusable.setdefault(peer, set()).add(failed)
         while len(self._unusable) > _REMEMBERED:
             del self._unusable[next(iter(self._unusable))]
-        names = ", ".join(self._transports[kind].name for kind in left)
-        log.warning(
-            "link to decode %s falls from %s to %s, because %s", peer, transport.name, names, why
-        )
+        names = name_of(failed), ", ".join(map(name_of, left))
+        log.warning("link to decode %s falls from %s to %s, because %s", peer, *names, why)
         return True
 
     def _make_room(self) -> None:

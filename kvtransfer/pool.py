@@ -129,14 +129,12 @@ class KvPool:
 
         Both ends split by this rule, so that they agree on every message's length.
         """
-        step = max(1, max_bytes // self.block_bytes)
-        parts = []
-        for first in range(0, len(slots.block_ids), step):
-            left = slots.num_tokens - first * self.block_size
-            parts.append(
-                Slots(slots.block_ids[first : first + step], min(left, step * self.block_size))
-            )
-        return parts
+        step, ids = max(1, max_bytes // self.block_bytes), slots.block_ids
+        most = step * self.block_size
+        return [
+            Slots(ids[first : first + step], min(slots.num_tokens - first * self.block_size, most))
+            for first in range(0, len(ids), step)
+        ]
 
 
 def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -151,16 +149,21 @@ def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             first = i
 
 
-def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, digest: Digest) -> None:
-    """Copies slots between pools of one layout, digesting what was read.
-
-    Both pools are in this machine's memory. Consecutive blocks on both sides become one run.
-    Raises InvalidRequest when the slots do not fit their pools or each other.
-    """
+def check_fit(source: KvPool, local: Slots, target: KvPool, remote: Slots) -> None:
+    """Raises InvalidRequest when slots do not fit their pools or each other."""
     local.check(source.block_size, source.num_blocks)
     remote.check(target.block_size, target.num_blocks)
     if local.num_tokens != remote.num_tokens:
         raise InvalidRequest(f"{local.num_tokens} tokens do not fit {remote.num_tokens}")
+
+
+def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, digest: Digest) -> None:
+    """Copies slots between pools of one layout, digesting what was read.
+
+    Both pools are in this machine's memory. Consecutive blocks on both sides become one run.
+    Raises as `check_fit` does.
+    """
+    check_fit(source, local, target, remote)
     full, fill = divmod(local.num_tokens, source.block_size)
     # As plain bytes: a copy of a tensor costs microseconds beside the few that its bytes take.
     read, written = (pool.blocks.view(-1).numpy().data for pool in (source, target))

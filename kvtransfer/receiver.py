@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton import rpc
-from baton.errors import BatonError, InvalidRequest, KvCorrupted, Stale, TransferFailed
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    KvCorrupted,
+    KvMismatch,
+    Stale,
+    TransferFailed,
+)
 from baton.log_format import about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
@@ -77,7 +84,7 @@ class _Incoming:
     next_token: int
     digest: Digest
     granted: bool = False  # a one-sided sender may write
-    receives: set[asyncio.Task[None]] = field(default_factory=set)
+    receives: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: BatonError | None = None
     ended: str | None = None  # why it was given up while bytes might still come
     resend: bool = False  # given up by its sender, which will send all of it again
@@ -91,6 +98,21 @@ class _Incoming:
     def slots(self) -> Slots:
         """Everything announced so far."""
         return self._between(self.reserved.cached_tokens, self.next_token)
+
+    async def received(self) -> None:
+        """Returns when no receive runs any more."""
+        if self.receives:
+            await asyncio.wait(set(self.receives))
+
+    def check_sender(self, token: str, incarnation: str) -> None:
+        """Raises Stale when it is another one's handoff."""
+        if self.token != token or self.peer != incarnation:
+            raise Stale(f"handoff {self.handoff_id} belongs to another sender")
+
+    def warn(self, error: Exception) -> None:
+        """Logs a failure."""
+        more = about(handoff_id=self.handoff_id)
+        log.warning("handoff %s from %s: %s", self.handoff_id, self.peer, error, extra=more)
 
     def announce(self, first_token: int, num_tokens: int) -> Slots:
         """Where the next tokens go. Raises InvalidRequest when they are not the next ones."""
@@ -156,17 +178,16 @@ class HandoffReceiver:
     ) -> None:
         self._pool, self._descriptor = pool, descriptor
         self._incarnation, self._host_id = incarnation, host_id
-        self._transports, self._owner = transports, owner
-        self._find_prefill = find_prefill
-        self._timeout_s = timeout_s
+        self._transports = {transport.kind: transport for transport in transports}
+        self._owner, self._find_prefill, self._timeout_s = owner, find_prefill, timeout_s
         self._incoming: dict[str, _Incoming] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._peers = Peers(
             pool,
             timeout_s=timeout_s,
             max_links=max_links,
             busy=lambda: {record.peer for record in self._incoming.values()},
-            on_exit=self._on_exit,
+            on_exit=lambda incarnation: self._start(self.peer_gone(incarnation)),
         )
 
     async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
@@ -174,24 +195,25 @@ class HandoffReceiver:
 
         Raises Stale, KvMismatch, Overloaded, TransferFailed.
         """
-        if request.target_incarnation != self._incarnation:
-            raise Stale(f"decode {request.target_incarnation} is gone; this is {self._incarnation}")
-        pairing.check_same(request.kv, self._descriptor, request.incarnation, self._incarnation)
-        sender = await self._find_prefill(request.incarnation)
-        ends = self._ends(request, sender)
-        transport = pairing.choose(request.transports, self._transports, ends)
-        pid = sender.pid if ends.same_host else 0
-        endpoint, peer = await self._peers.open(request.incarnation, transport, pid)
-        return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
-
-    def _ends(self, request: pb.OfferRequest, sender: common_pb2.WorkerRecord) -> pairing.Ends:
-        return pairing.Ends(
+        ours, theirs = self._incarnation, request.incarnation
+        if request.target_incarnation != ours:
+            raise Stale(f"decode {request.target_incarnation} is gone; this is {ours}")
+        if fields := pairing.differences(request.kv, self._descriptor):
+            caches = f"KV caches of prefill {theirs} and decode {ours}"
+            raise KvMismatch(f"{caches} differ in {'; '.join(fields)}")
+        sender = await self._find_prefill(theirs)
+        ends = pairing.Ends(
             same_host=sender.host_id == self._host_id,
             same_machine=pairing.machine_of(sender.host_id) == pairing.machine_of(self._host_id),
             gpu=gpu_uuid(self._pool.device),
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),
         )
+        kind = pairing.choose(request.transports, self._transports, ends)
+        pid = sender.pid if ends.same_host else 0
+        peer = await self._peers.open(theirs, self._transports[kind], pid)
+        endpoint = peer.listener.endpoint
+        return pb.OfferResponse(transport=kind, epoch=peer.epoch, endpoint=endpoint)
 
     async def ready(self, request: pb.ReadyRequest) -> pb.ReadyResponse:
         """Grants the write, or returns once the receive is posted.
@@ -223,11 +245,10 @@ class HandoffReceiver:
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)
         if record is not None:
-            self._check_sender(record, token, request.incarnation)
+            record.check_sender(token, request.incarnation)
             record.granted, record.resend = False, request.resend
             await self._end(record, request.reason)
-            if record.receives:  # the last bytes, or the end of the link, are on their way
-                await asyncio.wait(set(record.receives))
+            await record.received()  # the last bytes, or the end of the link, are on their way
         elif not request.resend:
             await self._owner.aborted(handoff_id, token, request.reason)
         if request.resend:
@@ -254,12 +275,11 @@ class HandoffReceiver:
         await self._peers.abort(incarnation)
         left = [record for record in self._incoming.values() if record.peer == incarnation]
         self._peers.drop(incarnation)
-        receives = {task for record in left for task in record.receives}
         for record in left:
             record.granted, record.ended = False, f"prefill {incarnation} is gone"
             del self._incoming[record.handoff_id]
-        if receives:
-            await asyncio.wait(receives)
+        for record in left:
+            await record.received()
         reason = f"prefill {incarnation} has ended"
         for record in left:
             await self._owner.aborted(record.handoff_id, record.token, reason)
@@ -271,17 +291,10 @@ class HandoffReceiver:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    def _on_exit(self, incarnation: str) -> None:
-        async def give_up() -> None:
-            await self.peer_gone(incarnation)
-
-        self._start(give_up())
-
     async def _commit(self, request: pb.CommitRequest) -> None:
         peer = self._peers.find(request.incarnation, request.epoch)
         record = self._record(request)
-        if record.receives:
-            await asyncio.wait(set(record.receives))
+        await record.received()
         try:
             if record.failure is not None:
                 raise record.failure
@@ -292,7 +305,7 @@ class HandoffReceiver:
                 raise Stale(f"handoff {record.handoff_id} was committed already")
             del self._incoming[record.handoff_id]
         except BatonError as error:
-            _warn(record, error)
+            record.warn(error)
             record.granted = False  # Commit says that all has been written
             # Its sender still has the KV; if it does not come back, the lease ends the reservation.
             record.resend = isinstance(error, TransferFailed)
@@ -315,16 +328,8 @@ class HandoffReceiver:
         def on_posted() -> None:
             loop.call_soon_threadsafe(posted.set_result, None)
 
-        receive = loop.run_in_executor(
-            peer.thread,
-            peer.listener.receive,
-            peer.incarnation,
-            peer.epoch,
-            slots,
-            record.digest,
-            self._timeout_s,
-            on_posted,
-        )
+        what = slots, record.digest, self._timeout_s, on_posted
+        receive = loop.run_in_executor(peer.thread, peer.listener.receive, *what)
         task = self._start(self._received(peer, record, receive))
         record.receives.add(task)
         task.add_done_callback(record.receives.discard)
@@ -336,14 +341,13 @@ class HandoffReceiver:
         try:
             await receive
             self._check_reserved(record)
+        except Stale as error:
+            record.warn(error)
+            record.failure = record.failure or error
         except (BatonError, OSError) as error:
-            _warn(record, error)
-            failed = not isinstance(error, Stale)
-            record.failure = record.failure or (
-                TransferFailed(str(error)) if failed else Stale(str(error))
-            )
-            if failed:
-                self._peers.remove(peer)
+            record.warn(error)
+            record.failure = record.failure or TransferFailed(str(error))
+            self._peers.remove(peer)
         record.receives.discard(asyncio.current_task())
         if record.ended is not None and not record.writing:
             await self._end(record, record.ended)
@@ -357,7 +361,7 @@ class HandoffReceiver:
         if record.writing or self._incoming.get(record.handoff_id) is not record:
             return
         del self._incoming[record.handoff_id]
-        if record.resend and self._still_reserved(record):
+        if record.resend and self._is_reserved(record):
             extra = about(handoff_id=record.handoff_id)
             log.info("handoff %s is resent: %s", record.handoff_id, record.ended, extra=extra)
             return
@@ -373,39 +377,28 @@ class HandoffReceiver:
             digest, cached = self._pool.new_digest(), reserved.cached_tokens
             record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)
             self._incoming[handoff_id] = record
-        self._check_sender(record, token, request.incarnation)
+        record.check_sender(token, request.incarnation)
         if record.epoch != request.epoch:
             raise Stale(f"handoff {handoff_id} began on link epoch {record.epoch}")
         self._check_reserved(record)
         return record
 
-    def _check_sender(self, record: _Incoming, token: str, incarnation: str) -> None:
-        if record.token != token or record.peer != incarnation:
-            raise Stale(f"handoff {record.handoff_id} belongs to another sender")
-
-    def _check_reserved(self, record: _Incoming) -> ReservedBlocks:
+    def _check_reserved(self, record: _Incoming) -> None:
         """Raises Stale unless the blocks are still held for this handoff, and the same ones."""
-        reserved = self._owner.find(record.handoff_id, record.token)
-        if record.ended is not None or reserved != record.reserved:
+        if record.ended is not None or not self._is_reserved(record):
             raise Stale(f"the reservation of handoff {record.handoff_id} is gone")
-        return reserved
 
-    def _still_reserved(self, record: _Incoming) -> bool:
+    def _is_reserved(self, record: _Incoming) -> bool:
         try:
             return self._owner.find(record.handoff_id, record.token) == record.reserved
         except Stale:
             return False
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _warn(record: _Incoming, error: Exception) -> None:
-    more = about(handoff_id=record.handoff_id)
-    log.warning("handoff %s from %s: %s", record.handoff_id, record.peer, error, extra=more)
 
 
 class HandoffServicer(HandoffServiceServicer):

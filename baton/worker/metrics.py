@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import asdict
 
 from opentelemetry.context import Context
@@ -148,7 +148,7 @@ class WorkerMetrics:
         self.close = self._recorder.close
         cost_per_s, started = config.price_per_hour / 3600.0, time.monotonic()
         self._recorder.observe(
-            "baton.worker.cost", lambda: _one((time.monotonic() - started) * cost_per_s)
+            "baton.worker.cost", lambda: [((time.monotonic() - started) * cost_per_s, {})]
         )
         if config.role == "decode":
             for outcome in _RESERVATIONS:
@@ -202,19 +202,22 @@ class WorkerMetrics:
 
         def states(prefix: str, *names: str) -> list[tuple[float, Attributes]]:
             now = load()
-            return _by("state", {name: getattr(now, prefix + name) for name in names})
+            return [(getattr(now, prefix + name), {"state": name}) for name in names]
 
         blocks = ("free", "cached", "held", "quarantined")
         observe = self._recorder.observe
-        observe("baton.engine.step.age", lambda: _one(load().step_age_ms / 1e3))
-        observe("baton.engine.queue", lambda: _one(load().queue_tokens))
+        observe("baton.engine.step.age", lambda: [(load().step_age_ms / 1e3, {})])
+        observe("baton.engine.queue", lambda: [(load().queue_tokens, {})])
         observe("baton.engine.sequences", lambda: states("", "running", "waiting"))
-        observe("baton.engine.tokens.computed", lambda: _one(load().tokens_computed))
-        observe("baton.engine.tokens.generated", lambda: _one(load().tokens_generated))
-        observe("baton.engine.preemptions", lambda: _one(load().preemptions))
+        observe("baton.engine.tokens.computed", lambda: [(load().tokens_computed, {})])
+        observe("baton.engine.tokens.generated", lambda: [(load().tokens_generated, {})])
+        observe("baton.engine.preemptions", lambda: [(load().preemptions, {})])
         observe("baton.kv.blocks", lambda: states("blocks_", *blocks))
         if isinstance(runner, CountsRows):
-            observe("baton.engine.gpu.rows", lambda: _by("kind", runner.decode_rows))
+            observe(
+                "baton.engine.gpu.rows",
+                lambda: [(rows, {"kind": kind}) for kind, rows in runner.decode_rows.items()],
+            )
 
     def _drafted(self, drafts: int, right: int) -> None:
         self._recorder.count("baton.engine.drafts", right, {"right": "yes"})
@@ -231,11 +234,3 @@ def kind_of(report: StepReport) -> str:
     if report.num_tokens - report.num_proposed == rows == sampling:
         return "decode"
     return "mixed" if sampling and rows > 1 else "prefill"
-
-
-def _one(value: float) -> list[tuple[float, Attributes]]:
-    return [(value, {})]
-
-
-def _by(label: str, values: Mapping[str, float]) -> list[tuple[float, Attributes]]:
-    return [(value, {label: name}) for name, value in values.items()]

@@ -123,7 +123,7 @@ class World:
         self.engine = Engine(self.runner, planner, frozenset(), 64, self._publish)
         self.streams, self.queues = EventStreams(), {}
         self.reservations = Reservations(
-            self.engine, self.streams, ModelLimits(1000, 64, BLOCK_SIZE), BLOCK_SIZE, LEASE_S
+            self.engine, self.streams, ModelLimits(1000, 64, BLOCK_SIZE), LEASE_S
         )
         self.receiver = HandoffReceiver(
             KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations, find

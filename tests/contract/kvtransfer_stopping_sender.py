@@ -18,7 +18,7 @@ from baton.errors import BatonError
 from baton.v1 import common_pb2, prefill_pb2
 from kvtransfer import pool as pools
 from kvtransfer.links import LinkPool
-from kvtransfer.sender import HandoffSender
+from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
 
 
@@ -66,9 +66,8 @@ async def main():
     blocks = -(-order["num_tokens"] // kv.block_size)
     shape = (2 * blocks, kv.num_layers, 2, kv.num_kv_heads, kv.block_size, kv.head_size)
     links = LinkPool(pools.KvPool(torch.ones(shape)), [shm.ShmTransport()], kv, "stopped", find)
-    sender = HandoffSender(links, NoOpTracer())
     try:
-        async with sender.open(to, "h", order["num_tokens"], 120.0) as handoff:
+        async with Handoff(links, NoOpTracer(), to, "h", order["num_tokens"], 120.0) as handoff:
             # Every other block, so that the put is made of several pieces.
             handoff.send(0, pools.Slots(tuple(range(0, 2 * blocks, 2)), order["num_tokens"]))
             await handoff.commit(order["num_tokens"], 7)

@@ -72,7 +72,7 @@ class Scene:
     """The decode worker's pool, the blocks under the write, and the content of all others."""
 
     def __init__(self, decode):
-        self.decode, self.role = decode, decode.node.role
+        self.decode, self.role = decode, decode.node
         self.pool = self.role._receiver._pool.tensor
         self.blocks = list(self.role._reservations._entries["h"].blocks.block_ids)
         self.others = [n for n in range(len(self.pool)) if n not in self.blocks]

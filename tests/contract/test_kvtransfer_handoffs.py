@@ -21,7 +21,6 @@ from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import sender
 from kvtransfer.deadline import Deadline
-from kvtransfer.peers import ProcessWatch
 from kvtransfer.receiver import ReservedBlocks
 from tests.waiting import eventually
 
@@ -110,7 +109,7 @@ async def test_abort_in_the_middle_leaves_nothing_and_the_next_works(name):
     async with joined(name) as (prefill, decode):
         to = decode.reserve("h", 8, 1, 2)
         with pytest.raises(RuntimeError, match="cancelled"):
-            async with prefill.sender.open(to, "h", 8, 10.0) as handoff:
+            async with prefill.open(to, "h", 8, 10.0) as handoff:
                 handoff.send(0, slots(4, 1))
                 await decode.asked()
                 raise RuntimeError("cancelled")
@@ -128,7 +127,7 @@ async def test_cancelled_handoffs_release_both_ends(name):
         await prefill.hand_over(to, "first", slots(4, 0))
 
         async def forever(n, to):
-            async with prefill.sender.open(to, f"h{n}", 8, 30.0) as handoff:
+            async with prefill.open(to, f"h{n}", 8, 30.0) as handoff:
                 handoff.send(0, slots(4, n))
                 await asyncio.Event().wait()
 
@@ -259,8 +258,6 @@ async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
         with pytest.raises(InvalidRequest, match="pid") as refused:
             await decode.receiver.offer(offer)
         assert refused.value.field == "pid"
-        with pytest.raises(InvalidRequest):
-            ProcessWatch(0, lambda: None)
         with pytest.raises(Unavailable, match="is gone"):
             await decode.receiver.ready(pb.ReadyRequest(incarnation="p", epoch=1))
 
@@ -302,7 +299,7 @@ async def test_a_failed_or_ended_handoff_takes_no_more_chunks():
 async def test_deadline_ends_a_handoff_that_waits_for_chunks():
     async with joined("shm") as (prefill, decode):
         to = decode.reserve("h", 8, 1, 2)
-        async with prefill.sender.open(to, "h", 8, 0.3) as handoff:
+        async with prefill.open(to, "h", 8, 0.3) as handoff:
             handoff.send(0, slots(4, 1))
             with pytest.raises(DeadlineExceeded):
                 await asyncio.wait_for(asyncio.shield(handoff._task), 5)
@@ -326,8 +323,8 @@ async def test_least_recently_used_link_is_closed(name):
         for decode in (a, c):
             decode.held.asked.clear()
         async with (
-            prefill.sender.open(a.reserve("x", 8, 1, 2), "x", 8, 5.0) as one,
-            prefill.sender.open(c.reserve("y", 8, 1, 2), "y", 8, 5.0) as two,
+            prefill.open(a.reserve("x", 8, 1, 2), "x", 8, 5.0) as one,
+            prefill.open(c.reserve("y", 8, 1, 2), "y", 8, 5.0) as two,
         ):
             for handoff, decode in ((one, a), (two, c)):
                 handoff.send(0, slots(4, 1))
@@ -417,7 +414,7 @@ async def test_reservation_that_changes_under_a_receive_discards_it():
 async def test_other_tokens_than_reserved_are_refused_and_the_link_stays():
     async with joined("shm") as (prefill, decode):
         to = decode.reserve("h", 4, 1)
-        async with prefill.sender.open(to, "h", 4, 10.0, token_digest=b"others") as handoff:
+        async with prefill.open(to, "h", 4, 10.0, token_digest=b"others") as handoff:
             handoff.send(0, slots(4, 5))
             with pytest.raises(InvalidRequest, match="other tokens") as refused:
                 await handoff.commit(4, 7)
@@ -454,7 +451,7 @@ async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
 
         async def run():
             to = decode.reserve("h", 8, 1, 2)
-            async with prefill.sender.open(to, "h", 8, timeout_s) as handoff:
+            async with prefill.open(to, "h", 8, timeout_s) as handoff:
                 handoff.send(0, slots(8, 5, 6))
                 await handoff.commit(8, 7)
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from baton.errors import Stale, TransferFailed
+from baton.errors import TransferFailed
 from kvtransfer.pool import Digest
 
 from .kvtransfer_parts import BLOCKS, TOKEN_BYTES, TRANSPORTS, Pair, expect_only, slots
@@ -104,12 +104,13 @@ def test_sender_that_closes_wakes_the_receive(gloo_pair):
         receive.result(5)
 
 
-def test_receive_of_another_epoch_is_stale(gloo_pair):
-    with pytest.raises(Stale):
-        gloo_pair.listener.receive("p", 9, slots(4, 1), Digest(), 1.0, threading.Event().set)
+def test_receive_on_a_closed_listener_fails(gloo_pair):
+    gloo_pair.listener.close()
+    with pytest.raises(TransferFailed):
+        gloo_pair.listener.receive(slots(4, 1), Digest(), 1.0, threading.Event().set)
 
 
 def test_a_link_without_a_peer_fails(gloo_pair):
-    gloo_pair.listener.offer("late", 7)
+    late = gloo_pair.transport.listen(gloo_pair.target, "late/7")
     with pytest.raises(TransferFailed):
-        gloo_pair.listener.accept("late", 7, 0.2)
+        late.accept(0.2)

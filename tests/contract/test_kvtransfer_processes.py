@@ -100,10 +100,9 @@ async def test_killed_receiver_fails_a_put_into_its_memory(name):
 
 async def test_killed_sender_fails_the_receive_quickly():
     pool = make_pool(2)
-    listener = TRANSPORTS["gloo"]().listen(pool)
-    endpoint = listener.offer("p", 1)
-    async with peer("hang", endpoint.hex()) as (process, line):
-        await asyncio.to_thread(listener.accept, "p", 1, 30.0)
+    listener = TRANSPORTS["gloo"]().listen(pool, "p/1")
+    async with peer("hang", listener.endpoint.hex()) as (process, line):
+        await asyncio.to_thread(listener.accept, 30.0)
         assert await line() == "connected"
         posted = asyncio.Event()
         wake = posted.set
@@ -111,8 +110,6 @@ async def test_killed_sender_fails_the_receive_quickly():
         receive = asyncio.ensure_future(
             asyncio.to_thread(
                 listener.receive,
-                "p",
-                1,
                 slots(4, 1),
                 Digest(),
                 30.0,

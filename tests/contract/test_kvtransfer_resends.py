@@ -102,7 +102,7 @@ async def test_all_handoffs_of_a_lost_link_are_sent_again_over_one_new_one(name)
         targets = [decode.reserve(f"h{n}", 8, 2 * n, 2 * n + 1) for n in range(6)]
 
         async def in_two_parts(n, to):
-            async with prefill.sender.open(to, f"h{n}", 8, 20.0) as handoff:
+            async with prefill.open(to, f"h{n}", 8, 20.0) as handoff:
                 handoff.send(0, slots(4, n))
                 await lost.wait()
                 handoff.send(4, slots(4, n + 10))
@@ -176,7 +176,7 @@ async def test_a_failed_commit_keeps_the_reservation_but_nothing_writes_into_it(
         decode.before_call("commit", corrupt)
         async with prefill.opened(decode, 4, 1) as handoff:
             stopped = asyncio.Event()
-            handoff._prepare_resend = lambda delivery, failure: stopped.set() or stuck()
+            handoff._prepare_resend = lambda link, failure: stopped.set() or stuck()
             stuck = asyncio.Event().wait
             handoff.send(0, slots(4, 5))
             committing = asyncio.create_task(handoff.commit(4, 7))

@@ -48,7 +48,7 @@ async def test_a_cancel_whose_caller_hangs_up_still_frees(decode: Worker, router
     gate = threading.Event()
     decode.node.engine.submit(gate.wait)
     call = decode.decode.Cancel(decode_pb2.CancelRequest(handoff_ids=["a", "b"]))
-    await asyncio.wait_for(decode.node.role.idle(), PATIENCE_S)
+    await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     gate.set()
@@ -112,7 +112,7 @@ async def test_a_router_that_does_not_read_is_cut_off(
         await slow.reserve(spec("a", prompt(20), max_tokens=200))
         await fast.reserve(spec("b", prompt(20), max_tokens=50), local=20)
         monkeypatch.setattr(events, "MAX_BACKLOG", 0)  # nothing can be kept for later
-        streams = decode.node.role._streams  # type: ignore[attr-defined]
+        streams = decode.node._streams  # type: ignore[attr-defined]
         assert not streams.send(slow.stream_id, [decode_pb2.SequenceEvent(handoff_id="a")])
         monkeypatch.undo()
         with pytest.raises(Unavailable):
@@ -125,7 +125,7 @@ async def test_cutting_off_does_not_wait_for_the_router_to_read(
     decode: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "MAX_BACKLOG", 3)
-    streams = decode.node.role._streams  # type: ignore[attr-defined]
+    streams = decode.node._streams  # type: ignore[attr-defined]
     mute = Router(decode, "mute")
     unread = streams.register(mute.stream_id, "mute")  # as a stream whose write is stuck
     await mute.reserve(spec("b", prompt(20)))
@@ -151,7 +151,7 @@ async def test_an_abort_that_overtakes_the_release(decode: Worker, router: Route
     gate = threading.Event()
     decode.node.engine.submit(gate.wait)
     cancelling = asyncio.create_task(router.cancel("a"))
-    await asyncio.wait_for(decode.node.role.idle(), PATIENCE_S)
+    await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
     await writer.abort()
     gate.set()
     await cancelling
@@ -165,8 +165,8 @@ async def test_a_dead_writers_blocks_come_back(decode: Worker, router: Router) -
     assert (await decode.blocks()).blocks_quarantined == 2
     process.kill()
     await process.wait()
-    await asyncio.wait_for(decode.node.role.idle(), PATIENCE_S)
-    role = decode.node.role
+    await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
+    role = decode.node
     while role._receiver._tasks:  # type: ignore[attr-defined]
         await asyncio.wait(set(role._receiver._tasks))  # type: ignore[attr-defined]
 
@@ -191,7 +191,7 @@ async def test_commit_after_cancel_is_stale(decode: Worker, router: Router) -> N
 
 async def test_a_commit_with_an_impossible_token_is_refused(decode: Worker, router: Router) -> None:
     reserved = await router.reserve(spec("a", prompt(20)))
-    role = decode.node.role
+    role = decode.node
     with pytest.raises(InvalidRequest):
         await role._reservations.committed("a", reserved.reservation_token, 320)  # type: ignore[attr-defined]
     await router.cancel("a")
@@ -272,7 +272,7 @@ async def test_a_pid_in_a_message_proves_no_death(decode: Worker, router: Router
     )
     await decode.handoff.Offer(offer, timeout=PATIENCE_S)
     await asyncio.sleep(0.1)
-    assert decode.node.role._receiver.writing("a")  # type: ignore[attr-defined]
+    assert decode.node._receiver.writing("a")  # type: ignore[attr-defined]
     await writer.abort()
 
 
@@ -316,7 +316,7 @@ async def test_an_abort_for_good_ends_what_was_to_be_sent_again(
 async def test_corrupted_kv_costs_a_resend_and_no_token(
     decode: Worker, directory: Path, store: MemoryStore
 ) -> None:
-    receiver = decode.node.role._receiver  # type: ignore[attr-defined]
+    receiver = decode.node._receiver  # type: ignore[attr-defined]
     commit, corrupted = receiver.commit, []
 
     async def corrupting(request: handoff_pb2.CommitRequest) -> Any:

@@ -140,7 +140,7 @@ async def test_a_caller_that_hangs_up_while_the_engine_is_busy_leaves_nothing(
         call = decode.decode.Reserve(request)
         await asyncio.wait_for(entered.wait(), PATIENCE_S)
         call.cancel()
-        await asyncio.wait_for(decode.node.role.idle(), PATIENCE_S)
+        await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
     gate.set()
     assert await decode.clean()
     assert decode.spans.ended.count("decode") == 2

@@ -43,7 +43,7 @@ def pools(driver):
 
 @pytest.fixture
 def place(driver, pools):
-    return json.loads(CudaIpcTransport(driver).listen(pools[1]).offer("p", 1))
+    return json.loads(CudaIpcTransport(driver).listen(pools[1], "p/1").endpoint)
 
 
 def connect(driver, pool, place, pid=0):

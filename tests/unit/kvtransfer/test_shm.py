@@ -57,7 +57,7 @@ def test_area_is_zeroed_writable_and_leaves_no_descriptor():
 )
 def test_memory_of_another_process_is_not_mapped(pool, change, pid):
     transport = shm.ShmTransport()
-    place = json.loads(transport.listen(pool).offer("p", 1))
+    place = json.loads(transport.listen(pool, "p/1").endpoint)
     before = descriptors()
     with pytest.raises(TransferFailed, match="cannot map"):
         endpoint = json.dumps({**place, **change}).encode()
@@ -96,7 +96,7 @@ def test_a_closed_link_maps_nothing_though_it_is_still_referenced(pool):
 
     transport = shm.ShmTransport()
     before = mappings()
-    link = transport.connect(pool, transport.listen(pool).offer("p", 1), os.getpid(), 1.0)
+    link = transport.connect(pool, transport.listen(pool, "p/1").endpoint, os.getpid(), 1.0)
     assert mappings() == before + 1
     link.close()
     assert mappings() == before
@@ -141,7 +141,7 @@ def large():
 
 def joined(pool):
     transport = shm.ShmTransport()
-    return transport.connect(pool, transport.listen(pool).offer("p", 1), os.getpid(), 1.0)
+    return transport.connect(pool, transport.listen(pool, "p/1").endpoint, os.getpid(), 1.0)
 
 
 def mapping_threads():

@@ -37,7 +37,7 @@ async def test_hundreds_of_cancelled_prompts_leave_both_workers_serving(store: M
         for call in calls:
             call.cancel()
         cancelled = asyncio.create_task(router.cancel(*names))
-        await asyncio.wait_for(prefill.node.role.idle(), PATIENCE_S)
+        await asyncio.wait_for(prefill.node.idle(), PATIENCE_S)
         paced.allow.release(99)
         await cancelled
         assert await prefill.clean()

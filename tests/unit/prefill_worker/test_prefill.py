@@ -185,7 +185,7 @@ async def test_cancel_in_the_queue_frees_both_ends(pair: Pair) -> None:
     call = await pair.start(spec("a", prompt(100)))
     await asyncio.wait_for(queued.wait(), PATIENCE_S)
     call.cancel()
-    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
     gate.set()
     await pair.router.cancel("a")
     assert await pair.clean()
@@ -249,7 +249,7 @@ async def test_a_deadline_stops_the_chunks(pair: Pair) -> None:
     call = pair.call(wanted, to)
     with pytest.raises(DeadlineExceeded):
         await messages(call)
-    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
     paced.allow.release(4)
 
 
@@ -261,7 +261,7 @@ async def test_a_deadline_ends_the_wait_for_commit(pair: Pair) -> None:
     wanted.time_left_ms = 500
     with pytest.raises(DeadlineExceeded):
         await messages(pair.call(wanted, to))
-    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
     assert (await pair.prefill.blocks()).blocks_held == 0
     gate.set()
     await pair.router.cancel("a")
@@ -339,7 +339,7 @@ async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -
         if not message.HasField("started"):
             await read.wait()
 
-    running = asyncio.create_task(pair.prefill.node.role.run(request, Context(), send))
+    running = asyncio.create_task(pair.prefill.node.prefill(request, Context(), send))
     assert len(await pair.router.tokens("h")) > 1
     assert responses == ["started", "first_token"]
     read.set()
@@ -372,7 +372,7 @@ async def test_an_address_in_a_message_leads_nowhere(pair: Pair) -> None:
     finally:
         await server.stop(None)
     assert stranger.offers == []
-    assert [status.state for status in pair.prefill.node.role.pairs()] == ["OPEN"]
+    assert [status.state for status in pair.prefill.node.pairs()] == ["OPEN"]
     await pair.router.tokens("a")
 
 

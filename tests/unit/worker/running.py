@@ -34,14 +34,14 @@ from baton.v1 import (
     prefill_pb2_grpc,
     worker_pb2_grpc,
 )
-from baton.worker.node import Node, Role
+from baton.worker.node import Node
 from decode_worker.worker import DecodeWorker
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
 from prefill_worker.worker import PrefillWorker
 
 BLOCK_SIZE, BLOCKS = 16, 16
-ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
+ROLES: dict[str, type[Node]] = {"prefill": PrefillWorker, "decode": DecodeWorker}
 PATIENCE_S = 10.0
 
 
@@ -76,7 +76,8 @@ class Worker:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(self.spans)
         self.store, self.registry = store, MemoryRegistry(store)
-        self.node = Node(self.config, self.registry, Telemetry(provider.get_tracer("test")))
+        trace = Telemetry(provider.get_tracer("test"))
+        self.node: Node = ROLES[role](self.config, self.registry, trace)
         self._area: shm.SharedMemoryArea | None = None
 
     def knows_prefill(self, incarnation: str, pid: int = 0) -> None:
@@ -94,20 +95,18 @@ class Worker:
     async def run(self) -> None:
         """The node's whole life."""
         try:
-            await self.node.run(self.load, self.role)
+            await self.node.run(self.load)
         finally:
             if self._area is not None:
                 self._area.close()
 
-    def load(self) -> build.Loaded:
+    def load(self) -> tuple[build.Loaded, KvPool]:
         def allocate(num_bytes: int) -> torch.Tensor:
             self._area = shm.SharedMemoryArea(num_bytes)
             return self._area.tensor
 
-        return build.load(self.config.engine, allocate)
-
-    def role(self, node: Node, loaded: build.Loaded) -> Role:
-        return ROLES[self.config.role](node, loaded, KvPool(loaded.runner.pool, self._area))
+        loaded = build.load(self.config.engine, allocate)
+        return loaded, KvPool(loaded.runner.pool, self._area)
 
     async def __aenter__(self) -> Worker:
         self.life = asyncio.create_task(self.run())
@@ -145,7 +144,7 @@ class Worker:
 
     async def clean(self) -> bool:
         """Whether no block is held or quarantined, once all that runs has ended."""
-        await asyncio.wait_for(self.node.role.idle(), PATIENCE_S)
+        await asyncio.wait_for(self.node.idle(), PATIENCE_S)
         load = await self.blocks()
         return load.blocks_held == load.blocks_quarantined == 0
 

@@ -157,7 +157,7 @@ async def ends_with_everything_given_back(worker: Worker, store: MemoryStore, fa
     with pytest.raises(InternalError, match=failure):
         async with worker, Router(worker) as router:
             if "lost" in failure:
-                worker.node.role.on_step = _fail  # type: ignore[method-assign]
+                worker.node.on_step = _fail  # type: ignore[method-assign]
             else:
                 engine = worker.node.engine
                 engine.submit(lambda: setattr(engine, "_publish_report", _fail))
