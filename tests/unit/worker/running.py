@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -108,6 +107,16 @@ class Worker:
         loaded = build.load(self.config.engine, allocate)
         return loaded, KvPool(loaded.runner.pool, self._area)
 
+    def stop(self) -> None:
+        """As SIGTERM does."""
+        self.node._stop.set()
+
+    def hold_engine(self) -> threading.Event:
+        """The engine's thread does nothing until the event is set."""
+        gate = threading.Event()
+        self.node.engine.submit(gate.wait)
+        return gate
+
     async def __aenter__(self) -> Worker:
         self.life = asyncio.create_task(self.run())
         await first(self.ready(), self.life)
@@ -118,13 +127,8 @@ class Worker:
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(self.channel)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.node._stop.set()  # as SIGTERM does
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+        self.stop()
         await self.channel.close()
         await asyncio.wait_for(self.life, PATIENCE_S)
         assert error is not None or not self.spans.open
@@ -155,39 +159,19 @@ class Paced:
     def __init__(self, worker: Worker) -> None:
         self.allow, self.begun = threading.Semaphore(0), threading.Event()
         self._runner = worker.node.engine._runner
-        worker.node.engine._runner = self
+        worker.node.engine._runner = self  # type: ignore[assignment]
 
-    @property
-    def pool(self) -> torch.Tensor:
-        return self._runner.pool
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
         self.begun.set()
         assert self.allow.acquire(timeout=6 * PATIENCE_S)
         return self._runner.run(plan)
 
-    def scrub(self, blocks: list[int]) -> None:
-        self._runner.scrub(blocks)
-
-    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        self._runner.wait_for_writes(blocks)
-
-
-class Failing:
-    """Steps that raise."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.pool = worker.node.engine._runner.pool
-        worker.node.engine._runner = self
-
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        raise RuntimeError("out of memory")
-
-    def scrub(self, blocks: list[int]) -> None:
-        pass
-
-    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        pass
+    async def waits(self) -> None:
+        """Returns when a step waits."""
+        assert await asyncio.to_thread(self.begun.wait, PATIENCE_S)
 
 
 class Router:
@@ -376,3 +360,11 @@ def target(decode: Worker, reserved: Any, **fields: Any) -> prefill_pb2.HandoffT
         "cached_tokens": reserved.cached_tokens,
     }
     return prefill_pb2.HandoffTarget(**{**values, **fields})
+
+
+async def prefilled(prefill: Worker, decode: Worker, reserved: Any, wanted: Any) -> list[Any]:
+    """All messages of a Prefill call for what was reserved."""
+    request = prefill_pb2.PrefillRequest(sequence=wanted, target=target(decode, reserved))
+    with rpc.translated():
+        call = prefill.prefill.Prefill(request, timeout=PATIENCE_S)
+        return [message async for message in call]
