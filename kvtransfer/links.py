@@ -120,7 +120,7 @@ class LinkPool:
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._refused_until: dict[str, float] = {}
-        self._unusable: dict[str, set[Kind]] = {}  # by peer, the oldest first
+        self._unusable: set[tuple[str, Kind]] = set()  # by peer
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -287,16 +287,16 @@ class LinkPool:
 
     def _usable(self, peer: str) -> list[Kind]:
         """The transports to offer to a peer, fastest first."""
-        return [kind for kind in self._transports if kind not in self._unusable.get(peer, ())]
+        return [kind for kind in self._transports if (peer, kind) not in self._unusable]
 
     def _exclude(self, peer: str, failed: Kind, why: TransferFailed) -> bool:
         """Notes that a transport does not work with `peer`; False when no other is left."""
         left = [kind for kind in self._usable(peer) if kind != failed]
         if failed not in ONE_HOST or not left:
             return False
-        self._unusable.setdefault(peer, set()).add(failed)
-        while len(self._unusable) > _REMEMBERED:
-            del self._unusable[next(iter(self._unusable))]
+        if len(self._unusable) == _REMEMBERED:
+            self._unusable.clear()  # those that live are tried again
+        self._unusable.add((peer, failed))
         names = name_of(failed), ", ".join(map(name_of, left))
         log.warning("link to decode %s falls from %s to %s, because %s", peer, *names, why)
         return True

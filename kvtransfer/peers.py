@@ -20,6 +20,7 @@ from kvtransfer.pool import KvPool
 log = logging.getLogger(__name__)
 
 _MAX_PID = 1 << 22  # of Linux
+_MAX_LINKS = 64
 
 
 @dataclass(eq=False)
@@ -35,7 +36,7 @@ class Peer:
 
 
 class Peers:
-    """Links by prefill incarnation, at most `max_links`; event-loop thread only.
+    """Links by prefill incarnation, at most `_MAX_LINKS`; event-loop thread only.
 
     `busy` returns the incarnations with handoffs under way: their links are not dropped for others.
     `on_exit` is called with the incarnation of a process of this host that has ended: it writes no
@@ -47,11 +48,10 @@ class Peers:
         pool: KvPool,
         *,
         timeout_s: float,
-        max_links: int,
         busy: Callable[[], Collection[str]],
         on_exit: Callable[[str], object],
     ) -> None:
-        self._pool, self._timeout_s, self._max_links = pool, timeout_s, max_links
+        self._pool, self._timeout_s = pool, timeout_s
         self._busy, self._on_exit = busy, on_exit
         self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
         self._peers: dict[str, Peer] = {}  # the one offered first comes first
@@ -159,7 +159,7 @@ class Peers:
     def _make_room(self, transport: Transport) -> None:
         """Drops an idle link if there are too many, of all kinds or of this one."""
         names = list(self._peers)
-        if len(names) < self._max_links:
+        if len(names) < _MAX_LINKS:
             names = [n for n, peer in self._peers.items() if peer.transport.kind == transport.kind]
             if len(names) < transport.max_links:
                 return

@@ -159,8 +159,7 @@ class _Incoming:
 class HandoffReceiver:
     """Serves HandoffService for one pool. All methods run on the event loop.
 
-    `transports` are usable ones; `timeout_s` bounds each receive and each connection. At most
-    `max_links` links are kept; one that no handoff uses makes room for a new one.
+    `transports` are usable ones; `timeout_s` bounds each receive and each connection.
     """
 
     def __init__(
@@ -174,7 +173,6 @@ class HandoffReceiver:
         find_prefill: FindWorker,
         *,
         timeout_s: float = 10.0,
-        max_links: int = 64,
     ) -> None:
         self._pool, self._descriptor = pool, descriptor
         self._incarnation, self._host_id = incarnation, host_id
@@ -185,7 +183,6 @@ class HandoffReceiver:
         self._peers = Peers(
             pool,
             timeout_s=timeout_s,
-            max_links=max_links,
             busy=lambda: {record.peer for record in self._incoming.values()},
             on_exit=lambda incarnation: self._start(self.peer_gone(incarnation)),
         )

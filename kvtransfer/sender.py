@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
@@ -53,41 +53,39 @@ class TransferStats:
     resends: int = 0
 
 
+@dataclass(eq=False)
 class Handoff:
     """The transfer of one sequence's KV: an async context that aborts what was not committed.
 
     The blocks must be held until it is left. `num_tokens`: of the whole sequence, cached tokens
-    included · `timeout_s`: the request's time left · `step_timeout_s` caps every single wait ·
-    `abort_wait_s`: an abort waits so long for its first try; others follow in the background ·
-    `parent`: the span that `kv.transfer` belongs to · `token_digest`: of the tokens whose KV is
-    sent; Commit fails where other ones were reserved.
+    included · `timeout_s`: the request's time left · `parent`: the span that `kv.transfer` belongs
+    to · `token_digest`: of the tokens whose KV is sent; Commit fails where other ones were reserved
+    · `step_timeout_s` caps every single wait · `abort_wait_s`: an abort waits so long for its first
+    try; others follow in the background.
     """
 
-    def __init__(
-        self,
-        links: LinkPool,
-        tracer: Tracer,
-        target: prefill_pb2.HandoffTarget,
-        handoff_id: str,
-        num_tokens: int,
-        timeout_s: float,
-        *,
-        parent: Context | None = None,
-        token_digest: bytes = b"",
-        step_timeout_s: float = 10.0,
-        abort_wait_s: float = 0.5,
-    ) -> None:
-        self._links, self._tracer, self._parent = links, tracer, parent
-        self._target, self._num_tokens, self._token_digest = target, num_tokens, token_digest
-        self._deadline, self._step_timeout_s = Deadline(timeout_s), step_timeout_s
-        self._abort_wait_s = abort_wait_s
-        self._metadata = telemetry.inject(parent)
+    links: LinkPool
+    tracer: Tracer
+    target: prefill_pb2.HandoffTarget
+    handoff_id: str
+    num_tokens: int
+    timeout_s: float
+    _: KW_ONLY
+    parent: Context | None = None
+    token_digest: bytes = b""
+    step_timeout_s: float = 10.0
+    abort_wait_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        self._deadline = Deadline(self.timeout_s)
+        self._metadata = telemetry.inject(self.parent)
         self._names: dict[str, Any] = {  # of every message
-            "handoff_id": handoff_id,
-            "reservation_token": target.reservation_token,
-            "incarnation": links.incarnation,
+            "handoff_id": self.handoff_id,
+            "reservation_token": self.target.reservation_token,
+            "incarnation": self.links.incarnation,
         }
-        self._about = about(trace_id=telemetry.trace_id_in(parent), handoff_id=handoff_id)
+        trace_id = telemetry.trace_id_in(self.parent)
+        self._about = about(trace_id=trace_id, handoff_id=self.handoff_id)
         # Kept, so that all can be sent again: (position of the first token, blocks). Bounded by
         # the sequence: every entry announces at least one of its tokens.
         self._chunks: list[tuple[int, Slots]] = []
@@ -123,9 +121,12 @@ class Handoff:
         Every call continues where the last one ended, at first the target's cached tokens; all but
         the last end at a block's end. Raises InvalidRequest, and once the transfer has failed, why.
         """
-        local.check(self._links.pool.block_size, self._links.pool.num_blocks)
+        local.check(self.links.pool.block_size, self.links.pool.num_blocks)
         if self._task.done():
-            self._raise_failure()
+            if self._task.cancelled():
+                raise Cancelled("the handoff was aborted")
+            self._task.result()
+            raise InvalidRequest("the handoff was committed already")
         self._chunks.append((first_token, local))
         self._queued.set()
 
@@ -157,12 +158,6 @@ class Handoff:
             self._ended = True
             await uninterrupted(self._abort(reason))
 
-    def _raise_failure(self) -> NoReturn:
-        if self._task.cancelled():
-            raise Cancelled("the handoff was aborted")
-        self._task.result()
-        raise InvalidRequest("the handoff was committed already")
-
     async def _abort(self, reason: str) -> None:
         self._task.cancel()  # a put that runs is finished first, if it ends in time
         await asyncio.wait({self._task})
@@ -177,7 +172,7 @@ class Handoff:
         request = handoff_pb2.AbortRequest(**self._names, reason=reason)
 
         def send() -> asyncio.Future[None]:
-            return self._links.aborts.send(self._address, request, self._metadata)
+            return self.links.aborts.send(self._address, request, self._metadata)
 
         def when_written(put: asyncio.Future[PutStats]) -> None:
             put.exception()  # its result is not used any more
@@ -186,12 +181,12 @@ class Handoff:
         if self._put is not None and not self._put.done():
             self._put.add_done_callback(when_written)
         else:
-            await asyncio.wait({send()}, timeout=self._abort_wait_s)
+            await asyncio.wait({send()}, timeout=self.abort_wait_s)
 
     async def _run(self) -> TransferStats:
         try:
             async with asyncio.timeout(self._deadline.left_s(float("inf"))):
-                link = self._link = await self._links.acquire(self._target, self._deadline)
+                link = self._link = await self.links.acquire(self.target, self._deadline)
                 self._address = link.address
                 while True:
                     try:
@@ -209,12 +204,12 @@ class Handoff:
 
         Raises TransferFailed, KvCorrupted, Stale, InvalidRequest, DeadlineExceeded.
         """
-        self._digest, self._put = self._links.pool.new_digest(), None
+        self._digest, self._put = self.links.pool.new_digest(), None
         self._stats = stats = TransferStats(link.transport.name, link.transport.kind)
-        cached, sent = self._target.cached_tokens, 0
+        cached, sent = self.target.cached_tokens, 0
         granted: tuple[int, ...] = ()
-        if link.transport.one_sided and self._num_tokens > cached:
-            granted = await self._ready(link, cached, self._num_tokens - cached)
+        if link.transport.one_sided and self.num_tokens > cached:
+            granted = await self._ready(link, cached, self.num_tokens - cached)
         while sent < len(self._chunks) or self._conclusion is None:
             if sent == len(self._chunks):
                 self._queued.clear()
@@ -232,7 +227,7 @@ class Handoff:
             num_bytes=self._digest.num_bytes,
             checksum=self._digest.value,
             first_token_id=first_token_id,
-            token_digest=self._token_digest,
+            token_digest=self.token_digest,
         )
         start = time.perf_counter()
         await self._call(link, link.stub.Commit, request)
@@ -268,7 +263,7 @@ class Handoff:
         self._stats.wait_s += time.perf_counter() - start
         self._start_ns = self._start_ns or time.time_ns()
         remote = Slots(ids, slots.num_tokens)
-        with self._links.closing_on_failure(link, self._deadline):
+        with self.links.closing_on_failure(link, self._deadline):
             timeout_s = self._time_left_s()
             put = asyncio.ensure_future(link.put(slots, remote, self._digest, timeout_s))
             self._put = put
@@ -283,7 +278,7 @@ class Handoff:
         self, first_token: int, slots: Slots, granted: tuple[int, ...]
     ) -> tuple[int, ...]:
         """The granted blocks that a chunk goes to. Raises InvalidRequest outside of the grant."""
-        pool, cached = self._links.pool, self._target.cached_tokens
+        pool, cached = self.links.pool, self.target.cached_tokens
         first = (first_token - cached) // pool.block_size
         ids = granted[first : first + len(slots.block_ids)]
         sent = self._digest.num_bytes // pool.token_bytes
@@ -301,7 +296,7 @@ class Handoff:
         if self._resends == MAX_RESENDS or writing:
             raise failure
         self._resends += 1
-        handoff_id, reason = self._names["handoff_id"], str(failure)
+        handoff_id, reason = self.handoff_id, str(failure)
         log.warning("handoff %s is resent: %s", handoff_id, reason, extra=self._about)
         request = handoff_pb2.AbortRequest(**self._names, reason=reason, resend=True)
         try:
@@ -309,7 +304,7 @@ class Handoff:
             with rpc.translated():
                 await link.stub.Abort(request, timeout=timeout_s, metadata=self._metadata)
             self._release()
-            return await self._links.acquire(self._target, self._deadline, skip_backoff=True)
+            return await self.links.acquire(self.target, self._deadline, skip_backoff=True)
         except BatonError as error:
             why = "handoff %s cannot be resent: %s"
             log.warning(why, handoff_id, error, extra=self._about)
@@ -323,15 +318,15 @@ class Handoff:
 
     async def _call(self, link: PairLink, method: Callable[..., Any], request: Any) -> Any:
         """One control call on the link, within the deadline."""
-        with self._links.closing_on_failure(link, self._deadline), rpc.translated():
+        with self.links.closing_on_failure(link, self._deadline), rpc.translated():
             return await method(request, timeout=self._time_left_s(), metadata=self._metadata)
 
     def _time_left_s(self) -> float:
-        return self._deadline.left_s(self._step_timeout_s)
+        return self._deadline.left_s(self.step_timeout_s)
 
     def _release(self) -> None:
         if self._link is not None:
-            self._links.release(self._link)
+            self.links.release(self._link)
             self._link = None
 
     def _finished(self) -> TransferStats:
@@ -340,10 +335,10 @@ class Handoff:
         stats, stats.num_bytes = self._stats, self._digest.num_bytes
         stats.transfer_s, stats.resends = (end_ns - start_ns) / 1e9, self._resends
         attributes: dict[str, str | int | float | bool] = {
-            "baton.handoff_id": self._names["handoff_id"],
+            "baton.handoff_id": self.handoff_id,
             "baton.resends": stats.resends,
             "bytes": stats.num_bytes,
-            "tokens": stats.num_bytes // self._links.pool.token_bytes,
+            "tokens": stats.num_bytes // self.links.pool.token_bytes,
             "transport": stats.transport,
             "wait_ms": stats.wait_s * 1e3,
             "wire_ms": stats.wire_s * 1e3,
@@ -351,6 +346,6 @@ class Handoff:
             "gb_per_s": stats.num_bytes / 1e9 / stats.wire_s if stats.wire_s else 0.0,
             "chunks": stats.chunks,
         }
-        parent = self._parent if self._parent is not None else Context()
-        telemetry.record(self._tracer, "kv.transfer", parent, start_ns, end_ns, attributes)
+        parent = self.parent or Context()
+        telemetry.record(self.tracer, "kv.transfer", parent, start_ns, end_ns, attributes)
         return stats

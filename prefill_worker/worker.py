@@ -7,10 +7,9 @@ as soon as it is sampled, before the handoff is committed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ from baton.worker.node import Node
 from kvtransfer.interface import Transport
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.sender import Handoff
+from kvtransfer.sender import Handoff, TransferStats
 
 log = logging.getLogger(__name__)
 
@@ -130,32 +129,37 @@ class PrefillWorker(Node, PrefillServiceServicer):
             )
 
     async def _run(self, prompt: Prompt, request: prefill_pb2.PrefillRequest, send: Send) -> None:
-        sequence = prompt.sequence
-        with self._listed(prompt):
+        sequence, seq_id = prompt.sequence, prompt.sequence.seq_id
+        self._prompts[seq_id] = prompt
+        self._idle.clear()
+        try:
             async with Handoff(
                 self._links,
                 self.tracer,
                 request.target,
-                sequence.seq_id,
+                seq_id,
                 prompt.num_tokens,
                 request.sequence.time_left_ms / 1000 or self.config.lease_s,
                 parent=prompt.trace,
                 token_digest=token_digest(sequence.tokens, sequence.cache_salt),
                 step_timeout_s=self.config.transfer_timeout_s,
             ) as handoff:
-                async with self._queued(sequence):
+                try:
+                    await asyncio.wrap_future(self.engine.add(sequence))
                     last = await self._compute(prompt, handoff, send)
-                if last.finish_reason:
-                    return  # nothing is left to decode: the handoff is aborted
-                with self.metrics.transferring():
-                    stats = await handoff.committed()
-                self.metrics.transferred(stats, prompt.trace)
-                committed = prefill_pb2.PrefillCommitted(
-                    transfer_bytes=stats.num_bytes,
-                    transfer_ms=stats.transfer_s * 1e3,
-                    transport=common_pb2.Transport.Name(stats.transport_kind),
-                )
-                await send(prefill_pb2.PrefillResponse(committed=committed))
+                except BaseException:  # also a caller that hung up: no further chunk runs
+                    self.engine.halt(seq_id)
+                    raise
+                if not last.finish_reason:  # else nothing is left to decode: it is aborted
+                    with self.metrics.transferring():
+                        stats = await handoff.committed()
+                    self.metrics.transferred(stats, prompt.trace)
+                    await send(prefill_pb2.PrefillResponse(committed=_committed(stats)))
+        finally:  # and no earlier: the blocks have to stay until the handoff is aborted
+            del self._prompts[seq_id]
+            self.engine.release(seq_id)
+            if not self._prompts:
+                self._idle.set()
 
     async def _compute(self, prompt: Prompt, handoff: Handoff, send: Send) -> Progress:
         """Follows the engine until the first token is sampled; blocks are queued on the way.
@@ -211,33 +215,6 @@ class PrefillWorker(Node, PrefillServiceServicer):
         took = prompt.trace, report.started_ns, report.ended_ns
         telemetry.record(self.tracer, "prefill.chunk", *took, attributes)
 
-    @contextlib.asynccontextmanager
-    async def _queued(self, sequence: Sequence) -> AsyncGenerator[None, None]:
-        """Adds it to the engine; once it is given up, no further chunk runs.
-
-        Its blocks have to stay until the handoff is aborted, which may take longer.
-        """
-        try:
-            await asyncio.wrap_future(self.engine.add(sequence))
-            yield
-        except BaseException:  # also a caller that hung up
-            self.engine.halt(sequence.seq_id)
-            raise
-
-    @contextlib.contextmanager
-    def _listed(self, prompt: Prompt) -> Iterator[None]:
-        """Registers the prompt while it runs, and frees its blocks at the end."""
-        seq_id = prompt.sequence.seq_id
-        self._prompts[seq_id] = prompt
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            del self._prompts[seq_id]
-            self.engine.release(seq_id)
-            if not self._prompts:
-                self._idle.set()
-
 
 def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
     (token_id,) = progress.token_ids  # no drafts: the sequence leaves the batch with this one
@@ -245,6 +222,14 @@ def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
         token_id=token_id,
         logprobs=logprobs_proto(progress.logprobs[0]) if progress.logprobs else None,
         finish_reason=FINISH_REASONS[progress.finish_reason],
+    )
+
+
+def _committed(stats: TransferStats) -> prefill_pb2.PrefillCommitted:
+    return prefill_pb2.PrefillCommitted(
+        transfer_bytes=stats.num_bytes,
+        transfer_ms=stats.transfer_s * 1e3,
+        transport=common_pb2.Transport.Name(stats.transport_kind),
     )
 
 
