@@ -64,7 +64,6 @@ class EventStreams:
         return stream_id not in self._streams
 
     def close(self) -> None:
-        """Ends every stream after what is queued."""
         self._closed = True
         for stream_id in list(self._streams):
             self._end(stream_id)

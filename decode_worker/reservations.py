@@ -12,10 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from opentelemetry.context import Context
+from opentelemetry.trace import Tracer
+
+from baton import telemetry
 from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest, Stale, Unavailable
@@ -24,10 +29,57 @@ from baton.prefix import token_digest
 from baton.v1 import decode_pb2
 from baton.worker.messages import FINISH_REASONS, ModelLimits, logprobs_proto, sequence_of
 from decode_worker.events import EventStreams
-from decode_worker.spans import DecodeSpans
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 
 log = logging.getLogger(__name__)
+
+
+class DecodeSpans:
+    """Collects times as they pass and records the spans; the first `end` counts."""
+
+    def __init__(self, tracer: Tracer, parent: Context) -> None:
+        self._tracer = tracer
+        self._span = tracer.start_span("decode", context=parent)
+        self._context = telemetry.context_of(self._span)
+        self.trace_id = telemetry.trace_id_of(self._span)  # empty where nothing is recorded
+        self._reserve_ns = time.time_ns()
+        self._committed_ns = 0
+        self._first_step_ns = 0
+        self._tokens = 0
+        self._steps = 0  # that gave tokens: fewer than those where drafts were right
+        self._ended = False
+
+    def reserved(self, cached_tokens: int, started: bool) -> None:
+        attributes = {"baton.cached_tokens": cached_tokens, "baton.prefills_here": started}
+        self._record("decode.reserve", self._reserve_ns, None, attributes)
+
+    def committed(self) -> None:
+        self._committed_ns = time.time_ns()
+
+    def step(self, started_ns: int, ended_ns: int, progress: Progress) -> None:
+        self._tokens += len(progress.token_ids)
+        self._steps += bool(progress.token_ids)
+        if not self._first_step_ns:
+            self._first_step_ns = ended_ns
+            # A step may have begun before Commit's reply was booked here.
+            admitted_ns = max(self._committed_ns, started_ns)
+            self._record("decode.admit", self._committed_ns, admitted_ns)
+            self._record("decode.first_step", admitted_ns, ended_ns)
+
+    def end(self, reason: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if self._first_step_ns:
+            attributes = {"gen_ai.usage.output_tokens": self._tokens, "baton.steps": self._steps}
+            self._record("decode.run", self._first_step_ns, None, attributes)
+        self._span.set_attribute("baton.end", reason)
+        self._span.end()
+
+    def _record(
+        self, name: str, start_ns: int, end_ns: int | None, attributes: dict[str, int] | None = None
+    ) -> None:
+        telemetry.record(self._tracer, name, self._context, start_ns, end_ns, attributes)
 
 
 @dataclass(eq=False)
@@ -47,7 +99,6 @@ class Entry:
 
     @property
     def about(self) -> Mapping[str, str]:
-        """For log lines."""
         return about(trace_id=self.spans.trace_id, handoff_id=self.handoff_id)
 
 
@@ -114,7 +165,6 @@ class Reservations:
             self._start_ending(handoff_id, "the router's event stream broke")
 
     async def idle(self) -> None:
-        """Returns when there is no entry."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -134,7 +184,6 @@ class Reservations:
         return entry.blocks
 
     async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
-        """Verified KV is in place: decoding starts."""
         self.find(handoff_id, token)
         self._limits.check_token(first_token_id, "first_token_id")
         entry = self._entries[handoff_id]
@@ -224,7 +273,6 @@ class Reservations:
         self._start_ending(entry.handoff_id, reason)
 
     def _start_ending(self, handoff_id: str, reason: str) -> None:
-        """Frees the blocks in the background and informs the router."""
         entry = self._forget(handoff_id)
         if entry is None:  # its router was just cut off
             return
@@ -256,7 +304,6 @@ class Reservations:
         return task
 
     async def _note_quarantine(self, key: tuple[str, str], released: Future[list[int]]) -> None:
-        """Remembers which blocks are quarantined until the sender's abort."""
         blocks = await asyncio.wrap_future(released)
         if key in self._quarantined:
             self._quarantined[key] = blocks

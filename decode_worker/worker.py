@@ -15,11 +15,10 @@ from baton.engine.loop import StepReport
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.v1 import decode_pb2, handoff_pb2_grpc
 from baton.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
-from baton.worker import process
+from baton.worker import node
 from baton.worker.node import Node
 from decode_worker.events import EventStreams, next_message
-from decode_worker.reservations import Reservations
-from decode_worker.spans import DecodeSpans
+from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
 from kvtransfer.receiver import HandoffReceiver, HandoffServicer
@@ -27,7 +26,7 @@ from kvtransfer.receiver import HandoffReceiver, HandoffServicer
 
 def run(config: WorkerConfig) -> int:
     """Runs the process until drained; 0. Raises ConfigError when it cannot begin."""
-    return process.run(config, DecodeWorker)
+    return node.run(config, DecodeWorker)
 
 
 class DecodeWorker(Node, DecodeServiceServicer):
@@ -71,7 +70,6 @@ class DecodeWorker(Node, DecodeServiceServicer):
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: Any
     ) -> decode_pb2.ReserveResponse:
-        """Holds blocks or refuses."""
         self.refuse_if_draining()
         spans = DecodeSpans(self.tracer, telemetry.extract(context.invocation_metadata()))
         try:
@@ -87,7 +85,6 @@ class DecodeWorker(Node, DecodeServiceServicer):
     async def Cancel(
         self, request: decode_pb2.CancelRequest, context: Any
     ) -> decode_pb2.CancelResponse:
-        """Ends sequences."""
         await self._reservations.cancel(*request.handoff_ids)
         return decode_pb2.CancelResponse()
 
@@ -95,7 +92,6 @@ class DecodeWorker(Node, DecodeServiceServicer):
     async def StreamEvents(
         self, request: decode_pb2.StreamEventsRequest, context: Any
     ) -> AsyncGenerator[decode_pb2.StreamEventsResponse, None]:
-        """A router's events and heartbeats, until it hangs up."""
         stream_id, heartbeat_s = request.stream_id, request.heartbeat_ms / 1000
         if not stream_id:
             raise InvalidRequest("an event stream needs an id", "stream_id")

@@ -47,7 +47,6 @@ class HostCopier:
         return data
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
-        """Digests bytes in canonical order and writes them into the slots."""
         self._digest.update(data)
         self._pool.scatter(data, slots)
 
@@ -100,12 +99,10 @@ class GpuCopier:
         self._num_bytes += data.numel()
 
     def copy(self, local: Slots, target: KvPool, remote: Slots) -> None:
-        """Digests slots and copies them into those of another pool."""
         self._ops.copy(self._pool, local, target, remote, self._sums, self._next_word)
         self._num_bytes += self._pool.nbytes(local)
 
     def checksum(self, slots: Slots) -> None:
-        """Only digests slots."""
         self._ops.checksum(self._pool, slots, self._sums, self._next_word)
         self._num_bytes += self._pool.nbytes(slots)
 
@@ -136,7 +133,6 @@ class GpuCopier:
 
     @contextmanager
     def _queued(self) -> Iterator[None]:
-        """Work started inside is queued on the copier's stream."""
         if self._stream is None:
             yield
         else:

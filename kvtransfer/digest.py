@@ -23,11 +23,9 @@ class Digest:
         self.num_bytes = 0
 
     def update(self, data: torch.Tensor) -> None:
-        """Adds a contiguous uint8 tensor."""
         self.add(data.cpu().numpy().data)
 
     def add(self, data: memoryview) -> None:
-        """Adds contiguous bytes."""
         self._hash.update(data)
         self.num_bytes += data.nbytes
 
@@ -94,5 +92,4 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(constant: int) -> int:
-    """The int64 with the same bits."""
     return constant - (1 << 64) if constant >> 63 else constant

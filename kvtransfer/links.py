@@ -1,4 +1,9 @@
-"""The prefill side's open links: one for each decode process, opened once, kept while useful."""
+"""The prefill side's open links: one for each decode process, opened once, kept while useful.
+
+And its Abort messages, which outlive the links: until a decode worker knows that its writer has
+stopped, it must keep the blocks out of use. So an Abort must not be lost, but a handoff that is
+given up need not wait for the answer.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +32,9 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
+from baton.log_format import about
+from baton.registry.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
-from kvtransfer.aborts import Aborts
 from kvtransfer.deadline import Deadline
 from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, Link, PutStats, Transport
@@ -43,6 +49,11 @@ _LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
 _CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
 _REMEMBERED = 256  # peers whose unusable transports are kept; more than ever live at a time
 _CONNECT_S = 5.0  # bounds Offer, and connecting, each
+_NO_ANSWER = (Unavailable, DeadlineExceeded, Cancelled)
+_MAX_PENDING = 4096  # Aborts; each waits for a peer that is silent, or has just failed
+_ABORT_S, _MAX_INTERVAL_S, _CLOSE_S = 2.0, 5.0, 1.0
+
+Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(eq=False)
@@ -161,7 +172,6 @@ class LinkPool:
         return link
 
     def release(self, link: PairLink) -> None:
-        """The caller does not use `link` any more."""
         link.users -= 1
         if link.users == 0 and self._links.get(link.peer) is not link:
             self._in_background(link.close_control())
@@ -286,7 +296,6 @@ class LinkPool:
         return PairLink(*opened, link, thread, channel, stub)
 
     def _usable(self, peer: str) -> list[Kind]:
-        """The transports to offer to a peer, fastest first."""
         return [kind for kind in self._transports if (peer, kind) not in self._unusable]
 
     def _exclude(self, peer: str, failed: Kind, why: TransferFailed) -> bool:
@@ -302,7 +311,6 @@ class LinkPool:
         return True
 
     def _make_room(self) -> None:
-        """Closes idle links until one more fits, those being opened counted."""
         while len(self._links) + len(self._opening) > self._cap:
             idle = next((link for link in self._links.values() if link.users == 0), None)
             if idle is None:
@@ -322,3 +330,85 @@ class LinkPool:
         task = asyncio.ensure_future(work)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+class Aborts:
+    """Reports to decode workers, in the background, that nothing more is written.
+
+    Each message is repeated until it is answered or `give_up_s` have passed. Then only the end of
+    this process frees the blocks: by then the peer has almost surely ended.
+    """
+
+    def __init__(self, give_up_s: float = 600.0) -> None:
+        self._give_up_s = give_up_s
+        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # by address, with its users
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(
+        self, address: str, request: handoff_pb2.AbortRequest, metadata: Metadata
+    ) -> asyncio.Future[None]:
+        """Starts sending; the future is done after the first try, whatever its result."""
+        tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else _ABORT_S
+        task = asyncio.create_task(self._repeat(address, request, metadata, give_up_s, tried))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return tried
+
+    async def close(self) -> None:
+        """Waits shortly for answers, then ends. What is sent later is tried for one call's time."""
+        self._give_up_s = _ABORT_S
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _repeat(
+        self,
+        address: str,
+        request: handoff_pb2.AbortRequest,
+        metadata: Metadata,
+        give_up_s: float,
+        tried: asyncio.Future[None],
+    ) -> None:
+        handoff_id, extra = request.handoff_id, about(handoff_id=request.handoff_id)
+        backoff = Backoff(first_s=0.1, most_s=_MAX_INTERVAL_S)
+        try:
+            async with asyncio.timeout(give_up_s), self._stub(address) as stub:
+                while True:
+                    try:
+                        with rpc.translated():
+                            await stub.Abort(request, timeout=_ABORT_S, metadata=metadata)
+                        return
+                    except _NO_ANSWER as error:
+                        why = "abort of handoff %s is not answered yet: %s"
+                        log.warning(why, handoff_id, error, extra=extra)
+                    except BatonError as error:  # an answer, even that the handoff is long gone
+                        log.info("abort of handoff %s: %s", handoff_id, error, extra=extra)
+                        return
+                    _set(tried)
+                    await backoff.wait()
+        except TimeoutError:
+            log.error("abort of handoff %s: no answer from %s", handoff_id, address, extra=extra)
+        finally:
+            _set(tried)
+
+    @contextlib.asynccontextmanager
+    async def _stub(self, address: str) -> AsyncIterator[handoff_pb2_grpc.HandoffServiceStub]:
+        """One channel for each peer, kept while a message to it is on its way."""
+        channel, users = self._channels.get(address) or (rpc.channel(address), 0)
+        self._channels[address] = channel, users + 1
+        try:
+            yield handoff_pb2_grpc.HandoffServiceStub(channel)
+        finally:
+            channel, users = self._channels.pop(address)
+            if users > 1:
+                self._channels[address] = channel, users - 1
+            else:
+                await channel.close(None)
+
+
+def _set(tried: asyncio.Future[None]) -> None:
+    if not tried.done():
+        tried.set_result(None)

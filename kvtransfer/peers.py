@@ -103,12 +103,10 @@ class Peers:
             await asyncio.get_running_loop().run_in_executor(None, peer.listener.abort)
 
     def remove(self, peer: Peer) -> None:
-        """Drops this link, unless a later one has replaced it."""
         if self._peers.get(peer.incarnation) is peer:
             self.drop(peer.incarnation)
 
     async def close(self) -> None:
-        """Drops every link and waits for what still runs on their threads."""
         for incarnation in list(self._watches):
             self._unwatch(incarnation)
         for incarnation in list(self._peers):
@@ -117,7 +115,6 @@ class Peers:
             await asyncio.wait(set(self._freeing))
 
     async def _listen(self, incarnation: str, transport: Transport) -> Peer:
-        """A new link, whose thread waits for the peer."""
         run = asyncio.get_running_loop().run_in_executor
         epoch = next(self._epochs)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{incarnation}")

@@ -96,21 +96,17 @@ class _Incoming:
 
     @property
     def slots(self) -> Slots:
-        """Everything announced so far."""
         return self._between(self.reserved.cached_tokens, self.next_token)
 
     async def received(self) -> None:
-        """Returns when no receive runs any more."""
         if self.receives:
             await asyncio.wait(set(self.receives))
 
     def check_sender(self, token: str, incarnation: str) -> None:
-        """Raises Stale when it is another one's handoff."""
         if self.token != token or self.peer != incarnation:
             raise Stale(f"handoff {self.handoff_id} belongs to another sender")
 
     def warn(self, error: Exception) -> None:
-        """Logs a failure."""
         more = about(handoff_id=self.handoff_id)
         log.warning("handoff %s from %s: %s", self.handoff_id, self.peer, error, extra=more)
 
@@ -118,11 +114,9 @@ class _Incoming:
         """Where the next tokens go. Raises InvalidRequest when they are not the next ones."""
         reserved, end = self.reserved, first_token + num_tokens
         if first_token != self.next_token:
-            raise InvalidRequest(
-                f"tokens from {first_token} were announced, {self.next_token} are next"
-                f" ({reserved.cached_tokens} are cached here)",
-                "first_token",
-            )
+            text = f"tokens from {first_token} were announced, {self.next_token} are next"
+            cached = f" ({reserved.cached_tokens} are cached here)"
+            raise InvalidRequest(text + cached, "first_token")
         if num_tokens == 0 or end > reserved.num_tokens:
             raise InvalidRequest(f"[{first_token}, {end}) is not reserved", "num_tokens")
         if end % reserved.block_size and end != reserved.num_tokens:
@@ -131,16 +125,12 @@ class _Incoming:
         return self._between(first_token, end)
 
     def verify(self, request: pb.CommitRequest, arrived: Digest) -> None:
-        """Raises KvCorrupted unless exactly what was reserved and sent is here.
-
-        InvalidRequest when it is the KV of other tokens than those that were reserved for.
-        """
-        reserved = self.reserved
+        """Raises KvCorrupted unless exactly what was reserved and sent is here; InvalidRequest when
+        it is the KV of other tokens."""
+        reserved, name = self.reserved, f"handoff {self.handoff_id}"
         if request.token_digest != reserved.token_digest:
-            raise InvalidRequest(
-                f"handoff {self.handoff_id}: other tokens were prefilled than were reserved",
-                "token_digest",
-            )
+            text = f"{name}: other tokens were prefilled than were reserved"
+            raise InvalidRequest(text, "token_digest")
         for what, theirs, ours in (
             ("tokens", request.num_tokens, reserved.num_tokens),
             ("tokens announced", self.next_token, reserved.num_tokens),
@@ -148,7 +138,7 @@ class _Incoming:
             ("checksum", request.checksum, arrived.value),
         ):
             if theirs != ours:
-                raise KvCorrupted(f"handoff {self.handoff_id}: {what}: {theirs} != {ours}")
+                raise KvCorrupted(f"{name}: {what}: {theirs} != {ours}")
 
     def _between(self, first_token: int, end: int) -> Slots:
         size = self.reserved.block_size
@@ -265,10 +255,8 @@ class HandoffReceiver:
                 del self._incoming[handoff_id]
 
     async def peer_gone(self, incarnation: str) -> list[str]:
-        """That prefill process is dead: nothing of it is written once this returns.
-
-        Gives up the handoffs that it leaves unfinished, and returns their ids.
-        """
+        """That prefill process is dead: nothing of it is written once this returns, with the ids
+        of the handoffs that it leaves unfinished, which are given up."""
         await self._peers.abort(incarnation)
         left = [record for record in self._incoming.values() if record.peer == incarnation]
         self._peers.drop(incarnation)
@@ -283,7 +271,6 @@ class HandoffReceiver:
         return [record.handoff_id for record in left]
 
     async def close(self) -> None:
-        """Drops every link and waits for what still runs on their threads."""
         await self._peers.close()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
@@ -350,10 +337,8 @@ class HandoffReceiver:
             await self._end(record, record.ended)
 
     async def _end(self, record: _Incoming, reason: str) -> None:
-        """Ends the record, and as soon as nothing is written into them gives its blocks back.
-
-        A reservation that waits for a resend keeps them.
-        """
+        """Ends the record, and as soon as nothing is written into them gives its blocks back,
+        unless its reservation waits for a resend."""
         record.ended = record.ended or reason
         if record.writing or self._incoming.get(record.handoff_id) is not record:
             return

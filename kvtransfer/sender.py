@@ -136,7 +136,6 @@ class Handoff:
         self._queued.set()
 
     async def commit(self, num_tokens: int, first_token_id: int) -> TransferStats:
-        """`conclude`, and then `committed`."""
         self.conclude(num_tokens, first_token_id)
         return await self.committed()
 
@@ -317,7 +316,6 @@ class Handoff:
         return tuple((await self._call(link, link.stub.Ready, request)).block_ids)
 
     async def _call(self, link: PairLink, method: Callable[..., Any], request: Any) -> Any:
-        """One control call on the link, within the deadline."""
         with self.links.closing_on_failure(link, self._deadline), rpc.translated():
             return await method(request, timeout=self._time_left_s(), metadata=self._metadata)
 

@@ -26,7 +26,7 @@ from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavai
 from baton.prefix import token_digest
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
-from baton.worker import process
+from baton.worker import node
 from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
 from baton.worker.node import Node
 from kvtransfer.interface import Transport
@@ -90,7 +90,6 @@ class PrefillWorker(Node, PrefillServiceServicer):
 
     @rpc.unary
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> None:
-        """Runs one prompt."""
         trace = telemetry.extract(context.invocation_metadata())
         await self.prefill(request, trace, context.write)
 
@@ -235,4 +234,4 @@ def _committed(stats: TransferStats) -> prefill_pb2.PrefillCommitted:
 
 def run(config: WorkerConfig) -> int:
     """Runs the process until drained; 0. Raises ConfigError when it cannot begin."""
-    return process.run(config, PrefillWorker)
+    return node.run(config, PrefillWorker)

@@ -1,4 +1,4 @@
-"""A worker's life: bind, load, warm up, register, serve, drain, leave.
+"""A worker's process and its life: bind, load, warm up, register, serve, drain, leave.
 
 A worker is registered as STARTING while it loads and becomes READY only after a warm-up, so that
 no request meets a cold model. SIGTERM drains: no new work, what runs may finish, and what has not
@@ -14,19 +14,25 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import grpc
+import torch
+import uvloop
 
-from baton import rpc
+from baton import rpc, telemetry
 from baton.config import WorkerConfig, host_id, split_address
+from baton.engine import build
 from baton.engine.backends import cpu
 from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
-from baton.errors import InternalError, TransferFailed, Unavailable
-from baton.registry import Membership, Registration, Registry
-from baton.server import Health, bind, settle
+from baton.engine.settings import device_of
+from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
+from baton.metrics.server import serving
+from baton.registry import EtcdRegistry, Membership, Registration, Registry
+from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2
@@ -34,9 +40,11 @@ from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceSer
 from baton.worker import hardware
 from baton.worker.messages import ModelLimits
 from baton.worker.metrics import LoadTracker, WorkerMetrics, load_proto
-from kvtransfer import transports
+from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
+from kvtransfer.transports.cuda import CudaArea
+from kvtransfer.transports.shm import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 
@@ -167,12 +175,10 @@ class Node(WorkerServiceServicer, ABC):
 
     @rpc.unary
     async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
-        """Its record, load and links."""
         return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
 
     @rpc.streaming
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
-        """Load and cache changes, and heartbeats."""
         watch = self.load_tracker.watch(WATCH_INTERVAL_S, request.heartbeat_ms / 1000)
         async with contextlib.aclosing(watch) as events:
             async for cache in events:
@@ -183,7 +189,6 @@ class Node(WorkerServiceServicer, ABC):
 
     @rpc.unary
     async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
-        """Drains; answers when nothing runs any more."""
         self._stop.set()
         await self._drained.wait()
         return worker_pb2.DrainResponse()
@@ -192,7 +197,6 @@ class Node(WorkerServiceServicer, ABC):
     async def KeepTraces(
         self, request: worker_pb2.KeepTracesRequest, context: Any
     ) -> worker_pb2.KeepTracesResponse:
-        """Exports traces that were not sampled."""
         for trace_id in request.trace_ids:
             self.telemetry.keep(trace_id)
         return worker_pb2.KeepTracesResponse()
@@ -295,3 +299,74 @@ class Node(WorkerServiceServicer, ABC):
 
     def _stall_s(self) -> float:
         return max(STALL_MIN_S, STALL_STEPS * self.load_tracker.mean_step_s)
+
+
+def run(config: WorkerConfig, role: type[Node]) -> int:
+    """Runs one worker until it has drained; 0. Raises ConfigError when it cannot begin."""
+    return uvloop.run(_run(config, role), loop_factory=EventLoop)
+
+
+async def _run(config: WorkerConfig, role: type[Node]) -> int:
+    memory = PoolMemory(config.transport)
+    service = f"baton-{config.role}"
+    instance = {"service.instance.id": config.incarnation}
+    trace = telemetry.setup(service, config.otlp, instance, config.trace_sample)
+    registry = EtcdRegistry(config.registry)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            node = role(config, registry, trace)
+            stack.callback(node.metrics.close)
+            if config.metrics_port is not None:
+                page = serving(node.metrics.render, config.host, config.metrics_port)
+                await stack.enter_async_context(page)
+            await node.run(partial(_load, config, memory))
+    finally:
+        await registry.close()
+        await asyncio.to_thread(trace.close)
+        memory.close()
+    return 0
+
+
+def _load(config: WorkerConfig, memory: PoolMemory) -> tuple[build.Loaded, KvPool]:
+    """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
+    settings = config.engine
+    if config.role == "prefill":
+        # Its steps are chunks: what only decode steps use would take memory and be idle.
+        settings = replace(settings, graphs=False, overlap=False)
+    with cpu.pinned_to(settings.cpus):
+        loaded = build.load(settings, partial(memory.allocate, device_of(settings)))
+        if isinstance(memory.area, SharedMemoryArea) and not settings.simulate:
+            memory.area.touch()  # KV of simulated models is small; leave the memory free
+        pool = KvPool(loaded.runner.pool, memory.area)
+        copier.prepare(pool)
+        build.warm_up(loaded)
+    return loaded, pool
+
+
+class PoolMemory:
+    """Allocates a worker's KV pool: where workers of its machine can write, if possible."""
+
+    def __init__(self, transport: str) -> None:
+        self.area: SharedMemoryArea | CudaArea | None = None
+        self._transport = transport
+
+    def allocate(self, device: torch.device, num_bytes: int) -> torch.Tensor:
+        """Zeroed memory of a device; to be called once."""
+        if device.type == "cpu":
+            self.area = SharedMemoryArea(num_bytes)
+        elif self._transport in ("auto", "cuda_ipc"):
+            try:
+                self.area = CudaArea(num_bytes, device)
+            except OSError as error:
+                if self._transport == "cuda_ipc":
+                    raise ConfigError(f"--transport cuda_ipc: {error}") from error
+                log.warning("other processes cannot write into this GPU's KV: %s", error)
+        if self.area is None:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return self.area.tensor
+
+    def close(self) -> None:
+        """Frees memory that outlives the process. A GPU's does not, and must not be freed earlier:
+        what another process has open may be written until then."""
+        if isinstance(self.area, SharedMemoryArea):
+            self.area.close()

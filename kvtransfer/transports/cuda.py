@@ -157,7 +157,6 @@ class CudaDriver:
         return address.value
 
     def close(self, device: torch.device, address: int) -> None:
-        """Unmaps what `open` mapped."""
         self._call_on(device, "cuIpcCloseMemHandle", address)
 
     def read(self, device: torch.device, address: int, num_bytes: int) -> bytes:
@@ -203,7 +202,6 @@ class CudaDriver:
             raise CudaError(name, code, self._text(code))
 
     def _text(self, code: int) -> str:
-        """ "CUDA_ERROR_OUT_OF_MEMORY: out of memory"."""
         texts = []
         for name in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()
@@ -249,11 +247,8 @@ class CudaArea:
             raise
 
     def close(self) -> None:
-        """Frees the memory: no tensor over it is used any more, and no kernel runs on it.
-
-        To be called when all links are gone: freeing what another process has open is undefined.
-        The end of this process is not; the driver keeps the memory until the others let go.
-        """
+        """Frees the memory, which nothing may use any more: freeing what another process has open
+        is undefined. The end of this process is not; the driver keeps it until they let go."""
         address, self._address = self._address, 0
         if address:
             self.driver.free(self.device, address)

@@ -1,8 +1,7 @@
 """The transport between GPUs of one machine: the receiver's pool, mapped for the sender's GPU.
 
-The pool lies in a `CudaArea`. A process of the same machine and pid namespace, without which CUDA
-opens no handle, opens it through the driver and writes into it over NVLink or PCIe. The receiver
-does nothing meanwhile.
+The pool lies in a `CudaArea`, which a process of the same machine and pid namespace opens through
+the driver and writes into over NVLink or PCIe.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ class CudaIpcTransport(Transport):
 
 
 class _CudaIpcLink(Link):
-    """Lives on one thread, but for `abort`."""
-
     def __init__(
         self, driver: CudaDriver, pool: KvPool, place: dict[str, object], receiver: ReceiverProcess
     ) -> None:

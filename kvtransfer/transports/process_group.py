@@ -1,13 +1,10 @@
 """The two-sided transports, gloo and nccl: a process group of two ranks for each pair and epoch.
 
-There is no global world: the receiver opens a store on a free port, both ends build the group on
-it, and a hello in both directions proves that both have it before either may drop it (dropping a
-group while the other end still builds it breaks that end). The sender is rank 0.
-
-Gloo's calls end with the message, and their waits have a time-out. NCCL's calls only queue work on
-the GPU: waiting for a message makes the copier's stream wait, and the host waits once, at the end
-of a transfer, for all of it. Such a wait has no time-out, so a timer aborts the communicator at the
-deadline; then its kernels end and the waiting thread returns.
+The receiver opens a store on a free port, both ends build the group on it, and a hello in both
+directions proves that both have it before either may drop it (dropping a group while the other end
+still builds it breaks that end). Gloo's waits have a time-out. NCCL's calls only queue work on the
+GPU, and the host waits once, at the end of a transfer; a timer aborts the communicator at the
+deadline, which ends its kernels and so that wait.
 """
 
 from __future__ import annotations
@@ -66,10 +63,9 @@ _WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out must not c
 class ProcessGroupTransport(Transport):
     """`host` is this worker's address, which the peers can reach. Deadlines: `time.monotonic`.
 
-    `staging_bytes` bounds the memory of one transfer: two messages of half that size, one
-    travelling while the other is copied. The receiver's value holds for both ends. Neighbouring
-    blocks are sent from where they lie; they arrive in staging memory, which a write that comes too
-    late cannot leave.
+    `staging_bytes`, of the receiver, bounds the memory of one transfer: two messages of half that
+    size, one travelling while the other is copied. Neighbouring blocks are sent from where they
+    lie; they arrive in staging memory, which a write that comes too late cannot leave.
     """
 
     one_sided = False
@@ -171,10 +167,7 @@ class NcclTransport(ProcessGroupTransport):
 
 
 class Staging:
-    """Lends pairs of message buffers, at most `max_lent` at a time, and keeps them for reuse.
-
-    So many links cost no more memory than the transfers that run at once. Any thread.
-    """
+    """Lends pairs of message buffers, `max_lent` at a time, and keeps them. Any thread."""
 
     def __init__(self, max_lent: int = 8) -> None:
         self._max_lent = max_lent
@@ -303,10 +296,8 @@ class _End(Link, Listener):
 
     @contextmanager
     def _transfer(self, digest: Digest, deadline: float) -> Iterator[tuple[Copier, torch.Tensor]]:
-        """Around one put or receive: the copier, and staging memory of two messages.
-
-        When it is left all is done and in `digest`, or nothing goes on. Raises RuntimeError.
-        """
+        """Around one put or receive. When it is left all is done and in `digest`, or nothing goes
+        on. Raises RuntimeError."""
         assert self._copier is not None, "not connected"
         size = max(self._message_bytes, self._pool.block_bytes)
         with (

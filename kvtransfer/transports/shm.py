@@ -1,12 +1,9 @@
 """The transport between two processes of one host: the receiver's pool, mapped by the sender.
 
-The pool lies in a memfd. A process of the same user and pid namespace (see `baton.config.host_id`)
-opens it through /proc; it has no name in any file system, so nothing is left behind however a
-process ends. Only that memfd is written to: one of the process that the registry names, with its
-secret name, of the pool's size, and sealed, so that it keeps its size.
-
-A first write into a page costs many times what copying it does, so both ends map theirs before:
-the receiver in `touch`, the sender while the link is idle.
+The pool lies in a memfd, which a process of the same user and pid namespace opens through /proc.
+Only that memfd is written to: one of the process that the registry names, with its secret name, of
+the pool's size, and sealed, so that it keeps its size. A first write into a page costs many times
+what copying it does, so both ends map theirs before.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.messages import ModelLimits
 from decode_worker.events import EventStreams
-from decode_worker.reservations import Reservations
-from decode_worker.spans import DecodeSpans
+from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer import peers
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -150,53 +151,42 @@ def fail_steps(worker: Worker) -> None:
     worker.node.engine._runner.run = fail  # type: ignore[method-assign]
 
 
-async def given_back(worker: Worker, break_it: Any, failure: str) -> list[str]:
-    """Why each reservation of a worker that fails was ended; others fail its steps, one by one."""
+async def given_back(worker: Worker, break_it: Any, failure: str, later: str = "") -> list[str]:
+    """Why sequences of a worker that fails were ended: those that came later, and then another."""
     reasons = []
     with pytest.raises((InternalError, RuntimeError), match=failure):
         async with worker, Router(worker) as router:
-            if break_it is break_serving:
-                await router.reserve(spec("a", prompt(20)))
+            await router.reserve(spec("a", prompt(20, start=9)))
             break_it(worker)
-            if break_it is not break_serving:
-                await router.reserve(spec("a", prompt(20, start=9)))
-            if break_it is fail_steps:
-                for name in "bcd":
+            for name in later:
+                with contextlib.suppress(Unavailable):  # the worker may have ended
                     await router.reserve(spec(name, prompt(20)), local=20)
                     reasons.append((await router.event(name)).abort_reason)
             reasons.append((await router.event("a")).abort_reason)
             with pytest.raises(Unavailable):
                 await router.ended
             await asyncio.wait_for(asyncio.shield(worker.life), PATIENCE_S)
-    assert worker.node.engine.ended.done()
+    assert all(reasons) and worker.node.engine.ended.done()
     assert not worker.store.entries and not worker.spans.open
     return reasons
 
 
-async def test_a_failed_engine_ends_the_worker(directory: Path, store: MemoryStore) -> None:
-    worker = Worker("decode", directory, store)
-    assert all(await given_back(worker, break_engine, "broken"))
-
-
 async def test_a_lost_report_ends_the_worker(directory: Path, store: MemoryStore) -> None:
     worker = Worker("decode", directory, store)
-    assert all(await given_back(worker, lose_reports, "report was lost: broken"))
+    await given_back(worker, lose_reports, "report was lost: broken", "b")
 
 
-async def test_what_runs_is_given_back_even_if_serving_fails(
+async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(
     directory: Path, store: MemoryStore
 ) -> None:
+    draining = "the decode worker is draining"
+    await given_back(Worker("decode", directory, store), break_engine, "broken", "b")
     worker = Worker("decode", directory, store)
-    assert await given_back(worker, break_serving, "broken") == ["the decode worker is draining"]
-
-
-async def test_a_worker_whose_steps_keep_failing_gives_all_back_and_ends(
-    directory: Path, store: MemoryStore
-) -> None:
+    assert await given_back(worker, break_serving, "broken") == [draining]
     worker = Worker("decode", directory, store)
-    reasons = await given_back(worker, fail_steps, r"in a row failed.*broken")
-    assert ["broken" in reason for reason in reasons] == [True, True, True, False]
-    assert "draining" in reasons[3]
+    *reasons, last = await given_back(worker, fail_steps, r"in a row failed.*broken", "bcd")
+    assert ["broken" in reason for reason in reasons] == [True, True, True]
+    assert last == draining
 
 
 async def test_a_step_that_never_ends_does_not_keep_the_worker(

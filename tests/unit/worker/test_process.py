@@ -11,8 +11,8 @@ import torch
 from baton.config import EngineConfig, WorkerConfig
 from baton.engine import build
 from baton.errors import ConfigError
-from baton.worker import process
-from baton.worker.process import PoolMemory
+from baton.worker import node
+from baton.worker.node import PoolMemory
 from kvtransfer import copier
 from kvtransfer.pool import KvPool
 from kvtransfer.transports.shm import SharedMemoryArea
@@ -40,7 +40,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(
     monkeypatch.setattr(build, "warm_up", lambda loaded: calls.append("warm up"))
     monkeypatch.setattr(copier, "prepare", prepare)
     memory = PoolMemory("auto")
-    _, pool = process._load(WorkerConfig(role, EngineConfig(device="cpu")), memory)
+    _, pool = node._load(WorkerConfig(role, EngineConfig(device="cpu")), memory)
     assert calls == [(decodes, decodes), "prepare", "warm up"]
     assert isinstance(memory.area, SharedMemoryArea) and memory.area.touched
     assert pool.tensor.data_ptr() == memory.area.tensor.data_ptr()
@@ -73,7 +73,7 @@ def test_a_gpus_memory_is_shared_where_that_is_wanted_and_can_be(
         return SimpleNamespace(tensor=zeros(num_bytes, dtype=torch.uint8))
 
     zeros = torch.zeros
-    monkeypatch.setattr(process, "CudaArea", area)
+    monkeypatch.setattr(node, "CudaArea", area)
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(size, dtype=dtype))
     memory = PoolMemory(transport)
     if shared is None:
