@@ -62,7 +62,6 @@ class Listener:
 
     def accept(self, timeout_s: float) -> None:
         """Returns when the peer has connected. Raises TransferFailed."""
-        return
 
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
@@ -75,11 +74,9 @@ class Listener:
 
     def abort(self) -> None:
         """Makes a running receive fail early where possible."""
-        return
 
     def close(self) -> None:
         """Frees everything; no receive runs any more."""
-        return
 
 
 class Transport(ABC):

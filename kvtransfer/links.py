@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 
@@ -35,7 +34,7 @@ from baton.errors import (
 from baton.log_format import about
 from baton.registry.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
-from kvtransfer.deadline import Deadline
+from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, Link, PutStats, Transport
 from kvtransfer.pairing import ONE_HOST, Kind, name_of
@@ -174,7 +173,7 @@ class LinkPool:
     def release(self, link: PairLink) -> None:
         link.users -= 1
         if link.users == 0 and self._links.get(link.peer) is not link:
-            self._in_background(link.close_control())
+            in_background(self._closing, link.close_control())
 
     @contextlib.contextmanager
     def closing_on_failure(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
@@ -238,7 +237,7 @@ class LinkPool:
         for link in list(self._links.values()):
             self._drop(link)
             if link.users:  # its users may release it only after this process's end
-                self._in_background(link.close_control())
+                in_background(self._closing, link.close_control())
         while self._closing:
             await asyncio.gather(*self._closing)
         await self.aborts.close()
@@ -322,14 +321,9 @@ class LinkPool:
 
     def _drop(self, link: PairLink) -> None:
         del self._links[link.peer]
-        self._in_background(link.close_data())
+        in_background(self._closing, link.close_data())
         if link.users == 0:
-            self._in_background(link.close_control())
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+            in_background(self._closing, link.close_control())
 
 
 class Aborts:
@@ -350,9 +344,7 @@ class Aborts:
         """Starts sending; the future is done after the first try, whatever its result."""
         tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else _ABORT_S
-        task = asyncio.create_task(self._repeat(address, request, metadata, give_up_s, tried))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        in_background(self._tasks, self._repeat(address, request, metadata, give_up_s, tried))
         return tried
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, Overloaded, TransferFailed, Unavailable
+from kvtransfer.deadline import in_background
 from kvtransfer.interface import Listener, Transport
 from kvtransfer.pool import KvPool
 
@@ -93,9 +94,7 @@ class Peers:
         """Takes the peer's link out of service; it is freed when its thread has ended its work."""
         peer = self._peers.pop(incarnation, None)
         if peer is not None:
-            task = asyncio.ensure_future(_free(peer))
-            self._freeing.add(task)
-            task.add_done_callback(self._freeing.discard)
+            in_background(self._freeing, _free(peer))
 
     async def abort(self, incarnation: str) -> None:
         """The process is dead: receives from it fail now, not at their time-out."""

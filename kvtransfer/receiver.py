@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvtransfer import copier, pairing
-from kvtransfer.deadline import uninterrupted
+from kvtransfer.deadline import in_background, uninterrupted
 from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.peers import Peer, Peers
@@ -57,19 +57,13 @@ class BlockOwner(Protocol):
 
     def find(self, handoff_id: str, token: str) -> ReservedBlocks:
         """What is reserved. Raises Stale when unknown, expired, or the token is wrong."""
-        ...
 
     async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
         """All KV is in place and verified: decoding starts with this token."""
-        ...
 
     async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
-        """Nothing is written any more: the blocks can be used again.
-
-        Also called for a reservation that is gone while its blocks wait for the last write; may be
-        called twice.
-        """
-        ...
+        """Nothing is written any more: the blocks can be used again, also where the reservation is
+        gone already; may be called twice."""
 
 
 @dataclass(eq=False)
@@ -174,7 +168,7 @@ class HandoffReceiver:
             pool,
             timeout_s=timeout_s,
             busy=lambda: {record.peer for record in self._incoming.values()},
-            on_exit=lambda incarnation: self._start(self.peer_gone(incarnation)),
+            on_exit=lambda gone: in_background(self._tasks, self.peer_gone(gone)),
         )
 
     async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
@@ -314,7 +308,7 @@ class HandoffReceiver:
 
         what = slots, record.digest, self._timeout_s, on_posted
         receive = loop.run_in_executor(peer.thread, peer.listener.receive, *what)
-        task = self._start(self._received(peer, record, receive))
+        task = in_background(self._tasks, self._received(peer, record, receive))
         record.receives.add(task)
         task.add_done_callback(record.receives.discard)
         await asyncio.wait({posted, receive}, return_when=asyncio.FIRST_COMPLETED)
@@ -375,12 +369,6 @@ class HandoffReceiver:
             return self._owner.find(record.handoff_id, record.token) == record.reserved
         except Stale:
             return False
-
-    def _start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 class HandoffServicer(HandoffServiceServicer):

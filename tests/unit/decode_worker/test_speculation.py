@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.registry.memory import MemoryStore
-from baton.v1 import decode_pb2
-from tests.unit.worker.running import Router, Worker, prefilled, spec
+from baton.v1 import decode_pb2, prefill_pb2
+from tests.unit.worker.running import Router, Worker, spec, target
 
 MOST = 60
 
@@ -24,8 +24,9 @@ async def test_a_stream_is_the_same_in_fewer_events(directory: Path, store: Memo
         streams: list[list[decode_pb2.SequenceEvent]] = []
         for decode in (plain, drafting):
             async with Router(decode) as router:
-                reserved = await router.reserve(wanted)
-                responses = await prefilled(prefill, decode, reserved, wanted)
+                to = target(decode, await router.reserve(wanted))
+                request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
+                responses = [message async for message in prefill.prefill.Prefill(request)]
                 assert responses[-1].HasField("committed")
                 firsts.append(responses[1].first_token)
                 streams.append([await router.event("a")])

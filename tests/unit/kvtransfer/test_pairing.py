@@ -4,28 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from torch import distributed
 
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2
-from baton.v1.common_pb2 import (
-    TRANSPORT_CUDA_IPC as CUDA_IPC,
-)
-from baton.v1.common_pb2 import (
-    TRANSPORT_GLOO as GLOO,
-)
-from baton.v1.common_pb2 import (
-    TRANSPORT_NCCL as NCCL,
-)
-from baton.v1.common_pb2 import (
-    TRANSPORT_SHM as SHM,
-)
 from kvtransfer.pairing import Ends, choose, differences
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
-from kvtransfer.transports.process_group import NcclTransport
 from tests.contract.kvtransfer_parts import make_pool
 
+SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO
+NCCL, CUDA_IPC = common_pb2.TRANSPORT_NCCL, common_pb2.TRANSPORT_CUDA_IPC
 ON_GPUS = [CUDA_IPC, NCCL]
 ONE_HOST, APART = Ends(same_host=True, same_machine=True), Ends(same_host=False)
 NEIGHBOURS = Ends(
@@ -36,6 +24,10 @@ SHARED = {"reachable": ("GPU-b", "GPU-a")}  # both compute on one GPU
 
 def ends(**changes):
     return dataclasses.replace(NEIGHBOURS, **changes)
+
+
+OTHER_MACHINE, OTHER_HOST = ends(same_host=False, same_machine=False), ends(same_host=False)
+NO_PEERS = ends(reachable=("GPU-a",))
 
 
 @pytest.mark.parametrize("where, first", [("host", "shm"), ("gpu", "cuda_ipc"), (None, None)])
@@ -62,27 +54,12 @@ def test_what_a_pool_can_use_depends_on_where_it_lies(where, first):
         ([SHM], [GLOO], ONE_HOST, "one host: prefill has shm; decode has gloo"),
         ([NCCL, 99], [GLOO], APART, "different hosts: prefill has nccl, 99"),
         (ON_GPUS, ON_GPUS, NEIGHBOURS, CUDA_IPC),
-        (ON_GPUS, ON_GPUS, ends(same_host=False, same_machine=False), NCCL),
-        (ON_GPUS, ON_GPUS, ends(same_host=False), NCCL),
-        (ON_GPUS, ON_GPUS, ends(reachable=("GPU-a",)), NCCL),
-        (
-            [CUDA_IPC],
-            ON_GPUS,
-            ends(same_host=False, same_machine=False),
-            "not cuda_ipc: they are on different machines",
-        ),
-        (
-            [CUDA_IPC],
-            ON_GPUS,
-            ends(same_host=False),
-            "not cuda_ipc: their process namespaces or users differ",
-        ),
-        (
-            [CUDA_IPC],
-            ON_GPUS,
-            ends(reachable=("GPU-a",)),
-            "not cuda_ipc: the sender's GPU cannot write to GPU-b",
-        ),
+        (ON_GPUS, ON_GPUS, OTHER_MACHINE, NCCL),
+        (ON_GPUS, ON_GPUS, OTHER_HOST, NCCL),
+        (ON_GPUS, ON_GPUS, NO_PEERS, NCCL),
+        ([CUDA_IPC], ON_GPUS, OTHER_MACHINE, "not cuda_ipc: they are on different machines"),
+        ([CUDA_IPC], ON_GPUS, OTHER_HOST, "their process namespaces or users differ"),
+        ([CUDA_IPC], ON_GPUS, NO_PEERS, "the sender's GPU cannot write to GPU-b"),
         (ON_GPUS, ON_GPUS, ends(**SHARED), CUDA_IPC),
         ([NCCL], ON_GPUS, ends(**SHARED), r"both are on GPU-b, .* from 2\.30 on.*2\.27"),
         ([NCCL], ON_GPUS, ends(**SHARED, nccl=(2, 30, 1)), NCCL),
@@ -97,16 +74,16 @@ def test_the_fastest_common_one_is_chosen_or_the_refusal_says_why(offered, mine,
 
 
 @pytest.mark.parametrize(
-    "changes, warned",
+    "where, warned",
     [
-        ({"reachable": ("GPU-a",)}, True),
-        ({"same_host": False}, True),
-        ({}, False),
-        ({"same_machine": False, "reachable": ()}, False),
+        (NO_PEERS, True),
+        (OTHER_HOST, True),
+        (NEIGHBOURS, False),
+        (ends(same_machine=False, reachable=()), False),
     ],
 )
-def test_nccl_without_a_direct_way_is_warned_of(changes, warned, caplog):
-    assert choose([NCCL], ON_GPUS, ends(**changes)) == NCCL
+def test_nccl_without_a_direct_way_is_warned_of(where, warned, caplog):
+    assert choose([NCCL], ON_GPUS, where) == NCCL
     assert ("show every GPU to every worker" in caplog.text) == warned
 
 
@@ -115,11 +92,3 @@ def test_equal_descriptors_pass_and_every_difference_is_named():
     two = common_pb2.KvDescriptor(model_fingerprint="a", dtype="bfloat16", num_layers=3)
     assert differences(one, one) == []
     assert differences(one, two) == ["dtype: 'float32' != 'bfloat16'", "num_layers: 2 != 3"]
-
-
-def test_nccl_is_refused_where_torch_has_none():
-    if distributed.is_nccl_available():
-        assert NcclTransport("127.0.0.1").kind == NCCL
-    else:
-        with pytest.raises(RuntimeError, match="without NCCL"):
-            NcclTransport("127.0.0.1")

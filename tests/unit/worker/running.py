@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from decode_worker.worker import DecodeWorker
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
 from prefill_worker.worker import PrefillWorker
+from tests.unit.engine.checkpoints import make_checkpoint
 
 BLOCK_SIZE, BLOCKS = 16, 16
 ROLES: dict[str, type[Node]] = {"prefill": PrefillWorker, "decode": DecodeWorker}
@@ -81,14 +83,9 @@ class Worker:
 
     def knows_prefill(self, incarnation: str, pid: int = 0) -> None:
         """Another process of this host is registered as a prefill worker."""
-        self.store.put(
-            common_pb2.WorkerRecord(
-                incarnation=incarnation,
-                role=common_pb2.WORKER_ROLE_PREFILL,
-                host_id=host_id(),
-                pid=pid or os.getpid(),
-            )
-        )
+        place = {"host_id": host_id(), "pid": pid or os.getpid()}
+        role = common_pb2.WORKER_ROLE_PREFILL
+        self.store.put(common_pb2.WorkerRecord(incarnation=incarnation, role=role, **place))
         self.store.settle()
 
     async def run(self) -> None:
@@ -119,7 +116,12 @@ class Worker:
 
     async def __aenter__(self) -> Worker:
         self.life = asyncio.create_task(self.run())
-        await first(self.ready(), self.life)
+        ready = asyncio.create_task(self.ready())
+        both = {ready, self.life}
+        done, _ = await asyncio.wait(both, timeout=PATIENCE_S, return_when="FIRST_COMPLETED")
+        if ready not in done:
+            ready.cancel()
+            self.life.result()  # why it did not become READY
         self.channel = rpc.channel(self.node.record.address)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
@@ -255,7 +257,7 @@ def offer_of(decode: Worker, incarnation: str) -> handoff_pb2.OfferRequest:
 
 
 class Writer:
-    """A prefill process as far as its messages about one handoff go; it sends no KV.
+    """A prefill process as far as its messages about one handoff of 20 tokens go; it sends no KV.
 
     `pid` is that of the process (0: this one).
     """
@@ -268,23 +270,18 @@ class Writer:
             "incarnation": "writer",
         }
 
-    async def grant(self, num_tokens: int = 20) -> None:
+    async def grant(self) -> None:
         """Takes a new link, and the grant."""
         self._decode.knows_prefill("writer", self._pid)
-        offer = offer_of(self._decode, "writer")
-        self._epoch = (await self._decode.handoff.Offer(offer, timeout=PATIENCE_S)).epoch
-        ready = handoff_pb2.ReadyRequest(**self._names, epoch=self._epoch, num_tokens=num_tokens)
-        with rpc.translated():
-            await self._decode.handoff.Ready(ready, timeout=PATIENCE_S)
+        self._epoch = (await self._call("Offer", offer_of(self._decode, "writer"))).epoch
+        ready = handoff_pb2.ReadyRequest(**self._names, epoch=self._epoch, num_tokens=20)
+        await self._call("Ready", ready)
 
-    async def commit(self, num_tokens: int = 20) -> None:
+    async def commit(self) -> None:
         """Commits what never arrived."""
-        digest = token_digest(prompt(num_tokens))
-        request = handoff_pb2.CommitRequest(
-            **self._names, epoch=self._epoch, num_tokens=num_tokens, token_digest=digest
-        )
-        with rpc.translated():
-            await self._decode.handoff.Commit(request, timeout=PATIENCE_S)
+        names, digest = {**self._names, "epoch": self._epoch}, token_digest(prompt(20))
+        request = handoff_pb2.CommitRequest(**names, num_tokens=20, token_digest=digest)
+        await self._call("Commit", request)
 
     async def fail_to_commit(self) -> None:
         await self.grant()
@@ -293,8 +290,11 @@ class Writer:
 
     async def abort(self, resend: bool = False) -> None:
         request = handoff_pb2.AbortRequest(**self._names, reason="test", resend=resend)
+        await self._call("Abort", request)
+
+    async def _call(self, method: str, request: Any) -> Any:
         with rpc.translated():
-            await self._decode.handoff.Abort(request, timeout=PATIENCE_S)
+            return await getattr(self._decode.handoff, method)(request, timeout=PATIENCE_S)
 
 
 async def granted(decode: Worker, router: Router, name: str = "a", pid: int = 0) -> Writer:
@@ -302,16 +302,6 @@ async def granted(decode: Worker, router: Router, name: str = "a", pid: int = 0)
     writer = Writer(decode, name, await router.reserve(spec(name, prompt(20))), pid)
     await writer.grant()
     return writer
-
-
-async def first(wanted: Any, or_else: asyncio.Task[Any]) -> None:
-    """Waits for `wanted`, unless the other task ends earlier, which is raised."""
-    task = asyncio.ensure_future(wanted)
-    await asyncio.wait({task, or_else}, return_when="FIRST_COMPLETED", timeout=PATIENCE_S)
-    if not task.done():
-        task.cancel()
-        or_else.result()
-    task.result()
 
 
 def asked(worker: Worker, method: str, times: int = 1) -> asyncio.Event:
@@ -340,31 +330,40 @@ def spec(
 ) -> common_pb2.SequenceSpec:
     """Greedy, to exactly `max_tokens`."""
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
-    return common_pb2.SequenceSpec(
-        **{
-            "handoff_id": handoff_id,
-            "token_ids": token_ids,
-            "prompt_tokens": len(token_ids),
-            "sampling": sampling,
-            **fields,
-        }
-    )
+    fields = {"prompt_tokens": len(token_ids), "sampling": sampling, **fields}
+    return common_pb2.SequenceSpec(handoff_id=handoff_id, token_ids=token_ids, **fields)
 
 
 def target(decode: Worker, reserved: Any, **fields: Any) -> prefill_pb2.HandoffTarget:
     """Where a prefill worker is to hand over what was reserved."""
-    record = decode.node.record
-    values = {
-        "incarnation": record.incarnation,
-        "reservation_token": reserved.reservation_token,
-        "cached_tokens": reserved.cached_tokens,
-    }
-    return prefill_pb2.HandoffTarget(**{**values, **fields})
+    fields = {"cached_tokens": reserved.cached_tokens, **fields}
+    fields = {"incarnation": decode.node.record.incarnation, **fields}
+    token = reserved.reservation_token
+    return prefill_pb2.HandoffTarget(reservation_token=token, **fields)
 
 
-async def prefilled(prefill: Worker, decode: Worker, reserved: Any, wanted: Any) -> list[Any]:
-    """All messages of a Prefill call for what was reserved."""
-    request = prefill_pb2.PrefillRequest(sequence=wanted, target=target(decode, reserved))
-    with rpc.translated():
-        call = prefill.prefill.Prefill(request, timeout=PATIENCE_S)
-        return [message async for message in call]
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(path, "LlamaForCausalLM", tokenizer=True)
+    return path
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+async def decode(directory: Path, store: MemoryStore) -> AsyncIterator[Worker]:
+    async with Worker("decode", directory, store) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def router(decode: Worker) -> AsyncIterator[Router]:
+    """A router's stream; after the test the decode worker holds nothing."""
+    async with Router(decode) as router:
+        yield router
+        assert await decode.clean()
