@@ -1,16 +1,12 @@
 """Every way a sequence ends on the decode worker frees its blocks and informs its router."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from pathlib import Path
 
 import pytest
 
 from baton import rpc
 from baton.errors import InvalidRequest, Stale, TransferFailed, Unavailable
-from baton.registry.memory import MemoryStore
 from baton.v1 import decode_pb2
 from baton.worker import node
 from decode_worker import events
@@ -26,9 +22,7 @@ from tests.unit.worker.running import (
 )
 
 
-async def test_cancel_frees_in_any_state_even_if_its_caller_hangs_up(
-    decode: Worker, router: Router
-) -> None:
+async def test_cancel_frees_in_any_state_even_if_its_caller_hangs_up(decode, router):
     for name in ("a", "b", "c", "d"):
         await router.reserve(spec(name, prompt(20)))
     await router.reserve(spec("runs", prompt(20), max_tokens=200), local=20)
@@ -44,7 +38,7 @@ async def test_cancel_frees_in_any_state_even_if_its_caller_hangs_up(
     gate.set()
 
 
-async def test_a_lease_ends_by_itself(directory: Path, store: MemoryStore) -> None:
+async def test_a_lease_ends_by_itself(directory, store):
     """But not while a sender may write; and of what is to be sent again when that never comes."""
     async with Worker("decode", directory, store, lease_s=0.5) as decode, Router(decode) as router:
         writing = await granted(decode, router, "writes")
@@ -64,7 +58,7 @@ async def test_a_lease_ends_by_itself(directory: Path, store: MemoryStore) -> No
         assert await decode.clean()
 
 
-async def test_a_deadline_ends_a_request_in_any_state(decode: Worker, router: Router) -> None:
+async def test_a_deadline_ends_a_request_in_any_state(decode, router):
     with contextlib.suppress(Stale):  # on a slow machine it may pass during the call
         await router.reserve(spec("reserved", prompt(20), time_left_ms=50))
     failed = spec("failed", prompt(20), time_left_ms=700)
@@ -81,9 +75,7 @@ async def test_a_deadline_ends_a_request_in_any_state(decode: Worker, router: Ro
     assert "deadline" in event.abort_reason
 
 
-async def test_a_stream_that_breaks_or_is_replaced_ends_its_routers_sequences_alone(
-    decode: Worker,
-) -> None:
+async def test_a_stream_that_breaks_or_is_replaced_ends_its_routers_sequences_alone(decode):
     async with Router(decode, "stays") as stays:
         async with Router(decode, "leaves") as leaves:
             await leaves.reserve(spec("a", prompt(20), max_tokens=200), local=20)
@@ -101,14 +93,12 @@ async def test_a_stream_that_breaks_or_is_replaced_ends_its_routers_sequences_al
             assert len(await again.tokens("e")) == 4
 
 
-async def test_a_router_that_does_not_read_is_cut_off_at_once(
-    decode: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_router_that_does_not_read_is_cut_off_at_once(decode, monkeypatch):
     async with Router(decode, "fast") as fast:
         await fast.reserve(spec("c", prompt(20), max_tokens=50), local=20)
         assert len(await fast.tokens("c")) == 50
         monkeypatch.setattr(events, "MAX_BACKLOG", 3)
-        streams = decode.node._streams  # type: ignore[attr-defined]
+        streams = decode.node._streams
         mute = Router(decode, "mute")
         unread = streams.register(mute.stream_id, "mute")  # as a stream whose write is stuck
         await mute.reserve(spec("b", prompt(20)))
@@ -119,9 +109,7 @@ async def test_a_router_that_does_not_read_is_cut_off_at_once(
         assert (await decode.blocks()).steps < 150
 
 
-async def test_blocks_under_a_write_are_quarantined_until_the_abort(
-    decode: Worker, router: Router
-) -> None:
+async def test_blocks_under_a_write_are_quarantined_until_the_abort(decode, router):
     writer = await granted(decode, router)
     await router.cancel("a")
     load = await decode.blocks()
@@ -131,7 +119,7 @@ async def test_blocks_under_a_write_are_quarantined_until_the_abort(
     await writer.abort()
 
 
-async def test_a_dead_writers_blocks_come_back(decode: Worker, router: Router) -> None:
+async def test_a_dead_writers_blocks_come_back(decode, router):
     process = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
     for name in "ab":
         await granted(decode, router, name, process.pid)
@@ -140,22 +128,20 @@ async def test_a_dead_writers_blocks_come_back(decode: Worker, router: Router) -
     process.kill()
     await process.wait()
     await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
-    receiver = decode.node._receiver  # type: ignore[attr-defined]
+    receiver = decode.node._receiver
     while receiver._tasks:
         await asyncio.wait(set(receiver._tasks))
 
 
-async def test_a_commit_with_an_impossible_token_is_refused(decode: Worker, router: Router) -> None:
+async def test_a_commit_with_an_impossible_token_is_refused(decode, router):
     reserved = await router.reserve(spec("a", prompt(20)))
-    reservations = decode.node._reservations  # type: ignore[attr-defined]
+    reservations = decode.node._reservations
     with pytest.raises(InvalidRequest):
         await reservations.committed("a", reserved.reservation_token, 320)
     await router.cancel("a")
 
 
-async def test_reservations_are_given_back_when_draining_takes_too_long(
-    directory: Path, store: MemoryStore
-) -> None:
+async def test_reservations_are_given_back_when_draining_takes_too_long(directory, store):
     """The last event is on the wire before the stream ends."""
     async with Worker("decode", directory, store, drain_s=0.5) as decode, Router(decode) as router:
         await router.reserve(spec("stuck", prompt(20)))
@@ -170,7 +156,7 @@ async def test_reservations_are_given_back_when_draining_takes_too_long(
         await asyncio.wait_for(decode.life, PATIENCE_S)
 
 
-async def test_a_routers_public_name_takes_nothing_of_it(decode: Worker, router: Router) -> None:
+async def test_a_routers_public_name_takes_nothing_of_it(decode, router):
     """Whoever opens a stream in its name gets an own one, and its sequences go on."""
     await router.reserve(spec("a", prompt(20), max_tokens=100), local=20)
     await router.event("a")
@@ -186,9 +172,7 @@ async def test_a_routers_public_name_takes_nothing_of_it(decode: Worker, router:
     assert refused.value.field == "stream_id"
 
 
-async def test_only_a_registered_prefill_worker_gets_a_link(
-    decode: Worker, router: Router, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_a_registered_prefill_worker_gets_a_link(decode, router, store, monkeypatch):
     offering = decode.handoff.Offer(offer_of(decode, "new"), timeout=PATIENCE_S)
     asyncio.get_running_loop().call_later(0.05, decode.knows_prefill, "new")
     assert (await offering).epoch > 0
@@ -205,7 +189,7 @@ async def test_only_a_registered_prefill_worker_gets_a_link(
     store.start()
 
 
-async def test_a_pid_in_a_message_proves_no_death(decode: Worker, router: Router) -> None:
+async def test_a_pid_in_a_message_proves_no_death(decode, router):
     """The fields' old numbers; a process that has ended would give up what the true one writes."""
     writer = await granted(decode, router)
     offer = offer_of(decode, "writer")
@@ -215,5 +199,5 @@ async def test_a_pid_in_a_message_proves_no_death(decode: Worker, router: Router
     )
     await decode.handoff.Offer(offer, timeout=PATIENCE_S)
     await asyncio.sleep(0.1)
-    assert decode.node._receiver.writing("a")  # type: ignore[attr-defined]
+    assert decode.node._receiver.writing("a")
     await writer.abort()

@@ -1,17 +1,15 @@
 """Reserve: blocks or a refusal at once, and never a way to hurt the batch; and its events."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.v1 import common_pb2, decode_pb2
-from tests.unit.worker.running import PATIENCE_S, Router, Worker, asked, prompt, spec
+from tests.unit.worker.running import PATIENCE_S, Router, asked, prompt, spec
 
 
-async def test_a_full_pool_refuses_at_once_with_advice(decode: Worker, router: Router) -> None:
+async def test_a_full_pool_refuses_at_once_with_advice(decode, router):
     await router.reserve(spec("a", prompt(150)))
     with pytest.raises(Overloaded) as refused:
         await router.reserve(spec("b", prompt(150, start=1)))
@@ -24,15 +22,15 @@ async def test_a_full_pool_refuses_at_once_with_advice(decode: Worker, router: R
     await router.cancel("b")
 
 
-async def test_a_router_must_listen_first(decode: Worker) -> None:
+async def test_a_router_must_listen_first(decode):
     with pytest.raises(Unavailable, match="event stream"):
         await Router(decode).reserve(spec("a", prompt(20)))
     assert await decode.clean()
 
 
 async def test_cached_tokens_are_reported_and_little_left_to_compute_starts_by_itself(
-    decode: Worker, router: Router
-) -> None:
+    decode, router
+):
     for name, prompt_, local, expected in (
         ("a", prompt(40), 40, (0, True)),
         ("b", prompt(40), 0, (32, False)),
@@ -48,7 +46,7 @@ async def test_cached_tokens_are_reported_and_little_left_to_compute_starts_by_i
     await router.cancel("b", "d", "e")
 
 
-async def test_a_step_is_one_message_for_all_of_a_routers_sequences(decode: Worker) -> None:
+async def test_a_step_is_one_message_for_all_of_a_routers_sequences(decode):
     """And without any, an empty one is a heartbeat where that is wanted."""
     async with Router(decode, "one") as one, Router(decode, "two", heartbeat_ms=60) as two:
         gate, entered = decode.hold_engine(), asked(decode, "reserve", 4)
@@ -87,9 +85,7 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=-1)
         (spec("x", prompt(4), sampling=SAMPLING), "sampling.temperature"),
     ],
 )
-async def test_a_malformed_sequence_is_refused_alone(
-    decode: Worker, router: Router, bad: common_pb2.SequenceSpec, field: str
-) -> None:
+async def test_a_malformed_sequence_is_refused_alone(decode, router, bad, field):
     await router.reserve(spec("good", prompt(10), max_tokens=20), local=10)
     with pytest.raises(InvalidRequest) as refused:
         await router.reserve(bad, local=512)
@@ -97,9 +93,7 @@ async def test_a_malformed_sequence_is_refused_alone(
     assert len(await router.tokens("good")) == 20
 
 
-async def test_a_caller_that_hangs_up_while_the_engine_is_busy_leaves_nothing(
-    decode: Worker, router: Router
-) -> None:
+async def test_a_caller_that_hangs_up_while_the_engine_is_busy_leaves_nothing(decode, router):
     gate = decode.hold_engine()
     for name, local in (("reserved", 0), ("started", 20)):
         request = decode_pb2.ReserveRequest(

@@ -1,12 +1,8 @@
 """Hundreds of prompts cancelled at once, on the model that the demo runs."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 from baton.config import DEMO_MODEL
-from baton.registry.memory import MemoryStore
 from baton.v1 import prefill_pb2
 from tests.unit.worker.running import Paced, Router, Worker, asked, prompt, spec, target
 from tests.waiting import eventually
@@ -15,14 +11,14 @@ STORM = 300
 PATIENCE_S = 60.0
 
 
-async def test_hundreds_of_cancelled_prompts_leave_both_workers_serving(store: MemoryStore) -> None:
+async def test_hundreds_of_cancelled_prompts_leave_both_workers_serving(store):
     async with (
         Worker("decode", DEMO_MODEL, store, max_batch=STORM, kv_blocks=4 * STORM) as decode,
         Worker("prefill", DEMO_MODEL, store, kv_blocks=128) as prefill,
         Router(decode) as router,
     ):
 
-        async def start(name: str, token_ids: list[int]) -> Any:
+        async def start(name, token_ids):
             wanted = spec(name, token_ids)
             to = target(decode, await router.reserve(wanted))
             request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)

@@ -1,13 +1,8 @@
 """Prompts on the prefill worker, with a real decode worker at the other end."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +10,6 @@ from opentelemetry.context import Context
 
 from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
-from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2
 from baton.worker import node
 from tests.unit.worker.running import (
@@ -40,35 +34,33 @@ class Pair:
     decode: Worker
     router: Router
 
-    async def start(self, wanted: common_pb2.SequenceSpec, **fields: Any) -> Any:
+    async def start(self, wanted, **fields):
         """Reserves, and returns the running Prefill call; `fields` change the target."""
         reserved = await self.router.reserve(wanted)
         return self.call(wanted, target(self.decode, reserved, **fields))
 
-    def call(self, wanted: common_pb2.SequenceSpec, to: prefill_pb2.HandoffTarget) -> Any:
+    def call(self, wanted, to):
         request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
         return self.prefill.prefill.Prefill(request, timeout=PATIENCE_S)
 
-    async def start_paced(self, wanted: common_pb2.SequenceSpec) -> tuple[Paced, Any]:
+    async def start_paced(self, wanted):
         """The running call, its first step waiting for `allow`."""
         paced = Paced(self.prefill)
         call = await self.start(wanted)
         await paced.waits()
         return paced, call
 
-    async def open_link(self) -> None:
+    async def open_link(self):
         """From now on decode gets Aborts however early they come; before, the router cancels."""
         await messages(await self.start(spec("opens", prompt(1, start=200))))
         await self.router.tokens("opens")
 
-    async def clean(self) -> bool:
+    async def clean(self):
         return await self.prefill.clean() and await self.decode.clean()
 
 
 @asynccontextmanager
-async def pair_of(
-    directory: Path, store: MemoryStore, prefix_cache: bool = True, drain_s: float = 10.0
-) -> AsyncIterator[Pair]:
+async def pair_of(directory, store, prefix_cache=True, drain_s=10.0):
     async with (
         Worker("decode", directory, store, prefix_cache=prefix_cache) as decode,
         Worker("prefill", directory, store, drain_s=drain_s) as prefill,
@@ -80,18 +72,18 @@ async def pair_of(
 
 
 @pytest.fixture
-async def pair(directory: Path, store: MemoryStore) -> AsyncIterator[Pair]:
+async def pair(directory, store):
     async with pair_of(directory, store) as pair:
         yield pair
 
 
-async def messages(call: Any) -> list[prefill_pb2.PrefillResponse]:
+async def messages(call):
     with rpc.translated():
         return [message async for message in call]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 33, 100])
-async def test_a_prompt_is_computed_handed_over_and_continued(pair: Pair, num_tokens: int) -> None:
+async def test_a_prompt_is_computed_handed_over_and_continued(pair, num_tokens):
     responses = await messages(await pair.start(spec("a", prompt(num_tokens), 6)))
     assert [message.WhichOneof("event") for message in responses] == [
         "started", "first_token", "committed",
@@ -104,7 +96,7 @@ async def test_a_prompt_is_computed_handed_over_and_continued(pair: Pair, num_to
     assert tokens == await pair.router.tokens("alone")
 
 
-async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None:
+async def test_the_first_token_does_not_wait_for_the_handoff(pair):
     call = await pair.start(spec("a", prompt(20)))
     gate = pair.decode.hold_engine()  # Commit needs it
     assert (await call.read()).HasField("started")
@@ -115,19 +107,19 @@ async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None
     await pair.router.tokens("a")
 
 
-async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -> None:
+async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair):
     """Decode goes on with the sequence before the first token was read."""
     wanted = spec("h", prompt(20))
     to = target(pair.decode, await pair.router.reserve(wanted))
     request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
     responses, read = [], asyncio.Event()
 
-    async def send(message: prefill_pb2.PrefillResponse) -> None:
+    async def send(message):
         responses.append(message.WhichOneof("event"))
         if not message.HasField("started"):
             await read.wait()
 
-    prefilling = pair.prefill.node.prefill(request, Context(), send)  # type: ignore[attr-defined]
+    prefilling = pair.prefill.node.prefill(request, Context(), send)
     running = asyncio.create_task(prefilling)
     assert len(await pair.router.tokens("h")) > 1
     assert responses == ["started", "first_token"]
@@ -137,7 +129,7 @@ async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_first_token_that_is_the_last_commits_nothing(pair: Pair, late: bool) -> None:
+async def test_a_first_token_that_is_the_last_commits_nothing(pair, late):
     """Also when its blocks are gone before the event loop gets the reports."""
     await pair.open_link()
     paced, call = await pair.start_paced(spec("a", prompt(40), 1))
@@ -151,9 +143,7 @@ async def test_a_first_token_that_is_the_last_commits_nothing(pair: Pair, late: 
 
 
 @pytest.mark.parametrize(("decode_caches", "sent"), [(True, 6), (False, 70)])
-async def test_cached_prompts_send_what_decode_lacks(
-    directory: Path, store: MemoryStore, decode_caches: bool, sent: int
-) -> None:
+async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_caches, sent):
     async with pair_of(directory, store, decode_caches) as pair:
         made = []
         for name in ("a", "b"):
@@ -164,7 +154,7 @@ async def test_cached_prompts_send_what_decode_lacks(
         assert made[0] == made[1]
 
 
-async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair: Pair) -> None:
+async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair):
     await pair.open_link()
     paced, call = await pair.start_paced(spec("a", prompt(100)))
     paced.allow.release()
@@ -180,7 +170,7 @@ async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair
     assert (await pair.prefill.blocks()).steps <= 3  # of five, with the one that opened the link
 
 
-async def test_cancel_in_the_queue_frees_both_ends(pair: Pair) -> None:
+async def test_cancel_in_the_queue_frees_both_ends(pair):
     gate, queued = pair.prefill.hold_engine(), asked(pair.prefill, "add")
     call = await pair.start(spec("a", prompt(100)))
     await asyncio.wait_for(queued.wait(), PATIENCE_S)
@@ -191,7 +181,7 @@ async def test_cancel_in_the_queue_frees_both_ends(pair: Pair) -> None:
     assert (await pair.prefill.blocks()).steps == 0
 
 
-async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair: Pair) -> None:
+async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
     queued = asked(pair.prefill, "add", 2)
     paced, late = await pair.start_paced(spec("late", prompt(100), due_ms=600_000))
     early = await pair.start(spec("early", prompt(40, start=50), due_ms=1_000))
@@ -205,7 +195,7 @@ async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair: Pair)
         await pair.router.tokens(name)
 
 
-async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair: Pair) -> None:
+async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair):
     paced, call = await pair.start_paced(spec("a", prompt(100)))
     await pair.router.cancel("a")
     paced.allow.release(4)
@@ -214,8 +204,8 @@ async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair: Pair) -
 
 
 async def test_a_decode_worker_that_is_gone_or_not_registered_is_a_retryable_failure(
-    directory: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    directory, store, monkeypatch
+):
     monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
     wanted = spec("a", prompt(100))
     async with Worker("prefill", directory, store) as prefill:
@@ -232,7 +222,7 @@ async def test_a_decode_worker_that_is_gone_or_not_registered_is_a_retryable_fai
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair: Pair, steps: int) -> None:
+async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     await pair.open_link()
     paced, wanted = Paced(pair.prefill), spec("a", prompt(100))
     to = target(pair.decode, await pair.router.reserve(wanted))
@@ -249,7 +239,7 @@ async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair: Pair, st
 
 
 @pytest.mark.parametrize("cached_tokens", [5, 48, 2**32 - 16])
-async def test_impossible_cached_tokens_are_refused(pair: Pair, cached_tokens: int) -> None:
+async def test_impossible_cached_tokens_are_refused(pair, cached_tokens):
     with pytest.raises(InvalidRequest) as refused:
         await messages(await pair.start(spec("a", prompt(48)), cached_tokens=cached_tokens))
     assert refused.value.field == "target.cached_tokens"
@@ -263,9 +253,7 @@ async def test_impossible_cached_tokens_are_refused(pair: Pair, cached_tokens: i
         (spec("a", prompt(40)), "sequence.handoff_id"),  # it runs
     ],
 )
-async def test_a_malformed_sequence_fails_alone(
-    pair: Pair, bad: common_pb2.SequenceSpec, field: str
-) -> None:
+async def test_a_malformed_sequence_fails_alone(pair, bad, field):
     paced, good = await pair.start_paced(spec("a", prompt(40)))
     with pytest.raises(InvalidRequest) as refused:
         await messages(pair.call(bad, prefill_pb2.HandoffTarget()))
@@ -277,8 +265,8 @@ async def test_a_malformed_sequence_fails_alone(
 
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_draining_takes_nothing_new_and_finishes_what_runs_or_gives_it_back(
-    directory: Path, store: MemoryStore, in_time: bool
-) -> None:
+    directory, store, in_time
+):
     async with pair_of(directory, store, drain_s=10.0 if in_time else 0.3) as pair:
         paced, call = await pair.start_paced(spec("a", prompt(40)))
         pair.prefill.stop()
@@ -299,15 +287,15 @@ async def test_draining_takes_nothing_new_and_finishes_what_runs_or_gives_it_bac
 class Stranger(handoff_pb2_grpc.HandoffServiceServicer):
     """Takes Offers as a decode worker would, but is not registered."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.offers: list[handoff_pb2.OfferRequest] = []
 
-    async def Offer(self, request: handoff_pb2.OfferRequest, context: Any) -> Any:
+    async def Offer(self, request, context):
         self.offers.append(request)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "refused")
 
 
-async def test_an_address_in_a_message_leads_nowhere(pair: Pair) -> None:
+async def test_an_address_in_a_message_leads_nowhere(pair):
     """It is not called, and the true pair is not quarantined."""
     stranger, server = Stranger(), grpc.aio.server()
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(stranger, server)
@@ -325,7 +313,7 @@ async def test_an_address_in_a_message_leads_nowhere(pair: Pair) -> None:
     await pair.router.tokens("a")
 
 
-async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair: Pair) -> None:
+async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair):
     reserved = await pair.router.reserve(spec("a", prompt(40), cache_salt="tenant"))
     others = spec("a", prompt(40, start=9), cache_salt="tenant")
     with pytest.raises(InvalidRequest) as refused:

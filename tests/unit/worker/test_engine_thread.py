@@ -1,12 +1,9 @@
 """The engine thread and its inbox: every caller gets an answer, whatever happens to the thread."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -24,7 +21,7 @@ WAIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def loaded(directory: Path) -> build.Loaded:
+def loaded(directory):
     settings = EngineConfig(model=str(directory), dtype="float32", kv_blocks=16, threads=1)
     return build.load(settings)
 
@@ -33,11 +30,11 @@ Start = Callable[[Callable[[StepReport], None]], Engine]
 
 
 @pytest.fixture
-def start(loaded: build.Loaded) -> Iterator[Start]:
+def start(loaded):
     """Starts engines and stops them in the end."""
     engines = []
 
-    def started(publish: Callable[[StepReport], None]) -> Engine:
+    def started(publish):
         engines.append(loaded.engine(publish))
         engines[-1].start()
         return engines[-1]
@@ -47,16 +44,16 @@ def start(loaded: build.Loaded) -> Iterator[Start]:
         engine.stop()
 
 
-def ignore(report: StepReport) -> None:
+def ignore(report):
     pass
 
 
-def endless(name: str) -> Sequence:
+def endless(name):
     return Sequence(name, [3, 4, 5], 3, SamplingParams(max_tokens=200, ignore_eos=True))
 
 
-def test_stop_drops_what_runs_and_answers_every_caller(start: Start) -> None:
-    reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+def test_stop_drops_what_runs_and_answers_every_caller(start):
+    reports = queue.SimpleQueue()
     engine = start(reports.put)
     engine.add(endless("a")).result(WAIT_S)
     while not any(one.token_ids for one in reports.get(timeout=WAIT_S).progress):
@@ -78,10 +75,8 @@ def test_stop_drops_what_runs_and_answers_every_caller(start: Start) -> None:
 
 
 @pytest.mark.parametrize("fails", ["publish", "plan"])
-def test_a_thread_that_fails_is_logged_and_answers_every_caller(
-    start: Start, caplog: pytest.LogCaptureFixture, fails: str
-) -> None:
-    def publish(report: StepReport) -> None:
+def test_a_thread_that_fails_is_logged_and_answers_every_caller(start, caplog, fails):
+    def publish(report):
         raise TypeError("not callable")
 
     engine = start(publish if fails == "publish" else ignore)
@@ -96,7 +91,7 @@ def test_a_thread_that_fails_is_logged_and_answers_every_caller(
     assert "the engine thread failed" in caplog.text
 
 
-def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(start: Start) -> None:
+def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(start):
     engine = start(ignore)
     assert engine.reserve(endless("a")).result(WAIT_S).block_ids
     gate = threading.Event()
@@ -109,13 +104,11 @@ def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(sta
     assert (load.blocks_held, load.blocks_total) == (0, 16)
 
 
-def test_it_hashes_no_prompt(
-    start: Start, loaded: build.Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_hashes_no_prompt(start, loaded, monkeypatch):
     """A long one's blocks would hold up every stream, when it is reserved and at its Commit."""
     hashed, hash64 = [], prefix._hash64
 
-    def watched(data: bytes) -> int:
+    def watched(data):
         if threading.current_thread().name == "engine":
             hashed.append(len(data))
         return hash64(data)
@@ -132,11 +125,9 @@ def test_it_hashes_no_prompt(
     assert sum(hashed) == 0
 
 
-def test_setting_the_clock_does_not_change_how_long_steps_took(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_setting_the_clock_does_not_change_how_long_steps_took(start, monkeypatch):
     """Rates, and through them what routers promise, are made of how long steps took."""
-    reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+    reports = queue.SimpleQueue()
     hours = itertools.count(0, -3600 * 10**9)
     monkeypatch.setattr(loop.time, "time_ns", lambda: 10**18 + next(hours))
     start(reports.put).add(endless("a")).result(WAIT_S)

@@ -1,10 +1,7 @@
 """What a worker reports of its hardware, parsed from text of real machines; never in the way."""
 
-from __future__ import annotations
-
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -63,11 +60,11 @@ VERSIONS = (
         (GIVEN, {6: "GPU-6"}, 6, []),
     ],
 )
-def test_links_of_one_gpu(text: str, uuids: dict[int, str], own: int, links: list[str]) -> None:
+def test_links_of_one_gpu(text, uuids, own, links):
     assert parse_links(text, uuids, f"GPU-{own}") == links
 
 
-def test_cards_and_driver_versions() -> None:
+def test_cards_and_driver_versions():
     assert parse_cards(CARDS) == [
         Card(0, "GPU-7f0e", "NVIDIA H100 80GB HBM3", 81559 << 20, "9.0"),
         Card(1, "GPU-81aa", "NVIDIA GB10", 0, "12.1"),
@@ -77,7 +74,7 @@ def test_cards_and_driver_versions() -> None:
     assert [(text, parse_driver(text)) for text, _ in VERSIONS] == list(VERSIONS)
 
 
-def program(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def program(folder, script, monkeypatch):
     """Puts an `nvidia-smi` of ours in PATH's place."""
     file = folder / "nvidia-smi"
     file.write_text(f"#!/bin/sh\n{script}\n")
@@ -85,9 +82,7 @@ def program(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia_smi, "PROGRAM", str(file))
 
 
-def test_nvidia_smi_is_run_for_cards_and_then_for_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvidia_smi_is_run_for_cards_and_then_for_links(tmp_path, monkeypatch):
     (tmp_path / "topo").write_text(PCIE)
     cards = "".join(f"{n}, GPU-{n}, A100, 40960, 8.0\\n" for n in range(4))
     asked = f'case "$1" in topo) cat {tmp_path}/topo;; --query-gpu*) printf "{cards}";; esac'
@@ -98,8 +93,8 @@ def test_nvidia_smi_is_run_for_cards_and_then_for_links(
 
 @pytest.mark.parametrize("script", ["exit 9", "exec sleep 60", f"printf '{FAILED[:30]}'", None])
 def test_an_nvidia_smi_that_fails_hangs_or_is_missing_reports_nothing(
-    script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    script, tmp_path, monkeypatch
+):
     monkeypatch.setattr(nvidia_smi, "PROGRAM", str(tmp_path / "missing"))
     if script is not None:
         program(tmp_path, script, monkeypatch)
@@ -108,7 +103,7 @@ def test_an_nvidia_smi_that_fails_hangs_or_is_missing_reports_nothing(
     assert time.monotonic() - began < 3
 
 
-def test_on_a_cpu_only_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_only_what_costs_nothing(tmp_path, monkeypatch):
     """No child process, no thread, no CUDA."""
     program(tmp_path, f"touch {tmp_path}/asked", monkeypatch)
     found = hardware.describe(torch.device("cpu"))
@@ -121,13 +116,13 @@ def test_on_a_cpu_only_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert hardware.rdma_devices(tmp_path / "none") == []
 
 
-def test_a_query_that_fails_or_hangs_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_that_fails_or_hangs_leaves_the_others(monkeypatch):
     answer, Hardware = threading.Event(), common_pb2.Hardware
 
-    def fails(*_: object) -> common_pb2.Hardware:
+    def fails(*_):
         raise RuntimeError("no driver")
 
-    def hangs(*_: object) -> common_pb2.Hardware:
+    def hangs(*_):
         answer.wait(60)
         return Hardware(cuda_version="late")
 
@@ -144,7 +139,7 @@ def test_a_query_that_fails_or_hangs_leaves_the_others(monkeypatch: pytest.Monke
     assert found.torch_version == torch.__version__ and not found.cuda_version
 
 
-def test_a_machine_without_a_gpu_reports_none() -> None:
+def test_a_machine_without_a_gpu_reports_none():
     """The real queries, where there is no GPU: nothing is raised."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

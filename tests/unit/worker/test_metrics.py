@@ -1,12 +1,9 @@
 """A worker's metrics of steps, transfers and reservations, and its load as watchers get it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from opentelemetry.context import Context
@@ -23,7 +20,7 @@ from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
 LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
 
 
-def step(num_tokens: int, *sampled: bool, ended_ns: int = 5_000_000) -> StepReport:
+def step(num_tokens, *sampled, ended_ns=5_000_000):
     """A step whose sequences have sampled a token or not."""
     progress = [Progress(str(n), 1, (7,) if one else ()) for n, one in enumerate(sampled)]
     return StepReport(0, ended_ns, num_tokens, progress, LOAD)
@@ -52,27 +49,27 @@ DRAFTED = StepReport(
         (dataclasses.replace(DRAFTED, num_tokens=66), "mixed"),
     ],
 )
-def test_what_a_step_computed(report: StepReport, kind: str) -> None:
+def test_what_a_step_computed(report, kind):
     assert kind_of(report) == kind
 
 
 class OnGpu(Runner):
     """A runner that has computed some decode steps."""
 
-    decode_rows: ClassVar = {"wanted": 10, "padding": 6, "wasted": 1}
+    decode_rows = property(lambda self: {"wanted": 10, "padding": 6, "wasted": 1})
 
 
-def page(metrics: WorkerMetrics) -> list[str]:
+def page(metrics):
     lines = metrics.render("")[1].decode().splitlines()
     return [line.removesuffix(".0") for line in lines]
 
 
-def cost(metrics: WorkerMetrics) -> float:
+def cost(metrics):
     (line,) = (line for line in page(metrics) if line.startswith("baton_worker_cost_total"))
     return float(line.split()[1])
 
 
-def test_a_decode_worker_counts_steps_drafts_reservations_and_cost() -> None:
+def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
     metrics = WorkerMetrics(WorkerConfig("decode", price_per_hour=3_600_000.0))
     assert 'baton_engine_drafts_total{right="yes"} 0' in page(metrics)  # before the first
     for report in (DRAFTED, DRAFTED, step(0)):
@@ -100,7 +97,7 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost() -> None:
     metrics.close()
 
 
-def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost() -> None:
+def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
     metrics = WorkerMetrics(WorkerConfig("prefill"))
     stats = SimpleNamespace(
         num_bytes=3_000_000, transfer_s=0.02, wire_s=0.001, transport="shm", resends=1
@@ -127,14 +124,12 @@ def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost() -> None
     metrics.close()
 
 
-def cache_step(
-    stored: tuple[int, ...] = (), evicted: tuple[int, ...] = (), tokens: int = 0, ms: int = 0
-) -> StepReport:
+def cache_step(stored=(), evicted=(), tokens=0, ms=0):
     changes = CacheChanges(list(stored), list(evicted))
     return StepReport(0, ms * 1_000_000, tokens, [], LOAD, changes)
 
 
-async def test_a_watcher_gets_all_that_is_cached_and_then_the_net_effect() -> None:
+async def test_a_watcher_gets_all_that_is_cached_and_then_the_net_effect():
     tracker = LoadTracker()
     tracker.update(cache_step((1, 2)))
     tracker.update(cache_step((), (2,)))
@@ -153,7 +148,7 @@ async def test_a_watcher_gets_all_that_is_cached_and_then_the_net_effect() -> No
     assert await anext(watch, None) is None
 
 
-async def test_a_heartbeat_is_sent_without_changes_and_delays_none() -> None:
+async def test_a_heartbeat_is_sent_without_changes_and_delays_none():
     tracker = LoadTracker()
     tracker.update(cache_step((1,)))
     async with contextlib.aclosing(tracker.watch(0.01, heartbeat_s=0.03)) as events:
@@ -167,7 +162,7 @@ async def test_a_heartbeat_is_sent_without_changes_and_delays_none() -> None:
             assert list((await asyncio.wait_for(anext(events), 10)).stored) == [2]
 
 
-def test_chunks_measure_prefill_speed_and_small_steps_decode() -> None:
+def test_chunks_measure_prefill_speed_and_small_steps_decode():
     tracker = LoadTracker()
     tracker.update(cache_step(tokens=100, ms=50))
     assert (tracker.load.prefill_tokens_per_s, tracker.load.step_ms) == (2000, 0)
@@ -178,7 +173,7 @@ def test_chunks_measure_prefill_speed_and_small_steps_decode() -> None:
     assert tracker.load.step_ms == 10
 
 
-def test_tokens_are_counted_since_start_and_drafts_only_if_right() -> None:
+def test_tokens_are_counted_since_start_and_drafts_only_if_right():
     tracker = LoadTracker()
     sampled = [Progress("a", 5, (0,)), Progress("b", 5), Progress("c", 5, (9,))]
     for tokens, progress in ((100, []), (3, sampled), (1, sampled[:1]), (0, [])):

@@ -1,15 +1,11 @@
 """A worker from STARTING over READY and DRAINING to its end; and what each caller sees of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
 import os
 import signal
 import threading
-from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import rpc
 from baton.errors import ConfigError, InternalError, Unavailable
-from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.registry.memory import MemoryRegistry
 from baton.v1 import common_pb2, worker_pb2
 from baton.worker import node
 from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec
@@ -28,7 +24,7 @@ SERVING, NOT_SERVING = (
 )
 
 
-async def states(store: MemoryStore, seen: list[str]) -> None:
+async def states(store, seen):
     """Notes every state of the one member, and at last "gone"."""
     async with MemoryRegistry(store).watch() as membership:
         async for records in membership.changes():
@@ -40,12 +36,12 @@ async def states(store: MemoryStore, seen: list[str]) -> None:
                 return
 
 
-async def read(updates: Any) -> Any:
+async def read(updates):
     return await asyncio.wait_for(updates.read(), PATIENCE_S)
 
 
-async def test_a_worker_from_its_start_to_its_end(directory: Path, store: MemoryStore) -> None:
-    seen: list[str] = []
+async def test_a_worker_from_its_start_to_its_end(directory, store):
+    seen = []
     watching = asyncio.create_task(states(store, seen))
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
         answer = await worker.worker.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
@@ -89,18 +85,16 @@ async def test_a_worker_from_its_start_to_its_end(directory: Path, store: Memory
     assert seen == ["STARTING", "READY", "DRAINING", "gone"]
 
 
-async def test_sigterm_while_loading_never_becomes_ready(
-    directory: Path, store: MemoryStore
-) -> None:
-    worker, seen = Worker("decode", directory, store), list[str]()
+async def test_sigterm_while_loading_never_becomes_ready(directory, store):
+    worker, seen = Worker("decode", directory, store), []
     loading, go_on, load = threading.Event(), threading.Event(), worker.load
 
-    def slow() -> object:
+    def slow():
         loading.set()
         assert go_on.wait(PATIENCE_S)
         return load()
 
-    worker.load = slow  # type: ignore[method-assign, assignment]
+    worker.load = slow
     watching = asyncio.create_task(states(store, seen))
     life = asyncio.create_task(worker.run())
     await asyncio.to_thread(loading.wait, PATIENCE_S)
@@ -112,9 +106,7 @@ async def test_sigterm_while_loading_never_becomes_ready(
     assert seen == ["STARTING", "gone"]
 
 
-async def test_a_worker_needs_a_port_and_at_its_start_the_registry(
-    directory: Path, store: MemoryStore
-) -> None:
+async def test_a_worker_needs_a_port_and_at_its_start_the_registry(directory, store):
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
         port = int(worker.node.record.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
@@ -126,32 +118,32 @@ async def test_a_worker_needs_a_port_and_at_its_start_the_registry(
         assert len(await router.tokens("a")) == 4
 
 
-def fail(*_: object) -> None:
+def fail(*_):
     raise RuntimeError("broken")
 
 
-def break_engine(worker: Worker) -> None:
+def break_engine(worker):
     engine = worker.node.engine
     engine.submit(lambda: setattr(engine, "_publish_report", fail))
 
 
-def lose_reports(worker: Worker) -> None:
-    worker.node.on_step = fail  # type: ignore[method-assign]
+def lose_reports(worker):
+    worker.node.on_step = fail
 
 
-def break_serving(worker: Worker) -> None:
-    async def broken(drain_s: float) -> None:
+def break_serving(worker):
+    async def broken(drain_s):
         fail()
 
-    worker.node._finish_work = broken  # type: ignore[method-assign]
+    worker.node._finish_work = broken
     worker.stop()
 
 
-def fail_steps(worker: Worker) -> None:
-    worker.node.engine._runner.run = fail  # type: ignore[method-assign]
+def fail_steps(worker):
+    worker.node.engine._runner.run = fail
 
 
-async def given_back(worker: Worker, break_it: Any, failure: str, later: str = "") -> list[str]:
+async def given_back(worker, break_it, failure, later=""):
     """Why sequences of a worker that fails were ended: those that came later, and then another."""
     reasons = []
     with pytest.raises((InternalError, RuntimeError), match=failure):
@@ -171,14 +163,12 @@ async def given_back(worker: Worker, break_it: Any, failure: str, later: str = "
     return reasons
 
 
-async def test_a_lost_report_ends_the_worker(directory: Path, store: MemoryStore) -> None:
+async def test_a_lost_report_ends_the_worker(directory, store):
     worker = Worker("decode", directory, store)
     await given_back(worker, lose_reports, "report was lost: broken", "b")
 
 
-async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(
-    directory: Path, store: MemoryStore
-) -> None:
+async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(directory, store):
     draining = "the decode worker is draining"
     await given_back(Worker("decode", directory, store), break_engine, "broken", "b")
     worker = Worker("decode", directory, store)
@@ -189,9 +179,7 @@ async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(
     assert last == draining
 
 
-async def test_a_step_that_never_ends_does_not_keep_the_worker(
-    directory: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_that_never_ends_does_not_keep_the_worker(directory, store, monkeypatch):
     monkeypatch.setattr(node, "CLOSE_GRACE_S", 0.2)
     worker = Worker("decode", directory, store, drain_s=0.1, transfer_timeout_s=0.1)
     async with worker, Router(worker) as router:
@@ -206,9 +194,7 @@ async def test_a_step_that_never_ends_does_not_keep_the_worker(
     assert reason == "the decode worker is draining"
 
 
-async def test_watch_sends_heartbeats_with_the_age_of_a_step_that_hangs(
-    directory: Path, store: MemoryStore
-) -> None:
+async def test_watch_sends_heartbeats_with_the_age_of_a_step_that_hangs(directory, store):
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
         paced = Paced(worker)
         updates = worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=60))
@@ -231,9 +217,7 @@ async def test_watch_sends_heartbeats_with_the_age_of_a_step_that_hangs(
         updates.cancel()
 
 
-async def test_health_says_when_a_step_stalls_and_when_it_has_ended(
-    directory: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_says_when_a_step_stalls_and_when_it_has_ended(directory, store, monkeypatch):
     monkeypatch.setattr(node, "STALL_MIN_S", 0.05)
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
         paced = Paced(worker)

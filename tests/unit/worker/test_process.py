@@ -1,9 +1,6 @@
 """Before a worker serves: what is loaded and compiled, and where its KV pool lies."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,25 +11,22 @@ from baton.errors import ConfigError
 from baton.worker import node
 from baton.worker.node import PoolMemory
 from kvtransfer import copier
-from kvtransfer.pool import KvPool
 from kvtransfer.transports.shm import SharedMemoryArea
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(("role", "decodes"), [("prefill", False), ("decode", True)])
-def test_loading_touches_memory_and_compiles_before_the_warm_up(
-    monkeypatch: pytest.MonkeyPatch, role: str, decodes: bool
-) -> None:
+def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, role, decodes):
     """What only decode steps use is compiled where they run."""
-    calls: list[Any] = []
+    calls = []
 
-    def load(config: EngineConfig, allocate: Any) -> Any:
+    def load(config, allocate):
         calls.append((config.graphs, config.overlap))
         pool = allocate(2 * 64).view(torch.float32).view(2, 1, 2, 1, 4, 2)
         return SimpleNamespace(runner=SimpleNamespace(pool=pool))
 
-    def prepare(pool: KvPool) -> None:
+    def prepare(pool):
         assert pool.area is memory.area
         calls.append("prepare")
 
@@ -60,13 +54,9 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(
     ],
 )
 def test_a_gpus_memory_is_shared_where_that_is_wanted_and_can_be(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    transport: str,
-    driver: bool,
-    shared: bool | None,
-) -> None:
-    def area(num_bytes: int, device: torch.device) -> Any:
+    monkeypatch, caplog, transport, driver, shared
+):
+    def area(num_bytes, device):
         if not driver:
             raise OSError("no driver")
         assert device == GPU
