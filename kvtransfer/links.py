@@ -179,9 +179,9 @@ class LinkPool:
     def closing_on_failure(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
         """Around what uses `link`: takes it out of service when it is the link that failed.
 
-        A call without an answer, or with an error that is not ours, becomes TransferFailed. When
-        the request's own time ran out the peer is not quarantined, but a two-sided link may be out
-        of step and is opened anew.
+        No answer, and an error that is not ours, becomes TransferFailed. When the request's own
+        time ran out the peer is not quarantined, but a two-sided link is opened anew: it may be out
+        of step.
         """
         try:
             yield

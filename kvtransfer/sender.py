@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MAX_RESENDS = 2
 _RESEND_ABORT_S = 2.0
 _PUT_GRACE_S = 1.0  # for a put that is out of time to end by itself
+
+_Chunk: TypeAlias = tuple[int, Slots]  # position of the first token, and the blocks
 
 
 @dataclass
@@ -86,9 +88,8 @@ class Handoff:
         }
         trace_id = telemetry.trace_id_in(self.parent)
         self._about = about(trace_id=trace_id, handoff_id=self.handoff_id)
-        # Kept, so that all can be sent again: (position of the first token, blocks). Bounded by
-        # the sequence: every entry announces at least one of its tokens.
-        self._chunks: list[tuple[int, Slots]] = []
+        # Kept, so that all can be sent again; every one has at least one token of the sequence.
+        self._chunks: list[_Chunk] = []
         self._conclusion: tuple[int, int] | None = None  # (tokens, first token's id)
         self._queued = asyncio.Event()
         self._link: PairLink | None = None
@@ -199,10 +200,7 @@ class Handoff:
             raise DeadlineExceeded("the deadline passed during the KV transfer") from error
 
     async def _attempt(self, link: PairLink) -> None:
-        """Sends everything up to Commit, and returns when that was answered.
-
-        Raises TransferFailed, KvCorrupted, Stale, InvalidRequest, DeadlineExceeded.
-        """
+        """Sends everything up to Commit, and returns when that was answered."""
         self._digest, self._put = self.links.pool.new_digest(), None
         self._stats = stats = TransferStats(link.transport.name, link.transport.kind)
         cached, sent = self.target.cached_tokens, 0
@@ -214,7 +212,7 @@ class Handoff:
                 self._queued.clear()
                 await self._queued.wait()
                 continue
-            await self._send_chunk(link, *self._chunks[sent], granted)
+            await self._send_chunk(link, self._chunks[sent], granted)
             if self._conclusion is None:
                 stats.hidden_s = stats.wire_s
             sent += 1
@@ -232,9 +230,7 @@ class Handoff:
         await self._call(link, link.stub.Commit, request)
         stats.wait_s += time.perf_counter() - start
 
-    async def _send_chunk(
-        self, link: PairLink, first_token: int, slots: Slots, granted: tuple[int, ...]
-    ) -> None:
+    async def _send_chunk(self, link: PairLink, chunk: _Chunk, granted: tuple[int, ...]) -> None:
         start, timeout_s = time.perf_counter(), self._time_left_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -243,20 +239,16 @@ class Handoff:
             raise TransferFailed(f"the link to decode {link.peer} was not free in time") from error
         try:
             # Between Ready and the end of the put the receiver counts on us: no stopping there.
-            await uninterrupted(self._put_chunk(link, first_token, slots, granted, start))
+            await uninterrupted(self._put_chunk(link, chunk, granted, start))
         finally:
             link.turn.release()
 
     async def _put_chunk(
-        self,
-        link: PairLink,
-        first_token: int,
-        slots: Slots,
-        granted: tuple[int, ...],
-        start: float,
+        self, link: PairLink, chunk: _Chunk, granted: tuple[int, ...], start: float
     ) -> None:
+        first_token, slots = chunk
         if link.transport.one_sided:
-            ids = self._part_of_grant(first_token, slots, granted)
+            ids = self._part_of_grant(chunk, granted)
         else:
             ids = await self._ready(link, first_token, slots.num_tokens)
         self._stats.wait_s += time.perf_counter() - start
@@ -273,10 +265,9 @@ class Handoff:
             self._stats.wire_s += put.result().wire_s
         self._stats.chunks += 1
 
-    def _part_of_grant(
-        self, first_token: int, slots: Slots, granted: tuple[int, ...]
-    ) -> tuple[int, ...]:
+    def _part_of_grant(self, chunk: _Chunk, granted: tuple[int, ...]) -> tuple[int, ...]:
         """The granted blocks that a chunk goes to. Raises InvalidRequest outside of the grant."""
+        first_token, slots = chunk
         pool, cached = self.links.pool, self.target.cached_tokens
         first = (first_token - cached) // pool.block_size
         ids = granted[first : first + len(slots.block_ids)]

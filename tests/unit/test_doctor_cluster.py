@@ -13,7 +13,6 @@ from baton.local.doctor_cluster import Pair, check_cluster, pairs_of
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from kvtransfer import pairing
-from kvtransfer.interface import Transport
 
 CUDA_IPC, NCCL = common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL
 SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO
@@ -240,19 +239,6 @@ def test_a_cluster_that_cannot_serve() -> None:
     ]  # fmt: skip
 
 
-class Named(Transport):
-    """Of a kind, and nothing else: it is only chosen."""
-
-    def __init__(self, kind: pairing.Kind) -> None:
-        self.kind, self.name = kind, pairing.name_of(kind)
-
-    def listen(self, pool: Any) -> Any:
-        raise NotImplementedError
-
-    def connect(self, pool: Any, endpoint: bytes, timeout_s: float) -> Any:
-        raise NotImplementedError
-
-
 OFFERS = [(CUDA_IPC, NCCL), (NCCL,), (CUDA_IPC,), (SHM, GLOO), (GLOO,)]
 PLACES = [("A", ""), ("A", "B"), ("B", "A"), ("B", "")]
 
@@ -270,7 +256,7 @@ def test_the_doctor_says_what_the_workers_do(host: str) -> None:
                 reachable=(own, *others), nccl=(2, 27, 5),
             )  # fmt: skip
             try:
-                chosen = pairing.choose(ours, [Named(kind) for kind in theirs], ends).kind
+                chosen = pairing.choose(ours, theirs, ends)
             except KvMismatch:
                 chosen = None
             assert pairing.fastest(prefill, decode) == chosen

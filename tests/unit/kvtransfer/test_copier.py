@@ -1,6 +1,6 @@
 """Copying a pool's bytes as on a GPU, on the CPU: by torch and by interpreted kernels."""
 
-import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -86,54 +86,25 @@ def test_blocks_that_cannot_be_read_back_fail_the_transfer(pools, monkeypatch):
         copier.digest(pools[0], slots(4, 1))
 
 
-class FakeStream:
-    """Takes the place of torch's streams, events and the contexts that make them current."""
-
-    calls = ()
-    inside = 0
-
-    def __init__(self, *arguments, **options):
-        self.calls.append((*arguments, options))
-
-    def record(self, stream):
-        assert FakeStream.inside
-        self.calls.append("record")
-
-    def synchronize(self):
-        self.calls.append("synchronize")
-
-    @classmethod
-    @contextlib.contextmanager
-    def current(cls, _):
-        cls.inside += 1
-        yield
-        cls.inside -= 1
-
-
 def test_work_is_queued_on_a_stream_of_highest_priority_and_waited_for_once(pools, monkeypatch):
     source, target = pools
-    calls = []
-    monkeypatch.setattr(FakeStream, "calls", calls)
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, FakeStream)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, FakeStream.current)
-
-    class Ops:
-        def copy(self, *arguments):
-            assert FakeStream.inside
-            calls.append("copy")
-            reference.copy(*arguments)
-
-    zeros = torch.zeros
+    cuda, device, zeros = mock.MagicMock(), torch.device("cuda", 1), torch.zeros
+    for name in ("Stream", "Event", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, **_: zeros(size, dtype=dtype))
-    device = torch.device("cuda", 1)
     monkeypatch.setattr(source, "device", device)
-    gpu, digest = GpuCopier(source, Ops()), source.new_digest()
+    gpu, digest = GpuCopier(source, cuda.ops), source.new_digest()
+    cuda.reset_mock()
     with gpu.transfer(digest):
         gpu.copy(slots(4, 1), target, slots(4, 2))
         gpu.copy(slots(4, 2), target, slots(4, 3))
         gpu.finish()
-    # A waiting thread sleeps; and whatever went wrong, nothing goes on when a transfer is left.
-    waited = [({"blocking": True},), "record", "synchronize"]
-    assert calls == [(device, {"priority": -1}), "copy", "copy", *waited, *waited]
+    cuda.stream.assert_called_with(gpu._stream)
+    cuda.Event.assert_called_with(blocking=True)  # a waiting thread sleeps
+    # Whatever went wrong, nothing goes on when a transfer is left.
+    waited = ["Event", "Event().record", "Event().synchronize"]
+    queued = ["stream().__enter__", "ops.copy", "ops.copy", *waited, *waited, "stream().__exit__"]
+    calls = [name for name, *_ in cuda.mock_calls]
+    assert calls[calls.index("stream().__enter__") :][: len(queued)] == queued
+    GpuCopier(source, cuda.ops)
+    cuda.Stream.assert_called_once_with(device, priority=-1)

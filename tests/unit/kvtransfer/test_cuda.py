@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,14 +132,11 @@ def test_an_area_that_cannot_be_exported_leaves_nothing():
 
 
 def test_gpus_are_named_as_the_driver_names_them(monkeypatch):
-    class Properties:
-        def __init__(self, n):
-            self.uuid = f"uuid-{n}"
-
+    properties = {n: SimpleNamespace(uuid=f"uuid-{n}") for n in range(3)}
     for cached in (cuda.visible_gpus, cuda.reachable_gpus):
         monkeypatch.setattr(cuda, cached.__name__, cached.__wrapped__)
     monkeypatch.setattr(cuda.torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(cuda.torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(cuda.torch.cuda, "get_device_properties", properties.get)
     monkeypatch.setattr(cuda.torch.cuda, "can_device_access_peer", lambda own, n: n == 2)
     assert cuda.gpu_uuid(GPU) == "GPU-uuid-1"
     assert cuda.reachable_gpus(GPU) == ("GPU-uuid-1", "GPU-uuid-2")

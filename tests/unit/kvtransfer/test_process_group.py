@@ -16,36 +16,28 @@ from kvtransfer.transports.process_group import NcclTransport, Staging
 from tests.contract.kvtransfer_parts import make_pool, slots
 
 
-class Options:
-    def __init__(self, is_high_priority_stream=False):
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = types.SimpleNamespace()
-
-
 class ProcessGroupNCCL:
     """Does at once what NCCL queues; `journal` has the calls in their order."""
 
-    Options = Options
-    made = ()
+    @staticmethod
+    def Options(**chosen):
+        return types.SimpleNamespace(**chosen, config=types.SimpleNamespace())
 
     def __init__(self, store, rank, size, options):
         assert isinstance(store, PrefixStore)
         self.rank, self.size, self.options = rank, size, options
         self.journal, self.aborted = [], threading.Event()
-        self.made.append(self)
 
     def send(self, tensors, peer, tag):
-        return self._queue("send", tensors[0])
+        self.journal.append(("send", tensors[0].numel()))
+        return types.SimpleNamespace(wait=lambda: self.journal.append("wait"))
 
     def recv(self, tensors, peer, tag):
-        return self._queue("recv", tensors[0])
+        self.journal.append(("recv", tensors[0].numel()))
+        return types.SimpleNamespace(wait=lambda: self.journal.append("wait"))
 
     def abort(self):
         self.aborted.set()
-
-    def _queue(self, what, tensor):
-        self.journal.append((what, tensor.numel()))
-        return types.SimpleNamespace(wait=lambda: self.journal.append("wait"))
 
 
 @pytest.fixture
@@ -53,7 +45,6 @@ def nccl(monkeypatch):
     fake = types.SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
     monkeypatch.setattr(process_group, "distributed", fake)
     monkeypatch.setattr(process_group, "nccl_version", lambda: (2, 27, 5))
-    monkeypatch.setattr(ProcessGroupNCCL, "made", [])
     for name in (*process_group.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
