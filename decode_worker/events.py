@@ -25,22 +25,20 @@ class EventStreams:
     """Routers with an open stream. Event-loop thread only."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, Messages] = {}
-        self._routers: dict[str, str] = {}  # by stream, for the log
+        self._streams: dict[str, tuple[Messages, str]] = {}  # with the router's name, for the log
         self._closed = False
 
     def __contains__(self, stream_id: str) -> bool:
-        return stream_id in self._queues
+        return stream_id in self._streams
 
     def send(self, stream_id: str, events: Iterable[decode_pb2.SequenceEvent]) -> bool:
         """Queues one message; False when the router is too far behind and is cut off now."""
-        queue = self._queues.get(stream_id)
-        if queue is None:
+        if stream_id not in self._streams:
             return True
+        queue, name = self._streams[stream_id]
         if queue.qsize() < MAX_BACKLOG:
             queue.put_nowait(decode_pb2.StreamEventsResponse(events=events))
             return True
-        name = self._routers.get(stream_id)
         log.warning("router %s is %d messages behind: cutting it off", name, MAX_BACKLOG)
         while not queue.empty():
             queue.get_nowait()
@@ -55,25 +53,24 @@ class EventStreams:
         if self._closed:
             raise Unavailable("the decode worker has drained")
         self._end(stream_id)
-        self._routers[stream_id] = router_id
-        return self._queues.setdefault(stream_id, asyncio.Queue())
+        messages: Messages = asyncio.Queue()
+        self._streams[stream_id] = messages, router_id
+        return messages
 
     def leave(self, stream_id: str, messages: Messages) -> bool:
         """This stream is over; whether the router is now without one."""
-        if self._queues.get(stream_id) is messages:
-            del self._queues[stream_id], self._routers[stream_id]
-        return stream_id not in self._queues
+        if stream_id in self._streams and self._streams[stream_id][0] is messages:
+            del self._streams[stream_id]
+        return stream_id not in self._streams
 
     def close(self) -> None:
-        """Ends every stream after what is queued."""
         self._closed = True
-        for stream_id in list(self._queues):
+        for stream_id in list(self._streams):
             self._end(stream_id)
 
     def _end(self, stream_id: str) -> None:
-        if queue := self._queues.pop(stream_id, None):
-            del self._routers[stream_id]
-            queue.put_nowait(None)
+        if stream_id in self._streams:
+            self._streams.pop(stream_id)[0].put_nowait(None)
 
 
 async def next_message(

@@ -12,10 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from opentelemetry.context import Context
+from opentelemetry.trace import Tracer
+
+from baton import telemetry
 from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest, Stale, Unavailable
@@ -24,16 +29,64 @@ from baton.prefix import token_digest
 from baton.v1 import decode_pb2
 from baton.worker.messages import FINISH_REASONS, ModelLimits, logprobs_proto, sequence_of
 from decode_worker.events import EventStreams
-from decode_worker.spans import DecodeSpans
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
+class DecodeSpans:
+    """Collects times as they pass and records the spans; the first `end` counts."""
+
+    def __init__(self, tracer: Tracer, parent: Context) -> None:
+        self._tracer = tracer
+        self._span = tracer.start_span("decode", context=parent)
+        self._context = telemetry.context_of(self._span)
+        self.trace_id = telemetry.trace_id_of(self._span)  # empty where nothing is recorded
+        self._reserve_ns = time.time_ns()
+        self._committed_ns = 0
+        self._first_step_ns = 0
+        self._tokens = 0
+        self._steps = 0  # that gave tokens: fewer than those where drafts were right
+        self._ended = False
+
+    def reserved(self, cached_tokens: int, started: bool) -> None:
+        attributes = {"baton.cached_tokens": cached_tokens, "baton.prefills_here": started}
+        self._record("decode.reserve", self._reserve_ns, None, attributes)
+
+    def committed(self) -> None:
+        self._committed_ns = time.time_ns()
+
+    def step(self, started_ns: int, ended_ns: int, progress: Progress) -> None:
+        self._tokens += len(progress.token_ids)
+        self._steps += bool(progress.token_ids)
+        if not self._first_step_ns:
+            self._first_step_ns = ended_ns
+            # A step may have begun before Commit's reply was booked here.
+            admitted_ns = max(self._committed_ns, started_ns)
+            self._record("decode.admit", self._committed_ns, admitted_ns)
+            self._record("decode.first_step", admitted_ns, ended_ns)
+
+    def end(self, reason: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if self._first_step_ns:
+            attributes = {"gen_ai.usage.output_tokens": self._tokens, "baton.steps": self._steps}
+            self._record("decode.run", self._first_step_ns, None, attributes)
+        self._span.set_attribute("baton.end", reason)
+        self._span.end()
+
+    def _record(
+        self, name: str, start_ns: int, end_ns: int | None, attributes: dict[str, int] | None = None
+    ) -> None:
+        telemetry.record(self._tracer, name, self._context, start_ns, end_ns, attributes)
+
+
+@dataclass(eq=False)
 class Entry:
     """One sequence that holds blocks here."""
 
+    handoff_id: str
     stream_id: str
     sequence: Sequence
     num_tokens: int  # known when it was reserved; the handoff covers all of them
@@ -44,23 +97,19 @@ class Entry:
     decoding: bool = False
     timer: asyncio.TimerHandle | None = None
 
+    @property
+    def about(self) -> Mapping[str, str]:
+        return about(trace_id=self.spans.trace_id, handoff_id=self.handoff_id)
+
 
 class Reservations:
     """All entries, by handoff id. Event-loop thread only; kvtransfer's `BlockOwner`."""
 
     def __init__(
-        self,
-        engine: Engine,
-        streams: EventStreams,
-        limits: ModelLimits,
-        block_size: int,
-        lease_s: float,
+        self, engine: Engine, streams: EventStreams, limits: ModelLimits, lease_s: float
     ) -> None:
-        self._engine = engine
-        self._streams = streams
-        self._limits = limits
-        self._block_size = block_size
-        self._lease_s = lease_s
+        self._engine, self._streams = engine, streams
+        self._limits, self._lease_s = limits, lease_s
         self._entries: dict[str, Entry] = {}
         self._quarantined: dict[tuple[str, str], list[int]] = {}  # by (handoff id, token)
         self._endings: set[asyncio.Task[None]] = set()
@@ -82,15 +131,15 @@ class Reservations:
             raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
         entry = self._enter(request, spans)
         try:
-            blocks = await self._hold(spec.handoff_id, entry)
+            blocks = await self._hold(entry)
             started = entry.num_tokens - blocks.cached_tokens <= request.local_prefill_max_tokens
             if started:
-                self._start_decoding(spec.handoff_id, entry)
+                self._start_decoding(entry)
                 await asyncio.wrap_future(self._engine.start_reserved(spec.handoff_id))
         except BaseException:  # also a caller that hung up: the engine may have reserved by now
             if self._entries.get(spec.handoff_id) is entry:
                 self._forget(spec.handoff_id)
-                self._free(spec.handoff_id, entry)
+                self._free(entry)
             raise
         spans.reserved(blocks.cached_tokens, started)
         return decode_pb2.ReserveResponse(
@@ -106,7 +155,7 @@ class Reservations:
         for handoff_id in handoff_ids:
             if entry := self._forget(handoff_id):
                 entry.spans.end("cancelled")
-                endings.append(self._free(handoff_id, entry))
+                endings.append(self._free(entry))
         if endings:
             await asyncio.wait(endings)
 
@@ -116,7 +165,6 @@ class Reservations:
             self._start_ending(handoff_id, "the router's event stream broke")
 
     async def idle(self) -> None:
-        """Returns when there is no entry."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -132,15 +180,14 @@ class Reservations:
         entry = self._entries.get(handoff_id)
         if entry is None or entry.token != token or entry.decoding or entry.blocks is None:
             raise Stale(f"handoff {handoff_id} is not reserved here")
-        self._renew(handoff_id, entry)  # bytes are coming: the sender is alive
+        self._renew(entry)  # bytes are coming: the sender is alive
         return entry.blocks
 
     async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
-        """Verified KV is in place: decoding starts."""
         self.find(handoff_id, token)
         self._limits.check_token(first_token_id, "first_token_id")
         entry = self._entries[handoff_id]
-        self._start_decoding(handoff_id, entry)
+        self._start_decoding(entry)
         resumed = self._engine.resume(handoff_id, entry.num_tokens, first_token_id)
         await asyncio.wrap_future(resumed)
 
@@ -150,7 +197,7 @@ class Reservations:
             await asyncio.wrap_future(self._engine.readmit(blocks))
         entry = self._entries.get(handoff_id)
         if entry is not None and entry.token == token and not entry.decoding:
-            log.info("handoff %s aborted: %s", handoff_id, reason, extra=_about(handoff_id, entry))
+            log.info("handoff %s aborted: %s", handoff_id, reason, extra=entry.about)
             await self.cancel(handoff_id)
 
     # Called by the engine.
@@ -176,90 +223,87 @@ class Reservations:
         now = asyncio.get_running_loop().time()
         deadline = now + spec.time_left_ms / 1000 if spec.time_left_ms else None
         sequence = sequence_of(spec, self._limits)
-        entry = Entry(request.stream_id, sequence, sequence.num_tokens, deadline, spans)
+        whose = spec.handoff_id, request.stream_id
+        entry = Entry(*whose, sequence, sequence.num_tokens, deadline, spans)
         self._entries[spec.handoff_id] = entry
         self._idle.clear()
-        self._renew(spec.handoff_id, entry)
+        self._renew(entry)
         return entry
 
-    async def _hold(self, handoff_id: str, entry: Entry) -> ReservedBlocks:
+    async def _hold(self, entry: Entry) -> ReservedBlocks:
         """Takes blocks. Raises Overloaded, or Stale when the entry was ended meanwhile."""
-        reserved = await asyncio.wrap_future(self._engine.reserve(entry.sequence))
-        if self._entries.get(handoff_id) is not entry:
-            raise Stale("the request was cancelled while it was being reserved")
         sequence = entry.sequence
+        reserved = await asyncio.wrap_future(self._engine.reserve(sequence))
+        if self._entries.get(entry.handoff_id) is not entry:
+            raise Stale("the request was cancelled while it was being reserved")
         entry.blocks = ReservedBlocks(
             reserved.block_ids,
             entry.num_tokens,
             reserved.num_cached,
-            self._block_size,
+            self._limits.block_size,
             token_digest(sequence.tokens, sequence.cache_salt),
         )
         return entry.blocks
 
-    def _renew(self, handoff_id: str, entry: Entry) -> None:
+    def _renew(self, entry: Entry) -> None:
         lease_end = asyncio.get_running_loop().time() + self._lease_s
-        self._set_timer(handoff_id, entry, min(lease_end, entry.deadline or lease_end))
+        self._set_timer(entry, min(lease_end, entry.deadline or lease_end))
 
-    def _start_decoding(self, handoff_id: str, entry: Entry) -> None:
+    def _start_decoding(self, entry: Entry) -> None:
         entry.decoding = True
         entry.spans.committed()
-        self._set_timer(handoff_id, entry, entry.deadline)
+        self._set_timer(entry, entry.deadline)
 
-    def _set_timer(self, handoff_id: str, entry: Entry, when: float | None) -> None:
+    def _set_timer(self, entry: Entry, when: float | None) -> None:
         if entry.timer is not None:
             entry.timer.cancel()
         loop = asyncio.get_running_loop()
-        entry.timer = loop.call_at(when, self._expire, handoff_id) if when is not None else None
+        entry.timer = loop.call_at(when, self._expire, entry) if when is not None else None
 
-    def _expire(self, handoff_id: str) -> None:
-        entry = self._entries[handoff_id]
+    def _expire(self, entry: Entry) -> None:
         now = asyncio.get_running_loop().time()
         overdue = entry.deadline is not None and now >= entry.deadline
-        if not overdue and self.receiver.writing(handoff_id):
+        if not overdue and self.receiver.writing(entry.handoff_id):
             # A long prompt: no message comes between the grant and Commit. Its blocks could not be
             # reused anyway, and the end of the writer, or of the request, ends the entry.
-            self._renew(handoff_id, entry)
+            self._renew(entry)
             return
-        what = "deadline" if overdue else "reservation lease"
-        log.warning(
-            "handoff %s: its %s has passed", handoff_id, what, extra=_about(handoff_id, entry)
-        )
-        self._start_ending(handoff_id, f"its {what} has passed")
+        reason = f"its {'deadline' if overdue else 'reservation lease'} has passed"
+        log.warning("handoff %s: %s", entry.handoff_id, reason, extra=entry.about)
+        self._start_ending(entry.handoff_id, reason)
 
     def _start_ending(self, handoff_id: str, reason: str) -> None:
-        """Frees the blocks in the background and informs the router."""
         entry = self._forget(handoff_id)
         if entry is None:  # its router was just cut off
             return
         entry.spans.end(reason)
         event = decode_pb2.SequenceEvent(handoff_id=handoff_id, abort_reason=reason)
-        self._free(handoff_id, entry)
+        self._free(entry)
         self._send(entry.stream_id, [event])
 
     def _send(self, stream_id: str, events: list[decode_pb2.SequenceEvent]) -> None:
         if not self._streams.send(stream_id, events):
             self.cancel_stream(stream_id)
 
-    def _free(self, handoff_id: str, entry: Entry) -> asyncio.Task[None]:
+    def _free(self, entry: Entry) -> asyncio.Task[None]:
         """Frees the blocks, or quarantines those that a sender may still write into.
 
         It is under way when this returns, and ends whether or not the task is awaited.
         """
+        handoff_id, key = entry.handoff_id, (entry.handoff_id, entry.token)
         quarantine_from = None
         if self.receiver.writing(handoff_id):
             assert entry.blocks is not None, "nothing is written before blocks are reserved"
-            quarantine_from = entry.blocks.cached_tokens // self._block_size
-            self._quarantined[handoff_id, entry.token] = []
+            quarantine_from = entry.blocks.cached_tokens // self._limits.block_size
+            self._quarantined[key] = []
         self.receiver.forget(handoff_id)
         released = self._engine.release(handoff_id, quarantine_from)
-        task = asyncio.create_task(self._note_quarantine((handoff_id, entry.token), released))
+        task = asyncio.create_task(self._note_quarantine(key, released))
         self._endings.add(task)
         task.add_done_callback(self._ending_done)
         return task
 
     async def _note_quarantine(self, key: tuple[str, str], released: Future[list[int]]) -> None:
-        """Remembers which blocks are quarantined until the sender's abort."""
         blocks = await asyncio.wrap_future(released)
         if key in self._quarantined:
             self._quarantined[key] = blocks
@@ -278,11 +322,6 @@ class Reservations:
         if not self._entries:
             self._idle.set()
         return entry
-
-
-def _about(handoff_id: str, entry: Entry) -> Mapping[str, str]:
-    """For log lines."""
-    return about(trace_id=entry.spans.trace_id, handoff_id=handoff_id)
 
 
 def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:

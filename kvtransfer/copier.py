@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -20,57 +20,6 @@ from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
 BlockOps: TypeAlias = Any  # the module `kvtransfer.kernels.reference`, or `blocks` in Triton
-
-
-class Stream:
-    """Where a copier's work is queued; on a CPU it runs at once."""
-
-    pinned = False  # whether host memory that the stream copies to must be page-locked
-
-    def current(self) -> AbstractContextManager[None]:
-        """Work started inside is queued on this stream."""
-        return nullcontext()
-
-    def record(self) -> torch.cuda.Event | None:
-        """An event behind all that was queued so far."""
-        return None
-
-    def synchronize(self, event: torch.cuda.Event | None) -> None:
-        """Returns when `event` has been reached. Raises RuntimeError when the GPU failed."""
-        return
-
-
-class CudaStream(Stream):
-    """A stream of the highest priority: copies fill gaps between the engine's kernels.
-
-    Nothing here runs on the default stream, where copies and engine steps would wait for each
-    other. Streams come from torch's pool, which are not ordered with the default one.
-    """
-
-    pinned = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-
-    def record(self) -> torch.cuda.Event | None:
-        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps and does not spin
-        event.record(self._stream)
-        return event
-
-    def synchronize(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            event.synchronize()
-
-
-def stream(device: torch.device) -> Stream:
-    """A new stream for memory of `device`."""
-    return CudaStream(device) if device.type == "cuda" else Stream()
 
 
 class HostCopier:
@@ -98,7 +47,6 @@ class HostCopier:
         return data
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
-        """Digests bytes in canonical order and writes them into the slots."""
         self._digest.update(data)
         self._pool.scatter(data, slots)
 
@@ -108,27 +56,29 @@ class HostCopier:
 
 
 class GpuCopier:
-    """As `HostCopier`, in order on a high-priority stream of its own, beside the engine's.
+    """As `HostCopier`, in order on a stream of its own: copies fill gaps between engine kernels.
 
     What it reads must have been computed, and what it overwrites must be unused, before it is
-    called: it does not wait for other streams. `ops` are Triton's where there are any.
+    called: it does not wait for other streams. Nothing runs on the default stream, where copies and
+    engine steps would wait for each other. `ops` are Triton's where there are any.
     """
 
-    def __init__(self, pool: KvPool, ops: BlockOps | None = None, on: Stream | None = None) -> None:
+    def __init__(self, pool: KvPool, ops: BlockOps | None = None) -> None:
         self._pool, self._ops = pool, ops or block_ops(pool.device)
-        self._stream = on or stream(pool.device)
+        self._stream: torch.cuda.Stream | None = None  # on a CPU all is done at once
+        if cuda := pool.device.type == "cuda":
+            self._stream = torch.cuda.Stream(pool.device, priority=-1)
         self._digest = WordDigest()
         self._num_bytes = 0
-        self.record, self.synchronize = self._stream.record, self._stream.synchronize
-        with self._stream.current():
+        with self._queued():
             self._sums = torch.zeros(1, dtype=torch.int64, device=pool.device)
-            self._host_sums = torch.zeros(1, dtype=torch.int64, pin_memory=self._stream.pinned)
+            self._host_sums = torch.zeros(1, dtype=torch.int64, pin_memory=cuda)
 
     @contextmanager
     def transfer(self, digest: Digest) -> Iterator[None]:
         assert isinstance(digest, WordDigest), "bytes on a GPU are not digested on the host"
         self._digest, self._num_bytes = digest, 0
-        with self._stream.current():
+        with self._queued():
             self._sums.zero_()
             try:
                 yield
@@ -149,12 +99,10 @@ class GpuCopier:
         self._num_bytes += data.numel()
 
     def copy(self, local: Slots, target: KvPool, remote: Slots) -> None:
-        """Digests slots and copies them into those of another pool."""
         self._ops.copy(self._pool, local, target, remote, self._sums, self._next_word)
         self._num_bytes += self._pool.nbytes(local)
 
     def checksum(self, slots: Slots) -> None:
-        """Only digests slots."""
         self._ops.checksum(self._pool, slots, self._sums, self._next_word)
         self._num_bytes += self._pool.nbytes(slots)
 
@@ -169,6 +117,27 @@ class GpuCopier:
         self.synchronize(self.record())
         self._digest.include(int(self._host_sums), self._num_bytes)
         self._num_bytes = 0
+
+    def record(self) -> torch.cuda.Event | None:
+        """An event behind all that was queued so far."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps and does not spin
+        event.record(self._stream)
+        return event
+
+    def synchronize(self, event: torch.cuda.Event | None) -> None:
+        """Returns when `event` has been reached. Raises RuntimeError when the GPU failed."""
+        if event is not None:
+            event.synchronize()
+
+    @contextmanager
+    def _queued(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
+                yield
 
     @property
     def _next_word(self) -> int:
@@ -205,10 +174,9 @@ def prepare(pool: KvPool) -> None:
     if block_ops(pool.device) is reference:
         return
     gpu, size = GpuCopier(pool), pool.block_size
-    first = Slots((0,), size)
+    first, part = Slots((0,), size), Slots((0,), size - 1)  # `part` is not in one piece: gathered
     with gpu.transfer(WordDigest()):
         staging = torch.empty(pool.block_bytes, dtype=torch.uint8, device=pool.device)
-        part = Slots((0,), size - 1)  # not in one piece, so that it is gathered
         gpu.scatter(gpu.gather(part, staging), part)
         gpu.copy(first, pool, first)
         gpu.checksum(first)

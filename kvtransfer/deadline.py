@@ -1,4 +1,4 @@
-"""Waits of the control side: never past the request's deadline, and to the end where they must."""
+"""Waits and tasks of the control side: within the request's deadline, or to the end."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ class Deadline:
         if left <= 0:
             raise DeadlineExceeded("the deadline passed during the KV transfer")
         return min(left, cap_s)
+
+
+def in_background(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Starts `work`, which is in `tasks` until it has ended."""
+    task = asyncio.ensure_future(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:

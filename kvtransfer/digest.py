@@ -23,11 +23,9 @@ class Digest:
         self.num_bytes = 0
 
     def update(self, data: torch.Tensor) -> None:
-        """Adds a contiguous uint8 tensor."""
         self.add(data.cpu().numpy().data)
 
     def add(self, data: memoryview) -> None:
-        """Adds contiguous bytes."""
         self._hash.update(data)
         self.num_bytes += data.nbytes
 
@@ -45,7 +43,7 @@ class WordDigest(Digest):
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        super().__init__()
         self._sum = 0
 
     @property
@@ -54,11 +52,9 @@ class WordDigest(Digest):
         return self.num_bytes // 4
 
     def update(self, data: torch.Tensor) -> None:
-        """Adds a contiguous uint8 tensor of whole words."""
         self.include(int(word_sum(data, self.num_words)), data.numel())
 
     def add(self, data: memoryview) -> None:
-        """Adds contiguous bytes, whole words."""
         if data.nbytes:
             self.update(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
@@ -70,7 +66,6 @@ class WordDigest(Digest):
 
     @property
     def value(self) -> int:
-        """The checksum so far, 64 bits."""
         return self._sum
 
 
@@ -82,17 +77,13 @@ def word_sum(data: torch.Tensor, first_word: int) -> torch.Tensor:
     words = data.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
-        part = words[start : start + _WORDS_AT_ONCE].to(torch.int64) & 0xFFFFFFFF
+        x = words[start : start + _WORDS_AT_ONCE].to(torch.int64) & 0xFFFFFFFF
         first = first_word + start
-        places = torch.arange(first, first + part.numel(), device=data.device)
-        total += _mixed(part + places * _signed(STEP)).sum()
+        x += torch.arange(first, first + x.numel(), device=data.device) * _signed(STEP)
+        x = (x ^ _shifted(x, 30)) * _signed(MIX_1)
+        x = (x ^ _shifted(x, 27)) * _signed(MIX_2)
+        total += (x ^ _shifted(x, 31)).sum()
     return total
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _shifted(x, 30)) * _signed(MIX_1)
-    x = (x ^ _shifted(x, 27)) * _signed(MIX_2)
-    return x ^ _shifted(x, 31)
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -101,5 +92,4 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(constant: int) -> int:
-    """The int64 with the same bits."""
     return constant - (1 << 64) if constant >> 63 else constant

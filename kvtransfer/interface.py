@@ -3,8 +3,8 @@
 Two families. One-sided (`memory`, `shm`, `cuda_ipc`): the sender writes straight into the
 receiver's pool and the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts,
 the sender sends. Every call may block until its timeout; the layer above runs them on one thread
-for each link. What goes wrong is raised as TransferFailed, after which the link only supports
-`abort` and `close`.
+for each link. What goes wrong is raised as TransferFailed, after which both ends only support
+`abort`, which any thread may call, and `close`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import TypeAlias
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
+from kvtransfer.pairing import Kind
 from kvtransfer.pool import KvPool, Slots
 
-Kind: TypeAlias = common_pb2.Transport
 # The registry's record of a worker, by incarnation; raises TransferFailed when it has none. The
 # address and process id of a worker are taken from there alone, never from a message.
 FindWorker: TypeAlias = Callable[[str], Awaitable[common_pb2.WorkerRecord]]
@@ -46,7 +46,7 @@ class Link(ABC):
         """
 
     def abort(self) -> None:
-        """Makes a running put fail early where possible; called from another thread."""
+        """Makes a running put fail early where possible."""
         return
 
     def close(self) -> None:
@@ -55,48 +55,28 @@ class Link(ABC):
 
 
 class Listener:
-    """The receiver's end of all pairs of one transport. `epoch` names one link of a peer.
-
-    As it is here, that of a one-sided transport: it only says where its pool is.
-    """
+    """The receiver's end of one pair. As it is here, a one-sided one: it only says where it is."""
 
     def __init__(self, endpoint: bytes) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint  # what `Transport.connect` of the peer needs
 
-    def offer(self, peer: str, epoch: int) -> bytes:
-        """What `Transport.connect` of that peer needs."""
-        return self._endpoint
-
-    def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
-        """Completes the link that was offered. Raises TransferFailed, Stale."""
-        return
+    def accept(self, timeout_s: float) -> None:
+        """Returns when the peer has connected. Raises TransferFailed."""
 
     def receive(
-        self,
-        peer: str,
-        epoch: int,
-        slots: Slots,
-        digest: Digest,
-        timeout_s: float,
-        posted: Callable[[], None],
+        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
     ) -> None:
         """Receives into `slots`; calls `posted` as soon as the sender may send. Two-sided only.
 
-        Raises TransferFailed, Stale.
+        Raises TransferFailed.
         """
         raise AssertionError("a one-sided transport receives without a call")
 
-    def abort(self, peer: str, epoch: int) -> None:
-        """Makes a running receive fail early where possible; called from another thread."""
-        return
-
-    def drop(self, peer: str, epoch: int) -> None:
-        """Frees one link, if it is there. No receive of it runs any more."""
-        return
+    def abort(self) -> None:
+        """Makes a running receive fail early where possible."""
 
     def close(self) -> None:
-        """Frees all links."""
-        return
+        """Frees everything; no receive runs any more."""
 
 
 class Transport(ABC):
@@ -108,8 +88,9 @@ class Transport(ABC):
     max_links: int = 1 << 16
 
     @abstractmethod
-    def listen(self, pool: KvPool) -> Listener:
-        """The receiving end of `pool`."""
+    def listen(self, pool: KvPool, name: str) -> Listener:
+        """The receiving end of `pool` for one new link; `name` is of no other. Raises OSError,
+        RuntimeError."""
 
     @abstractmethod
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
@@ -123,19 +104,19 @@ class Transport(ABC):
 class ReceiverProcess:
     """The process whose memory a one-sided link writes into, checked before and after every put.
 
-    Mapped memory outlives its owner: without this, bytes would be lost unnoticed. `pidfd` is closed
-    by `close`.
+    Mapped memory outlives its owner: without this, bytes would be lost unnoticed. Raises OSError
+    when there is no such process.
     """
 
-    def __init__(self, transport: str, pidfd: int) -> None:
-        self._transport, self._pidfd = transport, pidfd
-        self._aborted = self._closed = False
+    def __init__(self, transport: str, pid: int) -> None:
+        self._transport, self._pidfd = transport, os.pidfd_open(pid)
+        self._aborted = False
         self._exited = select.poll()
-        self._exited.register(pidfd, select.POLLIN)
+        self._exited.register(self._pidfd, select.POLLIN)
 
     def check(self) -> None:
         """Raises TransferFailed when the link was aborted or closed, or the process has ended."""
-        if self._aborted or self._closed:
+        if self._aborted:
             raise TransferFailed(f"{self._transport}: the link was aborted")
         if self._exited.poll(0):
             raise TransferFailed(f"{self._transport}: the receiver is gone")
@@ -145,7 +126,7 @@ class ReceiverProcess:
         self._aborted = True
 
     def close(self) -> None:
-        """May be called twice."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._pidfd)
+        """As `abort`, and frees its descriptor; may be called twice."""
+        self._aborted, pidfd, self._pidfd = True, self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)

@@ -1,4 +1,9 @@
-"""The prefill side's open links: one for each decode process, opened once, kept while useful."""
+"""The prefill side's open links: one for each decode process, opened once, kept while useful.
+
+And its Abort messages, which outlive the links: until a decode worker knows that its writer has
+stopped, it must keep the blocks out of use. So an Abort must not be lost, but a handoff that is
+given up need not wait for the answer.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -26,12 +31,13 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
+from baton.log_format import about
+from baton.registry.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
-from kvtransfer.aborts import Aborts
-from kvtransfer.deadline import Deadline
+from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.digest import Digest
-from kvtransfer.interface import FindWorker, Kind, Link, PutStats, Transport
-from kvtransfer.pairing import ONE_HOST
+from kvtransfer.interface import FindWorker, Link, PutStats, Transport
+from kvtransfer.pairing import ONE_HOST, Kind, name_of
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import reachable_gpus
 
@@ -41,29 +47,35 @@ log = logging.getLogger(__name__)
 _LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
 _CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
 _REMEMBERED = 256  # peers whose unusable transports are kept; more than ever live at a time
+_CONNECT_S = 5.0  # bounds Offer, and connecting, each
+_NO_ANSWER = (Unavailable, DeadlineExceeded, Cancelled)
+_MAX_PENDING = 4096  # Aborts; each waits for a peer that is silent, or has just failed
+_ABORT_S, _MAX_INTERVAL_S, _CLOSE_S = 2.0, 5.0, 1.0
+
+Metadata = tuple[tuple[str, str], ...]
 
 
+@dataclass(eq=False)
 class PairLink:
-    """One open link: its data end, the thread its puts run on, and the channel for its control."""
+    """One open link: its data end, the thread its puts run on, and the channel for its control.
 
-    def __init__(
-        self,
-        peer: str,
-        address: str,
-        epoch: int,
-        transport: Transport,
-        link: Link,
-        thread: ThreadPoolExecutor,
-        channel: grpc.aio.Channel,
-    ) -> None:
-        self.peer, self.address, self.epoch, self.transport = peer, address, epoch, transport
-        self.stub = handoff_pb2_grpc.HandoffServiceStub(channel)
-        # Held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's order.
-        self.turn = asyncio.Lock()
-        self.users = 0
-        self.sent_bytes, self.sent_s = 0, 0.0
-        self._link, self._thread, self._channel = link, thread, channel
-        self._closing = False
+    `turn` is held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's
+    order.
+    """
+
+    peer: str
+    address: str
+    epoch: int
+    transport: Transport
+    _link: Link
+    _thread: ThreadPoolExecutor
+    _channel: grpc.aio.Channel
+    stub: handoff_pb2_grpc.HandoffServiceStub
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
+    sent_bytes: int = 0
+    sent_s: float = 0.0
+    _closing: bool = False
 
     @property
     def abandoned(self) -> bool:
@@ -82,8 +94,6 @@ class PairLink:
 
     async def close_data(self) -> None:
         """Ends a running put, then frees the data end; control still works."""
-        if self._closing:
-            return
         self._closing = True
         run = asyncio.get_running_loop().run_in_executor
         await run(None, self._link.abort)  # NCCL's takes long
@@ -97,10 +107,9 @@ class PairLink:
 class LinkPool:
     """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
 
-    A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch.
-    `connect_timeout_s` bounds Offer, and connecting, each. A peer whose memory this worker should
-    be able to map, but cannot (which depends on how its container was started, so that no retry
-    helps), gets the next transport for as long as it lives.
+    A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch. A
+    peer whose memory this worker should be able to map, but cannot (which depends on how its
+    container was started, so that no retry helps), gets the next transport for as long as it lives.
     """
 
     def __init__(
@@ -113,18 +122,15 @@ class LinkPool:
         *,
         cap: int = 16,
         backoff_s: float = 1.0,
-        connect_timeout_s: float = 5.0,
-        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.pool, self.incarnation, self._find_decode = pool, incarnation, find_decode
         self._transports = {transport.kind: transport for transport in transports}
-        self._descriptor, self._credentials = descriptor, credentials
-        self._cap, self._backoff_s, self._connect_s = cap, backoff_s, connect_timeout_s
-        self.aborts = Aborts(credentials)
+        self._descriptor, self._cap, self._backoff_s = descriptor, cap, backoff_s
+        self.aborts = Aborts()
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._refused_until: dict[str, float] = {}
-        self._unusable: dict[str, set[Kind]] = {}  # by peer, the oldest first
+        self._unusable: set[tuple[str, Kind]] = set()  # by peer
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -145,9 +151,8 @@ class LinkPool:
                     raise Unavailable("the prefill worker is closing its links")
                 left_s = self._refused_until.get(peer, 0.0) - time.monotonic()
                 if left_s > 0 and not skip_backoff:
-                    raise Unavailable(
-                        f"the pair {self.incarnation} → {peer} failed just now", left_s
-                    )
+                    pair = f"{self.incarnation} → {peer}"
+                    raise Unavailable(f"the pair {pair} failed just now", left_s)
                 if decode is None:  # another handoff may open the link meanwhile
                     decode = await self._find_decode(peer)
                     continue
@@ -155,7 +160,7 @@ class LinkPool:
             # Shielded: others may wait for the same link. Its own time is bounded.
             opening = asyncio.shield(self._opening[peer])
             try:
-                await asyncio.wait_for(opening, deadline.left_s(3 * self._connect_s))
+                await asyncio.wait_for(opening, deadline.left_s(3 * _CONNECT_S))
             except DeadlineExceeded:
                 raise
             except TimeoutError:
@@ -166,18 +171,17 @@ class LinkPool:
         return link
 
     def release(self, link: PairLink) -> None:
-        """The caller does not use `link` any more."""
         link.users -= 1
         if link.users == 0 and self._links.get(link.peer) is not link:
-            self._in_background(link.close_control())
+            in_background(self._closing, link.close_control())
 
     @contextlib.contextmanager
     def closing_on_failure(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
         """Around what uses `link`: takes it out of service when it is the link that failed.
 
-        A call without an answer, or with an error that is not ours, becomes TransferFailed. When
-        the request's own time ran out the peer is not quarantined, but a two-sided link may be out
-        of step and is opened anew.
+        No answer, and an error that is not ours, becomes TransferFailed. When the request's own
+        time ran out the peer is not quarantined, but a two-sided link is opened anew: it may be out
+        of step.
         """
         try:
             yield
@@ -233,7 +237,7 @@ class LinkPool:
         for link in list(self._links.values()):
             self._drop(link)
             if link.users:  # its users may release it only after this process's end
-                self._in_background(link.close_control())
+                in_background(self._closing, link.close_control())
         while self._closing:
             await asyncio.gather(*self._closing)
         await self.aborts.close()
@@ -258,11 +262,11 @@ class LinkPool:
     async def _connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
         """Offers until a transport works that the decode worker chose."""
         peer = decode.incarnation
-        channel = rpc.channel(decode.address, self._credentials)
+        channel = rpc.channel(decode.address)
+        stub = handoff_pb2_grpc.HandoffServiceStub(channel)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
         run = asyncio.get_running_loop().run_in_executor
         try:
-            stub = handoff_pb2_grpc.HandoffServiceStub(channel)
             while True:
                 request = handoff_pb2.OfferRequest(
                     incarnation=self.incarnation,
@@ -272,44 +276,40 @@ class LinkPool:
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )
                 with rpc.translated():
-                    offer = await stub.Offer(request, timeout=self._connect_s)
+                    offer = await stub.Offer(request, timeout=_CONNECT_S)
                 transport = self._transports.get(offer.transport)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
+                place = self.pool, offer.endpoint, decode.pid
                 try:
-                    place = self.pool, offer.endpoint, decode.pid
-                    link = await run(thread, transport.connect, *place, self._connect_s)
+                    link = await run(thread, transport.connect, *place, _CONNECT_S)
                     break
                 except TransferFailed as error:
-                    if not self._exclude(peer, transport, error):
+                    if not self._exclude(peer, transport.kind, error):
                         raise
         except BaseException:
             thread.shutdown(wait=False)
             await channel.close(None)
             raise
-        return PairLink(peer, decode.address, offer.epoch, transport, link, thread, channel)
+        opened = peer, decode.address, offer.epoch, transport
+        return PairLink(*opened, link, thread, channel, stub)
 
     def _usable(self, peer: str) -> list[Kind]:
-        """The transports to offer to a peer, fastest first."""
-        unusable = self._unusable.get(peer, set())
-        return [kind for kind in self._transports if kind not in unusable]
+        return [kind for kind in self._transports if (peer, kind) not in self._unusable]
 
-    def _exclude(self, peer: str, transport: Transport, why: TransferFailed) -> bool:
-        """Notes that `transport` does not work with `peer`; False when no other is left."""
-        left = [kind for kind in self._usable(peer) if kind != transport.kind]
-        if transport.kind not in ONE_HOST or not left:
+    def _exclude(self, peer: str, failed: Kind, why: TransferFailed) -> bool:
+        """Notes that a transport does not work with `peer`; False when no other is left."""
+        left = [kind for kind in self._usable(peer) if kind != failed]
+        if failed not in ONE_HOST or not left:
             return False
-        self._unusable.setdefault(peer, set()).add(transport.kind)
-        while len(self._unusable) > _REMEMBERED:
-            del self._unusable[next(iter(self._unusable))]
-        names = ", ".join(self._transports[kind].name for kind in left)
-        log.warning(
-            "link to decode %s falls from %s to %s, because %s", peer, transport.name, names, why
-        )
+        if len(self._unusable) == _REMEMBERED:
+            self._unusable.clear()  # those that live are tried again
+        self._unusable.add((peer, failed))
+        names = name_of(failed), ", ".join(map(name_of, left))
+        log.warning("link to decode %s falls from %s to %s, because %s", peer, *names, why)
         return True
 
     def _make_room(self) -> None:
-        """Closes idle links until one more fits, those being opened counted."""
         while len(self._links) + len(self._opening) > self._cap:
             idle = next((link for link in self._links.values() if link.users == 0), None)
             if idle is None:
@@ -321,11 +321,86 @@ class LinkPool:
 
     def _drop(self, link: PairLink) -> None:
         del self._links[link.peer]
-        self._in_background(link.close_data())
+        in_background(self._closing, link.close_data())
         if link.users == 0:
-            self._in_background(link.close_control())
+            in_background(self._closing, link.close_control())
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+
+class Aborts:
+    """Reports to decode workers, in the background, that nothing more is written.
+
+    Each message is repeated until it is answered or `give_up_s` have passed. Then only the end of
+    this process frees the blocks: by then the peer has almost surely ended.
+    """
+
+    def __init__(self, give_up_s: float = 600.0) -> None:
+        self._give_up_s = give_up_s
+        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # by address, with its users
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(
+        self, address: str, request: handoff_pb2.AbortRequest, metadata: Metadata
+    ) -> asyncio.Future[None]:
+        """Starts sending; the future is done after the first try, whatever its result."""
+        tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else _ABORT_S
+        in_background(self._tasks, self._repeat(address, request, metadata, give_up_s, tried))
+        return tried
+
+    async def close(self) -> None:
+        """Waits shortly for answers, then ends. What is sent later is tried for one call's time."""
+        self._give_up_s = _ABORT_S
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _repeat(
+        self,
+        address: str,
+        request: handoff_pb2.AbortRequest,
+        metadata: Metadata,
+        give_up_s: float,
+        tried: asyncio.Future[None],
+    ) -> None:
+        handoff_id, extra = request.handoff_id, about(handoff_id=request.handoff_id)
+        backoff = Backoff(first_s=0.1, most_s=_MAX_INTERVAL_S)
+        try:
+            async with asyncio.timeout(give_up_s), self._stub(address) as stub:
+                while True:
+                    try:
+                        with rpc.translated():
+                            await stub.Abort(request, timeout=_ABORT_S, metadata=metadata)
+                        return
+                    except _NO_ANSWER as error:
+                        why = "abort of handoff %s is not answered yet: %s"
+                        log.warning(why, handoff_id, error, extra=extra)
+                    except BatonError as error:  # an answer, even that the handoff is long gone
+                        log.info("abort of handoff %s: %s", handoff_id, error, extra=extra)
+                        return
+                    _set(tried)
+                    await backoff.wait()
+        except TimeoutError:
+            log.error("abort of handoff %s: no answer from %s", handoff_id, address, extra=extra)
+        finally:
+            _set(tried)
+
+    @contextlib.asynccontextmanager
+    async def _stub(self, address: str) -> AsyncIterator[handoff_pb2_grpc.HandoffServiceStub]:
+        """One channel for each peer, kept while a message to it is on its way."""
+        channel, users = self._channels.get(address) or (rpc.channel(address), 0)
+        self._channels[address] = channel, users + 1
+        try:
+            yield handoff_pb2_grpc.HandoffServiceStub(channel)
+        finally:
+            channel, users = self._channels.pop(address)
+            if users > 1:
+                self._channels[address] = channel, users - 1
+            else:
+                await channel.close(None)
+
+
+def _set(tried: asyncio.Future[None]) -> None:
+    if not tried.done():
+        tried.set_result(None)

@@ -7,16 +7,13 @@ at an Offer; `baton doctor` explains by it why a faster transport is not used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from baton.errors import KvMismatch
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
-
-if TYPE_CHECKING:
-    from kvtransfer.interface import Transport
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +27,6 @@ FASTEST_FIRST: tuple[Kind, ...] = (
     common_pb2.TRANSPORT_GLOO,
 )
 ONE_HOST = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_SHM)
-_NCCL_SHARES_GPU = (2, 30)  # the first that lets two ranks be on one GPU
 
 
 @dataclass(frozen=True)
@@ -49,24 +45,18 @@ class Ends:
     reachable: Sequence[str] = ()
     nccl: tuple[int, ...] = ()
 
-    @property
-    def shared_gpu(self) -> bool:
-        """Whether both ends compute on one GPU."""
-        return bool(self.gpu) and list(self.reachable[:1]) == [self.gpu]
-
     def forbids(self, kind: Kind) -> str:
         """Why this transport cannot work between the two; empty when it can."""
         if kind in ONE_HOST and not (self.same_host and self.same_machine):
             # For cuda_ipc too: CUDA opens no handle of another process namespace. UCX and vLLM saw
             # it as "invalid device context" between two containers of one machine.
-            return (
-                "their process namespaces or users differ"
-                if self.same_machine
-                else "they are on different machines"
-            )
+            if self.same_machine:
+                return "their process namespaces or users differ"
+            return "they are on different machines"
         if kind == common_pb2.TRANSPORT_CUDA_IPC and self.gpu and self.gpu not in self.reachable:
             return f"the sender's GPU cannot write to {self.gpu}"
-        if kind == common_pb2.TRANSPORT_NCCL and self.shared_gpu and not shares_gpu(self.nccl):
+        share_gpu = self.gpu and self.gpu in self.reachable[:1]
+        if kind == common_pb2.TRANSPORT_NCCL and share_gpu and not shares_gpu(self.nccl):
             have = ".".join(map(str, self.nccl)) or "unknown"
             return f"both are on {self.gpu}, which NCCL can do from 2.30 on and this is {have}"
         return ""
@@ -75,13 +65,12 @@ class Ends:
 def ends_between(prefill: WorkerRecord, decode: WorkerRecord) -> Ends:
     """The ends by the records of the two."""
     ours, theirs = prefill.hardware, decode.hardware
-    version = theirs.nccl_version.split(".")
     return Ends(
         same_host=prefill.host_id == decode.host_id,
         same_machine=machine_of(prefill.host_id) == machine_of(decode.host_id),
         gpu=theirs.gpu.uuid,
         reachable=(ours.gpu.uuid, *ours.peer_gpus),
-        nccl=tuple(int(part) for part in version if part.isdigit()),
+        nccl=tuple(int(part) for part in theirs.nccl_version.split(".") if part.isdigit()),
     )
 
 
@@ -118,48 +107,34 @@ def machine_of(host_id: str) -> str:
 
 def shares_gpu(nccl: tuple[int, ...]) -> bool:
     """Whether this NCCL, (2, 27, 5), lets two workers share a GPU."""
-    return nccl >= _NCCL_SHARES_GPU
+    return nccl >= (2, 30)
 
 
-def choose(offered: Iterable[Kind], mine: Sequence[Transport], ends: Ends) -> Transport:
+def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kind:
     """The fastest transport that both ends can use. Raises KvMismatch when there is none."""
-    offered = set(offered)
-    able = {transport.kind: transport for transport in mine}
-    forbidden = []
+    forbidden = ""
     for kind in FASTEST_FIRST:
-        if kind in offered and kind in able:
+        if kind in offered and kind in mine:
             if not (reason := ends.forbids(kind)):
-                _warn_if_slow(able[kind], ends)
-                return able[kind]
-            forbidden.append(f"; not {able[kind].name}: {reason}")
-    theirs = ", ".join(name_of(kind) for kind in sorted(offered)) or "none"
-    ours = ", ".join(transport.name for transport in mine) or "none"
+                _warn_if_slow(kind, ends)
+                return kind
+            forbidden += f"; not {name_of(kind)}: {reason}"
+    theirs, ours = (", ".join(map(name_of, sorted(kinds))) or "none" for kinds in (offered, mine))
     where = "one host" if ends.same_host else "different hosts"
     raise KvMismatch(
-        f"no common transport on {where}: prefill has {theirs}; decode has {ours}"
-        + "".join(forbidden)
+        f"no common transport on {where}: prefill has {theirs}; decode has {ours}{forbidden}"
     )
 
 
-def _warn_if_slow(chosen: Transport, ends: Ends) -> None:
+def _warn_if_slow(chosen: Kind, ends: Ends) -> None:
     """NCCL itself does not warn when it finds no direct path."""
     direct = ends.same_host and ends.gpu in ends.reachable
-    if chosen.kind == common_pb2.TRANSPORT_NCCL and ends.same_machine and not direct:
+    if chosen == common_pb2.TRANSPORT_NCCL and ends.same_machine and not direct:
         log.warning(
             "nccl to %s goes through the host's memory or sockets: the sender's GPU cannot write to"
             " it; if there is NVLink or PCIe between the two, show every GPU to every worker, and"
             " run them with pid: host and ipc: host",
             ends.gpu,
-        )
-
-
-def check_same(
-    prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor, sender: str, receiver: str
-) -> None:
-    """Raises KvMismatch naming both workers and every field in which they differ."""
-    if fields := differences(prefill, decode):
-        raise KvMismatch(
-            f"KV caches of prefill {sender} and decode {receiver} differ in " + "; ".join(fields)
         )
 
 

@@ -14,48 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, Overloaded, TransferFailed, Unavailable
-from kvtransfer.interface import Kind, Listener, Transport
+from kvtransfer.deadline import in_background
+from kvtransfer.interface import Listener, Transport
 from kvtransfer.pool import KvPool
 
 log = logging.getLogger(__name__)
 
 _MAX_PID = 1 << 22  # of Linux
-
-
-def check_pid(pid: int) -> None:
-    """Raises InvalidRequest for a number that no process can have."""
-    if not 0 < pid <= _MAX_PID:
-        raise InvalidRequest(f"pid must be from 1 to {_MAX_PID}, not {pid}", "pid")
-
-
-class ProcessWatch:
-    """Calls `on_exit` once, on the event loop, when process `pid` of this host has ended.
-
-    Raises InvalidRequest for what `check_pid` refuses.
-    """
-
-    def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
-        check_pid(pid)
-        self._loop = asyncio.get_running_loop()
-        self._on_exit = on_exit
-        self._fd = -1
-        try:
-            self._fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._loop.call_soon(on_exit)
-        else:
-            self._loop.add_reader(self._fd, self._exited)  # a pidfd is readable after the exit
-
-    def close(self) -> None:
-        """Watches no more."""
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-    def _exited(self) -> None:
-        self.close()
-        self._on_exit()
+_MAX_LINKS = 64
 
 
 @dataclass(eq=False)
@@ -71,10 +37,11 @@ class Peer:
 
 
 class Peers:
-    """Links by prefill incarnation, at most `max_links`; event-loop thread only.
+    """Links by prefill incarnation, at most `_MAX_LINKS`; event-loop thread only.
 
     `busy` returns the incarnations with handoffs under way: their links are not dropped for others.
-    `on_exit` is called with the incarnation of a process of this host that has ended.
+    `on_exit` is called with the incarnation of a process of this host that has ended: it writes no
+    more, and nothing less proves that.
     """
 
     def __init__(
@@ -82,37 +49,35 @@ class Peers:
         pool: KvPool,
         *,
         timeout_s: float,
-        max_links: int,
         busy: Callable[[], Collection[str]],
-        on_exit: Callable[[str], None],
+        on_exit: Callable[[str], object],
     ) -> None:
-        self._pool, self._timeout_s, self._max_links = pool, timeout_s, max_links
+        self._pool, self._timeout_s = pool, timeout_s
         self._busy, self._on_exit = busy, on_exit
-        self._listeners: dict[Kind, Listener] = {}
         self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
         self._peers: dict[str, Peer] = {}  # the one offered first comes first
-        self._watches: dict[str, ProcessWatch] = {}  # of peers on this host
+        self._watches: dict[str, int] = {}  # pidfds of peers on this host
         self._freeing: set[asyncio.Task[None]] = set()
 
-    async def open(self, incarnation: str, transport: Transport, pid: int) -> tuple[bytes, Peer]:
-        """The endpoint of a new link, and the link, which ends the peer's earlier one.
+    async def open(self, incarnation: str, transport: Transport, pid: int) -> Peer:
+        """A new link, which ends the peer's earlier one.
 
         `pid` is that of a process of this host, else 0. Raises InvalidRequest, Overloaded,
         TransferFailed.
         """
-        if pid:
-            check_pid(pid)
+        if not 0 <= pid <= _MAX_PID:
+            raise InvalidRequest(f"pid must be from 1 to {_MAX_PID}, not {pid}", "pid")
         self._make_room(transport)
-        endpoint, peer = await self._listen(incarnation, transport)
+        peer = await self._listen(incarnation, transport)
         self.drop(incarnation)
         self._peers[incarnation] = peer
-        if pid:
+        if pid and incarnation not in self._watches:
             self._watch(incarnation, pid)
         peer.accepted.add_done_callback(lambda done: self._accepted(peer, done))
-        return endpoint, peer
+        return peer
 
     async def connected(self, incarnation: str, epoch: int) -> Peer:
-        """That link, once the peer has connected. Raises Unavailable, Stale, TransferFailed."""
+        """That link, once the peer has connected. Raises Unavailable, TransferFailed."""
         peer = self.find(incarnation, epoch)
         await asyncio.wait({peer.accepted})
         peer.accepted.result()
@@ -129,71 +94,68 @@ class Peers:
         """Takes the peer's link out of service; it is freed when its thread has ended its work."""
         peer = self._peers.pop(incarnation, None)
         if peer is not None:
-            task = asyncio.ensure_future(self._free(peer))
-            self._freeing.add(task)
-            task.add_done_callback(self._freeing.discard)
+            in_background(self._freeing, _free(peer))
 
     async def abort(self, incarnation: str) -> None:
         """The process is dead: receives from it fail now, not at their time-out."""
         if (peer := self._peers.get(incarnation)) is not None:
-            run = asyncio.get_running_loop().run_in_executor
-            await run(None, peer.listener.abort, incarnation, peer.epoch)
+            await asyncio.get_running_loop().run_in_executor(None, peer.listener.abort)
 
     def remove(self, peer: Peer) -> None:
-        """Drops this link, unless a later one has replaced it."""
         if self._peers.get(peer.incarnation) is peer:
             self.drop(peer.incarnation)
 
     async def close(self) -> None:
-        """Drops every link and waits for what still runs on their threads."""
-        for watch in self._watches.values():
-            watch.close()
+        for incarnation in list(self._watches):
+            self._unwatch(incarnation)
         for incarnation in list(self._peers):
             self.drop(incarnation)
         while self._freeing:
             await asyncio.wait(set(self._freeing))
-        for listener in self._listeners.values():
-            listener.close()
 
-    async def _listen(self, incarnation: str, transport: Transport) -> tuple[bytes, Peer]:
-        """The endpoint of a new link, and the link, whose thread waits for the peer."""
-        if transport.kind not in self._listeners:
-            self._listeners[transport.kind] = transport.listen(self._pool)
+    async def _listen(self, incarnation: str, transport: Transport) -> Peer:
         run = asyncio.get_running_loop().run_in_executor
-        epoch, listener = next(self._epochs), self._listeners[transport.kind]
+        epoch = next(self._epochs)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{incarnation}")
         try:
-            endpoint = await run(thread, listener.offer, incarnation, epoch)
+            name = f"{incarnation}/{epoch}"
+            listener = await run(thread, transport.listen, self._pool, name)
         except BaseException as error:
-            thread.submit(listener.drop, incarnation, epoch)
             thread.shutdown(wait=False)
             if isinstance(error, (OSError, RuntimeError)):
                 raise TransferFailed(f"{transport.name}: cannot listen: {error}") from error
             raise
-        accepted = run(thread, listener.accept, incarnation, epoch, self._timeout_s)
-        return endpoint, Peer(incarnation, epoch, transport, listener, thread, accepted)
+        accepted = run(thread, listener.accept, self._timeout_s)
+        return Peer(incarnation, epoch, transport, listener, thread, accepted)
 
     def _watch(self, incarnation: str, pid: int) -> None:
-        """A process that has ended writes no more; nothing less proves that."""
-
         def ended() -> None:
             log.warning("prefill process %d (%s) has ended", pid, incarnation)
-            self._watches.pop(incarnation, None)
+            self._unwatch(incarnation)
             self._on_exit(incarnation)
 
-        if incarnation not in self._watches:
-            self._watches[incarnation] = ProcessWatch(pid, ended)
+        loop = asyncio.get_running_loop()
+        try:
+            self._watches[incarnation] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            loop.call_soon(ended)
+        else:  # a pidfd is readable after the exit
+            loop.add_reader(self._watches[incarnation], ended)
+
+    def _unwatch(self, incarnation: str) -> None:
+        if (pidfd := self._watches.pop(incarnation, -1)) >= 0:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
 
     def _accepted(self, peer: Peer, done: asyncio.Future[None]) -> None:
-        if done.cancelled() or (error := done.exception()) is None:
-            return
-        log.warning("link of prefill %s did not open: %s", peer.incarnation, error)
-        self.remove(peer)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.warning("link of prefill %s did not open: %s", peer.incarnation, error)
+            self.remove(peer)
 
     def _make_room(self, transport: Transport) -> None:
         """Drops an idle link if there are too many, of all kinds or of this one."""
         names = list(self._peers)
-        if len(names) < self._max_links:
+        if len(names) < _MAX_LINKS:
             names = [n for n, peer in self._peers.items() if peer.transport.kind == transport.kind]
             if len(names) < transport.max_links:
                 return
@@ -203,7 +165,7 @@ class Peers:
             raise Overloaded(f"all {len(names)} links are in use")
         self.drop(idle)
 
-    async def _free(self, peer: Peer) -> None:
-        run = asyncio.get_running_loop().run_in_executor
-        await run(peer.thread, peer.listener.drop, peer.incarnation, peer.epoch)
-        peer.thread.shutdown()
+
+async def _free(peer: Peer) -> None:
+    await asyncio.get_running_loop().run_in_executor(peer.thread, peer.listener.close)
+    peer.thread.shutdown()

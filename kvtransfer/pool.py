@@ -1,8 +1,7 @@
 """A worker's KV blocks as bytes: which bytes stand for which tokens, and how runs are copied.
 
-The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`. A block
-is contiguous, and so is each (layer, K or V, head) row of it: the first `n` tokens of a block are
-the first `n / block_size` of each of its rows.
+The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`: the first
+`n` tokens of a block are the first `n / block_size` of each (layer, K or V, head) row of it.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ class Slots:
 
     def check(self, block_size: int, num_blocks: int) -> None:
         """Raises InvalidRequest unless the ids are distinct, exist and fit the token count."""
-        if len(self.block_ids) != -(-self.num_tokens // block_size) or self.num_tokens < 0:
+        ids, num_tokens = self.block_ids, self.num_tokens
+        if len(ids) != -(-num_tokens // block_size) or num_tokens < 0:
             raise InvalidRequest(
-                f"{self.num_tokens} tokens do not fill {len(self.block_ids)} blocks of {block_size}"
+                f"{num_tokens} tokens do not fill {len(ids)} blocks of {block_size}"
             )
-        if len(set(self.block_ids)) != len(self.block_ids):
+        if len(set(ids)) != len(ids):
             raise InvalidRequest("a block is named twice")
-        if any(not 0 <= block < num_blocks for block in self.block_ids):
+        if any(not 0 <= block < num_blocks for block in ids):
             raise InvalidRequest(f"a block id is outside the pool of {num_blocks}")
 
 
@@ -81,7 +81,6 @@ class KvPool:
         return WordDigest() if self.on_gpu else Digest()
 
     def nbytes(self, slots: Slots) -> int:
-        """Bytes that the filled slots hold."""
         return self.token_bytes * slots.num_tokens
 
     def tail(self, block: int, num_tokens: int) -> torch.Tensor:
@@ -129,14 +128,12 @@ class KvPool:
 
         Both ends split by this rule, so that they agree on every message's length.
         """
-        step = max(1, max_bytes // self.block_bytes)
-        parts = []
-        for first in range(0, len(slots.block_ids), step):
-            left = slots.num_tokens - first * self.block_size
-            parts.append(
-                Slots(slots.block_ids[first : first + step], min(left, step * self.block_size))
-            )
-        return parts
+        step, ids = max(1, max_bytes // self.block_bytes), slots.block_ids
+        most = step * self.block_size
+        return [
+            Slots(ids[first : first + step], min(slots.num_tokens - first * self.block_size, most))
+            for first in range(0, len(ids), step)
+        ]
 
 
 def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -151,16 +148,21 @@ def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             first = i
 
 
-def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, digest: Digest) -> None:
-    """Copies slots between pools of one layout, digesting what was read.
-
-    Both pools are in this machine's memory. Consecutive blocks on both sides become one run.
-    Raises InvalidRequest when the slots do not fit their pools or each other.
-    """
+def check_fit(source: KvPool, local: Slots, target: KvPool, remote: Slots) -> None:
+    """Raises InvalidRequest when slots do not fit their pools or each other."""
     local.check(source.block_size, source.num_blocks)
     remote.check(target.block_size, target.num_blocks)
     if local.num_tokens != remote.num_tokens:
         raise InvalidRequest(f"{local.num_tokens} tokens do not fit {remote.num_tokens}")
+
+
+def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, digest: Digest) -> None:
+    """Copies slots between pools of one layout, digesting what was read.
+
+    Both pools are in this machine's memory. Consecutive blocks on both sides become one run.
+    Raises as `check_fit` does.
+    """
+    check_fit(source, local, target, remote)
     full, fill = divmod(local.num_tokens, source.block_size)
     # As plain bytes: a copy of a tensor costs microseconds beside the few that its bytes take.
     read, written = (pool.blocks.view(-1).numpy().data for pool in (source, target))

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton import rpc
-from baton.errors import BatonError, InvalidRequest, KvCorrupted, Stale, TransferFailed
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    KvCorrupted,
+    KvMismatch,
+    Stale,
+    TransferFailed,
+)
 from baton.log_format import about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvtransfer import copier, pairing
-from kvtransfer.deadline import uninterrupted
+from kvtransfer.deadline import in_background, uninterrupted
 from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.peers import Peer, Peers
@@ -50,19 +57,13 @@ class BlockOwner(Protocol):
 
     def find(self, handoff_id: str, token: str) -> ReservedBlocks:
         """What is reserved. Raises Stale when unknown, expired, or the token is wrong."""
-        ...
 
     async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
         """All KV is in place and verified: decoding starts with this token."""
-        ...
 
     async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
-        """Nothing is written any more: the blocks can be used again.
-
-        Also called for a reservation that is gone while its blocks wait for the last write; may be
-        called twice.
-        """
-        ...
+        """Nothing is written any more: the blocks can be used again, also where the reservation is
+        gone already; may be called twice."""
 
 
 @dataclass(eq=False)
@@ -77,7 +78,7 @@ class _Incoming:
     next_token: int
     digest: Digest
     granted: bool = False  # a one-sided sender may write
-    receives: set[asyncio.Task[None]] = field(default_factory=set)
+    receives: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: BatonError | None = None
     ended: str | None = None  # why it was given up while bytes might still come
     resend: bool = False  # given up by its sender, which will send all of it again
@@ -89,18 +90,27 @@ class _Incoming:
 
     @property
     def slots(self) -> Slots:
-        """Everything announced so far."""
         return self._between(self.reserved.cached_tokens, self.next_token)
+
+    async def received(self) -> None:
+        if self.receives:
+            await asyncio.wait(set(self.receives))
+
+    def check_sender(self, token: str, incarnation: str) -> None:
+        if self.token != token or self.peer != incarnation:
+            raise Stale(f"handoff {self.handoff_id} belongs to another sender")
+
+    def warn(self, error: Exception) -> None:
+        more = about(handoff_id=self.handoff_id)
+        log.warning("handoff %s from %s: %s", self.handoff_id, self.peer, error, extra=more)
 
     def announce(self, first_token: int, num_tokens: int) -> Slots:
         """Where the next tokens go. Raises InvalidRequest when they are not the next ones."""
         reserved, end = self.reserved, first_token + num_tokens
         if first_token != self.next_token:
-            raise InvalidRequest(
-                f"tokens from {first_token} were announced, {self.next_token} are next"
-                f" ({reserved.cached_tokens} are cached here)",
-                "first_token",
-            )
+            text = f"tokens from {first_token} were announced, {self.next_token} are next"
+            cached = f" ({reserved.cached_tokens} are cached here)"
+            raise InvalidRequest(text + cached, "first_token")
         if num_tokens == 0 or end > reserved.num_tokens:
             raise InvalidRequest(f"[{first_token}, {end}) is not reserved", "num_tokens")
         if end % reserved.block_size and end != reserved.num_tokens:
@@ -109,16 +119,12 @@ class _Incoming:
         return self._between(first_token, end)
 
     def verify(self, request: pb.CommitRequest, arrived: Digest) -> None:
-        """Raises KvCorrupted unless exactly what was reserved and sent is here.
-
-        InvalidRequest when it is the KV of other tokens than those that were reserved for.
-        """
-        reserved = self.reserved
+        """Raises KvCorrupted unless exactly what was reserved and sent is here; InvalidRequest when
+        it is the KV of other tokens."""
+        reserved, name = self.reserved, f"handoff {self.handoff_id}"
         if request.token_digest != reserved.token_digest:
-            raise InvalidRequest(
-                f"handoff {self.handoff_id}: other tokens were prefilled than were reserved",
-                "token_digest",
-            )
+            text = f"{name}: other tokens were prefilled than were reserved"
+            raise InvalidRequest(text, "token_digest")
         for what, theirs, ours in (
             ("tokens", request.num_tokens, reserved.num_tokens),
             ("tokens announced", self.next_token, reserved.num_tokens),
@@ -126,7 +132,7 @@ class _Incoming:
             ("checksum", request.checksum, arrived.value),
         ):
             if theirs != ours:
-                raise KvCorrupted(f"handoff {self.handoff_id}: {what}: {theirs} != {ours}")
+                raise KvCorrupted(f"{name}: {what}: {theirs} != {ours}")
 
     def _between(self, first_token: int, end: int) -> Slots:
         size = self.reserved.block_size
@@ -137,8 +143,7 @@ class _Incoming:
 class HandoffReceiver:
     """Serves HandoffService for one pool. All methods run on the event loop.
 
-    `transports` are usable ones; `timeout_s` bounds each receive and each connection. At most
-    `max_links` links are kept; one that no handoff uses makes room for a new one.
+    `transports` are usable ones; `timeout_s` bounds each receive and each connection.
     """
 
     def __init__(
@@ -152,21 +157,18 @@ class HandoffReceiver:
         find_prefill: FindWorker,
         *,
         timeout_s: float = 10.0,
-        max_links: int = 64,
     ) -> None:
         self._pool, self._descriptor = pool, descriptor
         self._incarnation, self._host_id = incarnation, host_id
-        self._transports, self._owner = transports, owner
-        self._find_prefill = find_prefill
-        self._timeout_s = timeout_s
+        self._transports = {transport.kind: transport for transport in transports}
+        self._owner, self._find_prefill, self._timeout_s = owner, find_prefill, timeout_s
         self._incoming: dict[str, _Incoming] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._peers = Peers(
             pool,
             timeout_s=timeout_s,
-            max_links=max_links,
             busy=lambda: {record.peer for record in self._incoming.values()},
-            on_exit=self._on_exit,
+            on_exit=lambda gone: in_background(self._tasks, self.peer_gone(gone)),
         )
 
     async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
@@ -174,24 +176,25 @@ class HandoffReceiver:
 
         Raises Stale, KvMismatch, Overloaded, TransferFailed.
         """
-        if request.target_incarnation != self._incarnation:
-            raise Stale(f"decode {request.target_incarnation} is gone; this is {self._incarnation}")
-        pairing.check_same(request.kv, self._descriptor, request.incarnation, self._incarnation)
-        sender = await self._find_prefill(request.incarnation)
-        ends = self._ends(request, sender)
-        transport = pairing.choose(request.transports, self._transports, ends)
-        pid = sender.pid if ends.same_host else 0
-        endpoint, peer = await self._peers.open(request.incarnation, transport, pid)
-        return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
-
-    def _ends(self, request: pb.OfferRequest, sender: common_pb2.WorkerRecord) -> pairing.Ends:
-        return pairing.Ends(
+        ours, theirs = self._incarnation, request.incarnation
+        if request.target_incarnation != ours:
+            raise Stale(f"decode {request.target_incarnation} is gone; this is {ours}")
+        if fields := pairing.differences(request.kv, self._descriptor):
+            caches = f"KV caches of prefill {theirs} and decode {ours}"
+            raise KvMismatch(f"{caches} differ in {'; '.join(fields)}")
+        sender = await self._find_prefill(theirs)
+        ends = pairing.Ends(
             same_host=sender.host_id == self._host_id,
             same_machine=pairing.machine_of(sender.host_id) == pairing.machine_of(self._host_id),
             gpu=gpu_uuid(self._pool.device),
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),
         )
+        kind = pairing.choose(request.transports, self._transports, ends)
+        pid = sender.pid if ends.same_host else 0
+        peer = await self._peers.open(theirs, self._transports[kind], pid)
+        endpoint = peer.listener.endpoint
+        return pb.OfferResponse(transport=kind, epoch=peer.epoch, endpoint=endpoint)
 
     async def ready(self, request: pb.ReadyRequest) -> pb.ReadyResponse:
         """Grants the write, or returns once the receive is posted.
@@ -223,11 +226,10 @@ class HandoffReceiver:
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)
         if record is not None:
-            self._check_sender(record, token, request.incarnation)
+            record.check_sender(token, request.incarnation)
             record.granted, record.resend = False, request.resend
             await self._end(record, request.reason)
-            if record.receives:  # the last bytes, or the end of the link, are on their way
-                await asyncio.wait(set(record.receives))
+            await record.received()  # the last bytes, or the end of the link, are on their way
         elif not request.resend:
             await self._owner.aborted(handoff_id, token, request.reason)
         if request.resend:
@@ -247,41 +249,30 @@ class HandoffReceiver:
                 del self._incoming[handoff_id]
 
     async def peer_gone(self, incarnation: str) -> list[str]:
-        """That prefill process is dead: nothing of it is written once this returns.
-
-        Gives up the handoffs that it leaves unfinished, and returns their ids.
-        """
+        """That prefill process is dead: nothing of it is written once this returns, with the ids
+        of the handoffs that it leaves unfinished, which are given up."""
         await self._peers.abort(incarnation)
         left = [record for record in self._incoming.values() if record.peer == incarnation]
         self._peers.drop(incarnation)
-        receives = {task for record in left for task in record.receives}
         for record in left:
             record.granted, record.ended = False, f"prefill {incarnation} is gone"
             del self._incoming[record.handoff_id]
-        if receives:
-            await asyncio.wait(receives)
+        for record in left:
+            await record.received()
         reason = f"prefill {incarnation} has ended"
         for record in left:
             await self._owner.aborted(record.handoff_id, record.token, reason)
         return [record.handoff_id for record in left]
 
     async def close(self) -> None:
-        """Drops every link and waits for what still runs on their threads."""
         await self._peers.close()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    def _on_exit(self, incarnation: str) -> None:
-        async def give_up() -> None:
-            await self.peer_gone(incarnation)
-
-        self._start(give_up())
-
     async def _commit(self, request: pb.CommitRequest) -> None:
         peer = self._peers.find(request.incarnation, request.epoch)
         record = self._record(request)
-        if record.receives:
-            await asyncio.wait(set(record.receives))
+        await record.received()
         try:
             if record.failure is not None:
                 raise record.failure
@@ -292,7 +283,7 @@ class HandoffReceiver:
                 raise Stale(f"handoff {record.handoff_id} was committed already")
             del self._incoming[record.handoff_id]
         except BatonError as error:
-            _warn(record, error)
+            record.warn(error)
             record.granted = False  # Commit says that all has been written
             # Its sender still has the KV; if it does not come back, the lease ends the reservation.
             record.resend = isinstance(error, TransferFailed)
@@ -315,17 +306,9 @@ class HandoffReceiver:
         def on_posted() -> None:
             loop.call_soon_threadsafe(posted.set_result, None)
 
-        receive = loop.run_in_executor(
-            peer.thread,
-            peer.listener.receive,
-            peer.incarnation,
-            peer.epoch,
-            slots,
-            record.digest,
-            self._timeout_s,
-            on_posted,
-        )
-        task = self._start(self._received(peer, record, receive))
+        what = slots, record.digest, self._timeout_s, on_posted
+        receive = loop.run_in_executor(peer.thread, peer.listener.receive, *what)
+        task = in_background(self._tasks, self._received(peer, record, receive))
         record.receives.add(task)
         task.add_done_callback(record.receives.discard)
         await asyncio.wait({posted, receive}, return_when=asyncio.FIRST_COMPLETED)
@@ -336,28 +319,25 @@ class HandoffReceiver:
         try:
             await receive
             self._check_reserved(record)
+        except Stale as error:
+            record.warn(error)
+            record.failure = record.failure or error
         except (BatonError, OSError) as error:
-            _warn(record, error)
-            failed = not isinstance(error, Stale)
-            record.failure = record.failure or (
-                TransferFailed(str(error)) if failed else Stale(str(error))
-            )
-            if failed:
-                self._peers.remove(peer)
+            record.warn(error)
+            record.failure = record.failure or TransferFailed(str(error))
+            self._peers.remove(peer)
         record.receives.discard(asyncio.current_task())
         if record.ended is not None and not record.writing:
             await self._end(record, record.ended)
 
     async def _end(self, record: _Incoming, reason: str) -> None:
-        """Ends the record, and as soon as nothing is written into them gives its blocks back.
-
-        A reservation that waits for a resend keeps them.
-        """
+        """Ends the record, and as soon as nothing is written into them gives its blocks back,
+        unless its reservation waits for a resend."""
         record.ended = record.ended or reason
         if record.writing or self._incoming.get(record.handoff_id) is not record:
             return
         del self._incoming[record.handoff_id]
-        if record.resend and self._still_reserved(record):
+        if record.resend and self._is_reserved(record):
             extra = about(handoff_id=record.handoff_id)
             log.info("handoff %s is resent: %s", record.handoff_id, record.ended, extra=extra)
             return
@@ -373,39 +353,22 @@ class HandoffReceiver:
             digest, cached = self._pool.new_digest(), reserved.cached_tokens
             record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)
             self._incoming[handoff_id] = record
-        self._check_sender(record, token, request.incarnation)
+        record.check_sender(token, request.incarnation)
         if record.epoch != request.epoch:
             raise Stale(f"handoff {handoff_id} began on link epoch {record.epoch}")
         self._check_reserved(record)
         return record
 
-    def _check_sender(self, record: _Incoming, token: str, incarnation: str) -> None:
-        if record.token != token or record.peer != incarnation:
-            raise Stale(f"handoff {record.handoff_id} belongs to another sender")
-
-    def _check_reserved(self, record: _Incoming) -> ReservedBlocks:
+    def _check_reserved(self, record: _Incoming) -> None:
         """Raises Stale unless the blocks are still held for this handoff, and the same ones."""
-        reserved = self._owner.find(record.handoff_id, record.token)
-        if record.ended is not None or reserved != record.reserved:
+        if record.ended is not None or not self._is_reserved(record):
             raise Stale(f"the reservation of handoff {record.handoff_id} is gone")
-        return reserved
 
-    def _still_reserved(self, record: _Incoming) -> bool:
+    def _is_reserved(self, record: _Incoming) -> bool:
         try:
             return self._owner.find(record.handoff_id, record.token) == record.reserved
         except Stale:
             return False
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-def _warn(record: _Incoming, error: Exception) -> None:
-    more = about(handoff_id=record.handoff_id)
-    log.warning("handoff %s from %s: %s", record.handoff_id, record.peer, error, extra=more)
 
 
 class HandoffServicer(HandoffServiceServicer):

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,38 +21,22 @@ from kvtransfer.transports.cuda import gpu_uuid, nccl_version, reachable_gpus, v
 log = logging.getLogger(__name__)
 
 QUERY_S = 3.0
-INFINIBAND = Path("/sys/class/infiniband")
-
-Query = Callable[[], Hardware]
 
 
 def describe(device: torch.device, timeout_s: float = QUERY_S) -> Hardware:
-    """What a worker computing on `device` has; blocks for `timeout_s` at most, raises nothing."""
-    found = Hardware(torch_version=torch.__version__, rdma_devices=rdma_devices())
-    if device.type == "cuda":
-        _merge(found, _queries(device, timeout_s), timeout_s)
-    return found
+    """What a worker computing on `device` has; blocks for `timeout_s` at most, raises nothing.
 
-
-def rdma_devices(folder: Path = INFINIBAND) -> list[str]:
-    """Names of this machine's RDMA devices."""
-    try:
-        return sorted(entry.name for entry in folder.iterdir())
-    except OSError:
-        return []
-
-
-def _merge(found: Hardware, queries: list[Query], timeout_s: float) -> None:
-    """Adds what each query finds, until the time is over.
-
-    They run on a thread that may be left behind: drivers can hang beyond any time-out.
+    Queries run on a thread that may be left behind: drivers can hang beyond any time-out.
     """
+    found = Hardware(torch_version=torch.__version__, rdma_devices=rdma_devices())
+    if device.type != "cuda":
+        return found
     parts: queue.SimpleQueue[Hardware | None] = queue.SimpleQueue()
 
     def work() -> None:
-        for query in queries:
+        for query in (_card, _versions, _peers, _links):  # quick ones first
             try:
-                parts.put(query())
+                parts.put(query(device, timeout_s))
             except Exception as error:
                 log.debug("%s: %s", query.__name__, error)
         parts.put(None)
@@ -65,31 +48,38 @@ def _merge(found: Hardware, queries: list[Query], timeout_s: float) -> None:
             found.MergeFrom(part)
     except queue.Empty:
         log.debug("the GPU was not described within %g s", timeout_s)
+    return found
 
 
-def _queries(device: torch.device, timeout_s: float) -> list[Query]:
-    """Quick ones first."""
+def rdma_devices(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Names of this machine's RDMA devices."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
 
-    def card() -> Hardware:
-        properties = torch.cuda.get_device_properties(device)
-        gpu = Gpu(
-            uuid=gpu_uuid(device),
-            name=properties.name,
-            capability=f"{properties.major}.{properties.minor}",
-            memory_bytes=properties.total_memory,
-        )
-        return Hardware(gpu=gpu, driver_version=nvidia_smi.driver_version())
 
-    def versions() -> Hardware:
-        nccl = ".".join(map(str, nccl_version()))
-        return Hardware(cuda_version=torch.version.cuda or "", nccl_version=nccl)
+def _card(device: torch.device, timeout_s: float) -> Hardware:
+    properties = torch.cuda.get_device_properties(device)
+    gpu = Gpu(
+        uuid=gpu_uuid(device),
+        name=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        memory_bytes=properties.total_memory,
+    )
+    return Hardware(gpu=gpu, driver_version=nvidia_smi.driver_version())
 
-    def peers() -> Hardware:
-        own, reachable = gpu_uuid(device), reachable_gpus(device)
-        visible = [own, *(uuid for uuid in visible_gpus() if uuid != own)]
-        return Hardware(visible_gpus=visible, peer_gpus=[u for u in reachable if u != own])
 
-    def links() -> Hardware:
-        return Hardware(gpu_links=nvidia_smi.links(gpu_uuid(device), timeout_s))
+def _versions(device: torch.device, timeout_s: float) -> Hardware:
+    nccl = ".".join(map(str, nccl_version()))
+    return Hardware(cuda_version=torch.version.cuda or "", nccl_version=nccl)
 
-    return [card, versions, peers, links]
+
+def _peers(device: torch.device, timeout_s: float) -> Hardware:
+    own, reachable = gpu_uuid(device), reachable_gpus(device)
+    visible = [own, *(uuid for uuid in visible_gpus() if uuid != own)]
+    return Hardware(visible_gpus=visible, peer_gpus=[u for u in reachable if u != own])
+
+
+def _links(device: torch.device, timeout_s: float) -> Hardware:
+    return Hardware(gpu_links=nvidia_smi.links(gpu_uuid(device), timeout_s))

@@ -33,7 +33,6 @@ class ModelLimits:
 
     @classmethod
     def of(cls, loaded: Loaded) -> ModelLimits:
-        """The limits of a loaded model."""
         block_size = loaded.layout.block_size
         return cls(loaded.model_config.vocab_size, loaded.max_context, block_size)
 

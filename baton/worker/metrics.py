@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import asdict
 
 from opentelemetry.context import Context
@@ -39,7 +39,6 @@ class LoadTracker:
         self._closed = False
 
     def update(self, report: StepReport) -> None:
-        """Adds one step's report."""
         load = load_proto(report.load)
         load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         load.step_ms = self.load.step_ms
@@ -56,7 +55,6 @@ class LoadTracker:
         elif report.num_tokens:
             load.step_ms = _smooth(load.step_ms, step_s * 1e3)
         self.load = load
-        # Within a step blocks are evicted before others are stored.
         self._cached.difference_update(report.cache.evicted)
         self._cached.update(report.cache.stored)
         for watcher in self._watchers:
@@ -64,7 +62,6 @@ class LoadTracker:
         self.wake()
 
     def wake(self) -> None:
-        """Wakes every watcher."""
         for watcher in self._watchers:
             watcher.changed.set()
 
@@ -104,29 +101,21 @@ class _Watcher:
 
     def __init__(self, cached: Iterable[int]) -> None:
         self.changed = asyncio.Event()
-        self._stored = dict.fromkeys(cached)
-        self._evicted: dict[int, None] = {}
-        self._cleared = True
+        self._stored, self._evicted, self._cleared = set(cached), set[int](), True
 
     def add(self, changes: CacheChanges) -> None:
-        """Adds one step's changes; what was stored and evicted since the last event is left out."""
-        for key in changes.evicted:
-            if key in self._stored:
-                del self._stored[key]
-            else:
-                self._evicted[key] = None
-        for key in changes.stored:
-            if key in self._evicted:
-                del self._evicted[key]
-            else:
-                self._stored[key] = None
+        """Adds one step's changes; within a step blocks are evicted before others are stored."""
+        evicted, stored = set(changes.evicted), set(changes.stored)
+        self._evicted |= evicted - self._stored
+        self._stored -= evicted
+        self._stored |= stored - self._evicted
+        self._evicted -= stored
 
     def event(self) -> worker_pb2.CacheEvent:
-        """All of them, which count as sent from now on."""
         event = worker_pb2.CacheEvent(
             stored=self._stored, evicted=self._evicted, cleared=self._cleared
         )
-        self._stored, self._evicted, self._cleared = {}, {}, False
+        self._stored, self._evicted, self._cleared = set(), set(), False
         return event
 
 
@@ -148,7 +137,7 @@ class WorkerMetrics:
         self.close = self._recorder.close
         cost_per_s, started = config.price_per_hour / 3600.0, time.monotonic()
         self._recorder.observe(
-            "baton.worker.cost", lambda: _one((time.monotonic() - started) * cost_per_s)
+            "baton.worker.cost", lambda: [((time.monotonic() - started) * cost_per_s, {})]
         )
         if config.role == "decode":
             for outcome in _RESERVATIONS:
@@ -169,11 +158,9 @@ class WorkerMetrics:
             self._drafted(report.num_proposed, report.num_accepted)
 
     def prompt_started(self, waited_s: float, trace: Context) -> None:
-        """The first chunk of a prompt was computed."""
         self._recorder.record("baton.prefill.queue_time", waited_s, context=trace)
 
     def transferred(self, transfer: TransferStats, trace: Context) -> None:
-        """A handoff's KV was committed."""
         by = {"transport": transfer.transport}
         record, count = self._recorder.record, self._recorder.count
         record("baton.kv.transfer.duration", transfer.transfer_s, by, trace)
@@ -202,19 +189,22 @@ class WorkerMetrics:
 
         def states(prefix: str, *names: str) -> list[tuple[float, Attributes]]:
             now = load()
-            return _by("state", {name: getattr(now, prefix + name) for name in names})
+            return [(getattr(now, prefix + name), {"state": name}) for name in names]
 
         blocks = ("free", "cached", "held", "quarantined")
         observe = self._recorder.observe
-        observe("baton.engine.step.age", lambda: _one(load().step_age_ms / 1e3))
-        observe("baton.engine.queue", lambda: _one(load().queue_tokens))
+        observe("baton.engine.step.age", lambda: [(load().step_age_ms / 1e3, {})])
+        observe("baton.engine.queue", lambda: [(load().queue_tokens, {})])
         observe("baton.engine.sequences", lambda: states("", "running", "waiting"))
-        observe("baton.engine.tokens.computed", lambda: _one(load().tokens_computed))
-        observe("baton.engine.tokens.generated", lambda: _one(load().tokens_generated))
-        observe("baton.engine.preemptions", lambda: _one(load().preemptions))
+        observe("baton.engine.tokens.computed", lambda: [(load().tokens_computed, {})])
+        observe("baton.engine.tokens.generated", lambda: [(load().tokens_generated, {})])
+        observe("baton.engine.preemptions", lambda: [(load().preemptions, {})])
         observe("baton.kv.blocks", lambda: states("blocks_", *blocks))
         if isinstance(runner, CountsRows):
-            observe("baton.engine.gpu.rows", lambda: _by("kind", runner.decode_rows))
+            observe(
+                "baton.engine.gpu.rows",
+                lambda: [(rows, {"kind": kind}) for kind, rows in runner.decode_rows.items()],
+            )
 
     def _drafted(self, drafts: int, right: int) -> None:
         self._recorder.count("baton.engine.drafts", right, {"right": "yes"})
@@ -231,11 +221,3 @@ def kind_of(report: StepReport) -> str:
     if report.num_tokens - report.num_proposed == rows == sampling:
         return "decode"
     return "mixed" if sampling and rows > 1 else "prefill"
-
-
-def _one(value: float) -> list[tuple[float, Attributes]]:
-    return [(value, {})]
-
-
-def _by(label: str, values: Mapping[str, float]) -> list[tuple[float, Attributes]]:
-    return [(value, {label: name}) for name, value in values.items()]

@@ -1,4 +1,4 @@
-"""A worker's life: bind, load, warm up, register, serve, drain, leave.
+"""A worker's process and its life: bind, load, warm up, register, serve, drain, leave.
 
 A worker is registered as STARTING while it loads and becomes READY only after a warm-up, so that
 no request meets a cold model. SIGTERM drains: no new work, what runs may finish, and what has not
@@ -12,25 +12,39 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
+import torch
+import uvloop
 
-from baton import rpc
-from baton.config import WorkerConfig, host_id
+from baton import rpc, telemetry
+from baton.config import WorkerConfig, host_id, split_address
+from baton.engine import build
 from baton.engine.backends import cpu
 from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
-from baton.errors import InternalError, TransferFailed, Unavailable
-from baton.registry import Membership, Registration, Registry
-from baton.server import Health, bind, settle
+from baton.engine.settings import device_of
+from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
+from baton.metrics.server import serving
+from baton.registry import EtcdRegistry, Membership, Registration, Registry
+from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
-from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2, worker_pb2
+from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from baton.worker import hardware
+from baton.worker.messages import ModelLimits
 from baton.worker.metrics import LoadTracker, WorkerMetrics, load_proto
+from kvtransfer import copier, transports
+from kvtransfer.interface import Transport
+from kvtransfer.pool import KvPool
+from kvtransfer.transports.cuda import CudaArea
+from kvtransfer.transports.shm import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 
@@ -47,67 +61,18 @@ STALL_MIN_S = 30.0  # no shorter step counts as stalled
 STALL_STEPS = 50  # mean steps that a step may take
 
 
-class Role(Protocol):
-    """What makes a worker a prefill or a decode worker."""
+class Node(WorkerServiceServicer, ABC):
+    """One worker process, and what it answers about itself; its role is a subclass.
 
-    transports: tuple[common_pb2.Transport, ...]
-
-    def add_to(self, server: grpc.aio.Server) -> list[str]:
-        """Adds its services to a server; their full names."""
-
-    def on_step(self, report: StepReport) -> None:
-        """Handles a step's report, on the event loop."""
-
-    def pairs(self) -> list[worker_pb2.PairStatus]:
-        """Its links to other workers."""
-
-    async def idle(self) -> None:
-        """Returns when nothing runs any more."""
-
-    async def close(self) -> None:
-        """Gives up what still runs and frees everything."""
-
-
-class StallDetector:
-    """Notices when an engine step takes far longer than steps take, and when it has ended.
-
-    Event-loop thread only.
+    `run()` returns when it has drained.
     """
 
-    def __init__(self, step_age_s: Callable[[], float], mean_step_s: Callable[[], float]) -> None:
-        self._step_age_s, self._mean_step_s = step_age_s, mean_step_s
-        self._stepped = asyncio.Event()
-
-    def stepped(self) -> None:
-        """A step has ended."""
-        self._stepped.set()
-
-    async def run(self, report: Callable[[bool], Awaitable[None]]) -> None:
-        """Runs until cancelled; reports True when a step stalls and False when it has ended."""
-        while True:
-            while (left_s := self._limit_s - self._step_age_s()) > 0:  # noqa: ASYNC110 - exactly then
-                await asyncio.sleep(left_s)
-            self._stepped.clear()
-            log.error("the engine's step has been running for %.0f s", self._step_age_s())
-            await report(True)
-            await self._stepped.wait()
-            log.warning("the engine's step has ended")
-            await report(False)
-
-    @property
-    def _limit_s(self) -> float:
-        return max(STALL_MIN_S, STALL_STEPS * self._mean_step_s())
-
-
-class Node:
-    """One worker process. `run()` returns when it has drained."""
-
     def __init__(self, config: WorkerConfig, registry: Registry, trace: Telemetry) -> None:
-        self.config = config
+        self.config, self.telemetry, self.tracer = config, trace, trace.tracer
         self.load_tracker = LoadTracker()
-        self.telemetry = trace
-        self.role: Role
+        self.metrics = WorkerMetrics(config)
         self.engine: Engine
+        self.limits: ModelLimits
         self.record = common_pb2.WorkerRecord(
             incarnation=config.incarnation,
             role=_ROLES[config.role],
@@ -120,23 +85,39 @@ class Node:
         self._members: Membership
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
+        self._stepped = asyncio.Event()
         self._failure: Exception | None = None  # that no request here can survive
         self._health = Health()
-        self.metrics = WorkerMetrics(config)
-        self._stall = StallDetector(
-            lambda: self.engine.step_age_s, lambda: self.load_tracker.mean_step_s
-        )
 
-    @property
-    def draining(self) -> bool:
-        """Whether new work is refused."""
-        return self._stop.is_set()
+    # What makes it a prefill or a decode worker.
 
-    async def run(
-        self,
-        load: Callable[[], Loaded],
-        make_role: Callable[[Node, Loaded], Role],
-    ) -> None:
+    @abstractmethod
+    def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
+        """The model is loaded, and the engine is there; `usable` are the transports."""
+
+    @abstractmethod
+    def add_to(self, server: grpc.aio.Server) -> list[str]:
+        """Adds its own services to a server; their full names."""
+
+    @abstractmethod
+    def on_step(self, report: StepReport) -> None:
+        """Handles a step's report, on the event loop."""
+
+    def pairs(self) -> list[worker_pb2.PairStatus]:
+        """Its links to other workers, which prefill workers report."""
+        return []
+
+    @abstractmethod
+    async def idle(self) -> None:
+        """Returns when nothing runs any more."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Gives up what still runs and frees everything."""
+
+    # What both have in common.
+
+    async def run(self, load: Callable[[], tuple[Loaded, KvPool]]) -> None:
         """From binding to leaving.
 
         Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
@@ -151,14 +132,17 @@ class Node:
             self._registry.register(self.record) as registration,
             self._registry.watch() as self._members,
         ):
-            loaded = await asyncio.to_thread(load)
-            if self.draining:
+            loaded, pool = await asyncio.to_thread(load)
+            if self._stop.is_set():
                 log.info("stopped while loading")
                 return
             self.engine = loaded.engine(lambda report: self._call(loop, self._on_step, report))
             self.engine.ended.add_done_callback(lambda _: self._call(loop, self._stop.set))
             self.metrics.observe_engine(self.load, loaded.runner)
-            self.role = make_role(self, loaded)
+            self.limits = ModelLimits.of(loaded)
+            host, _ = split_address(self.record.address)
+            usable = transports.usable(pool, host, self.config.transport)
+            self.begin(loaded, pool, usable)
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse
                 ending.push_async_callback(asyncio.to_thread, self.engine.stop)
@@ -167,13 +151,8 @@ class Node:
                 settings = loaded.settings
                 place = partial(cpu.pin_thread, settings.cpus, settings.nice)
                 await asyncio.wrap_future(self.engine.submit(place))
-                await self._describe(loaded)
+                await self._describe(loaded, usable)
                 await self._serve(server, registration)
-
-    async def drain(self) -> None:
-        """Starts draining and waits for its end."""
-        self._stop.set()
-        await self._drained.wait()
 
     def load(self) -> worker_pb2.Load:
         """The load now, also while a step hangs and nothing is reported."""
@@ -191,15 +170,43 @@ class Node:
 
     def refuse_if_draining(self) -> None:
         """Raises Unavailable when new work is not taken any more."""
-        if self.draining:
+        if self._stop.is_set():
             raise Unavailable(f"worker {self.record.incarnation} is draining")
 
-    async def _describe(self, loaded: Loaded) -> None:
+    @rpc.unary
+    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
+
+    @rpc.streaming
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        watch = self.load_tracker.watch(WATCH_INTERVAL_S, request.heartbeat_ms / 1000)
+        async with contextlib.aclosing(watch) as events:
+            async for cache in events:
+                state = self.record.state
+                yield worker_pb2.WatchResponse(
+                    load=self.load(), state=state, cache=cache, pairs=self.pairs()
+                )
+
+    @rpc.unary
+    async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
+        self._stop.set()
+        await self._drained.wait()
+        return worker_pb2.DrainResponse()
+
+    @rpc.unary
+    async def KeepTraces(
+        self, request: worker_pb2.KeepTracesRequest, context: Any
+    ) -> worker_pb2.KeepTracesResponse:
+        for trace_id in request.trace_ids:
+            self.telemetry.keep(trace_id)
+        return worker_pb2.KeepTracesResponse()
+
+    async def _describe(self, loaded: Loaded, usable: list[Transport]) -> None:
         record, device = self.record, loaded.runner.pool.device
         record.hardware.CopyFrom(await asyncio.to_thread(hardware.describe, device))
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
-        record.transports.extend(self.role.transports)
+        record.transports.extend(transport.kind for transport in usable)
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context
         record.max_batch = loaded.settings.max_batch
@@ -217,8 +224,8 @@ class Node:
         try:
             self.load_tracker.update(report)
             self.metrics.stepped(report)
-            self._stall.stepped()
-            self.role.on_step(report)
+            self._stepped.set()
+            self.on_step(report)
         except Exception as error:
             if self._failure is None:
                 log.critical("a step's report was lost", exc_info=error)
@@ -226,15 +233,15 @@ class Node:
                 self._stop.set()
 
     async def _serve(self, server: grpc.aio.Server, registration: Registration) -> None:
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), server)
-        self._health.add_to(server, [*self.role.add_to(server), "baton.v1.WorkerService"])
+        add_WorkerServiceServicer_to_server(self, server)
+        self._health.add_to(server, [*self.add_to(server), "baton.v1.WorkerService"])
         await server.start()
         settle()
         self.load_tracker.load.CopyFrom(load_proto(await asyncio.wrap_future(self.engine.load())))
         await self._enter(common_pb2.WORKER_STATE_READY, registration)
         record = self.record
         log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)
-        watching = asyncio.create_task(self._stall.run(self._stalled))
+        watching = asyncio.create_task(self._watch_for_stalls())
         try:
             await self._stop.wait()
         finally:
@@ -263,7 +270,7 @@ class Node:
     async def _finish_work(self, drain_s: float) -> None:
         try:
             async with asyncio.timeout(drain_s):
-                await self.role.idle()
+                await self.idle()
         except TimeoutError:
             log.warning("not idle after %.0f s: giving the rest back", drain_s)
 
@@ -271,57 +278,95 @@ class Node:
         """Frees everything, then ends the watches and answers Drain calls."""
         try:
             async with asyncio.timeout(self.config.transfer_timeout_s + CLOSE_GRACE_S):
-                await self.role.close()
+                await self.close()
         except TimeoutError:
             log.error("a step or a transfer does not end: leaving without it")
         finally:
             self.load_tracker.close()
             self._drained.set()
 
-    async def _stalled(self, stalled: bool) -> None:
-        """A worker whose engine makes no progress is not healthy, though its RPCs answer."""
-        await self._health.set(not stalled and self.record.state == common_pb2.WORKER_STATE_READY)
+    async def _watch_for_stalls(self) -> None:
+        """A worker whose step takes far longer than steps take is not healthy until it ends."""
+        while True:
+            while (left_s := self._stall_s() - self.engine.step_age_s) > 0:  # noqa: ASYNC110 - exactly then
+                await asyncio.sleep(left_s)
+            self._stepped.clear()
+            log.error("the engine's step has been running for %.0f s", self.engine.step_age_s)
+            await self._health.set(False)
+            await self._stepped.wait()
+            log.warning("the engine's step has ended")
+            await self._health.set(self.record.state == common_pb2.WORKER_STATE_READY)
+
+    def _stall_s(self) -> float:
+        return max(STALL_MIN_S, STALL_STEPS * self.load_tracker.mean_step_s)
 
 
-class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """WorkerService: what a worker answers about itself."""
+def run(config: WorkerConfig, role: type[Node]) -> int:
+    """Runs one worker until it has drained; 0. Raises ConfigError when it cannot begin."""
+    return uvloop.run(_run(config, role), loop_factory=EventLoop)
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
 
-    @rpc.unary
-    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
-        """Its record, load and links."""
-        node = self._node
-        return worker_pb2.DescribeResponse(
-            record=node.record, load=node.load(), pairs=node.role.pairs()
-        )
+async def _run(config: WorkerConfig, role: type[Node]) -> int:
+    memory = PoolMemory(config.transport)
+    service = f"baton-{config.role}"
+    instance = {"service.instance.id": config.incarnation}
+    trace = telemetry.setup(service, config.otlp, instance, config.trace_sample)
+    registry = EtcdRegistry(config.registry)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            node = role(config, registry, trace)
+            stack.callback(node.metrics.close)
+            if config.metrics_port is not None:
+                page = serving(node.metrics.render, config.host, config.metrics_port)
+                await stack.enter_async_context(page)
+            await node.run(partial(_load, config, memory))
+    finally:
+        await registry.close()
+        await asyncio.to_thread(trace.close)
+        memory.close()
+    return 0
 
-    @rpc.streaming
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
-        """Load and cache changes, and heartbeats."""
-        node, heartbeat_s = self._node, request.heartbeat_ms / 1000
-        watch = node.load_tracker.watch(WATCH_INTERVAL_S, heartbeat_s)
-        async with contextlib.aclosing(watch) as events:
-            async for cache in events:
-                yield worker_pb2.WatchResponse(
-                    load=node.load(),
-                    state=node.record.state,
-                    cache=cache,
-                    pairs=node.role.pairs(),
-                )
 
-    @rpc.unary
-    async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
-        """Drains; answers when nothing runs any more."""
-        await self._node.drain()
-        return worker_pb2.DrainResponse()
+def _load(config: WorkerConfig, memory: PoolMemory) -> tuple[build.Loaded, KvPool]:
+    """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
+    settings = config.engine
+    if config.role == "prefill":
+        # Its steps are chunks: what only decode steps use would take memory and be idle.
+        settings = replace(settings, graphs=False, overlap=False)
+    with cpu.pinned_to(settings.cpus):
+        loaded = build.load(settings, partial(memory.allocate, device_of(settings)))
+        if isinstance(memory.area, SharedMemoryArea) and not settings.simulate:
+            memory.area.touch()  # KV of simulated models is small; leave the memory free
+        pool = KvPool(loaded.runner.pool, memory.area)
+        copier.prepare(pool)
+        build.warm_up(loaded)
+    return loaded, pool
 
-    @rpc.unary
-    async def KeepTraces(
-        self, request: worker_pb2.KeepTracesRequest, context: Any
-    ) -> worker_pb2.KeepTracesResponse:
-        """Exports traces that were not sampled."""
-        for trace_id in request.trace_ids:
-            self._node.telemetry.keep(trace_id)
-        return worker_pb2.KeepTracesResponse()
+
+class PoolMemory:
+    """Allocates a worker's KV pool: where workers of its machine can write, if possible."""
+
+    def __init__(self, transport: str) -> None:
+        self.area: SharedMemoryArea | CudaArea | None = None
+        self._transport = transport
+
+    def allocate(self, device: torch.device, num_bytes: int) -> torch.Tensor:
+        """Zeroed memory of a device; to be called once."""
+        if device.type == "cpu":
+            self.area = SharedMemoryArea(num_bytes)
+        elif self._transport in ("auto", "cuda_ipc"):
+            try:
+                self.area = CudaArea(num_bytes, device)
+            except OSError as error:
+                if self._transport == "cuda_ipc":
+                    raise ConfigError(f"--transport cuda_ipc: {error}") from error
+                log.warning("other processes cannot write into this GPU's KV: %s", error)
+        if self.area is None:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return self.area.tensor
+
+    def close(self) -> None:
+        """Frees memory that outlives the process. A GPU's does not, and must not be freed earlier:
+        what another process has open may be written until then."""
+        if isinstance(self.area, SharedMemoryArea):
+            self.area.close()

@@ -10,7 +10,7 @@ import logging
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ PROGRAM = "nvidia-smi"
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _FIELDS = ("index", "uuid", "name", "memory.total", "compute_cap")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_GPU = re.compile(r"GPU(\d+)")
+_GPU = re.compile(r"GPU\d+")
 _LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS")
 _MIB = 1 << 20
 
@@ -78,16 +78,15 @@ def parse_links(text: str, uuids: Mapping[int, str], uuid: str) -> list[str]:
 
     Columns of network cards and of affinities, and kinds of links that are not known, are left out.
     """
-    columns: list[int] = []
-    for line in _COLOURS.sub("", text).splitlines():
-        cells = line.split()
-        names = [_GPU.fullmatch(cell) for cell in cells]
-        if not cells or names[0] is None:
-            continue
-        if not columns:
-            columns = [int(name[1]) for name in names if name]
-        elif uuids.get(int(names[0][1])) == uuid:
-            return _row(cells[1:], columns, uuids)
+    rows = [line.split() for line in _COLOURS.sub("", text).splitlines()]
+    matrix = [row for row in rows if row and _GPU.fullmatch(row[0])]
+    if not matrix:
+        return []
+    columns = [uuids.get(int(cell[3:])) for cell in matrix[0] if _GPU.fullmatch(cell)]
+    for name, *cells in matrix[1:]:
+        if uuids.get(int(name[3:])) == uuid:
+            pairs = zip(cells, columns, strict=False)
+            return [f"{cell} {other}" for cell, other in pairs if other and _LINK.fullmatch(cell)]
     return []
 
 
@@ -95,14 +94,6 @@ def parse_driver(text: str) -> str:
     """The version in /proc/driver/nvidia/version: "550.90.07"."""
     match = re.search(r"Kernel Module\b[^\d\n]*(?:x86_64|aarch64)?\s+(\d+(?:\.\d+)+)", text)
     return match[1] if match else ""
-
-
-def _row(cells: Sequence[str], columns: Sequence[int], uuids: Mapping[int, str]) -> list[str]:
-    return [
-        f"{cell} {uuids[column]}"
-        for column, cell in zip(columns, cells, strict=False)
-        if column in uuids and _LINK.fullmatch(cell)
-    ]
 
 
 def _output(timeout_s: float, *args: str) -> str:

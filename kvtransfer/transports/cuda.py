@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +44,6 @@ class CudaError(OSError):
     def __init__(self, call: str, code: int, text: str) -> None:
         hint = f" ({_HINTS[code]})" if code in _HINTS else ""
         super().__init__(f"{call} failed with CUDA error {code}, {text}{hint}")
-        self.call, self.code = call, code
 
 
 class _Handle(ctypes.Structure):
@@ -139,70 +139,62 @@ class CudaDriver:
 
     def free(self, device: torch.device, address: int) -> None:
         """Frees `allocate`d memory; waits for what still uses it."""
-        with self._current(device):
-            self._call("cuMemFree_v2", address)
+        self._call_on(device, "cuMemFree_v2", address)
 
     def export(self, device: torch.device, address: int) -> bytes:
         """What `open` of another process needs, `HANDLE_BYTES` long."""
         handle = _Handle()
-        with self._current(device):
-            self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        self._call_on(device, "cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle.reserved)
 
     def open(self, device: torch.device, handle: bytes) -> int:
         """Maps another process's memory for kernels on `device`. Also raises ValueError."""
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
-        address = _ADDRESS()
-        with self._current(device):
-            self._call(
-                "cuIpcOpenMemHandle_v2",
-                ctypes.byref(address),
-                _Handle.from_buffer_copy(handle),
-                _LAZY_ENABLE_PEER_ACCESS,
-            )
+        address, opened = _ADDRESS(), _Handle.from_buffer_copy(handle)
+        arguments = ctypes.byref(address), opened, _LAZY_ENABLE_PEER_ACCESS
+        self._call_on(device, "cuIpcOpenMemHandle_v2", *arguments)
         return address.value
 
     def close(self, device: torch.device, address: int) -> None:
-        """Unmaps what `open` mapped."""
-        with self._current(device):
-            self._call("cuIpcCloseMemHandle", address)
+        self._call_on(device, "cuIpcCloseMemHandle", address)
 
     def read(self, device: torch.device, address: int, num_bytes: int) -> bytes:
         """What lies there now, as `device` sees it."""
         found = ctypes.create_string_buffer(num_bytes)
-        with self._current(device):
-            self._call("cuMemcpyDtoH_v2", found, address, num_bytes)
+        self._call_on(device, "cuMemcpyDtoH_v2", found, address, num_bytes)
         return found.raw
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """That memory as a uint8 tensor on its GPU, which does not own it."""
         ordinal = ctypes.c_int()
         self._call("cuPointerGetAttribute", ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, address)
-        array = _Array(address, num_bytes)
+        # Memory as torch accepts it: https://numba.pydata.org, "CUDA Array Interface".
+        fields = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False)}
+        array = SimpleNamespace(__cuda_array_interface__=fields | {"strides": None, "version": 3})
         tensor = torch.as_tensor(array, device=torch.device("cuda", ordinal.value))
         assert tensor.data_ptr() == address, "torch made a copy instead of a view"
         return tensor
 
     @contextmanager
     def _current(self, device: torch.device) -> Iterator[None]:
-        """Makes the GPU's primary context the calling thread's."""
+        """Makes the GPU's primary context the calling thread's: retained once, as torch does."""
         assert device.index is not None, "which GPU?"
-        self._call("cuCtxPushCurrent_v2", self._primary(device.index))
+        with self._guard:
+            if device.index not in self._contexts:
+                ordinal, context = _DEVICE(), _CONTEXT()
+                self._call("cuDeviceGet", ctypes.byref(ordinal), device.index)
+                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+                self._contexts[device.index] = context
+        self._call("cuCtxPushCurrent_v2", self._contexts[device.index])
         try:
             yield
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(_CONTEXT()))
 
-    def _primary(self, ordinal: int) -> Any:
-        """The primary context, retained once and kept: torch keeps it for as long."""
-        with self._guard:
-            if ordinal not in self._contexts:
-                device, context = _DEVICE(), _CONTEXT()
-                self._call("cuDeviceGet", ctypes.byref(device), ordinal)
-                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-                self._contexts[ordinal] = context
-            return self._contexts[ordinal]
+    def _call_on(self, device: torch.device, name: str, *arguments: Any) -> None:
+        with self._current(device):
+            self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
@@ -210,26 +202,12 @@ class CudaDriver:
             raise CudaError(name, code, self._text(code))
 
     def _text(self, code: int) -> str:
-        """ "CUDA_ERROR_OUT_OF_MEMORY: out of memory"."""
         texts = []
         for name in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()
             if not getattr(self._library, name)(code, ctypes.byref(text)) and text.value:
                 texts.append(text.value.decode(errors="replace"))
         return ": ".join(texts) or "no text from the driver"
-
-
-class _Array:
-    """Memory as torch accepts it: https://numba.pydata.org, "CUDA Array Interface"."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 # The driver shares whole pages of this size, including what lies beside the area in one.
@@ -269,11 +247,8 @@ class CudaArea:
             raise
 
     def close(self) -> None:
-        """Frees the memory: no tensor over it is used any more, and no kernel runs on it.
-
-        To be called when all links are gone: freeing what another process has open is undefined.
-        The end of this process is not; the driver keeps the memory until the others let go.
-        """
+        """Frees the memory, which nothing may use any more: freeing what another process has open
+        is undefined. The end of this process is not; the driver keeps it until they let go."""
         address, self._address = self._address, 0
         if address:
             self.driver.free(self.device, address)

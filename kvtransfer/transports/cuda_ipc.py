@@ -1,8 +1,7 @@
 """The transport between GPUs of one machine: the receiver's pool, mapped for the sender's GPU.
 
-The pool lies in a `CudaArea`. A process of the same machine and pid namespace, without which CUDA
-opens no handle, opens it through the driver and writes into it over NVLink or PCIe. The receiver
-does nothing meanwhile.
+The pool lies in a `CudaArea`, which a process of the same machine and pid namespace opens through
+the driver and writes into over NVLink or PCIe.
 """
 
 from __future__ import annotations
@@ -10,24 +9,17 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 import time
 from collections import deque
 
 import torch
 
-from baton.errors import InvalidRequest, TransferFailed
+from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.copier import GpuCopier
 from kvtransfer.digest import Digest
-from kvtransfer.interface import (
-    Link,
-    Listener,
-    PutStats,
-    ReceiverProcess,
-    Transport,
-)
-from kvtransfer.pool import KvPool, Slots
+from kvtransfer.interface import Link, Listener, PutStats, ReceiverProcess, Transport
+from kvtransfer.pool import KvPool, Slots, check_fit
 from kvtransfer.transports.cuda import NONCE_BYTES, CudaArea, CudaDriver, gpu_uuid
 
 log = logging.getLogger(__name__)
@@ -47,7 +39,7 @@ class CudaIpcTransport(Transport):
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
 
-    def listen(self, pool: KvPool) -> Listener:
+    def listen(self, pool: KvPool, name: str) -> Listener:
         area = pool.area
         assert isinstance(area, CudaArea), "the pool does not lie in a CudaArea"
         place = {
@@ -63,10 +55,9 @@ class CudaIpcTransport(Transport):
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
             place = dict(json.loads(endpoint))
-            process = os.pidfd_open(pid)
+            receiver = ReceiverProcess(self.name, pid)
         except (OSError, ValueError, TypeError) as error:
             raise TransferFailed(f"cuda_ipc: no such receiver: {error}") from error
-        receiver = ReceiverProcess(self.name, process)
         try:
             return _CudaIpcLink(self._driver, pool, place, receiver)
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -78,8 +69,6 @@ class CudaIpcTransport(Transport):
 
 
 class _CudaIpcLink(Link):
-    """Lives on one thread, but for `abort`."""
-
     def __init__(
         self, driver: CudaDriver, pool: KvPool, place: dict[str, object], receiver: ReceiverProcess
     ) -> None:
@@ -109,22 +98,17 @@ class _CudaIpcLink(Link):
         start, deadline = time.perf_counter(), time.monotonic() + timeout_s
         self._receiver.check()
         assert self._remote is not None
-        for slots, pool in ((local, self._pool), (remote, self._remote)):
-            slots.check(pool.block_size, pool.num_blocks)
-        if local.num_tokens != remote.num_tokens:
-            raise InvalidRequest(f"{local.num_tokens} tokens do not fit {remote.num_tokens}")
-        pieces = zip(
-            self._pool.parts(local, PIECE_BYTES),
-            self._pool.parts(remote, PIECE_BYTES),
-            strict=True,
-        )
+        check_fit(self._pool, local, self._remote, remote)
+        pieces = (self._pool.parts(slots, PIECE_BYTES) for slots in (local, remote))
         try:
             with self._copier.transfer(digest):
                 events: deque[torch.cuda.Event | None] = deque()
-                for here, there in pieces:
+                for here, there in zip(*pieces, strict=True):
                     if len(events) == 2:
                         self._copier.synchronize(events.popleft())
-                        self._check(deadline)
+                        self._receiver.check()
+                        if time.monotonic() > deadline:
+                            raise TransferFailed("cuda_ipc: the copy did not end in time")
                     self._copier.copy(here, self._remote, there)
                     events.append(self._copier.record())
                 self._copier.finish()
@@ -144,8 +128,3 @@ class _CudaIpcLink(Link):
             except OSError as error:
                 log.warning("cuda_ipc: the receiver's memory stays open: %s", error)
             self._receiver.close()
-
-    def _check(self, deadline: float) -> None:
-        self._receiver.check()
-        if time.monotonic() > deadline:
-            raise TransferFailed("cuda_ipc: the copy did not end in time")

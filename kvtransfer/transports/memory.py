@@ -20,33 +20,31 @@ class MemoryTransport(Transport):
     one_sided = True
 
     def __init__(self) -> None:
-        self._pools: dict[bytes, KvPool] = {}
+        self.pools: dict[bytes, KvPool] = {}
 
-    def listen(self, pool: KvPool) -> Listener:
-        endpoint = uuid.uuid4().bytes
-        self._pools[endpoint] = pool
-        return _MemoryListener(endpoint, self._pools)
+    def listen(self, pool: KvPool, name: str) -> Listener:
+        return _MemoryListener(self, pool)
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
-        return _MemoryLink(pool, endpoint, self._pools)
+        return _MemoryLink(self, pool, endpoint)
 
 
 class _MemoryListener(Listener):
-    def __init__(self, endpoint: bytes, pools: dict[bytes, KvPool]) -> None:
-        super().__init__(endpoint)
-        self._pools = pools
+    def __init__(self, transport: MemoryTransport, pool: KvPool) -> None:
+        super().__init__(uuid.uuid4().bytes)
+        self._pools = transport.pools
+        self._pools[self.endpoint] = pool
 
     def close(self) -> None:
-        self._pools.pop(self._endpoint, None)
+        self._pools.pop(self.endpoint, None)
 
 
 class _MemoryLink(Link):
-    def __init__(self, pool: KvPool, endpoint: bytes, pools: dict[bytes, KvPool]) -> None:
-        self._pool, self._endpoint, self._pools = pool, endpoint, pools
+    def __init__(self, transport: MemoryTransport, pool: KvPool, endpoint: bytes) -> None:
+        self._pools, self._pool, self._endpoint = transport.pools, pool, endpoint
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
-        target = self._pools.get(self._endpoint)
-        if target is None:
+        if (target := self._pools.get(self._endpoint)) is None:
             raise TransferFailed("memory: the receiver is gone")
         start = time.perf_counter()
         copy_slots(self._pool, local, target, remote, digest)

@@ -1,13 +1,10 @@
 """The two-sided transports, gloo and nccl: a process group of two ranks for each pair and epoch.
 
-There is no global world: the receiver opens a store on a free port, both ends build the group on
-it, and a hello in both directions proves that both have it before either may drop it (dropping a
-group while the other end still builds it breaks that end). The sender is rank 0.
-
-Gloo's calls end with the message, and their waits have a time-out. NCCL's calls only queue work on
-the GPU: waiting for a message makes the copier's stream wait, and the host waits once, at the end
-of a transfer, for all of it. Such a wait has no time-out, so a timer aborts the communicator at the
-deadline; then its kernels end and the waiting thread returns.
+The receiver opens a store on a free port, both ends build the group on it, and a hello in both
+directions proves that both have it before either may drop it (dropping a group while the other end
+still builds it breaks that end). Gloo's waits have a time-out. NCCL's calls only queue work on the
+GPU, and the host waits once, at the end of a transfer; a timer aborts the communicator at the
+deadline, which ends its kernels and so that wait.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import torch
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from baton.errors import Stale, TransferFailed
+from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.copier import Copier, copier
 from kvtransfer.digest import Digest
@@ -43,14 +40,6 @@ _SENDER, _RECEIVER = 0, 1
 
 # A communicator's channels: each costs GPU memory and, while bytes travel, a multiprocessor.
 NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
-
-# A communicator takes some 50 MB of GPU memory, and a decode worker has one for each of its peers.
-NCCL_MAX_LINKS = 16
-
-# Of a transfer. A message is a kernel launch and some waits between streams, tens of microseconds
-# for which nothing travels; one of 4 MiB, as on a CPU, takes no more than 80 at 50 GB/s.
-NCCL_STAGING_BYTES = 32 << 20
-
 NCCL_ENVIRONMENT = {
     # A wait only queues work; see above. Blocking waits would poll once a millisecond.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -74,17 +63,16 @@ _WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out must not c
 class ProcessGroupTransport(Transport):
     """`host` is this worker's address, which the peers can reach. Deadlines: `time.monotonic`.
 
-    `staging_bytes` bounds the memory of one transfer: two messages of half that size, one
-    travelling while the other is copied. The receiver's value holds for both ends. Neighbouring
-    blocks are sent from where they lie; they arrive in staging memory, which a write that comes too
-    late cannot leave. All links share it, so it is there for `max_transfers` at a time.
+    `staging_bytes`, of the receiver, bounds the memory of one transfer: two messages of half that
+    size, one travelling while the other is copied. Neighbouring blocks are sent from where they
+    lie; they arrive in staging memory, which a write that comes too late cannot leave.
     """
 
     one_sided = False
 
-    def __init__(self, host: str, staging_bytes: int = 8 << 20, max_transfers: int = 8) -> None:
+    def __init__(self, host: str, staging_bytes: int = 8 << 20) -> None:
         self.host, self.message_bytes = host, staging_bytes // 2
-        self.staging = Staging(max_transfers)
+        self.staging = Staging()
 
     @abstractmethod
     def build(self, store: PrefixStore, rank: int, timeout_s: float) -> Any:
@@ -98,20 +86,24 @@ class ProcessGroupTransport(Transport):
         """Around waits without a time-out: a thread calls `abort` at the deadline."""
         return nullcontext()
 
-    def listen(self, pool: KvPool) -> Listener:
-        return _Listener(self, pool)
+    def listen(self, pool: KvPool, name: str) -> Listener:
+        store, port = _listening_store(self.host)
+        place = {"host": self.host, "port": port, "name": name, "message_bytes": self.message_bytes}
+        endpoint = json.dumps(place).encode()
+        return _End(self, pool, _RECEIVER, PrefixStore(name, store), self.message_bytes, endpoint)
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
             place = json.loads(endpoint)
-            host, port, name = str(place["host"]), int(place["port"]), str(place["name"])
-            message_bytes = int(place["message_bytes"])
-            store = PrefixStore(name, _connected_store(host, port, timeout_s))
-            group = _Group(self, store, _SENDER, pool, message_bytes)
-            group.connect(timeout_s)
+            address = str(place["host"]), int(place["port"])
+            within = _at_least_1ms(timeout_s)
+            store = TCPStore(*address, None, False, within, wait_for_workers=False)
+            named, message_bytes = PrefixStore(str(place["name"]), store), place["message_bytes"]
+            end = _End(self, pool, _SENDER, named, int(message_bytes), endpoint)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"{self.name}: cannot reach the receiver: {error}") from error
-        return _Link(group)
+        end.accept(timeout_s)
+        return end
 
 
 class GlooTransport(ProcessGroupTransport):
@@ -136,12 +128,13 @@ class NcclTransport(ProcessGroupTransport):
 
     name = "nccl"
     kind = common_pb2.TRANSPORT_NCCL
-    max_links = NCCL_MAX_LINKS
+    # A communicator takes some 50 MB of GPU memory, and a decode worker has one for each peer.
+    max_links = 16
 
-    def __init__(
-        self, host: str, staging_bytes: int = NCCL_STAGING_BYTES, max_transfers: int = 8
-    ) -> None:
-        super().__init__(host, staging_bytes, max_transfers)
+    # A message is a kernel launch and some waits between streams, tens of microseconds for which
+    # nothing travels; one of 4 MiB, as on a CPU, takes no more than 80 at 50 GB/s.
+    def __init__(self, host: str, staging_bytes: int = 32 << 20) -> None:
+        super().__init__(host, staging_bytes)
         if not distributed.is_nccl_available():
             raise RuntimeError("this torch was built without NCCL")
         # Read when the first group is built, and only from here. NCCL's own: when it is first used.
@@ -174,10 +167,7 @@ class NcclTransport(ProcessGroupTransport):
 
 
 class Staging:
-    """Lends pairs of message buffers, at most `max_lent` at a time, and keeps them for reuse.
-
-    So many links cost no more memory than the transfers that run at once. Any thread.
-    """
+    """Lends pairs of message buffers, `max_lent` at a time, and keeps them. Any thread."""
 
     def __init__(self, max_lent: int = 8) -> None:
         self._max_lent = max_lent
@@ -197,7 +187,9 @@ class Staging:
             if not self._changed.wait_for(lambda: self._lent < self._max_lent, max(left, 0.0)):
                 raise RuntimeError("no staging memory became free in time")
             self._lent += 1
-            buffers = self._take(num_bytes, device)
+            fits = (b for b in self._free if b.shape[1] >= num_bytes and b.device == device)
+            buffers = next(fits, None)
+            self._free = [kept for kept in self._free if kept is not buffers]
         try:
             if buffers is None:
                 buffers = torch.empty((2, num_bytes), dtype=torch.uint8, device=device)
@@ -209,81 +201,85 @@ class Staging:
                 self._lent -= 1
                 self._changed.notify()
 
-    def _take(self, num_bytes: int, device: torch.device) -> torch.Tensor | None:
-        for n, buffers in enumerate(self._free):
-            if buffers.shape[1] >= num_bytes and buffers.device == device:
-                return self._free.pop(n)
-        return None
 
-
-class _Group:
+class _End(Link, Listener):
     """One end of a pair: the process group and its store, for one thread except for `abort`."""
 
     def __init__(
         self,
         transport: ProcessGroupTransport,
-        store: PrefixStore,
-        rank: int,
         pool: KvPool,
+        rank: int,
+        store: PrefixStore,
         message_bytes: int,
+        endpoint: bytes,
     ) -> None:
-        self.transport = transport
-        self.pool, self.message_bytes = pool, message_bytes
-        self._store, self._rank = store, rank
+        super().__init__(endpoint)
+        self._transport, self._pool, self._rank, self._store = transport, pool, rank, store
+        self._message_bytes = message_bytes
         self._group: Any = None
         self._copier: Copier | None = None
         self._guard = threading.Lock()
         self._aborted = False
 
-    def connect(self, timeout_s: float) -> None:
-        """Builds the group and exchanges a hello in both directions. Raises RuntimeError."""
+    def accept(self, timeout_s: float) -> None:
+        """Builds the group and exchanges a hello in both directions; the same at both ends."""
         deadline = time.monotonic() + timeout_s
-        self._copier = copier(self.pool)
+        with self._failing("no connection"):
+            copying = copier(self._pool)
+            with (
+                self._transport.watch(deadline, self.abort),
+                copying.transfer(self._pool.new_digest()),
+            ):
+                group = self._transport.build(self._store, self._rank, timeout_s)
+                with self._guard:
+                    self._group = group
+                self._check()
+                hello = torch.zeros(1, dtype=torch.uint8, device=self._pool.device)
+                for sender in (_SENDER, _RECEIVER):
+                    begin = self._send if self._rank == sender else self._receive
+                    self._wait(begin(hello), deadline)
+                self._finish(copying)
+            self._copier = copying
+
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+        start, deadline = time.perf_counter(), time.monotonic() + timeout_s
         with (
-            self.transport.watch(deadline, self.abort),
-            self._copier.transfer(self.pool.new_digest()),
+            self._failing("send failed"),
+            self._transfer(digest, deadline) as (copying, staging),
         ):
-            group = self.transport.build(self._store, self._rank, timeout_s)
-            with self._guard:
-                if self._aborted:
-                    raise RuntimeError("aborted while connecting")
-                self._group = group
-            hello = torch.zeros(1, dtype=torch.uint8, device=self.pool.device)
-            for sender in (_SENDER, _RECEIVER):
-                work = self.send(hello) if self._rank == sender else self.receive(hello)
-                self.wait(work, deadline)
-            self._finish(self._copier)
+            travelling = None
+            for i, part in enumerate(self._pool.parts(local, self._message_bytes)):
+                data = copying.gather(part, staging[i % 2])
+                if travelling is not None:
+                    self._wait(travelling, deadline)
+                travelling = self._send(data)
+            if travelling is not None:
+                self._wait(travelling, deadline)
+        return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
 
-    @contextmanager
-    def transfer(self, digest: Digest, deadline: float) -> Iterator[tuple[Copier, torch.Tensor]]:
-        """Around one put or receive: the copier, and staging memory of two messages.
-
-        When it is left all is done and in `digest`, or nothing goes on. Raises RuntimeError.
-        """
-        assert self._copier is not None, "not connected"
-        size = max(self.message_bytes, self.pool.block_bytes)
+    def receive(
+        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        parts = self._pool.parts(slots, self._message_bytes)
         with (
-            self.transport.staging.lend(size, self.pool.device, deadline) as staging,
-            self.transport.watch(deadline, self.abort),
-            self._copier.transfer(digest),
+            self._failing("receive failed"),
+            self._transfer(digest, deadline) as (copying, staging),
         ):
-            try:
-                yield self._copier, staging
-                self._finish(self._copier)
-            except RuntimeError:
-                self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
-                raise
 
-    def send(self, data: torch.Tensor) -> Any:
-        return self._group.send([data], 1 - self._rank, 0)
+            def post(i: int) -> tuple[torch.Tensor, Any]:
+                data = staging[i % 2][: self._pool.nbytes(parts[i])]
+                return data, self._receive(data)
 
-    def receive(self, data: torch.Tensor) -> Any:
-        return self._group.recv([data], 1 - self._rank, 0)
-
-    def wait(self, work: Any, deadline: float) -> None:
-        """Waits for one message. A time-out closes the pair for good. Raises RuntimeError."""
-        self._check()
-        self.transport.wait(work, deadline)
+            data, work = post(0)
+            posted()
+            for i, part in enumerate(parts):
+                self._wait(work, deadline)
+                arrived = data
+                if i + 1 < len(parts):
+                    data, work = post(i + 1)
+                copying.scatter(arrived, part)
 
     def abort(self) -> None:
         with self._guard:
@@ -292,14 +288,51 @@ class _Group:
                 try:
                     self._group.abort()
                 except RuntimeError as error:  # NCCL's can fail; closing the link must go on
-                    log.warning("%s: the abort failed: %s", self.transport.name, error)
+                    log.warning("%s: the abort failed: %s", self._transport.name, error)
 
     def close(self) -> None:
         self.abort()
         self._group = None
 
-    def _finish(self, copier: Copier) -> None:
-        copier.finish()
+    @contextmanager
+    def _transfer(self, digest: Digest, deadline: float) -> Iterator[tuple[Copier, torch.Tensor]]:
+        """Around one put or receive. When it is left all is done and in `digest`, or nothing goes
+        on. Raises RuntimeError."""
+        assert self._copier is not None, "not connected"
+        size = max(self._message_bytes, self._pool.block_bytes)
+        with (
+            self._transport.staging.lend(size, self._pool.device, deadline) as staging,
+            self._transport.watch(deadline, self.abort),
+            self._copier.transfer(digest),
+        ):
+            try:
+                self._check()
+                yield self._copier, staging
+                self._finish(self._copier)
+            except RuntimeError:
+                self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
+                raise
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransferFailed(f"{self._transport.name}: {what}: {error}") from error
+
+    def _send(self, data: torch.Tensor) -> Any:
+        return self._group.send([data], 1 - self._rank, 0)
+
+    def _receive(self, data: torch.Tensor) -> Any:
+        return self._group.recv([data], 1 - self._rank, 0)
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        """Waits for one message. A time-out closes the pair for good. Raises RuntimeError."""
+        self._check()
+        self._transport.wait(work, deadline)
+
+    def _finish(self, copying: Copier) -> None:
+        copying.finish()
         self._check()  # after an abort a GPU goes on as if all had arrived
 
     def _check(self) -> None:
@@ -307,134 +340,19 @@ class _Group:
             raise RuntimeError("the link was aborted, or its time was over")
 
 
-class _Link(Link):
-    def __init__(self, group: _Group) -> None:
-        self._group = group
-
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
-        start, deadline = time.perf_counter(), time.monotonic() + timeout_s
-        group, pool = self._group, self._group.pool
-        try:
-            with group.transfer(digest, deadline) as (copier, staging):
-                travelling = None
-                for i, part in enumerate(pool.parts(local, group.message_bytes)):
-                    data = copier.gather(part, staging[i % 2])
-                    if travelling is not None:
-                        group.wait(travelling, deadline)
-                    travelling = group.send(data)
-                if travelling is not None:
-                    group.wait(travelling, deadline)
-        except RuntimeError as error:
-            raise TransferFailed(f"{group.transport.name}: send failed: {error}") from error
-        return PutStats(pool.nbytes(local), time.perf_counter() - start)
-
-    def abort(self) -> None:
-        self._group.abort()
-
-    def close(self) -> None:
-        self._group.close()
-
-
-class _Listener(Listener):
-    def __init__(self, transport: ProcessGroupTransport, pool: KvPool) -> None:
-        self._transport, self._pool = transport, pool
-        self._groups: dict[tuple[str, int], _Group] = {}
-
-    def offer(self, peer: str, epoch: int) -> bytes:
-        transport, name = self._transport, f"{peer}/{epoch}"
-        store, port = _listening_store(transport.host)
-        message_bytes = transport.message_bytes
-        group = _Group(transport, PrefixStore(name, store), _RECEIVER, self._pool, message_bytes)
-        self._groups[peer, epoch] = group
-        place = {"host": transport.host, "port": port, "name": name}
-        return json.dumps({**place, "message_bytes": message_bytes}).encode()
-
-    def accept(self, peer: str, epoch: int, timeout_s: float) -> None:
-        group = self._find(peer, epoch)
-        try:
-            group.connect(timeout_s)
-        except RuntimeError as error:
-            raise TransferFailed(
-                f"{self._transport.name}: {peer} did not connect: {error}"
-            ) from error
-
-    def receive(
-        self,
-        peer: str,
-        epoch: int,
-        slots: Slots,
-        digest: Digest,
-        timeout_s: float,
-        posted: Callable[[], None],
-    ) -> None:
-        group, deadline = self._find(peer, epoch), time.monotonic() + timeout_s
-        parts = self._pool.parts(slots, group.message_bytes)
-        try:
-            with group.transfer(digest, deadline) as (copier, staging):
-
-                def post(i: int) -> tuple[torch.Tensor, Any]:
-                    data = staging[i % 2][: self._pool.nbytes(parts[i])]
-                    return data, group.receive(data)
-
-                data, work = post(0)
-                posted()
-                for i, part in enumerate(parts):
-                    group.wait(work, deadline)
-                    arrived = data
-                    if i + 1 < len(parts):
-                        data, work = post(i + 1)
-                    copier.scatter(arrived, part)
-        except RuntimeError as error:
-            raise TransferFailed(
-                f"{self._transport.name}: receive from {peer} failed: {error}"
-            ) from error
-
-    def abort(self, peer: str, epoch: int) -> None:
-        if (group := self._groups.get((peer, epoch))) is not None:
-            group.abort()
-
-    def drop(self, peer: str, epoch: int) -> None:
-        if (group := self._groups.pop((peer, epoch), None)) is not None:
-            group.close()
-
-    def close(self) -> None:
-        for peer, epoch in list(self._groups):
-            self.drop(peer, epoch)
-
-    def _find(self, peer: str, epoch: int) -> _Group:
-        group = self._groups.get((peer, epoch))
-        if group is None:
-            raise Stale(f"link epoch {epoch} of {peer} is gone")
-        return group
-
-
 def _listening_store(host: str) -> tuple[TCPStore, int]:
     """A store on a free port of `host`, on which both ends meet, and the port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
         listening.bind(address)
         listening.listen()
-        port = listening.getsockname()[1]
+        port, within = listening.getsockname()[1], timedelta(seconds=30)
         store = TCPStore(
-            host,
-            port,
-            None,
-            True,
-            timedelta(seconds=30),
-            wait_for_workers=False,
+            host, port, None, True, within, wait_for_workers=False,
             master_listen_fd=listening.fileno(),
-        )
-    except BaseException:
-        listening.close()
-        raise
-    listening.detach()  # the store owns it now
+        )  # fmt: skip
+        listening.detach()  # the store owns it now
     return store, port
-
-
-def _connected_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """The sender's end of it. Raises RuntimeError when it cannot be reached in time."""
-    return TCPStore(host, port, None, False, _at_least_1ms(timeout_s), wait_for_workers=False)
 
 
 def _at_least_1ms(seconds: float) -> timedelta:

@@ -1,12 +1,9 @@
 """The transport between two processes of one host: the receiver's pool, mapped by the sender.
 
-The pool lies in a memfd. A process of the same user and pid namespace (see `baton.config.host_id`)
-opens it through /proc; it has no name in any file system, so nothing is left behind however a
-process ends. Only that memfd is written to: one of the process that the registry names, with its
-secret name, of the pool's size, and sealed, so that it keeps its size.
-
-A first write into a page costs many times what copying it does, so both ends map theirs before:
-the receiver in `touch`, the sender while the link is idle.
+The pool lies in a memfd, which a process of the same user and pid namespace opens through /proc.
+Only that memfd is written to: one of the process that the registry names, with its secret name, of
+the pool's size, and sealed, so that it keeps its size. A first write into a page costs many times
+what copying it does, so both ends map theirs before.
 """
 
 from __future__ import annotations
@@ -27,13 +24,7 @@ import torch
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
-from kvtransfer.interface import (
-    Link,
-    Listener,
-    PutStats,
-    ReceiverProcess,
-    Transport,
-)
+from kvtransfer.interface import Link, Listener, PutStats, ReceiverProcess, Transport
 from kvtransfer.pool import KvPool, Slots, copy_slots
 
 # From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
@@ -82,7 +73,7 @@ class ShmTransport(Transport):
     kind = common_pb2.TRANSPORT_SHM
     one_sided = True
 
-    def listen(self, pool: KvPool) -> Listener:
+    def listen(self, pool: KvPool, name: str) -> Listener:
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
         place = {"fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
@@ -93,7 +84,7 @@ class ShmTransport(Transport):
             place = json.loads(endpoint)
             link = _ShmLink(pool, pid, int(place["fd"]), place["name"], place["blocks"])
             if place["touched"]:
-                link.map_pages()
+                threading.Thread(target=link.map_pages, name="kv-map", daemon=True).start()
             return link
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"shm: cannot map the receiver's pool: {error}") from error
@@ -101,10 +92,9 @@ class ShmTransport(Transport):
 
 class _ShmLink(Link):
     def __init__(self, pool: KvPool, pid: int, fd: int, name: str, num_blocks: int) -> None:
-        self._pool = pool
         path = Path(f"/proc/{pid}/fd/{fd}")
         _check_name(path, name)  # opening something else may have effects of its own
-        self._receiver = ReceiverProcess("shm", os.pidfd_open(pid))
+        self._pool, self._receiver = pool, ReceiverProcess("shm", pid)
         try:
             remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -123,15 +113,10 @@ class _ShmLink(Link):
         self._closed = threading.Event()
 
     def map_pages(self) -> None:
-        """Begins to map what the receiver has in memory, beside everything else."""
-        mapped = self._map
-        assert mapped is not None
-
-        def work() -> None:
+        """Maps what the receiver has in memory, until the link is closed."""
+        if (mapped := self._map) is not None:
             with contextlib.suppress(OSError):  # then pages are mapped when they are written
                 _populate(mapped, _MADV_POPULATE_READ, self._closed)
-
-        threading.Thread(target=work, name="kv-map", daemon=True).start()
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
         self._receiver.check()

@@ -61,8 +61,8 @@ class FaultyTransport(Transport):
         self.name, self.kind, self.one_sided = inner.name, inner.kind, inner.one_sided
         self._inner, self._control = inner, control
 
-    def listen(self, pool: KvPool) -> Listener:
-        return self._inner.listen(pool)
+    def listen(self, pool: KvPool, name: str) -> Listener:
+        return self._inner.listen(pool, name)
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         sent = KvPool(torch.empty_like(pool.tensor))

@@ -25,8 +25,7 @@ from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.messages import ModelLimits
 from decode_worker.events import EventStreams
-from decode_worker.reservations import Reservations
-from decode_worker.spans import DecodeSpans
+from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer import peers
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver
@@ -124,7 +123,7 @@ class World:
         self.engine = Engine(self.runner, planner, frozenset(), 64, self._publish)
         self.streams, self.queues = EventStreams(), {}
         self.reservations = Reservations(
-            self.engine, self.streams, ModelLimits(1000, 64, BLOCK_SIZE), BLOCK_SIZE, LEASE_S
+            self.engine, self.streams, ModelLimits(1000, 64, BLOCK_SIZE), LEASE_S
         )
         self.receiver = HandoffReceiver(
             KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations, find

@@ -1,6 +1,7 @@
 """What the tests of `kvtransfer` are made of: small pools, a decode side and a prefill side."""
 
 import asyncio
+import functools
 import inspect
 import os
 import threading
@@ -18,7 +19,7 @@ from kvtransfer import copier
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver, HandoffServicer, ReservedBlocks
-from kvtransfer.sender import HandoffSender
+from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
 from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -75,22 +76,19 @@ class Pair:
     """Both ends of one link in this process, without any control."""
 
     def __init__(self, transport, epoch=1, source=None, target=None, peer="p"):
-        self.transport, self.epoch, self.peer = transport, epoch, peer
+        self.transport = transport
         where = POOLS.get(transport.name, "host")
         self.source, self.target = source or make_pool(1, where), target or make_pool(2, where)
         self.thread = ThreadPoolExecutor(1)
-        self.listener = transport.listen(self.target)
-        endpoint = self.listener.offer(peer, epoch)
-        accepted = self.thread.submit(self.listener.accept, peer, epoch, 5.0)
-        self.link = transport.connect(self.source, endpoint, os.getpid(), 5.0)
+        self.listener = transport.listen(self.target, f"{peer}/{epoch}")
+        accepted = self.thread.submit(self.listener.accept, 5.0)
+        self.link = transport.connect(self.source, self.listener.endpoint, os.getpid(), 5.0)
         accepted.result(5)
 
     def post(self, remote, timeout_s=5.0, digest=None):
         """(future of the receive, its digest), once it is posted."""
         digest, posted = digest or self.target.new_digest(), threading.Event()
-        receive = self.thread.submit(
-            self.listener.receive, self.peer, self.epoch, remote, digest, timeout_s, posted.set
-        )
+        receive = self.thread.submit(self.listener.receive, remote, digest, timeout_s, posted.set)
         assert posted.wait(5)
         return receive, digest
 
@@ -238,8 +236,12 @@ class Prefill:
         self.links = LinkPool(
             self.pool, [transport, *more], descriptor, incarnation, find, **options
         )
-        self.sender = HandoffSender(
-            self.links, tracer or NoOpTracer(), step_timeout_s=step_s, abort_wait_s=abort_wait_s
+        self.open = functools.partial(
+            Handoff,
+            self.links,
+            tracer or NoOpTracer(),
+            step_timeout_s=step_s,
+            abort_wait_s=abort_wait_s,
         )
 
     async def __aenter__(self):
@@ -252,13 +254,13 @@ class Prefill:
     def opened(self, decode, num_tokens, *ids, timeout_s=10.0):
         """Handoff "h" of `num_tokens` into the blocks `ids`, reserved now."""
         to = decode.reserve("h", num_tokens, *ids)
-        return self.sender.open(to, "h", num_tokens, timeout_s)
+        return self.open(to, "h", num_tokens, timeout_s)
 
     async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0, first_token=7):
         """Sends chunks one after another and commits; returns the stats."""
         position = to.cached_tokens
         total = position + sum(chunk.num_tokens for chunk in chunks)
-        async with self.sender.open(to, handoff_id, total, timeout_s) as handoff:
+        async with self.open(to, handoff_id, total, timeout_s) as handoff:
             for chunk in chunks:
                 handoff.send(position, chunk)
                 position += chunk.num_tokens

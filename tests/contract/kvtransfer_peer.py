@@ -22,7 +22,7 @@ from baton.errors import BatonError
 from baton.v1 import common_pb2, prefill_pb2
 from kvtransfer import pool as pools
 from kvtransfer.links import LinkPool
-from kvtransfer.sender import HandoffSender
+from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
 from tests.contract.kvtransfer_parts import TRANSPORTS, Decode, make_pool, register
 
@@ -68,9 +68,8 @@ async def stop(where, num_tokens, target, record):
     blocks = -(-num_tokens // kv.block_size)
     shape = (2 * blocks, kv.num_layers, 2, kv.num_kv_heads, kv.block_size, kv.head_size)
     links = LinkPool(pools.KvPool(torch.ones(shape)), [shm.ShmTransport()], kv, "stopped", find)
-    sender = HandoffSender(links, NoOpTracer())
     try:
-        async with sender.open(to, "h", num_tokens, 120.0) as handoff:
+        async with Handoff(links, NoOpTracer(), to, "h", num_tokens, 120.0) as handoff:
             # Every other block, so that the put is made of several pieces.
             handoff.send(0, pools.Slots(tuple(range(0, 2 * blocks, 2)), num_tokens))
             await handoff.commit(num_tokens, 7)

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import Stale, Unavailable
 from baton.v1 import handoff_pb2
-from kvtransfer.aborts import Aborts
+from kvtransfer.links import Aborts
 
 from .kvtransfer_parts import Decode, MemoryTransport, Times, slots
 

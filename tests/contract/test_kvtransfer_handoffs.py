@@ -22,7 +22,6 @@ from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import sender
 from kvtransfer.deadline import Deadline
-from kvtransfer.peers import ProcessWatch
 from kvtransfer.receiver import ReservedBlocks
 from kvtransfer.transports.cuda import CudaError
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -94,7 +93,7 @@ async def test_handoffs_over_one_link(join, name):
     assert not decode.receiver.writing("h")
 
     async def forever(n, to):
-        async with prefill.sender.open(to, f"c{n}", 8, 30.0) as handoff:
+        async with prefill.open(to, f"c{n}", 8, 30.0) as handoff:
             handoff.send(0, slots(4, n))
             await asyncio.Event().wait()
 
@@ -230,8 +229,6 @@ async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
         with pytest.raises(InvalidRequest, match="pid") as refused:
             await decode.receiver.offer(offer)
         assert refused.value.field == "pid"
-        with pytest.raises(InvalidRequest):
-            ProcessWatch(0, lambda: None)
         with pytest.raises(Unavailable, match="is gone"):
             await decode.receiver.ready(pb.ReadyRequest(incarnation="p", epoch=1))
 
@@ -330,8 +327,8 @@ async def test_least_recently_used_link_is_closed(name):
         for decode in (a, c):
             decode.held.asked.clear()
         async with (
-            prefill.sender.open(a.reserve("x", 8, 1, 2), "x", 8, 5.0) as one,
-            prefill.sender.open(c.reserve("y", 8, 1, 2), "y", 8, 5.0) as two,
+            prefill.open(a.reserve("x", 8, 1, 2), "x", 8, 5.0) as one,
+            prefill.open(c.reserve("y", 8, 1, 2), "y", 8, 5.0) as two,
         ):
             for handoff, decode in ((one, a), (two, c)):
                 handoff.send(0, slots(4, 1))

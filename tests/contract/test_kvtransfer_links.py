@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from baton.errors import Stale, TransferFailed
+from baton.errors import TransferFailed
 from kvtransfer.digest import WordDigest
 from kvtransfer.pool import Digest
 
@@ -128,9 +128,10 @@ def test_sender_that_closes_wakes_the_receive(gloo_pair):
         receive.result(5)
 
 
-def test_another_epoch_is_stale_and_a_link_without_a_peer_fails(gloo_pair):
-    with pytest.raises(Stale):
-        gloo_pair.listener.receive("p", 9, slots(4, 1), Digest(), 1.0, threading.Event().set)
-    gloo_pair.listener.offer("late", 7)
+def test_a_closed_listener_and_a_link_without_a_peer_fail(gloo_pair):
+    gloo_pair.listener.close()
     with pytest.raises(TransferFailed):
-        gloo_pair.listener.accept("late", 7, 0.2)
+        gloo_pair.listener.receive(slots(4, 1), Digest(), 1.0, threading.Event().set)
+    late = gloo_pair.transport.listen(gloo_pair.target, "late/7")
+    with pytest.raises(TransferFailed):
+        late.accept(0.2)

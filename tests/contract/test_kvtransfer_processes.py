@@ -91,15 +91,14 @@ async def test_handoff_to_another_process_that_is_killed_then(name):
 
 async def test_killed_sender_fails_the_receive_quickly():
     pool = make_pool(2)
-    listener = TRANSPORTS["gloo"]().listen(pool)
-    endpoint = listener.offer("p", 1)
-    async with peer("hang", endpoint.hex()) as (process, line):
-        await asyncio.to_thread(listener.accept, "p", 1, 30.0)
+    listener = TRANSPORTS["gloo"]().listen(pool, "p/1")
+    async with peer("hang", listener.endpoint.hex()) as (process, line):
+        await asyncio.to_thread(listener.accept, 30.0)
         assert await line() == "connected"
         posted, loop = asyncio.Event(), asyncio.get_running_loop()
         wake = lambda: loop.call_soon_threadsafe(posted.set)  # noqa: E731
         receive = asyncio.create_task(
-            asyncio.to_thread(listener.receive, "p", 1, slots(4, 1), Digest(), 30.0, wake)
+            asyncio.to_thread(listener.receive, slots(4, 1), Digest(), 30.0, wake)
         )
         await asyncio.wait_for(posted.wait(), 10)
         start = time.monotonic()
@@ -127,7 +126,7 @@ class Scene:
     """A decode worker's pool, the blocks under the write, and the content of all others."""
 
     def __init__(self, decode):
-        self.decode, self.role = decode, decode.node.role
+        self.decode, self.role = decode, decode.node
         self.pool = self.role._receiver._pool.tensor
         self.blocks = list(self.role._reservations._entries["h"].blocks.block_ids)
         self.others = [n for n in range(len(self.pool)) if n not in self.blocks]

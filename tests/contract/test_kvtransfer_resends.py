@@ -108,7 +108,7 @@ async def test_all_handoffs_of_a_lost_link_are_sent_again_over_one_new_one(join,
     lost = asyncio.Event()
 
     async def in_two_parts(n, to):
-        async with prefill.sender.open(to, f"h{n}", 8, 20.0) as handoff:
+        async with prefill.open(to, f"h{n}", 8, 20.0) as handoff:
             handoff.send(0, slots(4, n))
             await lost.wait()
             handoff.send(4, slots(4, n + 10))

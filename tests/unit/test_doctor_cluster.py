@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,9 +196,8 @@ def test_the_workers_choose_the_transport_that_is_reported(host: str) -> None:
                 same_host=host == HOST, same_machine=host == HOST, gpu=there,
                 reachable=(own, *others), nccl=(2, 27, 5),
             )  # fmt: skip
-            offers: list[Any] = [SimpleNamespace(kind=k, name=pairing.name_of(k)) for k in theirs]
             try:
-                chosen = pairing.choose(ours, offers, ends).kind
+                chosen = pairing.choose(ours, theirs, ends)
             except KvMismatch:
                 chosen = None
             assert pairing.fastest(prefill, decode) == chosen

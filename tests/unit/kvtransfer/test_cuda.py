@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,26 +57,7 @@ def fake(library):
     assert fake.depth == 0, "a context was left behind"
 
 
-def content(address, num_bytes):
-    return ctypes.string_at(address, num_bytes)
-
-
-def test_memory_is_zeroed_exported_opened_and_given_back(library, fake):
-    driver = CudaDriver(str(library))
-    address = driver.allocate(GPU, 100)
-    assert content(address, 100) == bytes(100)
-    assert fake.synchronized == 1
-    ctypes.memmove(address + 7, b"what", 4)
-    assert driver.read(GPU, address + 6, 6) == b"\0what\0"
-    handle = driver.export(GPU, address)
-    assert len(handle) == HANDLE_BYTES
-    assert driver.open(GPU, handle) == address
-    driver.close(GPU, address)
-    driver.free(GPU, address)
-    assert (fake.closed, fake.freed, fake.retained) == (1, 1, 1)
-
-
-def test_torch_gets_a_view_on_the_gpu_of_the_memory(library, monkeypatch):
+def test_memory_is_zeroed_exported_opened_and_given_back(library, fake, monkeypatch):
     seen = {}
 
     def as_tensor(array, device):
@@ -86,12 +68,21 @@ def test_torch_gets_a_view_on_the_gpu_of_the_memory(library, monkeypatch):
     monkeypatch.setattr(cuda.torch, "as_tensor", as_tensor)
     driver = CudaDriver(str(library))
     address = driver.allocate(GPU, 100)
+    assert ctypes.string_at(address, 100) == bytes(100)
+    assert fake.synchronized == 1
+    ctypes.memmove(address + 7, b"what", 4)
+    assert driver.read(GPU, address + 6, 6) == b"\0what\0"
+    handle = driver.export(GPU, address)
+    assert len(handle) == HANDLE_BYTES
+    assert driver.open(GPU, handle) == address
     assert driver.view(address, 60).shape == (60,)
     assert (seen["typestr"], seen["data"], seen["device"]) == ("|u1", (address, False), GPU)
+    driver.close(GPU, address)
     driver.free(GPU, address)
+    assert (fake.closed, fake.freed, fake.retained) == (1, 1, 1)
 
 
-def test_a_failed_call_is_named_with_its_text_and_a_hint(library, fake):
+def test_a_failed_call_is_named_with_its_text_and_a_hint(library, fake, tmp_path):
     driver = CudaDriver(str(library))
     fake.fail("cuMemAlloc_v2", 2)
     with pytest.raises(CudaError) as failed:
@@ -105,19 +96,12 @@ def test_a_failed_call_is_named_with_its_text_and_a_hint(library, fake):
     fake.fail("cuIpcGetMemHandle", 12345)
     with pytest.raises(CudaError, match=r"12345, no text from the driver$"):
         driver.export(GPU, 64)
-
-
-def test_memory_that_cannot_be_zeroed_is_freed(library, fake):
-    driver = CudaDriver(str(library))
     fake.fail("cuMemsetD8_v2", 1)
     with pytest.raises(CudaError, match="cuMemsetD8_v2"):
         driver.allocate(GPU, 100)
-    assert fake.freed == 1
-
-
-def test_a_handle_of_another_length_and_no_driver_are_refused(library, tmp_path):
+    assert fake.freed == 1  # what could not be zeroed
     with pytest.raises(ValueError, match="64 bytes"):
-        CudaDriver(str(library)).open(GPU, bytes(63))
+        driver.open(GPU, bytes(63))
     with pytest.raises(OSError, match="CUDA's driver cannot be loaded"):
         CudaDriver(str(tmp_path / "libcuda.so.1"))
 
@@ -145,3 +129,15 @@ def test_an_area_that_cannot_be_exported_leaves_nothing():
     with pytest.raises(OSError, match="cannot share GPU memory: use --transport nccl"):
         CudaArea(100, CPU, driver)
     assert not driver.mapped
+
+
+def test_gpus_are_named_as_the_driver_names_them(monkeypatch):
+    properties = {n: SimpleNamespace(uuid=f"uuid-{n}") for n in range(3)}
+    for cached in (cuda.visible_gpus, cuda.reachable_gpus):
+        monkeypatch.setattr(cuda, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(cuda.torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(cuda.torch.cuda, "get_device_properties", properties.get)
+    monkeypatch.setattr(cuda.torch.cuda, "can_device_access_peer", lambda own, n: n == 2)
+    assert cuda.gpu_uuid(GPU) == "GPU-uuid-1"
+    assert cuda.reachable_gpus(GPU) == ("GPU-uuid-1", "GPU-uuid-2")
+    assert (cuda.gpu_uuid(CPU), cuda.reachable_gpus(CPU)) == ("", ())

@@ -17,7 +17,6 @@ from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 
 SHAPE = (6, 1, 2, 1, 4, 2)  # 64 bytes a block
-NUM_BYTES = 6 * 64
 
 
 @pytest.fixture
@@ -25,35 +24,35 @@ def driver():
     return MemfdDriver()
 
 
-def make_pool(driver):
-    area = CudaArea(NUM_BYTES, CPU, driver)
-    return KvPool(area.tensor.view(torch.float32).view(SHAPE), area)
-
-
 @pytest.fixture
 def pools(driver):
     """(sender's, receiver's)"""
-    both = make_pool(driver), make_pool(driver)
+    areas = [CudaArea(6 * 64, CPU, driver) for _ in range(2)]
+    both = [KvPool(area.tensor.view(torch.float32).view(SHAPE), area) for area in areas]
     both[0].tensor.copy_(torch.randn(SHAPE))
     yield both
-    for pool in both:
-        pool.area.close()
+    for area in areas:
+        area.close()
     assert not driver.mapped
 
 
 @pytest.fixture
-def place(driver, pools):
-    return json.loads(CudaIpcTransport(driver).listen(pools[1]).offer("p", 1))
+def connect(driver, pools):
+    """Connects to the receiver's endpoint with some fields changed, or to another endpoint."""
+    transport = CudaIpcTransport(driver)
+    place = json.loads(transport.listen(pools[1], "p/1").endpoint)
 
+    def connected(change, pid=None):
+        raw = isinstance(change, bytes)
+        endpoint = change if raw else json.dumps({**place, **change}).encode()
+        return transport.connect(pools[0], endpoint, pid or os.getpid(), 1.0)
 
-def connect(driver, pool, place, pid=0):
-    endpoint = json.dumps(place).encode()
-    return CudaIpcTransport(driver).connect(pool, endpoint, pid or os.getpid(), 1.0)
+    return connected
 
 
 @pytest.fixture
-def link(driver, pools, place):
-    link = connect(driver, pools[0], place)
+def link(connect):
+    link = connect({})
     yield link
     link.close()
 
@@ -67,35 +66,30 @@ def link(driver, pools, place):
         ({"blocks": 7}, "7 blocks do not lie"),
         ({"bytes": 1 << 40}, "do not lie"),
         ({"gpu": "GPU-1", "nonce": ""}, "memory on GPU-1"),
+        (b"", "no such receiver"),
+        (b"{}", "cannot open"),
+        (b"\xff", "no such receiver"),
+        (b"3", "no such receiver"),
     ],
 )
-def test_memory_of_another_process_is_not_written(driver, pools, place, change, why):
+def test_memory_of_another_process_is_not_written(driver, connect, change, why):
     mapped = len(driver.mapped)
     with pytest.raises(TransferFailed, match=why):
-        connect(driver, pools[0], {**place, **change})
+        connect(change)
+    with pytest.raises(TransferFailed, match="no such receiver"):
+        connect({}, pid=2**22)
     assert len(driver.mapped) == mapped
 
 
-def test_a_process_that_is_gone_is_no_receiver(driver, pools, place):
-    with pytest.raises(TransferFailed, match="no such receiver"):
-        connect(driver, pools[0], place, pid=2**22)
-
-
-@pytest.mark.parametrize("endpoint", [b"", b"{}", b"\xff", b"3"])
-def test_a_malformed_endpoint_fails(driver, pools, endpoint):
-    with pytest.raises(TransferFailed):
-        CudaIpcTransport(driver).connect(pools[0], endpoint, os.getpid(), 1.0)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
-def test_memory_that_kernels_cannot_reach_is_no_link(driver, pools, place, monkeypatch, error):
+def test_memory_that_kernels_cannot_reach_is_no_link(driver, connect, monkeypatch, error):
     def checksum(*arguments):
         raise error("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
     monkeypatch.setattr(reference, "checksum", checksum)
     mapped = len(driver.mapped)
     with pytest.raises(TransferFailed, match=r"cannot open .* cannot be accessed from Triton"):
-        connect(driver, pools[0], place)
+        connect({})
     assert len(driver.mapped) == mapped
 
 
@@ -109,7 +103,7 @@ def test_a_put_in_pieces_is_one(link, pools, monkeypatch):
     assert not pools[1].tensor[0, ..., 2:, :].any()
 
 
-@pytest.mark.parametrize("stop", ["abort", "deadline"])
+@pytest.mark.parametrize("stop", ["aborted", "in time", "illegal memory access"])
 def test_a_put_stops_between_pieces(link, pools, monkeypatch, stop):
     monkeypatch.setattr(cuda_ipc, "PIECE_BYTES", 64)
     copy = link._copier.copy
@@ -118,24 +112,20 @@ def test_a_put_stops_between_pieces(link, pools, monkeypatch, stop):
     def stopping(*slots):
         copied.append(copy(*slots))
         if len(copied) == 2:
-            link.abort() if stop == "abort" else time.sleep(0.03)
+            if stop == "aborted":
+                link.abort()
+            elif stop == "in time":
+                time.sleep(0.03)
+            else:
+                raise RuntimeError(f"CUDA error: an {stop} was encountered")
 
     link._copier.copy = stopping
     ids = (0, 1, 2, 3, 4, 5)
-    with pytest.raises(TransferFailed, match="aborted" if stop == "abort" else "in time"):
+    with pytest.raises(TransferFailed, match=stop):
         link.put(Slots(ids, 24), Slots(ids, 24), pools[0].new_digest(), 0.02)
     assert len(copied) == 2
     assert torch.equal(pools[1].tensor[:2], pools[0].tensor[:2])
     assert not pools[1].tensor[2:].any()
-
-
-def test_a_failing_gpu_fails_the_put(link, pools):
-    def copy(*slots):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    link._copier.copy = copy
-    with pytest.raises(TransferFailed, match="illegal memory access"):
-        link.put(Slots((1,), 4), Slots((2,), 4), pools[0].new_digest(), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +143,14 @@ def test_slots_that_do_not_fit_are_refused(link, pools, local, remote):
 
 
 def test_a_link_that_cannot_unmap_is_logged_and_closed_all_the_same(
-    driver, pools, place, caplog, monkeypatch
+    driver, pools, connect, caplog, monkeypatch
 ):
     def close(device, address):
         driver.mapped.pop(address)
         raise CudaError("cuIpcCloseMemHandle", 719, "unspecified launch failure")
 
     monkeypatch.setattr(driver, "close", close)
-    link = connect(driver, pools[0], place)
+    link = connect({})
     link.close()
     link.close()
     assert "stays open: cuIpcCloseMemHandle failed with CUDA error 719" in caplog.text

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvtransfer.digest import WordDigest, word_sum
+from kvtransfer.digest import word_sum
 from kvtransfer.kernels import blocks, reference
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports import shm
@@ -23,10 +23,6 @@ SLOTS = {
 }
 
 
-def octets(tensor):
-    return torch.randint(0, 256, tensor.view(torch.uint8).shape, dtype=torch.uint8)
-
-
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES)
 def pools(request, monkeypatch):
     """A pool with content and an empty one; tiles are smaller than a block, programs few."""
@@ -36,7 +32,8 @@ def pools(request, monkeypatch):
     shape, dtype = request.param
     torch.manual_seed(3)
     full = torch.zeros(shape, dtype=dtype)
-    full.view(torch.uint8).copy_(octets(full))
+    octets = full.view(torch.uint8)
+    octets.copy_(torch.randint(0, 256, octets.shape, dtype=torch.uint8))
     return KvPool(full), KvPool(torch.zeros(shape, dtype=dtype))
 
 
@@ -47,76 +44,54 @@ def slots(request, pools):
     return Slots(ids, (len(ids) - 1) * size + (tail % size or size))
 
 
-def both(run):
-    """The sums that the reference and the kernel come to, the second run's beside the first's."""
-    found = []
-    for ops in (reference, blocks):
-        sums = torch.full((1,), 11)
-        result = run(ops, sums)
-        found.append((int(sums), result))
-    assert found[0][0] == found[1][0] != 11
-    return [result for _, result in found]
+FIRST = (1 << 33) + 5  # a place beyond 32 bits
 
 
 def bytes_of(pool):
     return pool.tensor.view(torch.uint8).clone()
 
 
-FIRST = (1 << 33) + 5  # a place beyond 32 bits
+def gathered(pool, slots):
+    return pool.gather(slots, torch.empty(len(slots.block_ids) * pool.block_bytes).byte())
 
 
-def test_gather(pools, slots):
-    pool, _ = pools
-
-    def run(ops, sums):
-        out = torch.full((len(slots.block_ids) * pool.block_bytes + 8,), 77, dtype=torch.uint8)
-        data = ops.gather(pool, slots, out, sums, FIRST)
-        assert data.data_ptr() == out.data_ptr()
-        assert data.numel() == pool.nbytes(slots)
-        return out
-
-    expected, found = both(run)
-    assert torch.equal(expected, found)
+def gather(ops, pool, empty, slots, sums):
+    out = torch.full((len(slots.block_ids) * pool.block_bytes + 8,), 77, dtype=torch.uint8)
+    data = ops.gather(pool, slots, out, sums, FIRST)
+    assert data.data_ptr() == out.data_ptr()
+    assert data.numel() == pool.nbytes(slots)
+    return out
 
 
-def test_scatter(pools, slots):
-    pool, empty = pools
-    data = pool.gather(slots, torch.empty(len(slots.block_ids) * pool.block_bytes).byte())
-
-    def run(ops, sums):
-        empty.tensor.zero_()
-        ops.scatter(data, empty, slots, sums, FIRST)
-        return bytes_of(empty)
-
-    expected, found = both(run)
-    assert expected.any()
-    assert torch.equal(expected, found)
+def scatter(ops, pool, empty, slots, sums):
+    ops.scatter(gathered(pool, slots), empty, slots, sums, FIRST)
+    return bytes_of(empty)
 
 
-def test_copy_to_other_blocks(pools, slots):
-    pool, empty = pools
+def copy_to_other_blocks(ops, pool, empty, slots, sums):
     remote = Slots(tuple((block + 4) % 9 for block in slots.block_ids), slots.num_tokens)
+    ops.copy(pool, slots, empty, remote, sums, FIRST)
+    return bytes_of(empty)
 
-    def run(ops, sums):
+
+def checksum(ops, pool, empty, slots, sums):
+    ops.checksum(pool, slots, sums, FIRST)
+    return bytes_of(pool)
+
+
+@pytest.mark.parametrize("use", [gather, scatter, copy_to_other_blocks, checksum])
+def test_the_kernel_writes_and_sums_what_its_reference_does(pools, slots, use):
+    pool, empty = pools
+    before, found = bytes_of(pool), []
+    expected = 11 + word_sum(gathered(pool, slots), FIRST)
+    for ops in (reference, blocks):
         empty.tensor.zero_()
-        ops.copy(pool, slots, empty, remote, sums, 0)
-        return bytes_of(empty)
-
-    expected, found = both(run)
-    assert expected.any()
-    assert torch.equal(expected, found)
-
-
-def test_checksum_is_the_digest_and_changes_nothing(pools, slots):
-    pool, _ = pools
-    before = bytes_of(pool)
-    digest, sums = WordDigest(), torch.zeros(1, dtype=torch.int64)
-    data = pool.gather(slots, torch.empty(len(slots.block_ids) * pool.block_bytes).byte())
-    digest.update(data)
-    blocks.checksum(pool, slots, sums, 0)
-    assert int(sums) % (1 << 64) == digest.value
-    both(lambda ops, sums: ops.checksum(pool, slots, sums, FIRST))
-    assert torch.equal(bytes_of(pool), before)
+        sums = torch.full((1,), 11)
+        found.append(use(ops, pool, empty, slots, sums))
+        assert int(sums) == int(expected)
+        assert torch.equal(bytes_of(pool), before)
+    assert found[0].any()
+    assert torch.equal(*found)
 
 
 def test_blocks_beyond_what_32_bits_can_count():

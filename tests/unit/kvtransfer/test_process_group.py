@@ -10,43 +10,34 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from baton.errors import TransferFailed
-from kvtransfer.pool import KvPool, Slots
+from kvtransfer.pool import Slots
 from kvtransfer.transports import process_group
 from kvtransfer.transports.process_group import NcclTransport, Staging
 from tests.contract.kvtransfer_parts import make_pool, slots
 
 
-class Options:
-    def __init__(self, is_high_priority_stream=False):
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = types.SimpleNamespace()
-
-
 class ProcessGroupNCCL:
     """Does at once what NCCL queues; `journal` has the calls in their order."""
 
-    Options = Options
-    made = ()
+    @staticmethod
+    def Options(**chosen):
+        return types.SimpleNamespace(**chosen, config=types.SimpleNamespace())
 
     def __init__(self, store, rank, size, options):
         assert isinstance(store, PrefixStore)
         self.rank, self.size, self.options = rank, size, options
-        self.journal, self.aborted, self.stuck = [], threading.Event(), False
-        self.made.append(self)
+        self.journal, self.aborted = [], threading.Event()
 
     def send(self, tensors, peer, tag):
-        return self._queue("send", tensors[0])
+        self.journal.append(("send", tensors[0].numel()))
+        return types.SimpleNamespace(wait=lambda: self.journal.append("wait"))
 
     def recv(self, tensors, peer, tag):
-        return self._queue("recv", tensors[0])
+        self.journal.append(("recv", tensors[0].numel()))
+        return types.SimpleNamespace(wait=lambda: self.journal.append("wait"))
 
     def abort(self):
-        self.journal.append("abort")
         self.aborted.set()
-
-    def _queue(self, what, tensor):
-        self.journal.append((what, tensor.numel()))
-        return types.SimpleNamespace(wait=lambda: self.journal.append("wait"))
 
 
 @pytest.fixture
@@ -54,7 +45,6 @@ def nccl(monkeypatch):
     fake = types.SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
     monkeypatch.setattr(process_group, "distributed", fake)
     monkeypatch.setattr(process_group, "nccl_version", lambda: (2, 27, 5))
-    monkeypatch.setattr(ProcessGroupNCCL, "made", [])
     for name in (*process_group.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -62,18 +52,14 @@ def nccl(monkeypatch):
 
 
 def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
-    group = nccl.build(PrefixStore("p/1", HashStore()), 1, 5.0)
+    store = HashStore()
+    group = nccl.build(PrefixStore("p/1", store), 1, 0.05)
     config = group.options.config
     assert (group.rank, group.size, config.blocking, config.min_ctas) == (1, 2, 0, 1)
     assert config.max_ctas == process_group.NCCL_MAX_CTAS
     assert group.options.is_high_priority_stream
-
-
-def test_a_wait_for_the_senders_part_of_the_store_ends_in_time(nccl):
-    store = HashStore()
-    nccl.build(PrefixStore("p/1", store), 1, 0.05)
     with pytest.raises(RuntimeError, match=r"(?i)time"):
-        store.get("0:1")  # as torch does for the communicator's name
+        store.get("0:1")  # as torch does for the communicator's id, which an abort cannot end
 
 
 @pytest.mark.parametrize("version, shared", [((2, 27, 5), None), ((2, 30, 3), "1")])
@@ -95,36 +81,36 @@ def pool():
 @pytest.fixture
 def link(nccl, pool, monkeypatch):
     """A sender's link, connected; its group's journal is empty."""
-    monkeypatch.setattr(process_group, "_connected_store", lambda *place: HashStore())
+    monkeypatch.setattr(process_group, "TCPStore", lambda *place, **options: HashStore())
     endpoint = b'{"host": "h", "port": 1, "name": "p/1", "message_bytes": 2048}'
     link = nccl.connect(pool, endpoint, 0, 5.0)
-    [group] = ProcessGroupNCCL.made
-    assert group.journal == [("send", 1), "wait", ("recv", 1), "wait"]
-    group.journal.clear()
+    assert link._group.journal == [("send", 1), "wait", ("recv", 1), "wait"]
+    link._group.journal.clear()
     yield link
     link.close()
 
 
 def test_messages_are_queued_in_order_and_no_wait_has_a_time_out_of_its_own(link, pool):
-    [group] = ProcessGroupNCCL.made
     digest = pool.new_digest()
-    link.put(slots(18, 1, 5, 2, 3, 9), slots(18, 1, 2, 3, 4, 5), digest, 5.0)
+    link.put(slots(18, 1, 5, 2, 3, 9), slots(18, 1, 2, 3, 4, 5), digest, 60.0)
     # The next message is gathered while one travels, and is sent when that one is through.
     sends = [("send", 2048), ("send", 2048), ("send", 512)]
-    assert group.journal == [entry for send in sends for entry in (send, "wait")]
+    assert link._group.journal == [entry for send in sends for entry in (send, "wait")]
     assert digest.value == pool.digest(Slots((1, 5, 2, 3, 9), 18)).value
+    for thread in threading.enumerate():
+        if thread.name == "kv-deadline":  # no timer is left behind
+            thread.join(5.0)
+            assert not thread.is_alive()
 
 
 def test_a_transfer_that_hangs_is_aborted_at_its_deadline(link, pool, monkeypatch):
-    [group] = ProcessGroupNCCL.made
-    copier = link._group._copier
-    finish = copier.finish
+    finish = link._copier.finish
 
     def hanging():
-        assert group.aborted.wait(5.0)  # as kernels that end when their communicator is aborted
+        assert link._group.aborted.wait(5.0)  # as kernels that end when their group is aborted
         finish()
 
-    monkeypatch.setattr(copier, "finish", hanging)
+    monkeypatch.setattr(link._copier, "finish", hanging)
     start = time.monotonic()
     with pytest.raises(TransferFailed, match="its time was over"):
         link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 0.1)
@@ -140,16 +126,8 @@ def test_a_link_whose_abort_fails_is_closed_all_the_same(link, pool, monkeypatch
     with pytest.raises(TransferFailed, match="aborted"):
         link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 5.0)
     link.close()
-    assert link._group._group is None
+    assert link._group is None
     assert "nccl: the abort failed: NCCL timeout" in caplog.text
-
-
-def test_no_timer_is_left_behind(link, pool):
-    link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 60.0)
-    for thread in threading.enumerate():
-        if thread.name == "kv-deadline":
-            thread.join(5.0)
-            assert not thread.is_alive()
 
 
 def lend(staging, num_bytes=8, timeout_s=0.0):
@@ -171,25 +149,17 @@ def test_staging_memory_is_lent_again_unless_something_failed():
 
 def test_no_more_staging_memory_is_lent_than_there_may_be():
     staging = Staging(max_lent=1)
+    lent = threading.Event()
+
+    def wait():
+        with lend(staging, 8, 5.0):
+            lent.set()
+
+    waiter = threading.Thread(target=wait)
     with lend(staging):
         with pytest.raises(RuntimeError, match="no staging memory"), lend(staging, 8, 0.02):
             pass
-        lent = threading.Event()
-
-        def wait():
-            with lend(staging, 8, 5.0):
-                lent.set()
-
-        waiter = threading.Thread(target=wait)
         waiter.start()
         assert not lent.wait(0.02)
     assert lent.wait(5.0)
     waiter.join(5.0)
-
-
-def test_a_pool_of_half_words_is_refused_on_a_gpu():
-    area = types.SimpleNamespace(
-        tensor=torch.zeros(1, 1, 2, 1, 2, 3, dtype=torch.bfloat16), on_gpu=True
-    )
-    with pytest.raises(ValueError, match="whole words"):
-        KvPool(area.tensor, area)

@@ -1,5 +1,6 @@
 """Memory that other processes can map, and whose it is."""
 
+import contextlib
 import json
 import mmap
 import os
@@ -13,7 +14,15 @@ from baton.errors import TransferFailed
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
 
-SHAPE = (2, 1, 2, 1, 2, 1)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pool():
+    """9 MiB: more than is touched at once."""
+    area = shm.SharedMemoryArea(9 * MIB)
+    yield KvPool(area.tensor.view(torch.float32).view(9, 8, 2, 16, 16, 64), area)
+    area.close()
 
 
 def descriptors():
@@ -21,11 +30,24 @@ def descriptors():
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
-@pytest.fixture
-def pool():
-    area = shm.SharedMemoryArea(2 * 4 * 4)
-    yield KvPool(area.tensor.view(torch.float32).view(SHAPE), area)
-    area.close()
+def place_of(pool):
+    return json.loads(shm.ShmTransport().listen(pool, "p/1").endpoint)
+
+
+def connect(pool, endpoint, pid=None):
+    endpoint = endpoint if isinstance(endpoint, bytes) else json.dumps(endpoint).encode()
+    return shm.ShmTransport().connect(pool, endpoint, pid or os.getpid(), 1.0)
+
+
+def resident(name):
+    """For each mapping of an area in this process, how many bytes of it are mapped to memory."""
+    found = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.partition(" ")[0]:
+            found += [0] if name in line else [None]
+        elif line.startswith("Rss:") and found[-1] is not None:
+            found[-1] = int(line.split()[1]) << 10
+    return [size for size in found if size is not None]
 
 
 def test_area_is_zeroed_writable_and_leaves_no_descriptor():
@@ -34,8 +56,9 @@ def test_area_is_zeroed_writable_and_leaves_no_descriptor():
     assert area.tensor.shape == (100,)
     assert not area.tensor.any()
     area.tensor[7] = 3
-    descriptor = area.fd
-    assert Path(f"/proc/self/fd/{descriptor}").read_bytes()[7] == 3
+    assert Path(f"/proc/self/fd/{area.fd}").read_bytes()[7] == 3
+    with pytest.raises(PermissionError):
+        os.ftruncate(area.fd, 0)  # it cannot shrink under a sender
     area.close()
     area.close()
     assert area.tensor[7] == 3
@@ -53,136 +76,68 @@ def test_area_is_zeroed_writable_and_leaves_no_descriptor():
         ({}, os.getppid()),
         ({"blocks": 99999}, None),
         ({"blocks": 1}, None),
+        (b"", None),
+        (b"[]", None),
+        (b"{}", None),
+        (b"\xff", None),
     ],
 )
 def test_memory_of_another_process_is_not_mapped(pool, change, pid):
-    transport = shm.ShmTransport()
-    place = json.loads(transport.listen(pool).offer("p", 1))
+    endpoint = change if isinstance(change, bytes) else {**place_of(pool), **change}
     before = descriptors()
     with pytest.raises(TransferFailed, match="cannot map"):
-        endpoint = json.dumps({**place, **change}).encode()
-        transport.connect(pool, endpoint, pid or os.getpid(), 1.0)
+        connect(pool, endpoint, pid)
     assert descriptors() == before
 
 
-def endpoint_of(fd, name):
-    return json.dumps({"fd": fd, "name": name, "blocks": 2, "touched": False}).encode()
-
-
-def test_memory_that_is_not_sealed_is_not_mapped(pool):
+def test_only_sealed_memory_is_mapped_whatever_its_name_contains(pool, tmp_path):
     fd = os.memfd_create("baton-kv-unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, pool.area.nbytes)
-    try:
-        with pytest.raises(TransferFailed, match="not sealed"):
-            shm.ShmTransport().connect(pool, endpoint_of(fd, "baton-kv-unsealed"), os.getpid(), 1.0)
-        with pytest.raises(PermissionError):
-            os.ftruncate(pool.area.fd, 0)  # the receiver's own cannot shrink under a sender
-    finally:
-        os.close(fd)
-
-
-def test_a_file_is_not_written_whatever_its_name_contains(pool, tmp_path):
     path = tmp_path / f"memfd:{pool.area.name} (deleted)"
     path.write_bytes(bytes(pool.area.nbytes))
-    with path.open("r+b") as file, pytest.raises(TransferFailed, match="cannot map"):
-        shm.ShmTransport().connect(
-            pool, endpoint_of(file.fileno(), pool.area.name), os.getpid(), 1.0
-        )
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        file = stack.enter_context(path.open("r+b"))
+        for number, name, why in (
+            (fd, "baton-kv-unsealed", "not sealed"),
+            (file.fileno(), pool.area.name, "cannot map"),
+        ):
+            with pytest.raises(TransferFailed, match=why):
+                connect(pool, {**place_of(pool), "fd": number, "name": name})
 
 
-def test_a_closed_link_maps_nothing_though_it_is_still_referenced(pool):
-    def mappings():
-        return Path("/proc/self/maps").read_text().count(pool.area.name)
+def test_touched_memory_is_all_there_and_keeps_what_was_written(pool):
+    def is_complete():
+        return os.lseek(area.fd, 0, os.SEEK_HOLE) == area.nbytes
 
-    transport = shm.ShmTransport()
-    before = mappings()
-    link = transport.connect(pool, transport.listen(pool).offer("p", 1), os.getpid(), 1.0)
-    assert mappings() == before + 1
-    link.close()
-    assert mappings() == before
-
-
-@pytest.mark.parametrize("endpoint", [b"", b"[]", b"{}", b"\xff"])
-def test_a_malformed_endpoint_fails(pool, endpoint):
-    with pytest.raises(TransferFailed):
-        shm.ShmTransport().connect(pool, endpoint, os.getpid(), 1.0)
-
-
-def test_a_pool_elsewhere_than_its_area_is_refused(pool):
-    with pytest.raises(ValueError, match="shared memory"):
-        KvPool(torch.zeros(SHAPE), pool.area)
-
-
-MIB = 1 << 20
-
-
-def resident(name):
-    """For each mapping of an area in this process, how many bytes of it are mapped to memory."""
-    found = []
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.partition(" ")[0]:
-            found += [0] if name in line else [None]
-        elif line.startswith("Rss:") and found[-1] is not None:
-            found[-1] = int(line.split()[1]) << 10
-    return [size for size in found if size is not None]
-
-
-def in_memory(area):
-    """Whether not a page of it is missing."""
-    return os.lseek(area.fd, 0, os.SEEK_HOLE) == area.nbytes
-
-
-@pytest.fixture
-def large():
-    area = shm.SharedMemoryArea(9 * MIB)
-    yield KvPool(area.tensor.view(torch.float32).view(9, 8, 2, 16, 16, 64), area)
-    area.close()
-
-
-def joined(pool):
-    transport = shm.ShmTransport()
-    return transport.connect(pool, transport.listen(pool).offer("p", 1), os.getpid(), 1.0)
-
-
-def mapping_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "kv-map"]
-
-
-def test_touched_memory_is_all_there_and_keeps_what_was_written(large):
-    area = large.area
+    area = pool.area
     area.tensor[5 * MIB] = 3
-    assert not in_memory(area)
+    assert not is_complete()
     area.touch()
-    assert area.touched
-    assert in_memory(area)
+    assert area.touched and is_complete()
     assert resident(area.name) == [area.nbytes]
     assert area.tensor.count_nonzero() == 1
 
 
 @pytest.mark.parametrize("touched", [True, False])
-def test_a_sender_maps_what_the_receiver_has_in_memory_and_no_more(large, touched):
+def test_a_sender_maps_what_the_receiver_has_in_memory_until_it_closes(pool, touched):
     if touched:
-        large.area.touch()
-    link = joined(large)
-    for thread in mapping_threads():
-        assert touched
-        thread.join(10.0)
-    assert resident(large.area.name) == [9 * MIB if touched else 0] * 2
-    link.close()
+        pool.area.touch()
+    link = connect(pool, place_of(pool))
+    for thread in threading.enumerate():
+        if thread.name == "kv-map":
+            thread.join(10.0)
+    assert resident(pool.area.name) == [9 * MIB if touched else 0] * 2
+    link.close()  # it is still referenced here, and maps nothing
+    assert resident(pool.area.name) == [9 * MIB if touched else 0]
 
 
-def test_a_closed_link_maps_no_further(large):
-    large.area.touch()
+def test_a_closed_link_maps_no_further_and_an_older_kernel_maps_on_demand(pool, monkeypatch):
     stop = threading.Event()
     stop.set()
-    second = mmap.mmap(large.area.fd, large.area.nbytes)
-    assert not shm._populate(second, shm._MADV_POPULATE_READ, stop)
-    assert sorted(resident(large.area.name)) == [0, 9 * MIB]
-    second.close()
-
-
-def test_a_kernel_that_cannot_populate_is_served_all_the_same(large, monkeypatch):
+    with mmap.mmap(pool.area.fd, pool.area.nbytes) as second:
+        assert not shm._populate(second, shm._MADV_POPULATE_WRITE, stop)
     monkeypatch.setattr(shm, "_MADV_POPULATE_WRITE", 9999)
-    large.area.touch()
-    assert not large.area.touched
-    assert resident(large.area.name) == [0]
+    pool.area.touch()
+    assert not pool.area.touched
+    assert resident(pool.area.name) == [0]

@@ -1,13 +1,8 @@
 """Prompts on the prefill worker, with a real decode worker at the other end."""
 
-from __future__ import annotations
-
 import asyncio
-import threading
-from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +10,6 @@ from opentelemetry.context import Context
 
 from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
-from baton.registry.memory import MemoryStore
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2
 from baton.worker import node
 from tests.unit.worker.running import (
@@ -29,7 +23,7 @@ from tests.unit.worker.running import (
     target,
 )
 
-SALT = "another's"
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 
 
 @dataclass
@@ -40,73 +34,71 @@ class Pair:
     decode: Worker
     router: Router
 
-    async def start(self, wanted: common_pb2.SequenceSpec, **fields: Any) -> Any:
+    async def start(self, wanted, **fields):
         """Reserves, and returns the running Prefill call; `fields` change the target."""
         reserved = await self.router.reserve(wanted)
         return self.call(wanted, target(self.decode, reserved, **fields))
 
-    def call(self, wanted: common_pb2.SequenceSpec, to: prefill_pb2.HandoffTarget) -> Any:
+    def call(self, wanted, to):
         request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
         return self.prefill.prefill.Prefill(request, timeout=PATIENCE_S)
 
-    async def start_paced(self, wanted: common_pb2.SequenceSpec) -> tuple[Paced, Any]:
+    async def start_paced(self, wanted):
         """The running call, its first step waiting for `allow`."""
         paced = Paced(self.prefill)
         call = await self.start(wanted)
-        await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+        await paced.waits()
         return paced, call
 
-    async def open_link(self) -> None:
+    async def open_link(self):
         """From now on decode gets Aborts however early they come; before, the router cancels."""
         await messages(await self.start(spec("opens", prompt(1, start=200))))
         await self.router.tokens("opens")
 
-    async def clean(self) -> bool:
+    async def clean(self):
         return await self.prefill.clean() and await self.decode.clean()
 
 
-@pytest.fixture
-async def pair(directory: Path, store: MemoryStore) -> AsyncIterator[Pair]:
+@asynccontextmanager
+async def pair_of(directory, store, prefix_cache=True, drain_s=10.0):
     async with (
-        Worker("decode", directory, store) as decode,
-        Worker("prefill", directory, store) as prefill,
+        Worker("decode", directory, store, prefix_cache=prefix_cache) as decode,
+        Worker("prefill", directory, store, drain_s=drain_s) as prefill,
         Router(decode) as router,
     ):
         pair = Pair(prefill, decode, router)
         yield pair
-        if not prefill.life.done():
-            assert await pair.clean()
+        assert await (decode.clean() if prefill.life.done() else pair.clean())
 
 
-async def messages(call: Any) -> list[prefill_pb2.PrefillResponse]:
+@pytest.fixture
+async def pair(directory, store):
+    async with pair_of(directory, store) as pair:
+        yield pair
+
+
+async def messages(call):
     with rpc.translated():
         return [message async for message in call]
 
 
-async def alone(pair: Pair, token_ids: list[int], max_tokens: int) -> list[int]:
-    """What decode makes of a prompt all by itself."""
-    wanted = spec("alone", token_ids, max_tokens, cache_salt=SALT)
-    await pair.router.reserve(wanted, local=512)
-    return await pair.router.tokens("alone")
-
-
 @pytest.mark.parametrize("num_tokens", [1, 16, 33, 100])
-async def test_a_prompt_is_computed_handed_over_and_continued(pair: Pair, num_tokens: int) -> None:
+async def test_a_prompt_is_computed_handed_over_and_continued(pair, num_tokens):
     responses = await messages(await pair.start(spec("a", prompt(num_tokens), 6)))
     assert [message.WhichOneof("event") for message in responses] == [
         "started", "first_token", "committed",
     ]  # fmt: skip
     committed = responses[2].committed
     assert committed.transport == common_pb2.TRANSPORT_SHM
-    assert committed.transfer_bytes == num_tokens * 2 * 2 * 2 * 16 * 4
-    rest = await pair.router.tokens("a")
-    assert [responses[1].first_token.token_id, *rest] == await alone(pair, prompt(num_tokens), 6)
+    assert committed.transfer_bytes == num_tokens * TOKEN_BYTES
+    tokens = [responses[1].first_token.token_id, *await pair.router.tokens("a")]
+    await pair.router.reserve(spec("alone", prompt(num_tokens), 6, cache_salt="other"), local=512)
+    assert tokens == await pair.router.tokens("alone")
 
 
-async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None:
-    gate = threading.Event()
+async def test_the_first_token_does_not_wait_for_the_handoff(pair):
     call = await pair.start(spec("a", prompt(20)))
-    pair.decode.node.engine.submit(gate.wait)  # Commit needs decode's engine
+    gate = pair.decode.hold_engine()  # Commit needs it
     assert (await call.read()).HasField("started")
     assert (await call.read()).HasField("first_token")
     gate.set()
@@ -115,59 +107,59 @@ async def test_the_first_token_does_not_wait_for_the_handoff(pair: Pair) -> None
     await pair.router.tokens("a")
 
 
-async def test_a_first_token_that_is_the_last_commits_nothing(pair: Pair) -> None:
+async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair):
+    """Decode goes on with the sequence before the first token was read."""
+    wanted = spec("h", prompt(20))
+    to = target(pair.decode, await pair.router.reserve(wanted))
+    request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
+    responses, read = [], asyncio.Event()
+
+    async def send(message):
+        responses.append(message.WhichOneof("event"))
+        if not message.HasField("started"):
+            await read.wait()
+
+    prefilling = pair.prefill.node.prefill(request, Context(), send)
+    running = asyncio.create_task(prefilling)
+    assert len(await pair.router.tokens("h")) > 1
+    assert responses == ["started", "first_token"]
+    read.set()
+    await running
+    assert responses == ["started", "first_token", "committed"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_first_token_that_is_the_last_commits_nothing(pair, late):
+    """Also when its blocks are gone before the event loop gets the reports."""
     await pair.open_link()
-    responses = await messages(await pair.start(spec("a", prompt(40), 1)))
+    paced, call = await pair.start_paced(spec("a", prompt(40), 1))
+    paced.allow.release(2)
+    engine = pair.prefill.node.engine
+    while late and "a" in engine._sequences:  # the event loop is held
+        engine.load().result(PATIENCE_S)
+    responses = await messages(call)
     assert responses[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
     assert len(responses) == 2
 
 
-async def test_a_last_token_is_told_though_its_blocks_are_gone_already(pair: Pair) -> None:
-    paced, engine = Paced(pair.prefill), pair.prefill.node.engine
-    call = await pair.start(spec("a", prompt(40), 1))
-    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
-    paced.allow.release(2)
-    while "a" in engine._sequences:  # the event loop is held: it gets both chunks' reports at once
-        engine.load().result(PATIENCE_S)
-    responses = await messages(call)
-    assert responses[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
-    await pair.router.cancel("a")
-
-
-async def test_cached_prompts_send_what_decode_lacks(pair: Pair) -> None:
-    for name, salt in (("a", ""), ("b", ""), ("c", "")):
-        wanted = spec(name, prompt(70), 3, cache_salt=salt)
-        responses = await messages(await pair.start(wanted))
-        await pair.router.tokens(name)
-    assert responses[0].started.cached_tokens == 64
-    assert responses[2].committed.transfer_bytes == 6 * 2 * 2 * 2 * 16 * 4
-
-
-async def test_prefill_caches_and_decode_does_not(directory: Path, store: MemoryStore) -> None:
-    async with (
-        Worker("decode", directory, store, prefix_cache=False) as decode,
-        Worker("prefill", directory, store) as prefill,
-        Router(decode) as router,
-    ):
-        pair = Pair(prefill, decode, router)
+@pytest.mark.parametrize(("decode_caches", "sent"), [(True, 6), (False, 70)])
+async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_caches, sent):
+    async with pair_of(directory, store, decode_caches) as pair:
         made = []
         for name in ("a", "b"):
             responses = await messages(await pair.start(spec(name, prompt(70), 5)))
-            made.append([responses[1].first_token.token_id, *await router.tokens(name)])
+            made.append([responses[1].first_token.token_id, *await pair.router.tokens(name)])
         assert responses[0].started.cached_tokens == 64
-        assert responses[2].committed.transfer_bytes == 70 * 2 * 2 * 2 * 16 * 4
+        assert responses[2].committed.transfer_bytes == sent * TOKEN_BYTES
         assert made[0] == made[1]
-        assert await pair.clean()
 
 
-async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair: Pair) -> None:
+async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair):
     await pair.open_link()
-    paced, gate = Paced(pair.prefill), threading.Event()
-    call = await pair.start(spec("a", prompt(100)))
+    paced, call = await pair.start_paced(spec("a", prompt(100)))
     paced.allow.release()
     assert (await call.read()).HasField("started")
-    pair.decode.node.engine.submit(gate.wait)  # Abort needs decode's engine
-    halted = asked(pair.prefill, "halt")
+    gate, halted = pair.decode.hold_engine(), asked(pair.prefill, "halt")  # Abort needs the engine
     call.cancel()
     await asyncio.wait_for(halted.wait(), PATIENCE_S)
     paced.allow.release(9)
@@ -178,29 +170,24 @@ async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair
     assert (await pair.prefill.blocks()).steps <= 3  # of five, with the one that opened the link
 
 
-async def test_cancel_in_the_queue_frees_both_ends(pair: Pair) -> None:
-    gate = threading.Event()
-    pair.prefill.node.engine.submit(gate.wait)
-    queued = asked(pair.prefill, "add")
+async def test_cancel_in_the_queue_frees_both_ends(pair):
+    gate, queued = pair.prefill.hold_engine(), asked(pair.prefill, "add")
     call = await pair.start(spec("a", prompt(100)))
     await asyncio.wait_for(queued.wait(), PATIENCE_S)
     call.cancel()
-    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
     gate.set()
     await pair.router.cancel("a")
-    assert await pair.clean()
     assert (await pair.prefill.blocks()).steps == 0
 
 
-async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair: Pair) -> None:
-    paced, queued = Paced(pair.prefill), asked(pair.prefill, "add", 2)
-    late = await pair.start(spec("late", prompt(100), due_ms=600_000))
-    await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
+async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
+    queued = asked(pair.prefill, "add", 2)
+    paced, late = await pair.start_paced(spec("late", prompt(100), due_ms=600_000))
     early = await pair.start(spec("early", prompt(40, start=50), due_ms=1_000))
-    telling = asyncio.create_task(messages(early))
     await asyncio.wait_for(queued.wait(), PATIENCE_S)
     paced.allow.release(3)  # a chunk of the late one, and the two that the early one needs
-    assert len(await telling) == 3
+    assert len(await messages(early)) == 3
     assert pair.prefill.node.load().queue_tokens == 100 - 32 - 24
     paced.allow.release(9)
     assert len(await messages(late)) == 3
@@ -208,7 +195,7 @@ async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair: Pair)
         await pair.router.tokens(name)
 
 
-async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair: Pair) -> None:
+async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair):
     paced, call = await pair.start_paced(spec("a", prompt(100)))
     await pair.router.cancel("a")
     paced.allow.release(4)
@@ -216,59 +203,43 @@ async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair: Pair) -
         await messages(call)
 
 
-async def test_decode_gone_is_a_retryable_failure(
-    directory: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_decode_worker_that_is_gone_or_not_registered_is_a_retryable_failure(
+    directory, store, monkeypatch
+):
     monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
+    wanted = spec("a", prompt(100))
     async with Worker("prefill", directory, store) as prefill:
         gone = Worker("decode", directory, store, drain_s=0)
         async with gone as decode, Router(decode) as router:
             pair = Pair(prefill, decode, router)
-            wanted = spec("a", prompt(100))
             to = target(decode, await router.reserve(wanted))
+            earlier = target(decode, to, incarnation="earlier", cached_tokens=0)
+            with pytest.raises(TransferFailed, match="registry has no decode worker earlier"):
+                await messages(pair.call(wanted, earlier))
         with pytest.raises((TransferFailed, Unavailable)):
             await messages(pair.call(wanted, to))
         assert await prefill.clean()
 
 
-async def test_a_decode_worker_that_is_not_registered_is_refused(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
-    wanted = spec("a", prompt(40))
-    with pytest.raises(Exception, match="registry has no decode worker earlier"):
-        await messages(await pair.start(wanted, incarnation="earlier"))
-    await pair.router.cancel("a")
-
-
-async def test_a_deadline_stops_the_chunks(pair: Pair) -> None:
-    paced = Paced(pair.prefill)
-    wanted = spec("a", prompt(100))
-    to = target(pair.decode, await pair.router.reserve(wanted))
-    wanted.time_left_ms = 100
-    call = pair.call(wanted, to)
-    with pytest.raises(DeadlineExceeded):
-        await messages(call)
-    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
-    paced.allow.release(4)
-
-
-async def test_a_deadline_ends_the_wait_for_commit(pair: Pair) -> None:
+@pytest.mark.parametrize("steps", [1, 4])
+async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     await pair.open_link()
-    wanted, gate = spec("a", prompt(40)), threading.Event()
+    paced, wanted = Paced(pair.prefill), spec("a", prompt(100))
     to = target(pair.decode, await pair.router.reserve(wanted))
-    pair.decode.node.engine.submit(gate.wait)  # Commit needs decode's engine
-    wanted.time_left_ms = 500
+    gate = pair.decode.hold_engine()  # Commit needs it
+    wanted.time_left_ms = 100 * steps
+    paced.allow.release(steps)
     with pytest.raises(DeadlineExceeded):
         await messages(pair.call(wanted, to))
-    await asyncio.wait_for(pair.prefill.node.role.idle(), PATIENCE_S)
+    await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
+    paced.allow.release(4)
     assert (await pair.prefill.blocks()).blocks_held == 0
     gate.set()
     await pair.router.cancel("a")
 
 
 @pytest.mark.parametrize("cached_tokens", [5, 48, 2**32 - 16])
-async def test_impossible_cached_tokens_are_refused(pair: Pair, cached_tokens: int) -> None:
+async def test_impossible_cached_tokens_are_refused(pair, cached_tokens):
     with pytest.raises(InvalidRequest) as refused:
         await messages(await pair.start(spec("a", prompt(48)), cached_tokens=cached_tokens))
     assert refused.value.field == "target.cached_tokens"
@@ -278,15 +249,11 @@ async def test_impossible_cached_tokens_are_refused(pair: Pair, cached_tokens: i
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
-        (spec("x", []), "sequence.token_ids"),
         (spec("x", prompt(300)), "sequence.token_ids"),
-        (spec("x", prompt(4), prompt_tokens=5), "sequence.prompt_tokens"),
         (spec("a", prompt(40)), "sequence.handoff_id"),  # it runs
     ],
 )
-async def test_a_malformed_sequence_fails_alone(
-    pair: Pair, bad: common_pb2.SequenceSpec, field: str
-) -> None:
+async def test_a_malformed_sequence_fails_alone(pair, bad, field):
     paced, good = await pair.start_paced(spec("a", prompt(40)))
     with pytest.raises(InvalidRequest) as refused:
         await messages(pair.call(bad, prefill_pb2.HandoffTarget()))
@@ -296,69 +263,39 @@ async def test_a_malformed_sequence_fails_alone(
     await pair.router.tokens("a")
 
 
-async def test_draining_finishes_what_runs_and_takes_nothing_new(pair: Pair) -> None:
-    paced, call = await pair.start_paced(spec("a", prompt(40)))
-    pair.prefill.node._stop.set()
-    with pytest.raises(Unavailable, match="draining"):
-        await messages(pair.call(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))
-    paced.allow.release(9)
-    assert len(await messages(call)) == 3
-    await asyncio.wait_for(pair.prefill.life, PATIENCE_S)
-    await pair.router.tokens("a")
-    assert await pair.decode.clean()
-
-
-async def test_what_does_not_finish_in_time_is_given_back(
-    directory: Path, store: MemoryStore
-) -> None:
-    async with (
-        Worker("decode", directory, store) as decode,
-        Worker("prefill", directory, store, drain_s=0.05) as prefill,
-        Router(decode) as router,
-    ):
-        paced = Paced(prefill)
-        call = await Pair(prefill, decode, router).start(spec("a", prompt(100)))
-        await asyncio.to_thread(paced.begun.wait, PATIENCE_S)
-        prefill.node._stop.set()
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_draining_takes_nothing_new_and_finishes_what_runs_or_gives_it_back(
+    directory, store, in_time
+):
+    async with pair_of(directory, store, drain_s=10.0 if in_time else 0.3) as pair:
+        paced, call = await pair.start_paced(spec("a", prompt(40)))
+        pair.prefill.stop()
         with pytest.raises(Unavailable, match="draining"):
-            await messages(call)
-        paced.allow.release(9)
-        await asyncio.wait_for(prefill.life, PATIENCE_S)
-        assert await decode.clean()
-
-
-async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair: Pair) -> None:
-    """Decode goes on with the sequence before the first token was read."""
-    wanted = spec("h", prompt(20))
-    reserved = await pair.router.reserve(wanted)
-    request = prefill_pb2.PrefillRequest(sequence=wanted, target=target(pair.decode, reserved))
-    responses, read = [], asyncio.Event()
-
-    async def send(message: prefill_pb2.PrefillResponse) -> None:
-        responses.append(message.WhichOneof("event"))
-        if not message.HasField("started"):
-            await read.wait()
-
-    running = asyncio.create_task(pair.prefill.node.role.run(request, Context(), send))
-    assert len(await pair.router.tokens("h")) > 1
-    assert responses == ["started", "first_token"]
-    read.set()
-    await running
-    assert responses == ["started", "first_token", "committed"]
+            await messages(pair.call(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))
+        if in_time:
+            paced.allow.release(9)
+            assert len(await messages(call)) == 3
+            await pair.router.tokens("a")
+        else:
+            with pytest.raises(Unavailable, match="draining"):
+                await messages(call)
+            paced.allow.release(9)
+            await pair.router.cancel("a")
+        await asyncio.wait_for(pair.prefill.life, PATIENCE_S)
 
 
 class Stranger(handoff_pb2_grpc.HandoffServiceServicer):
     """Takes Offers as a decode worker would, but is not registered."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.offers: list[handoff_pb2.OfferRequest] = []
 
-    async def Offer(self, request: handoff_pb2.OfferRequest, context: Any) -> Any:
+    async def Offer(self, request, context):
         self.offers.append(request)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "got you")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "refused")
 
 
-async def test_an_address_in_a_message_leads_nowhere(pair: Pair) -> None:
+async def test_an_address_in_a_message_leads_nowhere(pair):
     """It is not called, and the true pair is not quarantined."""
     stranger, server = Stranger(), grpc.aio.server()
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(stranger, server)
@@ -372,11 +309,11 @@ async def test_an_address_in_a_message_leads_nowhere(pair: Pair) -> None:
     finally:
         await server.stop(None)
     assert stranger.offers == []
-    assert [status.state for status in pair.prefill.node.role.pairs()] == ["OPEN"]
+    assert [status.state for status in pair.prefill.node.pairs()] == ["OPEN"]
     await pair.router.tokens("a")
 
 
-async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair: Pair) -> None:
+async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair):
     reserved = await pair.router.reserve(spec("a", prompt(40), cache_salt="tenant"))
     others = spec("a", prompt(40, start=9), cache_salt="tenant")
     with pytest.raises(InvalidRequest) as refused:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -34,14 +34,15 @@ from baton.v1 import (
     prefill_pb2_grpc,
     worker_pb2_grpc,
 )
-from baton.worker.node import Node, Role
+from baton.worker.node import Node
 from decode_worker.worker import DecodeWorker
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
 from prefill_worker.worker import PrefillWorker
+from tests.unit.engine.checkpoints import make_checkpoint
 
 BLOCK_SIZE, BLOCKS = 16, 16
-ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
+ROLES: dict[str, type[Node]] = {"prefill": PrefillWorker, "decode": DecodeWorker}
 PATIENCE_S = 10.0
 
 
@@ -76,42 +77,51 @@ class Worker:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(self.spans)
         self.store, self.registry = store, MemoryRegistry(store)
-        self.node = Node(self.config, self.registry, Telemetry(provider.get_tracer("test")))
+        trace = Telemetry(provider.get_tracer("test"))
+        self.node: Node = ROLES[role](self.config, self.registry, trace)
         self._area: shm.SharedMemoryArea | None = None
 
     def knows_prefill(self, incarnation: str, pid: int = 0) -> None:
         """Another process of this host is registered as a prefill worker."""
-        self.store.put(
-            common_pb2.WorkerRecord(
-                incarnation=incarnation,
-                role=common_pb2.WORKER_ROLE_PREFILL,
-                host_id=host_id(),
-                pid=pid or os.getpid(),
-            )
-        )
+        place = {"host_id": host_id(), "pid": pid or os.getpid()}
+        role = common_pb2.WORKER_ROLE_PREFILL
+        self.store.put(common_pb2.WorkerRecord(incarnation=incarnation, role=role, **place))
         self.store.settle()
 
     async def run(self) -> None:
         """The node's whole life."""
         try:
-            await self.node.run(self.load, self.role)
+            await self.node.run(self.load)
         finally:
             if self._area is not None:
                 self._area.close()
 
-    def load(self) -> build.Loaded:
+    def load(self) -> tuple[build.Loaded, KvPool]:
         def allocate(num_bytes: int) -> torch.Tensor:
             self._area = shm.SharedMemoryArea(num_bytes)
             return self._area.tensor
 
-        return build.load(self.config.engine, allocate)
+        loaded = build.load(self.config.engine, allocate)
+        return loaded, KvPool(loaded.runner.pool, self._area)
 
-    def role(self, node: Node, loaded: build.Loaded) -> Role:
-        return ROLES[self.config.role](node, loaded, KvPool(loaded.runner.pool, self._area))
+    def stop(self) -> None:
+        """As SIGTERM does."""
+        self.node._stop.set()
+
+    def hold_engine(self) -> threading.Event:
+        """The engine's thread does nothing until the event is set."""
+        gate = threading.Event()
+        self.node.engine.submit(gate.wait)
+        return gate
 
     async def __aenter__(self) -> Worker:
         self.life = asyncio.create_task(self.run())
-        await first(self.ready(), self.life)
+        ready = asyncio.create_task(self.ready())
+        both = {ready, self.life}
+        done, _ = await asyncio.wait(both, timeout=PATIENCE_S, return_when="FIRST_COMPLETED")
+        if ready not in done:
+            ready.cancel()
+            self.life.result()  # why it did not become READY
         self.channel = rpc.channel(self.node.record.address)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
@@ -119,13 +129,8 @@ class Worker:
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(self.channel)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.node._stop.set()  # as SIGTERM does
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+        self.stop()
         await self.channel.close()
         await asyncio.wait_for(self.life, PATIENCE_S)
         assert error is not None or not self.spans.open
@@ -145,7 +150,7 @@ class Worker:
 
     async def clean(self) -> bool:
         """Whether no block is held or quarantined, once all that runs has ended."""
-        await asyncio.wait_for(self.node.role.idle(), PATIENCE_S)
+        await asyncio.wait_for(self.node.idle(), PATIENCE_S)
         load = await self.blocks()
         return load.blocks_held == load.blocks_quarantined == 0
 
@@ -156,39 +161,19 @@ class Paced:
     def __init__(self, worker: Worker) -> None:
         self.allow, self.begun = threading.Semaphore(0), threading.Event()
         self._runner = worker.node.engine._runner
-        worker.node.engine._runner = self
+        worker.node.engine._runner = self  # type: ignore[assignment]
 
-    @property
-    def pool(self) -> torch.Tensor:
-        return self._runner.pool
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
         self.begun.set()
         assert self.allow.acquire(timeout=6 * PATIENCE_S)
         return self._runner.run(plan)
 
-    def scrub(self, blocks: list[int]) -> None:
-        self._runner.scrub(blocks)
-
-    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        self._runner.wait_for_writes(blocks)
-
-
-class Failing:
-    """Steps that raise."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.pool = worker.node.engine._runner.pool
-        worker.node.engine._runner = self
-
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        raise RuntimeError("out of memory")
-
-    def scrub(self, blocks: list[int]) -> None:
-        pass
-
-    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        pass
+    async def waits(self) -> None:
+        """Returns when a step waits."""
+        assert await asyncio.to_thread(self.begun.wait, PATIENCE_S)
 
 
 class Router:
@@ -272,7 +257,7 @@ def offer_of(decode: Worker, incarnation: str) -> handoff_pb2.OfferRequest:
 
 
 class Writer:
-    """A prefill process as far as its messages about one handoff go; it sends no KV.
+    """A prefill process as far as its messages about one handoff of 20 tokens go; it sends no KV.
 
     `pid` is that of the process (0: this one).
     """
@@ -285,23 +270,18 @@ class Writer:
             "incarnation": "writer",
         }
 
-    async def grant(self, num_tokens: int = 20) -> None:
+    async def grant(self) -> None:
         """Takes a new link, and the grant."""
         self._decode.knows_prefill("writer", self._pid)
-        offer = offer_of(self._decode, "writer")
-        self._epoch = (await self._decode.handoff.Offer(offer, timeout=PATIENCE_S)).epoch
-        ready = handoff_pb2.ReadyRequest(**self._names, epoch=self._epoch, num_tokens=num_tokens)
-        with rpc.translated():
-            await self._decode.handoff.Ready(ready, timeout=PATIENCE_S)
+        self._epoch = (await self._call("Offer", offer_of(self._decode, "writer"))).epoch
+        ready = handoff_pb2.ReadyRequest(**self._names, epoch=self._epoch, num_tokens=20)
+        await self._call("Ready", ready)
 
-    async def commit(self, num_tokens: int = 20) -> None:
+    async def commit(self) -> None:
         """Commits what never arrived."""
-        digest = token_digest(prompt(num_tokens))
-        request = handoff_pb2.CommitRequest(
-            **self._names, epoch=self._epoch, num_tokens=num_tokens, token_digest=digest
-        )
-        with rpc.translated():
-            await self._decode.handoff.Commit(request, timeout=PATIENCE_S)
+        names, digest = {**self._names, "epoch": self._epoch}, token_digest(prompt(20))
+        request = handoff_pb2.CommitRequest(**names, num_tokens=20, token_digest=digest)
+        await self._call("Commit", request)
 
     async def fail_to_commit(self) -> None:
         await self.grant()
@@ -310,8 +290,11 @@ class Writer:
 
     async def abort(self, resend: bool = False) -> None:
         request = handoff_pb2.AbortRequest(**self._names, reason="test", resend=resend)
+        await self._call("Abort", request)
+
+    async def _call(self, method: str, request: Any) -> Any:
         with rpc.translated():
-            await self._decode.handoff.Abort(request, timeout=PATIENCE_S)
+            return await getattr(self._decode.handoff, method)(request, timeout=PATIENCE_S)
 
 
 async def granted(decode: Worker, router: Router, name: str = "a", pid: int = 0) -> Writer:
@@ -319,16 +302,6 @@ async def granted(decode: Worker, router: Router, name: str = "a", pid: int = 0)
     writer = Writer(decode, name, await router.reserve(spec(name, prompt(20))), pid)
     await writer.grant()
     return writer
-
-
-async def first(wanted: Any, or_else: asyncio.Task[Any]) -> None:
-    """Waits for `wanted`, unless the other task ends earlier, which is raised."""
-    task = asyncio.ensure_future(wanted)
-    await asyncio.wait({task, or_else}, return_when="FIRST_COMPLETED", timeout=PATIENCE_S)
-    if not task.done():
-        task.cancel()
-        or_else.result()
-    task.result()
 
 
 def asked(worker: Worker, method: str, times: int = 1) -> asyncio.Event:
@@ -357,23 +330,40 @@ def spec(
 ) -> common_pb2.SequenceSpec:
     """Greedy, to exactly `max_tokens`."""
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
-    return common_pb2.SequenceSpec(
-        **{
-            "handoff_id": handoff_id,
-            "token_ids": token_ids,
-            "prompt_tokens": len(token_ids),
-            "sampling": sampling,
-            **fields,
-        }
-    )
+    fields = {"prompt_tokens": len(token_ids), "sampling": sampling, **fields}
+    return common_pb2.SequenceSpec(handoff_id=handoff_id, token_ids=token_ids, **fields)
 
 
 def target(decode: Worker, reserved: Any, **fields: Any) -> prefill_pb2.HandoffTarget:
     """Where a prefill worker is to hand over what was reserved."""
-    record = decode.node.record
-    values = {
-        "incarnation": record.incarnation,
-        "reservation_token": reserved.reservation_token,
-        "cached_tokens": reserved.cached_tokens,
-    }
-    return prefill_pb2.HandoffTarget(**{**values, **fields})
+    fields = {"cached_tokens": reserved.cached_tokens, **fields}
+    fields = {"incarnation": decode.node.record.incarnation, **fields}
+    token = reserved.reservation_token
+    return prefill_pb2.HandoffTarget(reservation_token=token, **fields)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(path, "LlamaForCausalLM", tokenizer=True)
+    return path
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+async def decode(directory: Path, store: MemoryStore) -> AsyncIterator[Worker]:
+    async with Worker("decode", directory, store) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def router(decode: Worker) -> AsyncIterator[Router]:
+    """A router's stream; after the test the decode worker holds nothing."""
+    async with Router(decode) as router:
+        yield router
+        assert await decode.clean()

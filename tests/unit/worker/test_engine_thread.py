@@ -1,12 +1,9 @@
 """The engine thread and its inbox: every caller gets an answer, whatever happens to the thread."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,35 +21,40 @@ WAIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def loaded(directory: Path) -> build.Loaded:
+def loaded(directory):
     settings = EngineConfig(model=str(directory), dtype="float32", kv_blocks=16, threads=1)
     return build.load(settings)
 
 
-def started(loaded: build.Loaded, publish: Callable[[StepReport], None]) -> Engine:
-    engine = loaded.engine(publish)
-    engine.start()
-    return engine
+Start = Callable[[Callable[[StepReport], None]], Engine]
 
 
-def endless(name: str) -> Sequence:
-    params = SamplingParams(max_tokens=200, ignore_eos=True)
-    return Sequence(name, [3, 4, 5], 3, params)
+@pytest.fixture
+def start(loaded):
+    """Starts engines and stops them in the end."""
+    engines = []
+
+    def started(publish):
+        engines.append(loaded.engine(publish))
+        engines[-1].start()
+        return engines[-1]
+
+    yield started
+    for engine in engines:
+        engine.stop()
 
 
-def test_asking_after_stop_fails_at_once(loaded: build.Loaded) -> None:
-    engine = started(loaded, lambda report: None)
-    engine.stop()
-    assert engine.ended.result(0) is None
-    for asked in (engine.load(), engine.release("a"), engine.add(endless("a")), engine.check()):
-        with pytest.raises(Unavailable, match="stopped"):
-            asked.result(0)
-    engine.stop()
+def ignore(report):
+    pass
 
 
-def test_stop_drops_what_runs_and_answers_waiting_callers(loaded: build.Loaded) -> None:
-    reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
-    engine = started(loaded, reports.put)
+def endless(name):
+    return Sequence(name, [3, 4, 5], 3, SamplingParams(max_tokens=200, ignore_eos=True))
+
+
+def test_stop_drops_what_runs_and_answers_every_caller(start):
+    reports = queue.SimpleQueue()
+    engine = start(reports.put)
     engine.add(endless("a")).result(WAIT_S)
     while not any(one.token_ids for one in reports.get(timeout=WAIT_S).progress):
         pass
@@ -64,19 +66,20 @@ def test_stop_drops_what_runs_and_answers_waiting_callers(loaded: build.Loaded) 
     late = [engine.load() for _ in range(100)]
     gate.set()
     stopping.join(WAIT_S)
-    assert not stopping.is_alive()
+    assert not stopping.is_alive() and engine.ended.result(0) is None
     for future in late:
         assert future.exception(WAIT_S) is None or isinstance(future.exception(0), Unavailable)
+    for asked in (engine.load(), engine.release("a"), engine.add(endless("a")), engine.check()):
+        with pytest.raises(Unavailable, match="stopped"):
+            asked.result(0)
 
 
 @pytest.mark.parametrize("fails", ["publish", "plan"])
-def test_a_thread_that_fails_is_logged_and_answers_every_caller(
-    loaded: build.Loaded, caplog: pytest.LogCaptureFixture, fails: str
-) -> None:
-    def publish(report: StepReport) -> None:
+def test_a_thread_that_fails_is_logged_and_answers_every_caller(start, caplog, fails):
+    def publish(report):
         raise TypeError("not callable")
 
-    engine = started(loaded, publish if fails == "publish" else lambda report: None)
+    engine = start(publish if fails == "publish" else ignore)
     if fails == "publish":
         engine.add(endless("a")).result(WAIT_S)
     else:
@@ -86,39 +89,32 @@ def test_a_thread_that_fails_is_logged_and_answers_every_caller(
     with pytest.raises(Unavailable, match="not callable"):
         engine.load().result(0)
     assert "the engine thread failed" in caplog.text
-    engine.stop()
 
 
-def test_work_is_done_although_its_caller_hung_up(loaded: build.Loaded) -> None:
-    engine = started(loaded, lambda report: None)
+def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(start):
+    engine = start(ignore)
     assert engine.reserve(endless("a")).result(WAIT_S).block_ids
     gate = threading.Event()
     engine.submit(lambda: gate.wait(WAIT_S))
     assert not engine.release("a").cancel()
     gate.set()
-    assert engine.load().result(WAIT_S).blocks_held == 0
-    engine.stop()
-
-
-def test_work_that_raises_fails_its_caller_alone(loaded: build.Loaded) -> None:
-    engine = started(loaded, lambda report: None)
     with pytest.raises(ZeroDivisionError):
         engine.submit(lambda: 1 // 0).result(WAIT_S)
-    assert engine.load().result(WAIT_S).blocks_total == 16
-    engine.stop()
+    load = engine.load().result(WAIT_S)
+    assert (load.blocks_held, load.blocks_total) == (0, 16)
 
 
-def test_it_hashes_no_prompt(loaded: build.Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_hashes_no_prompt(start, loaded, monkeypatch):
     """A long one's blocks would hold up every stream, when it is reserved and at its Commit."""
     hashed, hash64 = [], prefix._hash64
 
-    def watched(data: bytes) -> int:
+    def watched(data):
         if threading.current_thread().name == "engine":
             hashed.append(len(data))
         return hash64(data)
 
     monkeypatch.setattr(prefix, "_hash64", watched)
-    engine = started(loaded, lambda report: None)
+    engine = start(ignore)
     sampling = common_pb2.SamplingParams(max_tokens=3, ignore_eos=True)
     asked = common_pb2.SequenceSpec(
         handoff_id="a", token_ids=[5] * 200, prompt_tokens=200, sampling=sampling
@@ -126,19 +122,14 @@ def test_it_hashes_no_prompt(loaded: build.Loaded, monkeypatch: pytest.MonkeyPat
     engine.reserve(sequence_of(asked, ModelLimits.of(loaded))).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
     assert len(engine.cached_hashes().result(WAIT_S)) == 12
-    engine.stop()
     assert sum(hashed) == 0
 
 
-def test_setting_the_clock_does_not_change_how_long_steps_took(
-    loaded: build.Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_setting_the_clock_does_not_change_how_long_steps_took(start, monkeypatch):
     """Rates, and through them what routers promise, are made of how long steps took."""
-    reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+    reports = queue.SimpleQueue()
     hours = itertools.count(0, -3600 * 10**9)
     monkeypatch.setattr(loop.time, "time_ns", lambda: 10**18 + next(hours))
-    engine = started(loaded, reports.put)
-    engine.add(endless("a")).result(WAIT_S)
+    start(reports.put).add(endless("a")).result(WAIT_S)
     steps = [reports.get(timeout=WAIT_S) for _ in range(5)]
-    engine.stop()
     assert all(0 < step.ended_ns - step.started_ns < WAIT_S * 1e9 for step in steps)

@@ -1,12 +1,11 @@
 """A worker from STARTING over READY and DRAINING to its end; and what each caller sees of it."""
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
+import math
 import os
 import signal
 import threading
-from pathlib import Path
 
 import grpc
 import pytest
@@ -14,110 +13,88 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import rpc
 from baton.errors import ConfigError, InternalError, Unavailable
-from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.registry.memory import MemoryRegistry
 from baton.v1 import common_pb2, worker_pb2
-from tests.unit.worker.running import PATIENCE_S, Router, Worker, prompt, spec
+from baton.worker import node
+from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec
+
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 
 
-async def states(store: MemoryStore, seen: list[str]) -> None:
+async def states(store, seen):
     """Notes every state of the one member, and at last "gone"."""
     async with MemoryRegistry(store).watch() as membership:
         async for records in membership.changes():
             if records:
-                seen.append(common_pb2.WorkerState.Name(next(iter(records.values())).state))
+                state = next(iter(records.values())).state
+                seen.append(common_pb2.WorkerState.Name(state).removeprefix("WORKER_STATE_"))
             elif seen:
                 seen.append("gone")
                 return
 
 
-async def test_the_registry_sees_each_state(directory: Path, store: MemoryStore) -> None:
-    seen: list[str] = []
+async def read(updates):
+    return await asyncio.wait_for(updates.read(), PATIENCE_S)
+
+
+async def test_a_worker_from_its_start_to_its_end(directory, store):
+    seen = []
     watching = asyncio.create_task(states(store, seen))
-    async with Worker("decode", directory, store):
-        pass
-    await asyncio.wait_for(watching, PATIENCE_S)
-    names = [name.removeprefix("WORKER_STATE_") for name in seen]
-    assert names == ["STARTING", "READY", "DRAINING", "gone"]
-
-
-async def test_it_describes_itself(directory: Path, store: MemoryStore) -> None:
-    async with Worker("prefill", directory, store) as worker:
+    async with Worker("decode", directory, store) as worker, Router(worker) as router:
         answer = await worker.worker.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
-    assert answer.record.incarnation == "prefill-0"
-    assert answer.record.role == common_pb2.WORKER_ROLE_PREFILL
-    assert answer.record.blocks_total == answer.load.blocks_total == 16
-    assert answer.record.max_context == 255
-    assert answer.record.chunk_tokens == worker.config.engine.chunk_tokens == 32
-    assert list(answer.record.transports) == [common_pb2.TRANSPORT_SHM]
-    assert answer.record.pid == os.getpid()
-
-
-async def test_health_follows_readiness(directory: Path, store: MemoryStore) -> None:
-    answer = health_pb2.HealthCheckResponse
-    async with Worker("decode", directory, store) as worker, Router(worker) as router:
-        health = health_pb2_grpc.HealthStub(worker.channel)
-        updates = health.Watch(health_pb2.HealthCheckRequest())
-        assert (await updates.read()).status == answer.SERVING
-        await router.reserve(spec("a", prompt(20)))  # keeps it from having drained at once
-        drain = worker.worker.Drain(worker_pb2.DrainRequest())
-        assert (await updates.read()).status == answer.NOT_SERVING
-        await router.cancel("a")
-        await asyncio.wait_for(drain, PATIENCE_S)
-        updates.cancel()
-
-
-async def test_watch_begins_with_all_that_is_cached(directory: Path, store: MemoryStore) -> None:
-    async with Worker("decode", directory, store) as worker, Router(worker) as router:
+        record = answer.record
+        assert (record.incarnation, record.pid) == ("decode-0", os.getpid())
+        assert record.role == common_pb2.WORKER_ROLE_DECODE
+        assert record.blocks_total == answer.load.blocks_total == 16
+        assert (record.max_context, record.chunk_tokens) == (255, 32)
+        assert list(record.transports) == [common_pb2.TRANSPORT_SHM]
+        health = health_pb2_grpc.HealthStub(worker.channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await read(health)).status == SERVING
+        # A watch begins with all that is cached.
         await router.reserve(spec("a", prompt(40)), local=40)
         await router.tokens("a")
         updates = worker.worker.Watch(worker_pb2.WatchRequest())
-        first = await asyncio.wait_for(updates.read(), PATIENCE_S)
-        assert first.cache.cleared
-        assert len(first.cache.stored) == 2
+        first = await read(updates)
+        assert first.state == common_pb2.WORKER_STATE_READY and first.cache.cleared
+        known = set(first.cache.stored)
+        assert len(known) == 2
         await router.reserve(spec("b", prompt(40, start=90)), local=40)
         await router.tokens("b")
-        known = set(first.cache.stored)
         while len(known) < 4:
-            change = (await asyncio.wait_for(updates.read(), PATIENCE_S)).cache
+            change = (await read(updates)).cache
             assert not change.cleared
             known |= set(change.stored)
-        hashes = worker.node.engine.cached_hashes()
-        assert known == set(await asyncio.wrap_future(hashes))
-
-
-async def test_watch_reports_draining_and_ends(directory: Path, store: MemoryStore) -> None:
-    async with Worker("prefill", directory, store) as worker:
-        updates = worker.worker.Watch(worker_pb2.WatchRequest())
-        seen = []
-        async with asyncio.timeout(PATIENCE_S):
-            async for message in updates:
-                seen.append(message.state)
-                worker.node._stop.set()
-    assert seen[0] == common_pb2.WORKER_STATE_READY
-    assert seen[-1] == common_pb2.WORKER_STATE_DRAINING
-
-
-async def test_drain_answers_when_nothing_runs(directory: Path, store: MemoryStore) -> None:
-    async with Worker("decode", directory, store) as worker, Router(worker) as router:
-        await router.reserve(spec("a", prompt(20), max_tokens=30), local=20)
-        await worker.worker.Drain(worker_pb2.DrainRequest(), timeout=PATIENCE_S)
-        assert len(await router.tokens("a")) == 30
+        assert known == set(await asyncio.wrap_future(worker.node.engine.cached_hashes()))
+        # Drain answers when nothing runs any more.
+        await router.reserve(spec("c", prompt(20), max_tokens=30), local=20)
+        drain = worker.worker.Drain(worker_pb2.DrainRequest())
+        assert (await read(health)).status == NOT_SERVING
+        assert len(await router.tokens("c")) == 30
+        await asyncio.wait_for(drain, PATIENCE_S)
+        while (message := await read(updates)) is not grpc.aio.EOF:
+            last = message.state
+        assert last == common_pb2.WORKER_STATE_DRAINING
         await asyncio.wait_for(worker.life, PATIENCE_S)
+        with pytest.raises(grpc.RpcError) as failed:
+            await worker.worker.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
+        assert isinstance(rpc.error_of(failed.value), Unavailable)
+    await asyncio.wait_for(watching, PATIENCE_S)
+    assert seen == ["STARTING", "READY", "DRAINING", "gone"]
 
 
-async def test_sigterm_while_loading_never_becomes_ready(
-    directory: Path, store: MemoryStore
-) -> None:
-    worker = Worker("decode", directory, store)
-    loading, go_on = threading.Event(), threading.Event()
-    load, seen = worker.load, list[str]()
+async def test_sigterm_while_loading_never_becomes_ready(directory, store):
+    worker, seen = Worker("decode", directory, store), []
+    loading, go_on, load = threading.Event(), threading.Event(), worker.load
 
-    def slow() -> object:
+    def slow():
         loading.set()
         assert go_on.wait(PATIENCE_S)
         return load()
 
-    worker.load = slow  # type: ignore[method-assign, assignment]
+    worker.load = slow
     watching = asyncio.create_task(states(store, seen))
     life = asyncio.create_task(worker.run())
     await asyncio.to_thread(loading.wait, PATIENCE_S)
@@ -126,67 +103,130 @@ async def test_sigterm_while_loading_never_becomes_ready(
     go_on.set()
     await asyncio.wait_for(life, PATIENCE_S)
     await asyncio.wait_for(watching, PATIENCE_S)
-    assert seen == ["WORKER_STATE_STARTING", "gone"]
+    assert seen == ["STARTING", "gone"]
 
 
-async def test_a_taken_port_is_a_config_error(directory: Path, store: MemoryStore) -> None:
-    async with Worker("decode", directory, store) as worker:
+async def test_a_worker_needs_a_port_and_at_its_start_the_registry(directory, store):
+    async with Worker("decode", directory, store) as worker, Router(worker) as router:
         port = int(worker.node.record.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             await Worker("decode", directory, store, port=port, incarnation="second").run()
-    assert not store.entries
-
-
-async def test_no_registry_at_start_is_unavailable(directory: Path, store: MemoryStore) -> None:
-    store.stop()
-    with pytest.raises(Unavailable):
-        await Worker("decode", directory, store).run()
-
-
-async def test_a_registry_that_goes_away_changes_nothing(
-    directory: Path, store: MemoryStore
-) -> None:
-    async with Worker("decode", directory, store) as worker, Router(worker) as router:
         store.stop()
+        with pytest.raises(Unavailable):
+            await Worker("decode", directory, store, incarnation="third").run()
         await router.reserve(spec("a", prompt(20)), local=20)
         assert len(await router.tokens("a")) == 4
 
 
-async def ends_with_everything_given_back(worker: Worker, store: MemoryStore, failure: str) -> None:
-    """A worker whose engine, or whose handling of a step, fails at the next step."""
-    with pytest.raises(InternalError, match=failure):
+def fail(*_):
+    raise RuntimeError("broken")
+
+
+def break_engine(worker):
+    engine = worker.node.engine
+    engine.submit(lambda: setattr(engine, "_publish_report", fail))
+
+
+def lose_reports(worker):
+    worker.node.on_step = fail
+
+
+def break_serving(worker):
+    async def broken(drain_s):
+        fail()
+
+    worker.node._finish_work = broken
+    worker.stop()
+
+
+def fail_steps(worker):
+    worker.node.engine._runner.run = fail
+
+
+async def given_back(worker, break_it, failure, later=""):
+    """Why sequences of a worker that fails were ended: those that came later, and then another."""
+    reasons = []
+    with pytest.raises((InternalError, RuntimeError), match=failure):
         async with worker, Router(worker) as router:
-            if "lost" in failure:
-                worker.node.role.on_step = _fail  # type: ignore[method-assign]
-            else:
-                engine = worker.node.engine
-                engine.submit(lambda: setattr(engine, "_publish_report", _fail))
-            await router.reserve(spec("a", prompt(20)))
+            await router.reserve(spec("a", prompt(20, start=9)))
+            break_it(worker)
+            for name in later:
+                with contextlib.suppress(Unavailable):  # the worker may have ended
+                    await router.reserve(spec(name, prompt(20)), local=20)
+                    reasons.append((await router.event(name)).abort_reason)
+            reasons.append((await router.event("a")).abort_reason)
             with pytest.raises(Unavailable):
                 await router.ended
-            assert (await router.event("a")).abort_reason
             await asyncio.wait_for(asyncio.shield(worker.life), PATIENCE_S)
-    assert not store.entries
-    assert not worker.spans.open
+    assert all(reasons) and worker.node.engine.ended.done()
+    assert not worker.store.entries and not worker.spans.open
+    return reasons
 
 
-async def test_a_failed_engine_ends_the_worker(directory: Path, store: MemoryStore) -> None:
-    await ends_with_everything_given_back(Worker("decode", directory, store), store, "broken")
-
-
-async def test_a_lost_report_ends_the_worker(directory: Path, store: MemoryStore) -> None:
+async def test_a_lost_report_ends_the_worker(directory, store):
     worker = Worker("decode", directory, store)
-    await ends_with_everything_given_back(worker, store, "report was lost: broken")
+    await given_back(worker, lose_reports, "report was lost: broken", "b")
 
 
-async def test_a_drained_worker_refuses_connections(directory: Path, store: MemoryStore) -> None:
-    async with Worker("decode", directory, store) as worker:
-        worker.node._stop.set()
-        await asyncio.wait_for(worker.life, PATIENCE_S)
-        with pytest.raises(grpc.RpcError) as failed:
-            await worker.worker.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
-    assert isinstance(rpc.error_of(failed.value), Unavailable)
+async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(directory, store):
+    draining = "the decode worker is draining"
+    await given_back(Worker("decode", directory, store), break_engine, "broken", "b")
+    worker = Worker("decode", directory, store)
+    assert await given_back(worker, break_serving, "broken") == [draining]
+    worker = Worker("decode", directory, store)
+    *reasons, last = await given_back(worker, fail_steps, r"in a row failed.*broken", "bcd")
+    assert ["broken" in reason for reason in reasons] == [True, True, True]
+    assert last == draining
 
 
-def _fail(report: object) -> None:
-    raise RuntimeError("broken")
+async def test_a_step_that_never_ends_does_not_keep_the_worker(directory, store, monkeypatch):
+    monkeypatch.setattr(node, "CLOSE_GRACE_S", 0.2)
+    worker = Worker("decode", directory, store, drain_s=0.1, transfer_timeout_s=0.1)
+    async with worker, Router(worker) as router:
+        paced = Paced(worker)
+        await router.reserve(spec("a", prompt(20)), local=20)
+        await paced.waits()
+        worker.stop()
+        reason = (await router.event("a")).abort_reason
+        # 0.1 s to drain, 0.3 s to close, and slack
+        await asyncio.wait_for(worker.node._drained.wait(), 3.0)
+        paced.allow.release(9)
+    assert reason == "the decode worker is draining"
+
+
+async def test_watch_sends_heartbeats_with_the_age_of_a_step_that_hangs(directory, store):
+    async with Worker("decode", directory, store) as worker, Router(worker) as router:
+        paced = Paced(worker)
+        updates = worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=60))
+        first = await read(updates)
+        assert (first.cache.cleared, first.load.step_age_ms) == (True, 0)
+        await router.reserve(spec("a", prompt(20)), local=20)
+        await paced.waits()
+        ages = [0.0]
+        while len(ages) < 5 or ages[-5] == 0.0:
+            message = await read(updates)
+            assert message.state == common_pb2.WORKER_STATE_READY
+            ages.append(message.load.step_age_ms)
+        assert ages == sorted(ages)
+        described = await worker.worker.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
+        assert described.load.step_age_ms >= ages[-1]
+        paced.allow.release(99)
+        await router.tokens("a")
+        while (await read(updates)).load.step_age_ms:
+            pass
+        updates.cancel()
+
+
+async def test_health_says_when_a_step_stalls_and_when_it_has_ended(directory, store, monkeypatch):
+    monkeypatch.setattr(node, "STALL_MIN_S", 0.05)
+    async with Worker("decode", directory, store) as worker, Router(worker) as router:
+        paced = Paced(worker)
+        updates = health_pb2_grpc.HealthStub(worker.channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await read(updates)).status == SERVING
+        await router.reserve(spec("a", prompt(20), max_tokens=1), local=20)
+        assert (await read(updates)).status == NOT_SERVING
+        monkeypatch.setattr(node, "STALL_MIN_S", math.inf)
+        paced.allow.release()
+        assert (await read(updates)).status == SERVING
+        await router.tokens("a")
+        updates.cancel()
