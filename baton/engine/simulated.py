@@ -44,14 +44,11 @@ _BEST_LOGIT = 12.0
 class SimulatedRunner:
     """Runs plans over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
 
-    def __init__(
-        self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler, vocab_size: int
-    ) -> None:
+    def __init__(self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler) -> None:
         self.pool = pool
         self._speed = speed
         self._slots = _Slots(pool)
         self._sampler = sampler
-        self._vocab_size = vocab_size
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
         self._steps = 0
 
@@ -133,7 +130,7 @@ class SimulatedRunner:
 
     def _logits(self, rows: list[tuple[Sequence, SampleRow]]) -> npt.NDArray[np.float32]:
         """`[rows, vocab]`: a few favourites over an even ground."""
-        logits = np.zeros((len(rows), self._vocab_size), np.float32)
+        logits = np.zeros((len(rows), self._sampler.vocab_size), np.float32)
         heights = _BEST_LOGIT - np.arange(_FAVOURITES, dtype=np.float32)
         for scores, (sequence, row) in zip(logits, rows, strict=True):
             np.maximum.at(scores, self._favourites(sequence, row), heights)
@@ -142,7 +139,7 @@ class SimulatedRunner:
     def _favourites(self, sequence: Sequence, row: SampleRow) -> npt.NDArray[np.int64]:
         hashes = self._histories[sequence].hashes(row.token_ids)
         words = splitmix64(hashes[-1] + np.arange(1, _FAVOURITES + 1, dtype=np.uint64))
-        return (words % np.uint64(self._vocab_size)).astype(np.int64)
+        return (words % np.uint64(self._sampler.vocab_size)).astype(np.int64)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from baton.config import WorkerConfig
 from baton.engine import build
 from baton.engine.backends import cpu
 from baton.engine.kv_cache import Allocate
-from baton.engine.settings import device_of
 from baton.errors import ConfigError
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
@@ -72,7 +71,7 @@ def _load(config: WorkerConfig, memory: PoolMemory) -> build.Loaded:
     if config.role == "prefill":
         # Its steps are chunks: what only decode steps use would take memory and be idle.
         settings = replace(settings, graphs=False, overlap=False)
-    device = device_of(settings)
+    device = build.device_of(settings)
     with cpu.pinned_to(settings.cpus):
         loaded = build.load(settings, memory.on(device))
         if not settings.simulate:

@@ -51,6 +51,7 @@ class StepTimer:
         self._time(runner._batches, "build", "build")
         self._time(runner.model, "step", "model")
         self._time(runner.sampler, "sample", "sample")
+        self._time(engine, "_advance", "publish")
         self._time(engine, "_publish", "publish")
         publish = engine._publish
 

@@ -240,15 +240,25 @@ def weights_of(
     dtype: torch.dtype,
     device: torch.device,
     prepare: Prepare,
+    kernels: str,
 ) -> Weights:
     """The weights of the model at `path`, or made-up ones, on the device, prepared one by one.
 
-    Raises CheckpointError.
+    kernels: which they are for, to be logged. Raises CheckpointError.
     """
+    started, quantization = time.monotonic(), settings.quantization
     seed = random_seed(settings, device)
     if seed is not None:
-        return random_weights(config, dtype, device, seed, prepare)
-    return load_weights(path, config, dtype, device, LoadProgress(), prepare)
+        weights = random_weights(config, dtype, device, seed, prepare)
+    else:
+        weights = load_weights(path, config, dtype, device, LoadProgress(), prepare)
+    log.info(
+        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
+        path.name, config.num_parameters / 1e6,
+        f"{quantization} weights, " if quantization != "none" else "", dtype, device, kernels,
+        time.monotonic() - started,
+    )  # fmt: skip
+    return weights
 
 
 def random_seed(settings: EngineConfig, device: torch.device) -> int | None:
@@ -282,22 +292,3 @@ class LoadProgress:
             "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
             done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
         )  # fmt: skip
-
-
-def log_loaded(
-    settings: EngineConfig,
-    path: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: str,
-    seconds: float,
-) -> None:
-    """Logs what was loaded."""
-    quantization = settings.quantization
-    log.info(
-        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
-        path.name, config.num_parameters / 1e6,
-        f"{quantization} weights, " if quantization != "none" else "", dtype, device, kernels,
-        seconds,
-    )  # fmt: skip

@@ -45,7 +45,9 @@ def test_made_up_weights_of_a_cpu_stay_what_they_are(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     config = ModelConfig.load(tmp_path)
     settings = EngineConfig(str(tmp_path), random_weights=True)
-    weights = weights_of(settings, tmp_path, config, torch.float32, CPU, lambda matrix: matrix)
+    weights = weights_of(
+        settings, tmp_path, config, torch.float32, CPU, lambda matrix: matrix, "torch"
+    )
     drawn = torch.empty(320, 64).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
     assert torch.equal(weights.embedding, drawn)
     again = random_weights(config, torch.float32, CPU, 0)

@@ -32,9 +32,7 @@ SETTINGS = EngineConfig(
 
 def runner(dtype: torch.dtype = torch.float32, speed: str = "1e9,0") -> SimulatedRunner:
     pool = torch.zeros(16, 2, 2, 2, BLOCK, 8, dtype=dtype)
-    return SimulatedRunner(
-        SimulatedSpeed.parse(speed), pool, Sampler(frozenset({EOS}), VOCAB), VOCAB
-    )
+    return SimulatedRunner(SimulatedSpeed.parse(speed), pool, Sampler(frozenset({EOS}), VOCAB))
 
 
 def sequence(
@@ -78,9 +76,7 @@ class TestKv:
         """The hash of a token is the same whether it came with 5000 others or one by one."""
         tokens = [(7919 * i) % VOCAB for i in range(5000)]
         pool = torch.zeros(1300, 1, 2, 1, BLOCK, 8)
-        engine = SimulatedRunner(
-            SimulatedSpeed.parse("1e9,0"), pool, Sampler(frozenset(), VOCAB), VOCAB
-        )
+        engine = SimulatedRunner(SimulatedSpeed.parse("1e9,0"), pool, Sampler(frozenset(), VOCAB))
         blocks = list(range(1300))
         grown = Sequence("grown", tokens[:1], 5000, GREEDY, block_ids=blocks)
         for start, end in ((0, 1), (1, 2), (2, 2050), (2050, 4999), (4999, 5000)):

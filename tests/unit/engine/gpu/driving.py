@@ -1,4 +1,4 @@
-"""An engine on the GPU's runner, or on the plain one, driven step by step over a tiny model."""
+"""An engine on the GPU's runner, or on a CPU's, driven step by step over a tiny model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.launches import GpuSettings
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepBatch
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import KvLayout
 from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.models.decoder import Model
+from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import Planner
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
@@ -64,34 +65,40 @@ class Driven:
         runner: StepRunner,
         num_blocks: int,
         *,
-        chunk_tokens: int = 16,
         max_batch: int = 6,
         speculate: int = 0,
-        lookahead: int = 0,
+        overlap: bool = False,
         block_size: int = SIZE,
     ) -> None:
         self.runner = runner
         self.blocks = BlockPool(num_blocks, block_size)
         speculation = SpeculativeConfig(speculate, MAX_CONTEXT) if speculate else None
-        self.planner = Planner(self.blocks, chunk_tokens, max_batch, speculation, lookahead)
-        self.engine = Engine(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
+        self.planner = Planner(self.blocks, 16, max_batch, speculation)
+        kind = OverlappedEngine if overlap and not speculate else Engine
+        self.engine = kind(runner, self.planner, EOS, MAX_CONTEXT, self._publish)  # type: ignore[arg-type]
         self.sequences = self.engine._sequences
-        self.progress: list[Progress] = []  # of the last step
+        self.progress: list[Progress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}
         self.ends: dict[str, str] = {}
 
     @property
     def busy(self) -> bool:
-        return bool(self.planner.running or self.planner.num_waiting)
+        return not self.engine._idle
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Ids of the sequences with a row in a launch that was not waited for."""
+        flight = getattr(self.engine, "_flight", None)
+        return [work.sequence.seq_id for work in flight.plan.work] if flight else []
 
     def add(self, sequence: Sequence) -> None:
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
         self.sequences.add(sequence)
         self.blocks.check()
 
-    def come(self, sequence: Sequence) -> None:
-        """Adds a sequence with blocks of its own, if there are any for it now."""
+    def reserve(self, sequence: Sequence) -> None:
+        """Starts a sequence with blocks of its own, if there are any for it now."""
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
         try:
             self.sequences.reserve(sequence)
@@ -107,10 +114,7 @@ class Driven:
         self.blocks.check()
 
     def step(self) -> None:
-        plan = self.planner.plan()
-        self.blocks.check()
-        drawn, failure = self.engine._compute(plan)
-        self.engine._publish(plan, drawn, failure, (0, 0))
+        self.engine._step()
         self.blocks.check()
 
     def finish(self) -> None:
@@ -129,10 +133,15 @@ class Driven:
                 self.ends[one.seq_id] = reason
 
 
-def plain(num_blocks: int, **options: int) -> Driven:
-    """On the CPU's runner."""
+def on_cpu(num_blocks: int, **options: int) -> Driven:
     runner = Runner(MODEL, new_pool(num_blocks), Sampler(EOS, CONFIG.vocab_size))
     return Driven(runner, num_blocks, **options)
+
+
+def gpu_runner(stream: Stream, num_blocks: int, max_batch: int = 6) -> GpuRunner:
+    settings = EngineConfig(max_batch=max_batch, block_size=SIZE)
+    sampler = Sampler(EOS, CONFIG.vocab_size)
+    return GpuRunner(MODEL, new_pool(num_blocks), sampler, settings, MAX_CONTEXT, stream)
 
 
 def on_gpu(
@@ -145,8 +154,7 @@ def on_gpu(
     **options: int,
 ) -> Driven:
     """On the GPU's runner, over a stream of the CPU."""
-    settings = GpuSettings(max_batch, MAX_CONTEXT, SIZE, graphs, overlap)
-    sampler = Sampler(EOS, CONFIG.vocab_size)
-    runner = GpuRunner(MODEL, new_pool(num_blocks), sampler, settings, stream)
-    runner.prepare(lambda done, total: None)
-    return Driven(runner, num_blocks, max_batch=max_batch, lookahead=int(overlap), **options)
+    runner = gpu_runner(stream, num_blocks, max_batch)
+    if graphs:
+        runner.capture(lambda done, total: None)
+    return Driven(runner, num_blocks, max_batch=max_batch, overlap=overlap, **options)

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import torch
 
-from baton.engine.backends.gpu.device import HostStream, Work
+from baton.engine.backends.gpu.device import Stream, Work
 
 T = TypeVar("T")
 
 
-class LazyStream(HostStream):
-    """Keeps work back, so that whoever forgets to wait sees what was there before."""
+class LazyStream(Stream):
+    """Keeps work back, so that a host that does not wait sees what was there before."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._dice = None if seed is None else random.Random(seed)
@@ -33,7 +33,7 @@ class LazyStream(HostStream):
 
     @property
     def unwaited(self) -> int:
-        """Work that nobody has waited for, whether or not it has run by chance."""
+        """Work that was not waited for, whether or not it has run by chance."""
         return self._done + self.pending - self._waited
 
     def put(self, work: Work) -> None:
@@ -51,11 +51,11 @@ class LazyStream(HostStream):
         return LazyEvent(self, first, self._recorded)
 
     def run(self, count: int) -> None:
-        """Runs the oldest; what it raises is told to who waits for it."""
+        """Runs the oldest; what it raises is raised where it is waited for."""
         for _ in range(count):
             work = self._waiting.popleft()
             try:
-                self._strike()
+                self._maybe_fail()
                 with torch.inference_mode():  # the host's modes are nothing to a device
                     work()
             except Exception as error:
@@ -70,7 +70,7 @@ class LazyStream(HostStream):
             if number in self._failures:
                 raise self._failures[number]
 
-    def _strike(self) -> None:
+    def _maybe_fail(self) -> None:
         if self.fails_in is None:
             return
         self.fails_in -= 1
@@ -84,5 +84,5 @@ class LazyEvent:
         self._stream = stream
         self._span = (first, end)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._stream.wait(*self._span)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.backends.gpu.device import HostStream
+from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.device_sampling import DeviceSampler, is_plain
 from baton.engine.sampling import filters
 from baton.engine.sampling.sampler import Sampler, SampleRow
@@ -36,7 +36,7 @@ def a_row(dice: random.Random) -> SampleRow:
 @given(st.integers(0, 1 << 30), st.sampled_from((1, 2, 9, MOST)))
 def test_whatever_the_rows_ask_for(seed: int, count: int) -> None:
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    sampler = DeviceSampler(HostStream(), MOST)
+    sampler = DeviceSampler(Stream(), MOST)
     for _ in range(2):  # memory is used again
         rows = [a_row(dice) for _ in range(count)]
         logits = torch.randn(count, VOCAB, generator=generator) * dice.choice((0.1, 3.0, 20.0))
@@ -67,7 +67,7 @@ def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat: float) -> None
 
 
 def test_logits_that_are_no_numbers_give_a_token_beyond_the_vocabulary() -> None:
-    sampler = DeviceSampler(HostStream(), 4)
+    sampler = DeviceSampler(Stream(), 4)
     logits = torch.zeros(3, VOCAB)
     logits[1] = torch.nan
     for params in ({"top_p": 0.5}, {"top_k": 3}, {}):

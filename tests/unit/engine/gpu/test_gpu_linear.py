@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.backends.gpu import linear as gpu
-from baton.engine.backends.gpu.assemble import LEAST_CAPABILITY
+from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
 from baton.engine.ops.torch import linear as reference
 from baton.engine.ops.triton.int8_matmul import (
     int8_matmul,
