@@ -133,11 +133,6 @@ class Sampler:
             raise InternalError("logits are not finite numbers: the model's output is broken")
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
 
-    def probabilities(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """What non-greedy rows are sampled from: `[rows, vocab]`, each row's sum is 1."""
-        weights = filters.weights(self._adjust(logits.clone(), rows), _params(rows))
-        return weights / weights.sum(1, keepdim=True)
-
     def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
         """Tokens `[rows]` of rows that are all greedy or all not, all adjusted or all not.
 

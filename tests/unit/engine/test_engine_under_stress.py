@@ -21,7 +21,7 @@ MAX_BATCH = 4
 
 
 class GatedRunner:
-    """Samples a 7 for every sequence, one step for each `allow.release()`, or freely once opened."""
+    """Samples 7 for every sequence, one step for each `allow.release()`, or freely once opened."""
 
     def __init__(self):
         self.pool = torch.zeros(1)
