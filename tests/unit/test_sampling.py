@@ -1,7 +1,5 @@
 """Sampling settings: what is refused and how it is named, and their message and back."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,12 +1,9 @@
 """Paged attention against the textbook formula, for scattered blocks, windows and block sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.ops.torch import attention
@@ -24,7 +21,7 @@ SCALE = HEAD_SIZE**-0.5
 NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
-def textbook(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
+def textbook(q, k, v, position, window):
     """One query `[heads, head_size]` over k, v `[tokens, kv_heads, head_size]`, in float64."""
     first = 0 if window is None else max(0, position - window + 1)
     k, v = (
@@ -37,7 +34,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None)
 class Paged:
     """A pool that holds one sequence of random K and V in scattered blocks."""
 
-    def __init__(self, length: int, block_size: int, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, length, block_size, dtype, seed=0):
         self.generator = torch.Generator().manual_seed(seed)
         self.block_size = block_size
         count = -(-length // block_size)
@@ -50,28 +47,28 @@ class Paged:
         self.k, self.v = self.random(length, KV_HEADS), self.random(length, KV_HEADS)
         write_kv(self.pool, LAYER, self.slots(0, length), self.k, self.v)
 
-    def random(self, rows: int, heads: int) -> Tensor:
+    def random(self, rows, heads):
         drawn = torch.randn(rows, heads, HEAD_SIZE, generator=self.generator)
         return drawn.to(self.pool.dtype)
 
-    def slots(self, start: int, end: int) -> Tensor:
+    def slots(self, start, end):
         at = torch.arange(start, end)
         return self.blocks[at // self.block_size] * self.block_size + at % self.block_size
 
-    def expected(self, q: Tensor, positions: list[int], window: int | None) -> Tensor:
+    def expected(self, q, positions, window):
         rows = zip(q, positions, strict=True)
         return torch.stack([textbook(row, self.k, self.v, at, window) for row, at in rows])
 
-    def segment(self, first_row: int, start: int, end: int) -> PrefillSegment:
+    def segment(self, first_row, start, end):
         blocks = self.blocks[: -(-end // self.block_size)]
         return PrefillSegment(first_row, end - start, start, blocks)
 
 
-def only(*segments: PrefillSegment) -> AttentionBatch:
+def only(*segments):
     return AttentionBatch(NO_ROWS, 0, NO_ROWS.view(0, 0), NO_ROWS, segments)
 
 
-def test_write_kv_touches_its_own_slots_only() -> None:
+def test_write_kv_touches_its_own_slots_only():
     pool = torch.zeros(5, LAYERS, 2, KV_HEADS, 4, HEAD_SIZE)
     k, v = torch.randn(2, 2, KV_HEADS, HEAD_SIZE).unbind()
     write_kv(pool, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
@@ -85,7 +82,7 @@ def test_write_kv_touches_its_own_slots_only() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize("block_size", [1, 16, 24, 256])
-def test_equals_the_textbook(block_size: int, window: int | None, dtype: torch.dtype) -> None:
+def test_equals_the_textbook(block_size, window, dtype):
     length = 150
     paged = Paged(length, block_size, dtype)
     decode = [0, 31, 149, 16]
@@ -107,7 +104,7 @@ def test_equals_the_textbook(block_size: int, window: int | None, dtype: torch.d
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_short_tables_are_padded_with_a_block_nobody_sees() -> None:
+def test_short_tables_are_padded_with_a_block_nobody_sees():
     paged = Paged(150, 16, torch.float32)
     q = paged.random(2, HEADS)
     block_tables = torch.stack([paged.blocks, torch.zeros_like(paged.blocks)])
@@ -118,7 +115,7 @@ def test_short_tables_are_padded_with_a_block_nobody_sees() -> None:
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_queries_taken_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_taken_in_parts_give_the_same_bits(monkeypatch):
     paged = Paged(700, 16, torch.float32)
     q = paged.random(700, HEADS)
     batch = only(paged.segment(0, 0, 700))
@@ -127,7 +124,7 @@ def test_queries_taken_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPat
     assert torch.equal(attend(q, paged.pool, LAYER, batch, SCALE, None), whole)
 
 
-def test_decode_rows_taken_in_groups_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_rows_taken_in_groups_give_the_same_bits(monkeypatch):
     paged = Paged(300, 16, torch.float32)
     q = paged.random(7, HEADS)
     lengths = torch.tensor([300, 5, 16, 17, 128, 129, 299])
@@ -141,7 +138,7 @@ def test_decode_rows_taken_in_groups_give_the_same_bits(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("length", [500, 2100])
-def test_a_query_gives_the_same_bits_whatever_its_chunk(length: int) -> None:
+def test_a_query_gives_the_same_bits_whatever_its_chunk(length):
     paged = Paged(length, 16, torch.float32)
     q = paged.random(length, HEADS)
     whole = attend(q, paged.pool, LAYER, only(paged.segment(0, 0, length)), SCALE, None)
@@ -154,11 +151,11 @@ def test_a_query_gives_the_same_bits_whatever_its_chunk(length: int) -> None:
 BLOCK = 4
 
 
-def ints(values: list[int]) -> Tensor:
+def ints(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def a_batch(context_lens: list[int], query_lens: list[int]) -> StepBatch:
+def a_batch(context_lens, query_lens):
     """Sequences of these sizes, each in blocks of its own: 100, 101, ... of the first and so on."""
     needed = [-(-(a + b) // BLOCK) for a, b in zip(context_lens, query_lens, strict=True)]
     block_tables = torch.zeros(len(query_lens), max(needed), dtype=torch.int32)
@@ -181,9 +178,7 @@ def a_batch(context_lens: list[int], query_lens: list[int]) -> StepBatch:
     num_decodes=st.lists(st.integers(0, 40), max_size=4),
     chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(2, 20)), max_size=3),
 )
-def test_places_are_those_that_counting_gives(
-    num_decodes: list[int], chunks: list[tuple[int, int]]
-) -> None:
+def test_places_are_those_that_counting_gives(num_decodes, chunks):
     if not num_decodes and not chunks:
         return
     context_lens = num_decodes + [context for context, _ in chunks]
@@ -208,7 +203,7 @@ def test_places_are_those_that_counting_gives(
     assert first_row == sum(query_lens)
 
 
-def assert_tables(block_tables: Tensor, num_decodes: list[int]) -> None:
+def assert_tables(block_tables, num_decodes):
     """Each row's blocks, and no wider than the longest needs: every column costs a gather."""
     needed = [context // BLOCK + 1 for context in num_decodes]
     assert not num_decodes or block_tables.shape[1] == max(needed)

@@ -11,7 +11,7 @@ from baton.prefix import block_hash, hash_chain, root_hash
 SIZE = 4
 
 
-def publish_all(pool: BlockPool, blocks: list[int], tokens: list[int], salt: str = "") -> None:
+def publish_all(pool, blocks, tokens, salt=""):
     parent = root_hash(salt)
     for index, (block, name) in enumerate(
         zip(blocks, hash_chain(tokens, SIZE, salt), strict=False)
@@ -20,7 +20,7 @@ def publish_all(pool: BlockPool, blocks: list[int], tokens: list[int], salt: str
         parent = name
 
 
-def test_a_released_prefix_is_hit_again() -> None:
+def test_a_released_prefix_is_hit_again():
     pool = BlockPool(8, SIZE)
     tokens = list(range(12))
     blocks = pool.allocate(3)
@@ -33,7 +33,7 @@ def test_a_released_prefix_is_hit_again() -> None:
     pool.check()
 
 
-def test_the_last_token_is_always_left_to_compute() -> None:
+def test_the_last_token_is_always_left_to_compute():
     pool = BlockPool(8, SIZE)
     tokens = list(range(8))
     blocks = pool.allocate(2)
@@ -42,7 +42,7 @@ def test_the_last_token_is_always_left_to_compute() -> None:
     assert pool.match(tokens, "") == blocks[:1]
 
 
-def test_another_salt_never_hits() -> None:
+def test_another_salt_never_hits():
     pool = BlockPool(8, SIZE)
     tokens = list(range(8))
     blocks = pool.allocate(2)
@@ -53,7 +53,7 @@ def test_another_salt_never_hits() -> None:
     assert pool.match([*tokens, 1], "tenant-a") == blocks
 
 
-def test_a_colliding_hash_is_caught_by_the_tokens() -> None:
+def test_a_colliding_hash_is_caught_by_the_tokens():
     pool = BlockPool(8, SIZE)
     blocks = pool.allocate(1)
     assert blocks is not None
@@ -63,7 +63,7 @@ def test_a_colliding_hash_is_caught_by_the_tokens() -> None:
     assert pool.match([*wanted, 9], "") == []
 
 
-def test_the_deepest_blocks_of_the_oldest_prefix_go_first() -> None:
+def test_the_deepest_blocks_of_the_oldest_prefix_go_first():
     pool = BlockPool(4, SIZE)
     old, new = list(range(8)), list(range(100, 108))
     for tokens in (old, new):
@@ -77,13 +77,13 @@ def test_the_deepest_blocks_of_the_oldest_prefix_go_first() -> None:
     pool.check()
 
 
-def test_more_than_available_is_refused_whole() -> None:
+def test_more_than_available_is_refused_whole():
     pool = BlockPool(4, SIZE)
     assert pool.allocate(5) is None
     assert pool.num_free == 4
 
 
-def test_releasing_too_often_is_caught() -> None:
+def test_releasing_too_often_is_caught():
     pool = BlockPool(4, SIZE)
     blocks = pool.allocate(1)
     assert blocks is not None
@@ -92,7 +92,7 @@ def test_releasing_too_often_is_caught() -> None:
         pool.release(blocks)
 
 
-def test_cache_changes_are_told_once() -> None:
+def test_cache_changes_are_told_once():
     pool = BlockPool(1, SIZE)
     first = pool.allocate(1)
     assert first is not None
@@ -107,14 +107,14 @@ def test_cache_changes_are_told_once() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Sequences come, share prefixes, publish, go and are quarantined, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pool = BlockPool(12, SIZE)
         self.held: list[tuple[list[int], list[int]]] = []
         self.quarantined: list[list[int]] = []
 
     @rule(kind=st.integers(0, 2), length=st.integers(1, 20))
-    def admit(self, kind: int, length: int) -> None:
+    def admit(self, kind, length):
         tokens = [kind] * length
         matched = self.pool.match(tokens, "")
         assert len(matched) * SIZE < length
@@ -126,18 +126,18 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    def publish(self, data):
         publish_all(self.pool, *data.draw(st.sampled_from(self.held)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    def leave(self, data):
         entry = data.draw(st.sampled_from(self.held))
         self.held.remove(entry)
         self.pool.release(entry[0])
 
     @rule(count=st.integers(1, 4))
-    def quarantine(self, count: int) -> None:
+    def quarantine(self, count):
         blocks = self.pool.allocate(count)
         if blocks is not None:
             self.pool.quarantine(blocks)
@@ -145,11 +145,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.quarantined)
     @rule()
-    def readmit(self) -> None:
+    def readmit(self):
         self.pool.readmit(self.quarantined.pop())
 
     @invariant()
-    def books_balance(self) -> None:
+    def books_balance(self):
         self.pool.check()
         assert self.pool.num_quarantined == sum(map(len, self.quarantined))
         if not self.held:

@@ -1,24 +1,20 @@
 """What 8-bit settings build: weights quantised as they come, pools, descriptors, refusals."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.models.config import ModelConfig
 from baton.engine.weights.quantize import SCALE_BYTES, Int8Weight
-from baton.engine.weights.weights import Weights, load_weights, random_weights
+from baton.engine.weights.weights import load_weights, random_weights
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import SMALL, make_checkpoint
-from tests.unit.engine.quantized import MATRICES, qwen_config
+from tests.unit.engine.small_models import MATRICES, qwen_config
 
 CPU = torch.device("cpu")
 SETTINGS = {
@@ -28,13 +24,13 @@ SETTINGS = {
 }
 
 
-def both(directory: Path, dtype: torch.dtype) -> tuple[Weights, Weights]:
+def both(directory, dtype):
     config = ModelConfig.load(directory)
     full = load_weights(directory, config, dtype, CPU)
     return full, load_weights(directory, config, dtype, CPU, prepare=Int8Weight.of)
 
 
-def check_same(found: object, wanted: Tensor | None) -> None:
+def check_same(found, wanted):
     if isinstance(found, Int8Weight):
         assert wanted is not None
         expected = Int8Weight.of(wanted)
@@ -44,7 +40,7 @@ def check_same(found: object, wanted: Tensor | None) -> None:
         assert (found is None and wanted is None) or torch.equal(found, wanted)
 
 
-def check_quantised(full: Weights, small: Weights) -> None:
+def check_quantised(full, small):
     for wanted, found in zip(full.layers, small.layers, strict=True):
         for one in fields(wanted):
             assert isinstance(getattr(found, one.name), Int8Weight) == (one.name in MATRICES)
@@ -57,15 +53,13 @@ def check_quantised(full: Weights, small: Weights) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_projections_and_lm_head_are_int8_and_nothing_else(
-    tmp_path: Path, dtype: torch.dtype, tied: bool
-) -> None:
+def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied):
     make_checkpoint(tmp_path, "Qwen2ForCausalLM", tie_word_embeddings=tied)
     check_quantised(*both(tmp_path, dtype))
 
 
-def test_random_weights_are_the_same_ones_quantised() -> None:
-    config = qwen_config(tied=True)
+def test_random_weights_are_the_same_ones_quantised():
+    config = qwen_config(tie_embeddings=True)
     full = random_weights(config, torch.bfloat16, CPU, seed=5)
     check_quantised(
         full, random_weights(config, torch.bfloat16, CPU, seed=5, prepare=Int8Weight.of)
@@ -73,14 +67,12 @@ def test_random_weights_are_the_same_ones_quantised() -> None:
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_one_matrix_at_a_time_is_there_in_full(
-    tmp_path: Path, drawn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_matrix_at_a_time_is_there_in_full(tmp_path, drawn, monkeypatch):
     make_checkpoint(tmp_path)
     config = ModelConfig.load(tmp_path)
     original, before = Int8Weight.of, []
 
-    def of(weight: Tensor) -> Int8Weight:
+    def of(weight):
         assert [one for one in before if one() is not None] == []
         before.append(weakref.ref(weight))
         return original(weight)
@@ -93,7 +85,7 @@ def test_one_matrix_at_a_time_is_there_in_full(
     assert len(before) == 4 * config.num_layers + 1
 
 
-def descriptors(directory: Path) -> dict[tuple[str, ...], object]:
+def descriptors(directory):
     found = {}
     for values in itertools.product(*SETTINGS.values()):
         settings = dict(zip(SETTINGS, values, strict=True))
@@ -102,7 +94,7 @@ def descriptors(directory: Path) -> dict[tuple[str, ...], object]:
     return found
 
 
-def test_workers_that_compute_otherwise_are_never_paired(tmp_path: Path) -> None:
+def test_workers_that_compute_otherwise_are_never_paired(tmp_path):
     make_checkpoint(tmp_path)
     found = descriptors(tmp_path)
     for one, other in itertools.combinations(found, 2):
@@ -115,7 +107,7 @@ def test_workers_that_compute_otherwise_are_never_paired(tmp_path: Path) -> None
     assert small.head_size == plain.head_size == SMALL["head_dim"]
 
 
-def test_the_pool_has_room_for_the_scales(tmp_path: Path) -> None:
+def test_the_pool_has_room_for_the_scales(tmp_path):
     make_checkpoint(tmp_path)
     loaded = build.load(EngineConfig(str(tmp_path), kv_blocks=8, kv_dtype="int8"))
     assert loaded.runner.pool.dtype == torch.int8
@@ -131,14 +123,14 @@ def test_the_pool_has_room_for_the_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "option"), [("quantization", "--quantization"), ("kv_dtype", "--kv-dtype")]
 )
-def test_a_cpu_refuses_fp8_with_the_fix(setting: str, option: str, tmp_path: Path) -> None:
+def test_a_cpu_refuses_fp8_with_the_fix(setting, option, tmp_path):
     make_checkpoint(tmp_path)
     settings = EngineConfig(str(tmp_path), kv_blocks=8, device="cpu", **{setting: "fp8"})
     with pytest.raises(ConfigError, match=f"{option} fp8 .*: use int8, or add --device cuda"):
         build.load(settings)
 
 
-def test_a_cpu_refuses_tritons_kernels_with_the_fix(tmp_path: Path) -> None:
+def test_a_cpu_refuses_tritons_kernels_with_the_fix(tmp_path):
     make_checkpoint(tmp_path)
     settings = EngineConfig(str(tmp_path), kv_blocks=8, device="cpu", kernels="triton")
     with pytest.raises(

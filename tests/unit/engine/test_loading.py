@@ -1,11 +1,7 @@
 """How far loading is, told once a second; which seed stands for weights that were made up."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
-import pytest
 import torch
 
 from baton.config import EngineConfig
@@ -17,9 +13,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 1 << 30
 
 
-def test_progress_is_told_once_a_second_with_rate_and_time_left(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_progress_is_told_once_a_second_with_rate_and_time_left(caplog):
     times = iter([0.0, 0.5, 2.0, 2.9, 4.0])
     progress = LoadProgress(lambda: next(times))
     caplog.set_level(logging.INFO)
@@ -31,7 +25,7 @@ def test_progress_is_told_once_a_second_with_rate_and_time_left(
     ]
 
 
-def test_weights_that_differ_have_different_seeds() -> None:
+def test_weights_that_differ_have_different_seeds():
     stored, made_up = EngineConfig(), EngineConfig(random_weights=True)
     simulated = EngineConfig(random_weights=True, simulate="1,1")
     assert random_seed(stored, CPU) is random_seed(stored, GPU) is None
@@ -40,7 +34,7 @@ def test_weights_that_differ_have_different_seeds() -> None:
     assert random_seed(made_up, torch.device("cuda", 3)) == seeds[1]
 
 
-def test_made_up_weights_of_a_cpu_stay_what_they_are(tmp_path: Path) -> None:
+def test_made_up_weights_of_a_cpu_stay_what_they_are(tmp_path):
     """Workers of other versions, and figures that were published, hold the same ones."""
     make_checkpoint(tmp_path)
     config = ModelConfig.load(tmp_path)

@@ -1,26 +1,24 @@
 """The planner: chunks, decode first, cache hits, preemption and resume, all from two numbers."""
 
-import pytest
-
 from baton import prefix
 from baton.engine.blocks import BlockPool
-from baton.engine.planner import Plan, Planner
+from baton.engine.planner import Planner
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 
 SIZE = 4
 
 
-def make_planner(num_blocks: int = 16, chunk_tokens: int = 8, max_batch: int = 4) -> Planner:
+def make_planner(num_blocks=16, chunk_tokens=8, max_batch=4):
     return Planner(BlockPool(num_blocks, SIZE), chunk_tokens, max_batch)
 
 
-def make_sequence(name: str, length: int, first: int = 0, priority: float = 0.0) -> Sequence:
+def make_sequence(name, length, first=0, priority=0.0):
     tokens = list(range(first, first + length))
     return Sequence(name, tokens, length, SamplingParams(), priority=priority)
 
 
-def run(planner: Planner, plan: Plan) -> None:
+def run(planner, plan):
     """What a step does to the books: computes, and draws a token (7) where one is due."""
     for work in plan.work:
         samples = work.samples
@@ -30,11 +28,11 @@ def run(planner: Planner, plan: Plan) -> None:
     planner.blocks.check()
 
 
-def shape(plan: Plan) -> list[tuple[str, int, int]]:
+def shape(plan):
     return [(work.sequence.seq_id, work.start, work.count) for work in plan.work]
 
 
-def test_a_long_prompt_catches_up_in_chunks_then_decodes() -> None:
+def test_a_long_prompt_catches_up_in_chunks_then_decodes():
     planner = make_planner()
     planner.add(make_sequence("a", 18))
     seen = []
@@ -45,7 +43,7 @@ def test_a_long_prompt_catches_up_in_chunks_then_decodes() -> None:
     assert seen == [("a", 0, 8), ("a", 8, 8), ("a", 16, 2), ("a", 18, 1), ("a", 19, 1)]
 
 
-def test_decoding_sequences_go_before_prompts() -> None:
+def test_decoding_sequences_go_before_prompts():
     planner = make_planner()
     planner.add(make_sequence("short", 2))
     run(planner, planner.plan())
@@ -53,7 +51,7 @@ def test_decoding_sequences_go_before_prompts() -> None:
     assert shape(planner.plan()) == [("short", 2, 1), ("long", 0, 8)]
 
 
-def test_an_older_prompt_does_not_starve_a_decoding_sequence() -> None:
+def test_an_older_prompt_does_not_starve_a_decoding_sequence():
     planner = make_planner(chunk_tokens=8)
     planner.add(make_sequence("long", 40))
     run(planner, planner.plan())
@@ -66,7 +64,7 @@ def test_an_older_prompt_does_not_starve_a_decoding_sequence() -> None:
         run(planner, plan)
 
 
-def test_a_batch_above_the_chunk_budget_starves_nobody() -> None:
+def test_a_batch_above_the_chunk_budget_starves_nobody():
     planner = make_planner(num_blocks=64, chunk_tokens=4, max_batch=9)
     streams = [make_sequence(f"s{i}", 3, first=100 * i) for i in range(8)]
     for sequence in streams[:6]:
@@ -85,7 +83,7 @@ def test_a_batch_above_the_chunk_budget_starves_nobody() -> None:
         run(planner, plan)
 
 
-def test_a_second_prompt_skips_what_the_first_left_in_the_cache() -> None:
+def test_a_second_prompt_skips_what_the_first_left_in_the_cache():
     planner = make_planner(chunk_tokens=32)
     first, second = make_sequence("a", 10), make_sequence("b", 11)
     planner.add(first)
@@ -97,14 +95,14 @@ def test_a_second_prompt_skips_what_the_first_left_in_the_cache() -> None:
     assert second.block_ids[:2] == first.block_ids[:2]
 
 
-def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run() -> None:
+def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run():
     planner = make_planner(chunk_tokens=64)
     planner.add(make_sequence("a", 10))
     planner.add(make_sequence("b", 10))
     assert shape(planner.plan()) == [("a", 0, 10), ("b", 0, 10)]
 
 
-def test_the_youngest_is_preempted_and_starts_over_with_its_tokens() -> None:
+def test_the_youngest_is_preempted_and_starts_over_with_its_tokens():
     planner = make_planner(num_blocks=4, chunk_tokens=64)
     old, young = make_sequence("old", 8), make_sequence("young", 7, first=100)
     planner.add(old)
@@ -121,7 +119,7 @@ def test_the_youngest_is_preempted_and_starts_over_with_its_tokens() -> None:
     assert young.num_tokens == 8
 
 
-def test_the_batch_is_bounded() -> None:
+def test_the_batch_is_bounded():
     planner = make_planner(max_batch=2, chunk_tokens=64)
     for name in "abc":
         planner.add(make_sequence(name, 2))
@@ -129,7 +127,7 @@ def test_the_batch_is_bounded() -> None:
     assert len(planner.waiting) == 1
 
 
-def test_a_reservation_has_room_for_the_first_token() -> None:
+def test_a_reservation_has_room_for_the_first_token():
     planner = make_planner(num_blocks=3)
     sequence = make_sequence("a", 8)
     assert planner.reserve(sequence, extra_tokens=1)
@@ -138,7 +136,7 @@ def test_a_reservation_has_room_for_the_first_token() -> None:
     planner.blocks.check()
 
 
-def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them() -> None:
+def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them():
     planner = make_planner(num_blocks=4)
     reserved = make_sequence("reserved", 11)
     assert planner.reserve(reserved, extra_tokens=1)
@@ -149,14 +147,14 @@ def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them() ->
     assert planner.num_waiting == 1
 
 
-def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch):
     planner = make_planner(num_blocks=16, chunk_tokens=64)
     first = make_sequence("first", 40)
     planner.add(first)
     run(planner, planner.plan())
     hashed, hash64 = [], prefix._hash64
 
-    def watched(data: bytes) -> int:
+    def watched(data):
         hashed.append(len(data))
         return hash64(data)
 

@@ -1,24 +1,22 @@
 """Sequences go by priority, between chunks too, and none starves."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.planner import Plan, Planner, SequenceQueue
+from baton.engine.planner import SequenceQueue
 from baton.engine.sequence import Sequence
 from tests.unit.engine.test_planner import make_planner, make_sequence, run, shape
 
 
-def finish(planner: Planner, sequence: Sequence) -> None:
+def finish(planner, sequence):
     planner.remove(sequence)
     planner.free(sequence)
     planner.blocks.check()
 
 
-def rounds(planner: Planner, count: int) -> list[tuple[str, int, int]]:
+def rounds(planner, count):
     seen = []
     for _ in range(count):
         plan = planner.plan()
@@ -27,7 +25,7 @@ def rounds(planner: Planner, count: int) -> list[tuple[str, int, int]]:
     return seen
 
 
-def test_a_short_prompt_of_higher_priority_overtakes_a_long_one_between_chunks() -> None:
+def test_a_short_prompt_of_higher_priority_overtakes_a_long_one_between_chunks():
     planner = make_planner(num_blocks=32)
     planner.add(make_sequence("long", 30, priority=9.0))
     assert rounds(planner, 1) == [("long", 0, 8)]
@@ -36,7 +34,7 @@ def test_a_short_prompt_of_higher_priority_overtakes_a_long_one_between_chunks()
     assert rounds(planner, 1) == [("short", 8, 2), ("long", 8, 6)]
 
 
-def test_the_last_by_priority_is_preempted_and_keeps_its_place() -> None:
+def test_the_last_by_priority_is_preempted_and_keeps_its_place():
     planner = make_planner(num_blocks=4, chunk_tokens=64)
     late, early = (
         make_sequence("late", 8, priority=9.0),
@@ -53,7 +51,7 @@ def test_the_last_by_priority_is_preempted_and_keeps_its_place() -> None:
     assert list(planner.waiting) == [late, newcomer]
 
 
-def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones() -> None:
+def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones():
     planner = make_planner(num_blocks=8, chunk_tokens=16)
     small = make_sequence("small-0", 8, 1000, priority=0.0)
     planner.add(small)
@@ -67,7 +65,7 @@ def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones() -> None:
     assert rounds(planner, 1) == [("large", 0, 16)]
 
 
-def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_goes_first() -> None:
+def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_goes_first():
     planner = make_planner(num_blocks=32)
     planner.add(make_sequence("prompt", 30, priority=1.0))
     arrived = make_sequence("arrived", 6, first=100, priority=9.0)
@@ -77,7 +75,7 @@ def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_goes_first() -> None
     assert rounds(planner, 1) == [("arrived", 5, 1), ("prompt", 0, 8)]
 
 
-def test_places_in_the_batch_go_by_priority_too() -> None:
+def test_places_in_the_batch_go_by_priority_too():
     """Else sequences whose KV keeps coming would keep a prompt out of the batch."""
     planner = make_planner(num_blocks=32, max_batch=1)
     running = make_sequence("running", 2, priority=0.0)
@@ -92,7 +90,7 @@ def test_places_in_the_batch_go_by_priority_too() -> None:
     assert [name for name, _, _ in rounds(planner, 1)] == ["prompt"]
 
 
-def test_a_queue_counts_what_is_in_it() -> None:
+def test_a_queue_counts_what_is_in_it():
     queue, members = (
         SequenceQueue(),
         [make_sequence(f"s{i}", 3 + i, priority=float(i % 3)) for i in range(9)],
@@ -121,7 +119,7 @@ class Before:
     pending: dict[str, int]
 
     @classmethod
-    def of(cls, planner: Planner) -> Before:
+    def of(cls, planner):
         running, holding = list(planner.running), [*planner.ready, *planner.holding]
         waiting = list(planner.waiting)
         pending = {s.seq_id: s.num_pending for s in (*running, *holding, *waiting)}
@@ -129,7 +127,7 @@ class Before:
         return cls(running, behind, holding, waiting, pending)
 
 
-def check_order(planner: Planner, before: Before, plan: Plan) -> None:
+def check_order(planner, before, plan):
     """Whoever had room and got less than it needs was not passed by anybody due later."""
     got = {work.sequence.seq_id: work.count for work in plan.work}
     in_reach = [*before.behind, *before.holding, *before.waiting]
@@ -149,7 +147,7 @@ def check_order(planner: Planner, before: Before, plan: Plan) -> None:
 
 
 @st.composite
-def arrivals(draw: st.DrawFn) -> list[list[tuple[int, int, bool]]]:
+def arrivals(draw):
     """For each step what comes: (length, how long until it is due, whether it is reserved)."""
     one = st.tuples(st.integers(1, 30), st.integers(0, 12), st.booleans())
     return draw(st.lists(st.lists(one, max_size=3), min_size=1, max_size=12))
@@ -157,9 +155,7 @@ def arrivals(draw: st.DrawFn) -> list[list[tuple[int, int, bool]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(arrivals(), st.integers(9, 24), st.integers(1, 40), st.integers(1, 4))
-def test_priorities_are_kept_and_every_sequence_finishes(
-    coming: list[list[tuple[int, int, bool]]], num_blocks: int, chunk: int, max_batch: int
-) -> None:
+def test_priorities_are_kept_and_every_sequence_finishes(coming, num_blocks, chunk, max_batch):
     planner = make_planner(num_blocks, chunk, max_batch)
     alive: dict[str, tuple[Sequence, int]] = {}
     for step in range(3000):
@@ -192,9 +188,7 @@ def test_priorities_are_kept_and_every_sequence_finishes(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(20, 60), st.integers(1, 20), st.integers(1, 20))
-def test_a_long_prompt_waits_only_for_work_of_higher_priority(
-    length: int, patience: int, short: int
-) -> None:
+def test_a_long_prompt_waits_only_for_work_of_higher_priority(length, patience, short):
     planner = make_planner(num_blocks=16, chunk_tokens=8, max_batch=3)
     large = make_sequence("large", length, priority=float(patience))
     planner.add(large)

@@ -1,10 +1,7 @@
 """The simulated engine: equal tokens however they came about, and no wrong block goes unnoticed."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,24 +27,22 @@ SETTINGS = EngineConfig(
 )
 
 
-def runner(dtype: torch.dtype = torch.float32, speed: str = "1e9,0") -> SimulatedRunner:
+def runner(dtype=torch.float32, speed="1e9,0"):
     pool = torch.zeros(16, 2, 2, 2, BLOCK, 8, dtype=dtype)
     return SimulatedRunner(SimulatedSpeed.parse(speed), pool, Sampler(frozenset({EOS}), VOCAB))
 
 
-def sequence(
-    length: int, blocks: list[int], params: SamplingParams = GREEDY, salt: str = ""
-) -> Sequence:
+def sequence(length, blocks, params=GREEDY, salt=""):
     tokens = [(31 * i) % VOCAB for i in range(length)]
     return Sequence("s", tokens, length, params, salt, block_ids=blocks)
 
 
-def compute(engine: SimulatedRunner, of: Sequence, start: int, count: int) -> int | None:
+def compute(engine, of, start, count):
     drawn = engine.run(Plan([Work(of, start, count)])).get(of.seq_id)
     return drawn.token_ids[0] if drawn else None
 
 
-def decode(engine: SimulatedRunner, of: Sequence, steps: int) -> list[int]:
+def decode(engine, of, steps):
     """Goes on from a computed prompt and its first token."""
     new = []
     for _ in range(steps):
@@ -62,7 +57,7 @@ class TestKv:
     """Slots hold what their sequence wrote, and a step that reads notices when they do not."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_a_prompt_may_be_computed_in_any_chunks(self, dtype: torch.dtype) -> None:
+    def test_a_prompt_may_be_computed_in_any_chunks(self, dtype):
         whole, parts = runner(dtype), runner(dtype)
         one, other = sequence(14, [3, 1, 2, 0]), sequence(14, [3, 1, 2, 0])
         first = compute(whole, one, 0, 14)
@@ -72,7 +67,7 @@ class TestKv:
         as_bytes = torch.int16
         assert torch.equal(whole.pool.view(as_bytes), parts.pool.view(as_bytes))
 
-    def test_a_long_prompt_is_hashed_in_strides_without_a_seam(self) -> None:
+    def test_a_long_prompt_is_hashed_in_strides_without_a_seam(self):
         """The hash of a token is the same whether it came with 5000 others or one by one."""
         tokens = [(7919 * i) % VOCAB for i in range(5000)]
         pool = torch.zeros(1300, 1, 2, 1, BLOCK, 8)
@@ -85,7 +80,7 @@ class TestKv:
         at_once = Sequence("all", [*tokens, 1], 5001, GREEDY, block_ids=blocks)
         assert compute(engine, at_once, 5000, 1) is not None  # reads all that `grown` wrote
 
-    def test_blocks_from_elsewhere_are_read_in_full(self) -> None:
+    def test_blocks_from_elsewhere_are_read_in_full(self):
         sender, receiver = runner(), runner()
         compute(sender, sequence(12, [0, 1, 2]), 0, 12)
         receiver.pool[[9, 8, 7]] = sender.pool[[0, 1, 2]]
@@ -94,7 +89,7 @@ class TestKv:
         assert compute(receiver, moved, 12, 1) is not None
 
     @pytest.mark.parametrize("position", range(12))
-    def test_one_wrong_slot_is_noticed(self, position: int) -> None:
+    def test_one_wrong_slot_is_noticed(self, position):
         engine = runner()
         compute(engine, sequence(12, [0, 1, 2]), 0, 12)
         engine.pool.view(torch.int32)[position // BLOCK, 1, 1, 1, position % BLOCK, 5] ^= 1
@@ -103,14 +98,14 @@ class TestKv:
             compute(engine, reader, 12, 1)
 
     @pytest.mark.parametrize("axis", [1, 2, 3], ids=["layers", "K and V", "heads"])
-    def test_what_lies_in_anothers_place_is_noticed(self, axis: int) -> None:
+    def test_what_lies_in_anothers_place_is_noticed(self, axis):
         engine = runner()
         compute(engine, sequence(4, [0]), 0, 4)
         engine.pool[0] = engine.pool[0].flip(axis - 1)
         with pytest.raises(InternalError, match=r"token 0$"):
             compute(engine, sequence(5, [0, 1]), 4, 1)
 
-    def test_a_block_of_another_prompt_or_position_or_salt_is_noticed(self) -> None:
+    def test_a_block_of_another_prompt_or_position_or_salt_is_noticed(self):
         engine = runner()
         compute(engine, sequence(12, [0, 1, 2]), 0, 12)
         for wrong in ([1, 0, 2, 3], [0, 0, 2, 3]):
@@ -119,14 +114,14 @@ class TestKv:
         with pytest.raises(InternalError, match="block 0 does not hold the KV of token 0"):
             compute(engine, sequence(13, [0, 1, 2, 3], salt="other"), 12, 1)
 
-    def test_a_block_overwritten_while_decoding_is_noticed_within_a_round(self) -> None:
+    def test_a_block_overwritten_while_decoding_is_noticed_within_a_round(self):
         engine, running = runner(), sequence(12, [0, 1, 2, 3, 4])
         running.tokens.append(compute(engine, running, 0, 12) or 0)
         engine.scrub([1])
         with pytest.raises(InternalError, match="block 1 "):
             decode(engine, running, 5)
 
-    def test_after_a_preemption_all_is_read_again(self) -> None:
+    def test_after_a_preemption_all_is_read_again(self):
         engine, running = runner(), sequence(12, [0, 1, 2])
         compute(engine, running, 0, 12)
         running.block_ids = [0, 5, 6]  # the first block was still cached
@@ -139,7 +134,7 @@ class TestTokens:
     """Tokens follow from tokens, settings, seed and position alone."""
 
     @pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALTIES])
-    def test_a_batch_changes_nothing(self, params: SamplingParams) -> None:
+    def test_a_batch_changes_nothing(self, params):
         alone = compute(runner(), sequence(9, [0, 1, 2], params), 0, 9)
         engine = runner()
         one, other = sequence(9, [0, 1, 2], params), sequence(6, [5, 4])
@@ -148,7 +143,7 @@ class TestTokens:
         assert drawn["s"].token_ids == (alone,)
 
     @pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALTIES])
-    def test_what_was_delivered_is_the_new_prompt(self, params: SamplingParams) -> None:
+    def test_what_was_delivered_is_the_new_prompt(self, params):
         engine, running = runner(), sequence(9, [0, 1, 2, 3, 4], params)
         running.tokens.append(compute(engine, running, 0, 9) or 0)
         whole = [running.tokens[-1], *decode(engine, running, 5)]
@@ -157,7 +152,7 @@ class TestTokens:
         rest.tokens.append(compute(runner(), rest, 0, 12) or 0)
         assert rest.tokens[9:] == whole[:4]
 
-    def test_the_short_way_takes_the_samplers_token(self) -> None:
+    def test_the_short_way_takes_the_samplers_token(self):
         """Asking for log-probabilities takes the long way."""
         long_way = dataclasses.replace(GREEDY, logprobs=0)
         for length in range(1, 14):
@@ -165,8 +160,8 @@ class TestTokens:
             short = compute(runner(), sequence(length, blocks), 0, length)
             assert short == compute(runner(), sequence(length, blocks, long_way), 0, length)
 
-    def test_settings_and_seeds_matter_and_the_salt_does_not(self) -> None:
-        def tokens(params: SamplingParams, salt: str = "") -> tuple[int | None, ...]:
+    def test_settings_and_seeds_matter_and_the_salt_does_not(self):
+        def tokens(params, salt=""):
             lengths = range(1, 13)
             return tuple(
                 compute(runner(), sequence(n, [0, 1, 2], params, salt), 0, n) for n in lengths
@@ -182,13 +177,13 @@ class TestTokens:
 class TestSimulatedSpeed:
     """A step takes what its prompt tokens and sequences cost."""
 
-    def test_of_a_step(self) -> None:
+    def test_of_a_step(self):
         pace = SimulatedSpeed.parse("1000,10,0.5")
         assert pace.step_s(500, 0) == pytest.approx(0.5)
         assert pace.step_s(0, 4) == pytest.approx(0.012)
         assert pace.step_s(100, 1) == pytest.approx(0.1105)
 
-    def test_is_kept(self) -> None:
+    def test_is_kept(self):
         engine, of = runner(speed="100,60"), sequence(11, [0, 1, 2])
         begin = time.monotonic()
         compute(engine, of, 0, 10)
@@ -198,11 +193,11 @@ class TestSimulatedSpeed:
         assert time.monotonic() - between >= 0.06
 
     @pytest.mark.parametrize("text", ["8000", "fast,10", "0,10", "8000,-1", "8000,nan", "1,2,3,4"])
-    def test_nonsense_is_refused(self, text: str) -> None:
+    def test_nonsense_is_refused(self, text):
         with pytest.raises(ConfigError, match=r"--simulate '.*': write the prefill rate"):
             EngineConfig(simulate=text)
 
-    def test_a_gpu_is_refused(self) -> None:
+    def test_a_gpu_is_refused(self):
         with pytest.raises(ConfigError, match="--device cuda"):
             EngineConfig(simulate="8000,10", device="cuda")
 
@@ -211,14 +206,12 @@ class TestEngine:
     """The real engine over it."""
 
     @pytest.fixture
-    def process(self) -> Iterator[SingleProcess]:
+    def process(self):
         with SingleProcess(SETTINGS) as process:
             yield process
 
     @pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALTIES])
-    def test_small_pools_and_caches_change_no_token(
-        self, process: SingleProcess, params: SamplingParams
-    ) -> None:
+    def test_small_pools_and_caches_change_no_token(self, process, params):
         prompt = list(range(100, 190))
         params = dataclasses.replace(params, max_tokens=30)
         first, again = process.generate(prompt, params), process.generate(prompt, params)
@@ -228,7 +221,7 @@ class TestEngine:
         with SingleProcess(other) as small:
             assert small.generate(prompt, params).token_ids == first.token_ids
 
-    def test_a_simulated_worker_is_never_paired_with_a_real_one(self) -> None:
+    def test_a_simulated_worker_is_never_paired_with_a_real_one(self):
         simulated = build.load(SETTINGS)
         real = build.load(dataclasses.replace(SETTINGS, simulate=""))
         assert simulated.descriptor.dtype == real.descriptor.dtype

@@ -1,7 +1,5 @@
 """Weights arrive whole and fused, or the error names the file and the tensor."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -12,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from baton.engine.models.config import ModelConfig
 from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
-from baton.engine.weights.weights import Weights, load_weights, random_weights
+from baton.engine.weights.weights import load_weights, random_weights
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
 
@@ -24,11 +21,11 @@ CPU = torch.device("cpu")
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> Weights:
+def load(directory, dtype=torch.float32):
     return load_weights(directory, ModelConfig.load(directory), dtype, CPU)
 
 
-def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+def rewrite(directory, change):
     file = directory / SINGLE_FILE
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
@@ -36,19 +33,19 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> Pat
     return file
 
 
-def refused(directory: Path) -> str:
+def refused(directory):
     with pytest.raises(CheckpointError) as caught:
         load(directory)
     return str(caught.value)
 
 
-def tensors_of(weights: Weights) -> list[Tensor]:
+def tensors_of(weights):
     layers = [getattr(layer, field.name) for layer in weights.layers for field in fields(layer)]
     found = [weights.embedding, weights.final_norm, weights.lm_head, *layers]
     return [tensor for tensor in found if tensor is not None]
 
 
-def test_parts_are_fused_in_order(tmp_path: Path) -> None:
+def test_parts_are_fused_in_order(tmp_path):
     model = make_checkpoint(tmp_path, "Qwen2ForCausalLM")
     layer, reference = load(tmp_path).layers[1], model.model.layers[1]
     attention, mlp = reference.self_attn, reference.mlp
@@ -61,7 +58,7 @@ def test_parts_are_fused_in_order(tmp_path: Path) -> None:
     assert layer.o_bias is None
 
 
-def test_shards_give_the_same_and_progress_counts_bytes(tmp_path: Path) -> None:
+def test_shards_give_the_same_and_progress_counts_bytes(tmp_path):
     make_checkpoint(tmp_path / "one")
     make_checkpoint(tmp_path / "many", max_shard_size="50KB")
     config = ModelConfig.load(tmp_path / "many")
@@ -78,7 +75,7 @@ def test_shards_give_the_same_and_progress_counts_bytes(tmp_path: Path) -> None:
     assert min(steps) == 4 * config.hidden_size
 
 
-def test_progress_counts_what_files_hold_not_what_becomes_of_it(tmp_path: Path) -> None:
+def test_progress_counts_what_files_hold_not_what_becomes_of_it(tmp_path):
     make_checkpoint(tmp_path, dtype=torch.bfloat16)
     config = ModelConfig.load(tmp_path)
     seen: list[tuple[int, int]] = []
@@ -86,7 +83,7 @@ def test_progress_counts_what_files_hold_not_what_becomes_of_it(tmp_path: Path) 
     assert seen[-1] == (2 * config.num_parameters, 2 * config.num_parameters)
 
 
-def test_converts_and_outlives_the_files(tmp_path: Path) -> None:
+def test_converts_and_outlives_the_files(tmp_path):
     model = make_checkpoint(tmp_path, dtype=torch.float16)
     weights = load(tmp_path, torch.bfloat16)
     shutil.rmtree(tmp_path)
@@ -94,33 +91,33 @@ def test_converts_and_outlives_the_files(tmp_path: Path) -> None:
     assert torch.equal(weights.lm_head, model.lm_head.weight.bfloat16())
 
 
-def test_tied_embeddings_share_one_tensor_and_a_copy_is_ignored(tmp_path: Path) -> None:
+def test_tied_embeddings_share_one_tensor_and_a_copy_is_ignored(tmp_path):
     make_checkpoint(tmp_path, tie_word_embeddings=True)
     rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(3)}))
     weights = load(tmp_path)
     assert weights.lm_head is weights.embedding
 
 
-def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
+def test_old_rotary_tables_are_ignored(tmp_path):
     make_checkpoint(tmp_path)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(tmp_path, lambda t: t.update({name: torch.zeros(8)}))
     load(tmp_path)
 
 
-def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
+def tensors(change):
     return lambda directory: rewrite(directory, change)
 
 
-def content(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    def write(directory: Path) -> None:
+def content(change):
+    def write(directory):
         file = directory / SINGLE_FILE
         file.write_bytes(change(file.read_bytes()))
 
     return write
 
 
-def header(text: bytes, data: bytes = b"") -> Callable[[Path], object]:
+def header(text, data=b""):
     return content(lambda _: len(text).to_bytes(8, "little") + text + data)
 
 
@@ -143,7 +140,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     **{
         f"header cut at {keep}": (
-            content(lambda data, keep=keep: data[:keep]),  # type: ignore[misc]
+            content(lambda data, keep=keep: data[:keep]),
             "{file} is truncated or not a safetensors file",
         )
         for keep in (0, 5, 100)
@@ -159,21 +156,21 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_what_is_broken_is_named(tmp_path: Path, kind: str) -> None:
+def test_what_is_broken_is_named(tmp_path, kind):
     make_checkpoint(tmp_path)
     damage, named = BROKEN[kind]
     damage(tmp_path)
     assert named.format(directory=tmp_path, file=tmp_path / SINGLE_FILE) in refused(tmp_path)
 
 
-def test_missing_shard_is_named(tmp_path: Path) -> None:
+def test_missing_shard_is_named(tmp_path):
     make_checkpoint(tmp_path, max_shard_size="100KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
     assert f"{shard} is missing" in refused(tmp_path)
 
 
-def test_shard_without_a_promised_tensor_is_named(tmp_path: Path) -> None:
+def test_shard_without_a_promised_tensor_is_named(tmp_path):
     make_checkpoint(tmp_path, max_shard_size="100KB")
     index = tmp_path / INDEX_FILE
     content = json.loads(index.read_text())
@@ -196,13 +193,13 @@ def test_shard_without_a_promised_tensor_is_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
+def test_a_broken_index_is_named(tmp_path, text):
     make_checkpoint(tmp_path, max_shard_size="100KB")
     (tmp_path / INDEX_FILE).write_text(text)
     assert str(tmp_path / INDEX_FILE) in refused(tmp_path)
 
 
-def test_pickles_are_refused_with_the_fix(tmp_path: Path) -> None:
+def test_pickles_are_refused_with_the_fix(tmp_path):
     make_checkpoint(tmp_path)
     (tmp_path / SINGLE_FILE).rename(tmp_path / "pytorch_model.bin")
     message = refused(tmp_path)
@@ -211,7 +208,7 @@ def test_pickles_are_refused_with_the_fix(tmp_path: Path) -> None:
     assert "safetensors" in message
 
 
-def test_no_weights_at_all(tmp_path: Path) -> None:
+def test_no_weights_at_all(tmp_path):
     make_checkpoint(tmp_path)
     (tmp_path / SINGLE_FILE).unlink()
     assert f"{tmp_path} has neither {SINGLE_FILE}" in refused(tmp_path)
@@ -220,7 +217,7 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
         load_weights(tmp_path / "config.json", config, torch.float32, CPU)
 
 
-def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
+def test_random_weights_follow_the_seed(tmp_path):
     make_checkpoint(tmp_path, "Qwen3ForCausalLM")
     config = ModelConfig.load(tmp_path)
     first, same, other = (random_weights(config, torch.bfloat16, CPU, seed) for seed in (1, 1, 2))
@@ -230,7 +227,7 @@ def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
     assert sum(t.numel() for t in tensors_of(first)) == config.num_parameters
 
 
-def test_other_devices_weights_never_lie_on_the_host(tmp_path: Path) -> None:
+def test_other_devices_weights_never_lie_on_the_host(tmp_path):
     """Tried with a device that keeps shapes only."""
     make_checkpoint(tmp_path, "Qwen2ForCausalLM")
     config, device = ModelConfig.load(tmp_path), torch.device("meta")

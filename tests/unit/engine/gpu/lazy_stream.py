@@ -1,10 +1,7 @@
 """A device that is always late: work runs when the host waits for it, or by chance."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -17,7 +14,7 @@ T = TypeVar("T")
 class LazyStream(Stream):
     """Keeps work back, so that a host that does not wait sees what was there before."""
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed=None):
         self._dice = None if seed is None else random.Random(seed)
         self._waiting: deque[Work] = deque()
         self._done = 0
@@ -27,30 +24,30 @@ class LazyStream(Stream):
         self.fails_in: int | None = None  # so many works from now one fails on the device
 
     @property
-    def pending(self) -> int:
+    def pending(self):
         """Work that has not run."""
         return len(self._waiting)
 
     @property
-    def unwaited(self) -> int:
+    def unwaited(self):
         """Work that was not waited for, whether or not it has run by chance."""
         return self._done + self.pending - self._waited
 
-    def put(self, work: Work) -> None:
+    def put(self, work):
         self._waiting.append(work)
         if self._dice is not None and self._dice.random() < 0.3:
             self.run(self._dice.randrange(self.pending + 1))
 
-    def call(self, work: Callable[[], T]) -> T:
+    def call(self, work):
         self.run(self.pending)
         self._done += 1
         return work()
 
-    def record_event(self) -> LazyEvent:
+    def record_event(self):
         first, self._recorded = self._recorded, self._done + self.pending
         return LazyEvent(self, first, self._recorded)
 
-    def run(self, count: int) -> None:
+    def run(self, count):
         """Runs the oldest; what it raises is raised where it is waited for."""
         for _ in range(count):
             work = self._waiting.popleft()
@@ -62,7 +59,7 @@ class LazyStream(Stream):
                 self._failures[self._done] = error
             self._done += 1
 
-    def wait(self, first: int, end: int) -> None:
+    def wait(self, first, end):
         """Runs works up to `end`; raises what those from `first` on failed with."""
         self.run(max(0, end - self._done))
         self._waited = max(self._waited, end)
@@ -70,7 +67,7 @@ class LazyStream(Stream):
             if number in self._failures:
                 raise self._failures[number]
 
-    def _maybe_fail(self) -> None:
+    def _maybe_fail(self):
         if self.fails_in is None:
             return
         self.fails_in -= 1
@@ -80,9 +77,9 @@ class LazyStream(Stream):
 
 
 class LazyEvent:
-    def __init__(self, stream: LazyStream, first: int, end: int) -> None:
+    def __init__(self, stream, first, end):
         self._stream = stream
         self._span = (first, end)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._stream.wait(*self._span)

@@ -1,14 +1,9 @@
 """An engine for a GPU, built and run on a CPU: all but the GPU's own figures is real."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from threading import current_thread
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +16,7 @@ from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, unsupp
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
-from baton.engine.build import Loaded
-from baton.engine.kv_cache import KvLayout, plan_layout
+from baton.engine.kv_cache import plan_layout
 from baton.engine.loop import Engine
 from baton.engine.models.config import ModelConfig
 from baton.engine.overlap import OverlappedEngine
@@ -31,7 +25,7 @@ from baton.engine.weights.quantize import Int8Weight
 from baton.errors import ConfigError
 from tests.unit.engine.bench import Bench, greedy
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.quantized import qwen_config
+from tests.unit.engine.small_models import qwen_config
 
 MIB, GIB = 1 << 20, 1 << 30
 SETTINGS = {
@@ -42,46 +36,44 @@ SETTINGS = {
 class FakeGpu(Gpu):
     """A GPU of 8 GiB, of which 1 is others', beside a CPU that computes."""
 
-    def __init__(self, capability: tuple[int, int] = (9, 0), peak: int = GIB) -> None:
+    def __init__(self, capability=(9, 0), peak=GIB):
         super().__init__(torch.device("cpu"))
         self.used, self.peak, self.held = 0, peak, 0
         self._capability = capability
 
-    name = "cuda:0 Card"  # type: ignore[assignment]
+    name = "cuda:0 Card"
 
     @property
-    def capability(self) -> tuple[int, int]:
+    def capability(self):
         return self._capability
 
-    def use(self) -> None:
+    def use(self):
         self.used += 1
 
-    def free_and_total(self) -> tuple[int, int]:
+    def free_and_total(self):
         return 7 * GIB - self.held, 8 * GIB
 
-    def allocated(self) -> int:
+    def allocated(self):
         return self.held
 
-    def peak_of(self, run: Callable[[], object]) -> int:
+    def peak_of(self, run):
         run()
         return self.peak
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint(path, "Qwen3ForCausalLM")
     return path
 
 
-def on_gpu(
-    checkpoint: Path, gpu: Gpu | None = None, allocate: Any = None, **settings: Any
-) -> Loaded:
+def on_gpu(checkpoint, gpu=None, allocate=None, **settings):
     config = EngineConfig(str(checkpoint), **{**SETTINGS, **settings})
     return build.load(config, allocate, GpuBackend(config, gpu or FakeGpu()))
 
 
-def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint: Path) -> None:
+def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint):
     prompts = [list(range(10, 22)), [3, 5], [6]]
     cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
     gpu = on_gpu(checkpoint)
@@ -97,7 +89,7 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("speculate", [0, 2])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_settings_build(checkpoint: Path, overlap: bool, speculate: int) -> None:
+def test_what_settings_build(checkpoint, overlap, speculate):
     loaded = on_gpu(
         checkpoint, overlap=overlap, speculate=speculate, quantization="int8", kv_dtype="fp8"
     )
@@ -105,25 +97,23 @@ def test_what_settings_build(checkpoint: Path, overlap: bool, speculate: int) ->
     assert type(engine) is (OverlappedEngine if overlap and not speculate else Engine)
     runner = loaded.runner
     assert isinstance(runner, GpuRunner)
-    assert len(runner.model._cos) == 32  # type: ignore[attr-defined]  # not the checkpoint's own context
-    assert isinstance(runner.model._weights.layers[0].qkv, Int8Weight)  # type: ignore[attr-defined]
+    assert len(runner.model._cos) == 32  # not the checkpoint's own context
+    assert isinstance(runner.model._weights.layers[0].qkv, Int8Weight)
     assert runner.pool.dtype == torch.float8_e4m3fn
     assert runner.pool.shape[-1] == 16 + 4
 
 
-def test_the_pool_is_what_the_budget_leaves(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     # Of 7.2 GiB, so that the rest is no burden for a test; another engine here holds 5 bytes.
     gpu, given, weights_of = FakeGpu(peak=int(2.98 * GIB)), [], gpu_backend.weights_of
     gpu.held = 5
 
-    def allocate(num_bytes: int) -> torch.Tensor:
+    def allocate(num_bytes):
         given.append(num_bytes)
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def watched(*args: Any) -> Any:
+    def watched(*args):
         gpu.held += 3 * GIB
         return weights_of(*args)
 
@@ -141,13 +131,11 @@ def test_the_pool_is_what_the_budget_leaves(
     assert "reserved" in reserved and "measured" in measured
 
 
-def out_of_memory(_: object) -> Any:
+def out_of_memory(_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_too_little_memory_is_an_error_with_hints(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_an_error_with_hints(checkpoint, monkeypatch):
     with pytest.raises(ConfigError, match="no GPU memory is left for KV"):
         on_gpu(checkpoint, FakeGpu(peak=8 * GIB), kv_blocks=0)
     with pytest.raises(ConfigError, match="another process took GPU memory meanwhile"):
@@ -158,9 +146,7 @@ def test_too_little_memory_is_an_error_with_hints(
         on_gpu(checkpoint, gpu)
 
 
-def test_what_tritons_kernels_cannot_run_torch_computes(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_tritons_kernels_cannot_run_torch_computes(checkpoint, caplog):
     loaded = on_gpu(checkpoint, block_size=8)
     assert type(loaded.runner) is Runner
     assert "slow: blocks of 8 tokens" in caplog.text
@@ -171,7 +157,7 @@ def test_what_tritons_kernels_cannot_run_torch_computes(
         on_gpu(checkpoint, kernels="native")
 
 
-def test_kernels_that_are_chosen_or_refused(checkpoint: Path) -> None:
+def test_kernels_that_are_chosen_or_refused(checkpoint):
     config = ModelConfig.load(checkpoint)
     assert choose_kernels(EngineConfig(), config, (8, 0), "") == "triton"
     assert choose_kernels(EngineConfig(kernels="torch"), config, (9, 0), "") == "torch"
@@ -191,9 +177,7 @@ def test_kernels_that_are_chosen_or_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quantization", "kv_dtype"])
-def test_8_bit_formats_need_tritons_kernels_and_a_gpu_that_has_them(
-    checkpoint: Path, kind: str
-) -> None:
+def test_8_bit_formats_need_tritons_kernels_and_a_gpu_that_has_them(checkpoint, kind):
     option = "--" + kind.replace("_", "-")
     for value in ("int8", "fp8"):
         with pytest.raises(ConfigError, match=f"{option} {value}: it needs Triton's kernels"):
@@ -203,9 +187,7 @@ def test_8_bit_formats_need_tritons_kernels_and_a_gpu_that_has_them(
     assert isinstance(on_gpu(checkpoint, FakeGpu((8, 0)), **{kind: "int8"}).runner, GpuRunner)
 
 
-def test_the_gpu_is_the_engine_threads_before_anything_else(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypatch):
     """CUDA keeps the current device for each thread."""
     seen: list[tuple[str, object]] = []
     monkeypatch.setattr(
@@ -216,7 +198,7 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(
     runner = SimpleNamespace(
         pool=SimpleNamespace(device=device), wait_for_writes=lambda blocks=None: None
     )
-    for loaded in (on_cpu, dataclasses.replace(on_cpu, runner=runner)):  # type: ignore[type-var]
+    for loaded in (on_cpu, dataclasses.replace(on_cpu, runner=runner)):
         engine = loaded.engine(lambda report: None)
         first = engine.submit(lambda: list(seen))
         engine.start()
@@ -232,12 +214,10 @@ ROOMY = Usage(total=80 * GIB, free=63 * GIB, weights=16 * GIB, activations=2 * G
 
 class TestMemory:
     @pytest.fixture(autouse=True)
-    def _as_many_blocks_as_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _as_many_blocks_as_fit(self, monkeypatch):
         monkeypatch.setattr(memory, "MOST_BLOCKS", 1 << 40)
 
-    def layout(
-        self, usage: Usage, dtype: torch.dtype = torch.bfloat16, **settings: Any
-    ) -> KvLayout:
+    def layout(self, usage, dtype=torch.bfloat16, **settings):
         config, asked = EngineConfig(**settings), None
         if config.kv_blocks or config.kv_cache_bytes:
             asked = plan_layout(CONFIG, dtype, 16, config.kv_blocks, config.kv_cache_bytes)
@@ -257,23 +237,19 @@ class TestMemory:
             (ROOMY, torch.bfloat16, {"kv_blocks": 7, "kv_cache_bytes": GIB}, 7),
         ],
     )  # fmt: skip
-    def test_kv_gets_what_is_asked_for_or_left(
-        self, usage: Usage, dtype: torch.dtype, settings: dict[str, Any], num_blocks: int
-    ) -> None:
+    def test_kv_gets_what_is_asked_for_or_left(self, usage, dtype, settings, num_blocks):
         assert self.layout(usage, dtype, **settings).num_blocks == num_blocks
 
     @pytest.mark.parametrize("share", [0.3, 0.5, 0.77, 0.9, 1.0])
     @pytest.mark.parametrize("others", [0, 1, 10, 30])
-    def test_all_of_it_adds_up_to_no_more_than_there_is(self, share: float, others: int) -> None:
+    def test_all_of_it_adds_up_to_no_more_than_there_is(self, share, others):
         usage = Usage(80 * GIB, (64 - others) * GIB, 16 * GIB, 2 * GIB, 1 * GIB)
         taken = self.layout(usage, gpu_memory=share).num_bytes + usage.own
         all_taken = taken + usage.others + memory.SPARE_BYTES
         assert taken <= 80 * GIB * share and all_taken <= 80 * GIB
         assert taken + BLOCK > 80 * GIB * share or all_taken + BLOCK > 80 * GIB
 
-    def test_more_blocks_than_a_planner_can_use_are_not_kept(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_more_blocks_than_a_planner_can_use_are_not_kept(self, monkeypatch):
         monkeypatch.setattr(memory, "MOST_BLOCKS", 1000)
         assert self.layout(ROOMY).num_blocks == 1000
         assert self.layout(ROOMY, kv_blocks=1001).num_blocks == 1001
@@ -298,19 +274,17 @@ class TestMemory:
              r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch or --chunk-tokens"),
         ],
     )  # fmt: skip
-    def test_what_does_not_fit_is_an_error_with_hints(
-        self, usage: Usage, settings: dict[str, Any], message: str
-    ) -> None:
+    def test_what_does_not_fit_is_an_error_with_hints(self, usage, settings, message):
         with pytest.raises(ConfigError, match=message):
             self.layout(usage, **settings)
 
-    def test_graphs_keep_the_largest_step_and_something_for_each(self) -> None:
+    def test_graphs_keep_the_largest_step_and_something_for_each(self):
         assert memory.graphs_reserve(GIB, 0, 32) == 0
         one, two = (memory.graphs_reserve(GIB, graphs, 32) for graphs in (1, 2))
         assert one > GIB
         assert 0 < two - one < 16 * MIB
 
-    def test_the_summary_has_every_part(self) -> None:
+    def test_the_summary_has_every_part(self):
         settings = EngineConfig(max_batch=8, chunk_tokens=256, quantization="fp8", kv_blocks=1000)
         layout = self.layout(ROOMY, torch.int8, kv_blocks=1000)
         text = memory.summary("cuda:1 Card", ROOMY, layout, settings, 100_000, "reserved")

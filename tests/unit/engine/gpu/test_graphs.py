@@ -1,19 +1,15 @@
 """Padded decode batches, what is captured of them, and the steps that run before requests do."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.device import Stream, Work
+from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.graphs import (
     DecodeGraphs,
     batch_sizes,
@@ -23,7 +19,6 @@ from baton.engine.backends.gpu.graphs import (
 )
 from baton.engine.backends.gpu.runner import BlockTables
 from baton.engine.backends.gpu.warmup import step_shapes, warm_up
-from baton.engine.batch import StepBatch
 from baton.engine.ops.triton.decode_attention import splits_for
 from baton.engine.ops.triton.prefill_attention import plan_tiles
 from baton.engine.sequence import Sequence
@@ -33,7 +28,7 @@ from tests.unit.engine.gpu.driving import CONFIG, MODEL, SIZE, gpu_runner, new_p
 
 
 @given(st.integers(1, 1024))
-def test_every_batch_finds_a_size_with_little_padding(max_batch: int) -> None:
+def test_every_batch_finds_a_size_with_little_padding(max_batch):
     sizes = batch_sizes(max_batch)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == max_batch
@@ -42,7 +37,7 @@ def test_every_batch_finds_a_size_with_little_padding(max_batch: int) -> None:
         assert padding < max(8, rows / 4)
 
 
-def test_the_sizes_of_an_ordinary_engine() -> None:
+def test_the_sizes_of_an_ordinary_engine():
     assert batch_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
     assert batch_sizes(160)[11:] == (80, 96, 112, 128, 160)
     assert [table_widths(widest) for widest in (200, 256, 2048, 8192)] == [
@@ -51,7 +46,7 @@ def test_the_sizes_of_an_ordinary_engine() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 70))
-def test_sections_are_aligned_apart_and_fit_their_memory(rows: int, width: int) -> None:
+def test_sections_are_aligned_apart_and_fit_their_memory(rows, width):
     flat = torch.zeros(num_elements(rows, width), dtype=torch.int32)
     parts = sections(flat, rows, width)
     for number, part in enumerate(parts[:4], 1):
@@ -65,7 +60,7 @@ def test_sections_are_aligned_apart_and_fit_their_memory(rows: int, width: int) 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_block_tables_follow_their_sequences(seed: int) -> None:
+def test_block_tables_follow_their_sequences(seed):
     dice, tables = random.Random(seed), BlockTables(3, 10)
     alive = [Sequence(str(i), [1], 1, SamplingParams()) for i in range(9)]
     for _ in range(30):
@@ -89,14 +84,14 @@ def test_block_tables_follow_their_sequences(seed: int) -> None:
 class CountingStream(Stream):
     """Captures as a graph does, and replays later."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.captured = self.replayed = 0
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work):
         self.captured += 1
         work()
 
-        def replay() -> None:
+        def replay():
             self.replayed += 1
             work()
 
@@ -104,11 +99,11 @@ class CountingStream(Stream):
 
 
 class FailingStream(Stream):
-    def capture(self, work: Work) -> Work:
+    def capture(self, work):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone() -> None:
+def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone():
     stream, pool = CountingStream(), new_pool(12)
     with torch.inference_mode():
         graphs = DecodeGraphs(MODEL, pool, stream, 5, 16)
@@ -138,15 +133,15 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone() -
     assert stream.replayed == 5
 
 
-def test_steps_that_cannot_be_captured_are_an_error_with_the_option_that_helps() -> None:
+def test_steps_that_cannot_be_captured_are_an_error_with_the_option_that_helps():
     with pytest.raises(ConfigError, match=r"not permitted.*--no-graphs"):
         gpu_runner(FailingStream(), 1).capture(lambda done, total: None)
 
 
-def test_warm_up_runs_every_shape_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_runs_every_shape_in_one_block(monkeypatch):
     step, seen = MODEL.step, set[tuple[int, int, int]]()
 
-    def watched(batch: StepBatch, pool: Tensor) -> Tensor:
+    def watched(batch, pool):
         logits = step(batch, pool)
         assert logits.shape == (len(batch.query_lens), CONFIG.vocab_size)
         rows = len(batch.token_ids)
@@ -162,9 +157,7 @@ def test_warm_up_runs_every_shape_in_one_block(monkeypatch: pytest.MonkeyPatch) 
     assert pool[0].any() and not pool[1:].any()
 
 
-def assert_warmed_up(
-    max_context: int, tiling: Callable[[int, int, int], object], steps: list[tuple[int, int, int]]
-) -> None:
+def assert_warmed_up(max_context, tiling, steps):
     """`tiling` of (decode rows, rows of a chunk, table width) decides what is compiled."""
     shapes = step_shapes(EngineConfig(max_batch=64, chunk_tokens=512), max_context)
     compiled = {tiling(*shape) for shape in shapes}
@@ -172,8 +165,8 @@ def assert_warmed_up(
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
-def test_warm_up_compiles_every_tile_of_chunks_that_a_step_can_have(group: int) -> None:
-    def tiling(_: int, chunk: int, width: int) -> int | None:
+def test_warm_up_compiles_every_tile_of_chunks_that_a_step_can_have(group):
+    def tiling(_, chunk, width):
         return plan_tiles(torch.tensor([chunk]), chunk, group).rows if chunk > 1 else None
 
     # Sequences with proposed tokens are chunks, too.
@@ -181,8 +174,8 @@ def test_warm_up_compiles_every_tile_of_chunks_that_a_step_can_have(group: int) 
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 8, 32])
-def test_warm_up_shares_a_row_among_as_many_programs_as_a_step_can(kv_heads: int) -> None:
-    def tiling(rows: int, _: int, width: int) -> int | None:
+def test_warm_up_shares_a_row_among_as_many_programs_as_a_step_can(kv_heads):
+    def tiling(rows, _, width):
         if not rows:
             return None
         return int(triton.next_power_of_2(splits_for(rows * kv_heads, width * 16 // 256, 132)))

@@ -1,13 +1,10 @@
 """Overlap and the GPU's runner: the tokens of a CPU's plain loop, and when the host has to wait."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
@@ -36,7 +33,7 @@ class Scenario:
     leaving: dict[int, list[str]]
 
 
-def a_scenario(seed: int, *, calm: bool = False) -> Scenario:
+def a_scenario(seed, *, calm=False):
     """Calm ones decode for long with few changes; others come, go and ask for everything."""
     dice = random.Random(seed)
     coming: dict[int, list[Sequence]] = {}
@@ -56,7 +53,7 @@ def a_scenario(seed: int, *, calm: bool = False) -> Scenario:
     return Scenario(coming, leaving)
 
 
-def _settings(dice: random.Random, calm: bool) -> dict[str, object]:
+def _settings(dice, calm):
     settings: dict[str, object] = {
         "max_tokens": dice.randrange(20, 60) if calm else dice.randrange(1, 40),
         "ignore_eos": calm or dice.random() < 0.7,
@@ -75,7 +72,7 @@ def _settings(dice: random.Random, calm: bool) -> dict[str, object]:
     return settings
 
 
-def play(scenario: Scenario, driven: Driven) -> Driven:
+def play(scenario, driven):
     end = max([*scenario.coming, *scenario.leaving]) + 1
     for at in range(end):
         for one in scenario.coming.get(at, ()):
@@ -92,13 +89,13 @@ def play(scenario: Scenario, driven: Driven) -> Driven:
     return driven
 
 
-def assert_published_steps_have_run(driven: Driven) -> None:
+def assert_published_steps_have_run(driven):
     stream = getattr(driven.runner, "_stream", None)
     if isinstance(stream, LazyStream):
         assert stream.unwaited == bool(driven.in_flight)
 
 
-def assert_same(some: Driven, others: Driven) -> None:
+def assert_same(some, others):
     assert some.tokens.keys() == others.tokens.keys()
     for name, tokens in some.tokens.items():
         expected = others.tokens[name]
@@ -113,7 +110,7 @@ def assert_same(some: Driven, others: Driven) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_blocks", [17, 200], ids=["tiny pool", "roomy"])
-def test_tokens_are_those_of_a_cpu(seed: int, num_blocks: int) -> None:
+def test_tokens_are_those_of_a_cpu(seed, num_blocks):
     scenario = a_scenario(seed)
     expected = play(scenario, on_cpu(num_blocks))
     assert (expected.planner.preemptions > 0) == (num_blocks == 17)
@@ -125,30 +122,28 @@ def test_tokens_are_those_of_a_cpu(seed: int, num_blocks: int) -> None:
 @pytest.mark.parametrize(
     "options", [{"overlap": False}, {"speculate": 3}, {"max_batch": 2}], ids=str
 )
-def test_tokens_without_overlap_with_speculation_and_in_small_batches(
-    seed: int, options: dict[str, int]
-) -> None:
+def test_tokens_without_overlap_with_speculation_and_in_small_batches(seed, options):
     scenario = a_scenario(100 + seed)
     of_both = {name: value for name, value in options.items() if name != "overlap"}
     expected = play(scenario, on_cpu(60, **of_both))
-    assert_same(play(scenario, on_gpu(LazyStream(seed), 60, **options)), expected)  # type: ignore[arg-type]
+    assert_same(play(scenario, on_gpu(LazyStream(seed), 60, **options)), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_steady_decoding_always_has_a_step_in_flight(seed: int) -> None:
+def test_steady_decoding_always_has_a_step_in_flight(seed):
     scenario = a_scenario(200 + seed, calm=True)
     driven = play(scenario, on_gpu(LazyStream(seed), 200))
     assert_same(driven, play(scenario, on_cpu(200)))
-    rows = driven.runner.decode_rows  # type: ignore[attr-defined]
+    rows = driven.runner.decode_rows
     assert rows["wasted"] <= 2 < 0.05 * rows["wanted"]
 
 
-def test_padding_is_counted_and_sequences_run_up_to_the_longest_context() -> None:
+def test_padding_is_counted_and_sequences_run_up_to_the_longest_context():
     driven = on_gpu(Stream(), 100)
     for name in "abcde":
         driven.add(Sequence(name, [5, 6], 2, SamplingParams(max_tokens=3, ignore_eos=True)))
     driven.finish()
-    assert driven.runner.decode_rows == {"wanted": 10, "padding": 2, "wasted": 0}  # type: ignore[attr-defined]
+    assert driven.runner.decode_rows == {"wanted": 10, "padding": 2, "wasted": 0}
     both = [on_cpu(40), on_gpu(LazyStream(), 40)]
     for driven in both:
         driven.add(sequence("a", 3, SamplingParams(max_tokens=1000, ignore_eos=True)))
@@ -157,12 +152,12 @@ def test_padding_is_counted_and_sequences_run_up_to_the_longest_context() -> Non
     assert_same(both[1], both[0])
 
 
-def sequence(name: str, length: int = 6, params: SamplingParams = LONG) -> Sequence:
+def sequence(name, length=6, params=LONG):
     tokens = [(7 * i + sum(name.encode())) % 90 + 2 for i in range(length)]
     return Sequence(name, tokens, length, params)
 
 
-def decoding(stream: Stream, names: str = "ab", num_blocks: int = 40) -> Driven:
+def decoding(stream, names="ab", num_blocks=40):
     """Some sequences, and a step of theirs in flight."""
     driven = on_gpu(stream, num_blocks)
     for name in names:
@@ -173,14 +168,14 @@ def decoding(stream: Stream, names: str = "ab", num_blocks: int = 40) -> Driven:
     return driven
 
 
-def tokens_alone(name: str, params: SamplingParams = LONG) -> list[int]:
+def tokens_alone(name, params=LONG):
     driven = on_cpu(40)
     driven.add(sequence(name, params=params))
     driven.finish()
     return driven.tokens[name]
 
 
-def runner_of(driven: Driven) -> GpuRunner:
+def runner_of(driven):
     assert isinstance(driven.runner, GpuRunner)
     return driven.runner
 
@@ -190,7 +185,7 @@ class TestBlocksThatOthersWriteInto:
 
     CONTENT = 5.0
 
-    def reserve_all_and_write(self, driven: Driven, stream: LazyStream) -> bool:
+    def reserve_all_and_write(self, driven, stream):
         """Whether a reservation of all free blocks keeps what is written once all has run."""
         free = driven.blocks.num_available
         late = sequence("late", free * SIZE - 1)
@@ -201,9 +196,7 @@ class TestBlocksThatOthersWriteInto:
         return bool((pool[blocks] == self.CONTENT).all())
 
     @pytest.mark.parametrize("waits", [True, False])
-    def test_a_row_of_a_cancelled_sequence_has_ended_by_then(
-        self, waits: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_row_of_a_cancelled_sequence_has_ended_by_then(self, waits, monkeypatch):
         stream = LazyStream()
         driven = decoding(stream)
         if not waits:
@@ -211,14 +204,14 @@ class TestBlocksThatOthersWriteInto:
         driven.cancel("a")
         assert self.reserve_all_and_write(driven, stream) == waits
 
-    def test_zeroes_are_written_by_then(self) -> None:
+    def test_zeroes_are_written_by_then(self):
         stream = LazyStream()
         driven = decoding(stream, "a")
         driven.sequences.reserve(sequence("gone"))
         driven.cancel("gone")  # its blocks may hold anything, and are zeroed
         assert self.reserve_all_and_write(driven, stream)
 
-    def test_nothing_is_waited_for_while_every_sequence_keeps_its_blocks(self) -> None:
+    def test_nothing_is_waited_for_while_every_sequence_keeps_its_blocks(self):
         stream = LazyStream()
         driven = decoding(stream)
         driven.sequences.reserve(sequence("late"))
@@ -227,14 +220,14 @@ class TestBlocksThatOthersWriteInto:
         driven.finish()
         assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
 
-    def test_all_of_the_pool_can_be_waited_for(self) -> None:
+    def test_all_of_the_pool_can_be_waited_for(self):
         stream = LazyStream()
         driven = decoding(stream)
         driven.runner.wait_for_writes()
         assert stream.pending == 0
 
 
-def test_a_preempted_sequence_gets_the_token_in_flight() -> None:
+def test_a_preempted_sequence_gets_the_token_in_flight():
     driven = decoding(LazyStream())
     driven.planner._preempt(driven.planner.running.last)
     driven.finish()
@@ -242,7 +235,7 @@ def test_a_preempted_sequence_gets_the_token_in_flight() -> None:
 
 
 class TestFailures:
-    def test_a_step_that_fails_on_the_device_fails_with_what_was_launched_behind_it(self) -> None:
+    def test_a_step_that_fails_on_the_device_fails_with_what_was_launched_behind_it(self):
         stream = LazyStream()
         driven = decoding(stream)
         known = {name: list(driven.tokens[name]) for name in "ab"}
@@ -258,7 +251,7 @@ class TestFailures:
         driven.finish()
         assert driven.tokens["c"] == tokens_alone("c")
 
-    def test_the_step_before_the_failing_one_is_published(self) -> None:
+    def test_the_step_before_the_failing_one_is_published(self):
         stream = LazyStream()
         driven = decoding(stream)
         stream.fails_in = 1
@@ -267,7 +260,7 @@ class TestFailures:
         driven.step()
         assert all(one.abort_reason for one in driven.progress)
 
-    def test_it_is_not_raised_by_a_reservation_nor_for_sequences_that_left(self) -> None:
+    def test_it_is_not_raised_by_a_reservation_nor_for_sequences_that_left(self):
         stream = LazyStream()
         driven = decoding(stream)
         stream.fails_in = 0
@@ -279,12 +272,12 @@ class TestFailures:
         assert driven.ends["c"] == "length"
 
     def test_a_step_that_cannot_be_launched_is_computed_behind_the_one_in_flight(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+        self, monkeypatch, caplog
+    ):
         driven = decoding(Stream())
         decode, calls = MODEL.decode, list[int]()
 
-        def failing(*arguments: Tensor) -> Tensor:
+        def failing(*arguments):
             calls.append(len(calls))
             if len(calls) == 1:
                 raise RuntimeError("out of memory")
@@ -297,16 +290,14 @@ class TestFailures:
         driven.finish()
         assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
 
-    def test_logits_that_are_no_numbers_fail_the_step_and_are_no_index(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_logits_that_are_no_numbers_fail_the_step_and_are_no_index(self, monkeypatch):
         driven = on_gpu(LazyStream(), 40)
         sampled = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0)
         driven.add(sequence("a", params=sampled))
         driven.step()
         decode, fed = MODEL.decode, list[int]()
 
-        def broken(token_ids: Tensor, *arguments: Tensor) -> Tensor:
+        def broken(token_ids, *arguments):
             fed.extend(token_ids.tolist())
             return decode(token_ids, *arguments) * torch.nan
 
@@ -331,12 +322,10 @@ class TestLaunches:
         ],
         ids=str,
     )
-    def test_steps_that_need_nothing_of_the_host_are_in_flight(
-        self, settings: dict[str, object], in_flight: list[str]
-    ) -> None:
+    def test_steps_that_need_nothing_of_the_host_are_in_flight(self, settings, in_flight):
         driven = on_gpu(LazyStream(), 40)
         driven.add(sequence("a"))
-        params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **settings})  # type: ignore[arg-type]
+        params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **settings})
         driven.add(sequence("b", params=params))
         for _ in range(4):
             driven.step()
@@ -345,7 +334,7 @@ class TestLaunches:
         assert driven.tokens["a"] == tokens_alone("a")
         assert driven.tokens["b"] == tokens_alone("b", params)
 
-    def test_a_sequence_parks_with_its_last_token(self) -> None:
+    def test_a_sequence_parks_with_its_last_token(self):
         driven, parking = on_gpu(LazyStream(), 40), sequence("a")
         parking.park_after = 4
         driven.add(parking)
@@ -355,11 +344,11 @@ class TestLaunches:
         assert len(parking.block_ids) == -(-9 // SIZE)
         driven.cancel("a")
 
-    def test_a_newcomer_with_one_token_to_compute_costs_no_launch_of_its_own(self) -> None:
+    def test_a_newcomer_with_one_token_to_compute_costs_no_launch_of_its_own(self):
         driven = decoding(LazyStream(), "a")
         runner, launches = runner_of(driven), []
         launch = runner.launch
-        runner.launch = lambda plan: launches.append(len(plan.work)) or launch(plan)  # type: ignore
+        runner.launch = lambda plan: launches.append(len(plan.work)) or launch(plan)
         few = SamplingParams(max_tokens=4, ignore_eos=True)
         for step in range(20):
             driven.reserve(sequence(f"n{step}", 1, few))
@@ -371,7 +360,7 @@ class TestLaunches:
         assert driven.tokens["a"] == tokens_alone("a")
         assert all(len(driven.tokens[f"n{step}"]) == 4 for step in range(19))
 
-    def test_another_engine_uses_nothing_of_the_last_one(self) -> None:
+    def test_another_engine_uses_nothing_of_the_last_one(self):
         stream = LazyStream()
         runner = decoding(stream).runner
         assert stream.pending == 1
@@ -382,7 +371,7 @@ class TestLaunches:
         assert second.tokens == {name: tokens_alone(name) for name in "ab"}
 
 
-def test_blocks_that_unverified_bytes_came_into_are_zeroed_at_once() -> None:
+def test_blocks_that_unverified_bytes_came_into_are_zeroed_at_once():
     stream = LazyStream()
     runner = gpu_runner(stream, 6)
     runner.pool.fill_(torch.nan)
