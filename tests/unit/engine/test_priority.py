@@ -65,16 +65,6 @@ def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones():
     assert rounds(planner, 1) == [("large", 0, 16)]
 
 
-def test_a_sequence_whose_kv_has_come_joins_whatever_prompt_goes_first():
-    planner = make_planner(num_blocks=32)
-    planner.add(make_sequence("prompt", 30, priority=1.0))
-    arrived = make_sequence("arrived", 6, first=100, priority=9.0)
-    assert planner.reserve(arrived, extra_tokens=1)
-    arrived.num_computed = 5  # as if taken in
-    planner.add(arrived)
-    assert rounds(planner, 1) == [("arrived", 5, 1), ("prompt", 0, 8)]
-
-
 def test_places_in_the_batch_go_by_priority_too():
     """Else sequences whose KV keeps coming would keep a prompt out of the batch."""
     planner = make_planner(num_blocks=32, max_batch=1)

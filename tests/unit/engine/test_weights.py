@@ -1,8 +1,10 @@
-"""Weights arrive whole and fused, or the error names the file and the tensor."""
+"""Weights arrive whole, fused and quantised, or the error names the file and the tensor."""
 
 import itertools
 import json
+import logging
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -11,11 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.config import EngineConfig
 from baton.engine.models.config import ModelConfig
 from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
-from baton.engine.weights.weights import load_weights, random_weights
+from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weights import (
+    LoadProgress,
+    load_weights,
+    random_seed,
+    random_weights,
+)
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.small_models import MATRICES
 
 CPU = torch.device("cpu")
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -237,3 +247,69 @@ def test_other_devices_weights_never_lie_on_the_host(tmp_path):
         assert {tensor.device for tensor in tensors_of(weights)} == {device}
         assert {tensor.dtype for tensor in tensors_of(weights)} == {torch.bfloat16}
         assert sum(t.numel() for t in tensors_of(weights)) == config.num_parameters
+
+
+def source(kind, directory, dtype, **options):
+    """Weights of a checkpoint, or random ones for its config."""
+    config = ModelConfig.load(directory)
+    if kind == "random":
+        return random_weights(config, dtype, CPU, 5, **options)
+    return load_weights(directory, config, dtype, CPU, **options)
+
+
+@pytest.mark.parametrize("kind", ["stored", "random"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied, kind):
+    make_checkpoint(tmp_path, "Qwen2ForCausalLM", tie_word_embeddings=tied)
+    full = source(kind, tmp_path, dtype)
+    before = []
+
+    def prepare(matrix):
+        assert all(one() is None for one in before), "one at a time is there in full"
+        if not (tied and len(before) == 8):  # the embedding, which stays
+            before.append(weakref.ref(matrix))
+        return Int8Weight.of(matrix)
+
+    small = source(kind, tmp_path, dtype, prepare=prepare)
+    pairs = [(small, full), *zip(small.layers, full.layers, strict=True)]
+    for name, found, wanted in (
+        (field.name, getattr(some, field.name), getattr(whole, field.name))
+        for some, whole in pairs
+        for field in fields(whole)
+        if field.name != "layers"
+    ):
+        assert isinstance(found, Int8Weight) == (name in (*MATRICES, "lm_head"))
+        if isinstance(found, Int8Weight):
+            expected = Int8Weight.of(wanted)
+            assert torch.equal(found.values, expected.values)
+            assert torch.equal(found.scales, expected.scales)
+        else:
+            assert found is wanted is None or torch.equal(found, wanted)
+
+
+def test_progress_is_logged_once_a_second_with_rate_and_time_left(caplog):
+    times = iter([0.0, 0.5, 2.0, 2.9, 4.0])
+    progress = LoadProgress(lambda: next(times))
+    caplog.set_level(logging.INFO)
+    for done in (1, 3, 4, 6):
+        progress(done << 30, 8 << 30)
+    assert caplog.messages == [
+        "loading weights: 3.00 of 8.00 GiB, 1.50 GiB/s, 3 s left",
+        "loading weights: 6.00 of 8.00 GiB, 1.50 GiB/s, 1 s left",
+    ]
+
+
+def test_weights_that_differ_have_different_seeds(tmp_path):
+    gpu = torch.device("cuda", 0)
+    stored, made_up = EngineConfig(), EngineConfig(random_weights=True)
+    simulated = EngineConfig(random_weights=True, simulate="1,1")
+    assert random_seed(stored, CPU) is random_seed(stored, gpu) is None
+    seeds = [random_seed(made_up, CPU), random_seed(made_up, gpu), random_seed(simulated, CPU)]
+    assert len(set(seeds)) == 3
+    assert random_seed(made_up, torch.device("cuda", 3)) == seeds[1]
+    # A CPU's never change: workers of other versions hold the same ones.
+    make_checkpoint(tmp_path)
+    weights = random_weights(ModelConfig.load(tmp_path), torch.float32, CPU, seeds[0])
+    first = torch.empty(320, 64).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(weights.embedding, first)
