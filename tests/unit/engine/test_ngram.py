@@ -105,7 +105,7 @@ class TestAdapting:
         assert sum(counts[200:1400]) < 0.05 * 1200
         assert sum(counts[-100:]) > 300
 
-    def test_one_bad_length_does_not_stop_another(self):
+    def test_a_length_of_text_that_misleads_does_not_stop_another(self):
         proposer, tokens = NgramProposer(), [1, 2]
         for other in range(10, 70):  # what follows the pair is another token each time
             tokens += [other, 1, 2]

@@ -64,14 +64,13 @@ class TestKv:
         assert compute(parts, other, 0, 5) is None
         assert compute(parts, other, 5, 8) is None
         assert compute(parts, other, 13, 1) == first
-        as_bytes = torch.int16
-        assert torch.equal(whole.pool.view(as_bytes), parts.pool.view(as_bytes))
+        assert torch.equal(whole.pool.view(torch.int16), parts.pool.view(torch.int16))
 
     def test_a_long_prompt_is_hashed_in_strides_without_a_seam(self):
         """The hash of a token is the same whether it came with 5000 others or one by one."""
         tokens = [(7919 * i) % VOCAB for i in range(5000)]
-        pool = torch.zeros(1300, 1, 2, 1, BLOCK, 8)
-        engine = SimulatedRunner(SimulatedSpeed.parse("1e9,0"), pool, Sampler(frozenset(), VOCAB))
+        pool, speed = torch.zeros(1300, 1, 2, 1, BLOCK, 8), SimulatedSpeed.parse("1e9,0")
+        engine = SimulatedRunner(speed, pool, Sampler(frozenset(), VOCAB))
         blocks = list(range(1300))
         grown = Sequence("grown", tokens[:1], 5000, GREEDY, block_ids=blocks)
         for start, end in ((0, 1), (1, 2), (2, 2050), (2050, 4999), (4999, 5000)):
@@ -93,19 +92,10 @@ class TestKv:
         engine = runner()
         compute(engine, sequence(12, [0, 1, 2]), 0, 12)
         engine.pool.view(torch.int32)[position // BLOCK, 1, 1, 1, position % BLOCK, 5] ^= 1
-        reader = sequence(13, [0, 1, 2, 3])
         with pytest.raises(InternalError, match=rf"token {position}$"):
-            compute(engine, reader, 12, 1)
+            compute(engine, sequence(13, [0, 1, 2, 3]), 12, 1)
 
-    @pytest.mark.parametrize("axis", [1, 2, 3], ids=["layers", "K and V", "heads"])
-    def test_what_lies_in_anothers_place_is_noticed(self, axis):
-        engine = runner()
-        compute(engine, sequence(4, [0]), 0, 4)
-        engine.pool[0] = engine.pool[0].flip(axis - 1)
-        with pytest.raises(InternalError, match=r"token 0$"):
-            compute(engine, sequence(5, [0, 1]), 4, 1)
-
-    def test_a_block_of_another_prompt_or_position_or_salt_is_noticed(self):
+    def test_a_block_of_another_prompt_position_salt_layer_or_head_is_noticed(self):
         engine = runner()
         compute(engine, sequence(12, [0, 1, 2]), 0, 12)
         for wrong in ([1, 0, 2, 3], [0, 0, 2, 3]):
@@ -113,6 +103,11 @@ class TestKv:
                 compute(engine, sequence(13, wrong), 12, 1)
         with pytest.raises(InternalError, match="block 0 does not hold the KV of token 0"):
             compute(engine, sequence(13, [0, 1, 2, 3], salt="other"), 12, 1)
+        block = engine.pool[0].clone()
+        for axis in range(3):  # layers, K and V, heads
+            engine.pool[0] = block.flip(axis)
+            with pytest.raises(InternalError, match=r"token 0$"):
+                compute(engine, sequence(5, [0, 4]), 4, 1)
 
     def test_a_block_overwritten_while_decoding_is_noticed_within_a_round(self):
         engine, running = runner(), sequence(12, [0, 1, 2, 3, 4])
@@ -130,48 +125,32 @@ class TestKv:
             compute(engine, running, 4, 8)
 
 
-class TestTokens:
-    """Tokens follow from tokens, settings, seed and position alone."""
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALTIES])
+def test_neither_a_batch_nor_a_failover_changes_a_token(params):
+    alone = compute(runner(), sequence(9, [0, 1, 2], params), 0, 9)
+    engine, other = runner(), sequence(6, [6, 5])
+    running = sequence(9, [0, 1, 2, 3, 4], params)
+    other.seq_id = "other"
+    sampled = engine.run(Plan([Work(other, 0, 6), Work(running, 0, 9)]))
+    assert sampled["s"].token_ids == (alone,)
+    running.tokens.append(alone)
+    whole = [alone, *decode(engine, running, 5)]
+    rest = sequence(9, [9, 8, 7, 6, 5], params)  # what was delivered is the new prompt
+    rest.tokens += whole[:3]
+    assert compute(runner(), rest, 0, 12) == whole[3]
 
-    @pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALTIES])
-    def test_a_batch_changes_nothing(self, params):
-        alone = compute(runner(), sequence(9, [0, 1, 2], params), 0, 9)
-        engine = runner()
-        one, other = sequence(9, [0, 1, 2], params), sequence(6, [5, 4])
-        other.seq_id = "other"
-        drawn = engine.run(Plan([Work(other, 0, 6), Work(one, 0, 9)]))
-        assert drawn["s"].token_ids == (alone,)
 
-    @pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALTIES])
-    def test_what_was_delivered_is_the_new_prompt(self, params):
-        engine, running = runner(), sequence(9, [0, 1, 2, 3, 4], params)
-        running.tokens.append(compute(engine, running, 0, 9) or 0)
-        whole = [running.tokens[-1], *decode(engine, running, 5)]
-        rest = sequence(9, [9, 8, 7, 6, 5], params)
-        rest.tokens += whole[:3]
-        rest.tokens.append(compute(runner(), rest, 0, 12) or 0)
-        assert rest.tokens[9:] == whole[:4]
+def test_tokens_depend_on_settings_and_seeds_and_not_on_the_salt():
+    def tokens(params, salt=""):
+        return tuple(compute(runner(), sequence(n, [0, 1, 2, 3], params, salt), 0, n)
+                     for n in range(1, 13))  # fmt: skip
 
-    def test_the_short_way_takes_the_samplers_token(self):
-        """Asking for log-probabilities takes the long way."""
-        long_way = dataclasses.replace(GREEDY, logprobs=0)
-        for length in range(1, 14):
-            blocks = [0, 1, 2, 3]
-            short = compute(runner(), sequence(length, blocks), 0, length)
-            assert short == compute(runner(), sequence(length, blocks, long_way), 0, length)
-
-    def test_settings_and_seeds_matter_and_the_salt_does_not(self):
-        def tokens(params, salt=""):
-            lengths = range(1, 13)
-            return tuple(
-                compute(runner(), sequence(n, [0, 1, 2], params, salt), 0, n) for n in lengths
-            )
-
-        greedy, seeded = tokens(GREEDY), tokens(SEEDED)
-        assert tokens(GREEDY, "salt") == greedy
-        assert len({greedy, seeded, tokens(dataclasses.replace(SEEDED, seed=6))}) == 3
-        assert tokens(dataclasses.replace(GREEDY, seed=6)) == greedy
-        assert set(tokens(dataclasses.replace(GREEDY, logit_bias={3: 99.0}))) == {3}
+    greedy, seeded = tokens(GREEDY), tokens(SEEDED)
+    assert tokens(GREEDY, "salt") == tokens(dataclasses.replace(GREEDY, seed=6)) == greedy
+    assert len({greedy, seeded, tokens(dataclasses.replace(SEEDED, seed=6))}) == 3
+    assert set(tokens(dataclasses.replace(GREEDY, logit_bias={3: 99.0}))) == {3}
+    # Asking for log-probabilities takes the long way, over logits and the sampler.
+    assert tokens(dataclasses.replace(GREEDY, logprobs=0)) == greedy
 
 
 class TestSimulatedSpeed:
