@@ -2,12 +2,10 @@
 
 One idea carries all of it: computed tokens catch up with known tokens. A long prompt catches up in
 chunks, a cached prefix has caught up before it starts, a preempted sequence starts over, and a
-decoding one is always exactly one token behind. (After vLLM v1's scheduler.) Decoding sequences all
-get their token, whatever the budget: the batch bounds them. The others share the budget of a step
-in order of priority, so that a short prompt overtakes a long one between two chunks and, because
-priorities never change, no sequence starves. Budget that is left goes to speculation: proposed
-tokens behind the last known ones. A step so has at most `chunk_tokens + max_batch` rows.
-Torch-free; moves block numbers, never bytes.
+decoding one is always one token behind. (After vLLM v1's scheduler.) Decoding sequences all get
+their token; the others share the budget of a step in order of priority, which never changes, so
+that no sequence starves. Budget that is left goes to proposed tokens. A step so has at most
+`chunk_tokens + max_batch` rows. Torch-free; moves block numbers, never bytes.
 """
 
 from __future__ import annotations

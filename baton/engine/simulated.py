@@ -1,14 +1,9 @@
 """An engine's forward pass, simulated: takes its time, computes nothing, and proves what it reads.
 
-It replaces `runner.Runner`; planner, blocks, prefix cache, handoff and all that is above
-are the real ones, so that routing, overload and failures can be tried with many workers on a few
-cores and without a GPU. What a model would make true is kept true:
-
-* The KV of a token depends on every token up to it: a hash of them is written into its slot, and a
-  step that finds anything else in a block it has to read fails.
-* The next token depends on all tokens, the sampling settings, seed and position, and on nothing
-  else. Logits are made up from the hash and go through the real sampler, so that one process's
-  output is the oracle of a cluster's here too.
+It replaces `runner.Runner`; planner, blocks, prefix cache, handoff and all that is above are the
+real ones. What a model would make true is kept true: a token's slot holds a hash of every token up
+to it, and a step that finds anything else there fails; the next token depends on all tokens,
+settings, seed and position alone, through logits made up from the hash and the real sampler.
 """
 
 from __future__ import annotations
