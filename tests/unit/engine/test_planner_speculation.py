@@ -73,18 +73,18 @@ def test_accepted_tokens_are_appended_and_rejected_ones_are_not():
 
 
 def test_step_times_are_learned_by_rows_and_proposed_tokens():
-    told = []
+    learned = []
 
-    class Told(RowCost):
-        def took(self, rows, proposed, seconds):
-            told.append((rows, proposed, seconds))
+    class Watched(RowCost):
+        def took(self, *step):
+            learned.append(step)
 
     planner = make_planner(most=2)
-    planner.speculation = SpeculativeConfig(2, MAX_CONTEXT, Told())
+    planner.speculation = SpeculativeConfig(2, MAX_CONTEXT, Watched())
     started(planner, looping("a"), looping("b"))
     plan = planner.plan()
     planner.ran(plan, 0.5)
-    assert told == [(2, plan.num_proposed, 0.5)]
+    assert learned == [(2, plan.num_proposed, 0.5)]
     assert plan.num_proposed > 0
 
 
