@@ -205,14 +205,18 @@ def test_a_budget_holds_more_int8_blocks():
 
 @by_format
 @by_dtype
-def test_write_kv_packs_its_own_slots_only(dtype, kind):
-    pool = pool_of(kind, block_size=4)
+def test_write_kv_writes_its_own_slots_only(dtype, kind):
+    pool, plain = pool_of(kind, block_size=4), pool_of(dtype, block_size=4)
     k, v = (random(2, KV_HEADS, HEAD_SIZE, seed=seed, dtype=dtype) for seed in (1, 2))
     write_kv(pool, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
     expected = torch.zeros_like(pool)
     for part, rows in enumerate((pack_rows(k, kind), pack_rows(v, kind))):
         expected[3, 2, part, :, 1], expected[0, 2, part, :, 3] = rows
     assert same_bytes(pool, expected)
+    write_kv(plain, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
+    for part, rows in enumerate((k, v)):
+        assert torch.equal(torch.stack([plain[3, 2, part, :, 1], plain[0, 2, part, :, 3]]), rows)
+    assert plain.count_nonzero() == k.numel() + v.numel()
 
 
 @by_format
