@@ -73,10 +73,13 @@ class KvLayout:
         Numbers that were computed in another way are another model's: they would read well and
         give other tokens.
         """
+        name, compute_name = (
+            str(dtype).removeprefix("torch.") for dtype in (self.dtype, compute_dtype)
+        )
         return common_pb2.KvDescriptor(
             model_fingerprint=model_fingerprint,
-            dtype=_name(self.dtype),
-            compute_dtype=_name(compute_dtype) if compute_dtype != self.dtype else "",
+            dtype=name,
+            compute_dtype=compute_name if compute_name != name else "",
             quantization=quantization if quantization != "none" else "",
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -85,10 +88,6 @@ class KvLayout:
             layout_version=LAYOUT_VERSION,
             tensor_parallel=1,
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def plan_layout(

@@ -303,9 +303,7 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
 
 def _dtype(fields: _Fields) -> str:
     key = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    value = fields.get(key)
-    if value is None:
-        return "float32"
+    value = "float32" if fields.get(key) is None else fields.get(key)
     if value not in CHECKPOINT_DTYPES:
         raise fields.error(key, value, ", ".join(CHECKPOINT_DTYPES))
     return str(value)
