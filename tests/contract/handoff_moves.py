@@ -60,7 +60,7 @@ class Moves(RuleBasedStateMachine):
                 assert block in blocks._quarantined or blocks._refs[block] == 1
 
     def cached_blocks_hold_what_their_hash_says(self):
-        for block, (_, entry) in self.world.blocks._entries.items():
+        for block, entry in self.world.blocks._entries.items():
             assert content_of(self.world.pool, block) == list(entry.tokens)
 
     def free_blocks_hold_no_unverified_bytes(self):
