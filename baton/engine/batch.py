@@ -1,9 +1,7 @@
 """What one step computes, as tensors, and how plans become such batches.
 
-Most steps go on with what the step before had: the same sequences, one token further. Then the last
-batch's tensors are written again, with a few attributes read for each sequence and two arrays
-filled. That has to be little: a step's weights push everything out of the processor's cache, after
-which each further library call costs tens of microseconds.
+Most steps go on with the same sequences, one token further. Then the last batch's tensors are
+written again: each library call costs tens of microseconds while weights fill the cache.
 """
 
 from __future__ import annotations

@@ -14,20 +14,17 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.prefix import block_hash, root_hash
 
 
-@dataclass(frozen=True)
-class CacheEntry:
+class _CacheEntry(NamedTuple):
     """What a cached block contains; compared in full before a hash is trusted."""
 
+    hash: int
     parent: int
     tokens: tuple[int, ...]
-
-    def holds(self, parent: int, tokens: tuple[int, ...]) -> bool:
-        """Whether it is these tokens after that block."""
-        return self.parent == parent and self.tokens == tokens
 
 
 @dataclass
@@ -50,7 +47,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._quarantined: set[int] = set()
         self._by_hash: dict[int, int] = {}
-        self._entries: dict[int, tuple[int, CacheEntry]] = {}  # block -> (hash, content)
+        self._entries: dict[int, _CacheEntry] = {}  # by block
         self._changes = CacheChanges()
 
     @property
@@ -106,7 +103,7 @@ class BlockPool:
             if index == len(hashes):
                 hashes.append(block_hash(parent, chunk))
             block = self._by_hash.get(hashes[index])
-            if block is None or not self._entries[block][1].holds(parent, chunk):
+            if block is None or self._entries[block][1:] != (parent, chunk):
                 break
             parent = hashes[index]
             matched.append(block)
@@ -125,7 +122,7 @@ class BlockPool:
         if not self._prefix_cache or block in self._entries or block_hash_ in self._by_hash:
             return
         self._by_hash[block_hash_] = block
-        self._entries[block] = (block_hash_, CacheEntry(parent, tuple(tokens)))
+        self._entries[block] = _CacheEntry(block_hash_, parent, tuple(tokens))
         self._changes.stored.append(block_hash_)
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -170,11 +167,13 @@ class BlockPool:
         assert not groups[0] & self._entries.keys(), "a free block caches nothing"
         assert not self._quarantined & self._entries.keys(), "a quarantined block caches nothing"
         assert groups[1] <= self._entries.keys(), "an evictable block caches something"
-        assert {h: b for b, (h, _) in self._entries.items()} == self._by_hash, "index is exact"
+        assert {entry.hash: block for block, entry in self._entries.items()} == self._by_hash, (
+            "index is exact"
+        )
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
-        evicted, _ = self._entries.pop(block)
+        evicted = self._entries.pop(block).hash
         del self._by_hash[evicted]
         self._changes.evicted.append(evicted)
         return block

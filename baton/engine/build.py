@@ -1,44 +1,35 @@
-"""Puts an engine together from settings: checkpoint, KV pool, planner, sampler, thread."""
+"""Puts an engine together from settings: checkpoint, kernels, KV pool, planner, sampler, thread.
+
+One path for all; a `Backend` answers what differs between a CPU, a GPU and a simulation.
+"""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed, model_path
-from baton.engine.batch import StepModel
+from baton.config import EngineConfig, model_path
+from baton.engine.backends.cpu import CpuBackend, SimulatedBackend
+from baton.engine.backends.gpu import memory
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
 from baton.engine.loop import Engine, StepReport
 from baton.engine.models.config import ModelConfig, fingerprint
-from baton.engine.models.decoder import Model
-from baton.engine.ops.native import library
-from baton.engine.ops.native.model import NativeModel, unsupported
-from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.overlap import LaunchingRunner, OverlappedEngine
 from baton.engine.planner import Plan, Planner, Work
-from baton.engine.runner import Runner, StepRunner
+from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
-from baton.engine.settings import (
-    Parts,
-    choose_dtype,
-    choose_kv_dtype,
-    device_of,
-    do_nothing,
-    longest_context,
-    max_context,
-)
-from baton.engine.simulated import SimulatedRunner
 from baton.engine.speculative.ngram import SpeculativeConfig
-from baton.engine.weights.quantize import Int8Weight
-from baton.engine.weights.weights import Prepare, log_loaded, random_seed, weights_of
+from baton.engine.weights.quantize import FP8
+from baton.engine.weights.weights import random_seed
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
@@ -46,11 +37,38 @@ from baton.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 
+class Backend(Protocol):
+    """What computes an engine's steps on one device. Its methods are called once, in this order."""
+
+    device: torch.device
+    kv_bytes: int  # of KV where no size is asked for; 0: what else there is decides
+
+    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
+        """The model, loaded. Raises ConfigError for what cannot be computed here."""
+
+    def layout(
+        self,
+        model: Any,
+        sampler: Sampler,
+        config: ModelConfig,
+        kv_dtype: torch.dtype,
+        asked: KvLayout | None,
+    ) -> KvLayout:
+        """The KV pool that is asked for, or that fits. Raises ConfigError."""
+
+    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
+        """What runs the model's steps, each sequence up to so many tokens."""
+
+    def prepare(self, runner: Any) -> None:
+        """What takes time before the first step."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model in memory with its KV pool, ready to be driven by an `Engine`.
 
-    lookahead, prepare: see `Parts`.
+    max_context: of a sequence, in tokens: what model, settings and pool all allow · prepare: to be
+    called once, before the first step.
     """
 
     path: Path
@@ -59,176 +77,79 @@ class Loaded:
     layout: KvLayout
     descriptor: common_pb2.KvDescriptor
     settings: EngineConfig
-    lookahead: int = 0
-    prepare: Callable[[], None] = do_nothing
-
-    @property
-    def max_context(self) -> int:
-        """Longest sequence in tokens: what model, settings and pool all allow."""
-        return max_context(self.settings, self.model_config, self.layout)
+    max_context: int
+    prepare: Callable[[], None]
 
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
-        settings = self.settings
+        settings, runner, most = self.settings, self.runner, self.max_context
         blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
-        speculation = (
-            SpeculativeConfig(settings.speculate, self.max_context) if settings.speculate else None
-        )
-        planner = Planner(
-            blocks,
-            settings.chunk_tokens,
-            settings.max_batch,
-            speculation,
-            lookahead=self.lookahead,
-        )
+        speculation = SpeculativeConfig(settings.speculate, most) if settings.speculate else None
+        planner = Planner(blocks, settings.chunk_tokens, settings.max_batch, speculation)
         eos = frozenset(self.model_config.eos_token_ids)
-        engine = Engine(self.runner, planner, eos, self.max_context, publish)
-        device = self.runner.pool.device
+        engine: Engine
+        if settings.overlap and not speculation and isinstance(runner, LaunchingRunner):
+            engine = OverlappedEngine(runner, planner, eos, most, publish)
+        else:
+            engine = Engine(runner, planner, eos, most, publish)
+        device = runner.pool.device
         if device.type == "cuda":  # CUDA keeps it for each thread: the engine's first work
             engine.submit(partial(torch.cuda.set_device, device))
         return engine
 
 
-def load(settings: EngineConfig, allocate: Allocate | None = None) -> Loaded:
+def load(
+    settings: EngineConfig, allocate: Allocate | None = None, backend: Backend | None = None
+) -> Loaded:
     """Loads the model that `settings` name and allocates its KV pool.
 
-    A GPU becomes that of the calling thread. Raises CheckpointError for a broken checkpoint,
-    ConfigError for impossible settings.
+    backend: that of the settings' device if None; a GPU becomes the calling thread's. Raises
+    CheckpointError for a broken checkpoint, ConfigError for impossible settings.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     path = model_path(settings.model)
     config = ModelConfig.load(path)
-    device = device_of(settings)
-    dtype = choose_dtype(settings.dtype, config.dtype, device)
-    parts = (_on_gpu if device.type == "cuda" else _on_cpu)(
-        settings, path, config, dtype, device, allocate
-    )
-    log.info(
-        "%d KV blocks of %d tokens (%.0f MiB, %s)",
-        parts.layout.num_blocks, parts.layout.block_size, parts.layout.num_bytes / 2**20,
-        parts.layout.dtype,
-    )  # fmt: skip
-    identity = fingerprint(path, random_seed(settings, device))
-    descriptor = parts.layout.descriptor(identity, dtype, settings.quantization)
-    loaded = Loaded(
-        path, config, parts.runner, parts.layout, descriptor, settings, parts.lookahead,
-        parts.prepare,
-    )  # fmt: skip
-    if loaded.max_context < 2:
+    backend = backend or _backend(settings)
+    dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
+    kv_dtype = {"int8": torch.int8, "fp8": FP8}.get(settings.kv_dtype, dtype)
+    sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
+    longest = min(settings.max_context or config.max_context, config.max_context)
+    kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None
+    if settings.kv_blocks or kv_bytes:
+        layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
+        longest = min(longest, layout.num_tokens)
+    # What a model keeps for each position, it keeps for those that can be had here.
+    limited = replace(config, max_context=longest)
+    try:
+        model = backend.model(path, limited, dtype)
+        layout = backend.layout(model, sampler, limited, kv_dtype, layout)
+    except torch.OutOfMemoryError as error:
+        raise memory.too_large(settings) from error
+    max_context = min(longest, layout.num_tokens - 1)
+    if max_context < 2:
         raise ConfigError(
             "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
         )
-    return loaded
-
-
-def _on_gpu(
-    settings: EngineConfig,
-    path: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    allocate: Allocate | None,
-) -> Parts:
-    # What only a GPU needs is imported only for one.
-    from baton.engine.backends.gpu.assemble import assemble  # noqa: PLC0415
-    from baton.engine.backends.gpu.device import Gpu  # noqa: PLC0415
-
-    return assemble(settings, path, config, dtype, Gpu(device), allocate)
-
-
-def _on_cpu(
-    settings: EngineConfig,
-    path: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    allocate: Allocate | None,
-) -> Parts:
-    _refuse_what_needs_a_gpu(settings)
-    layout = plan_layout(
-        config,
-        choose_kv_dtype(settings.kv_dtype, dtype),
-        settings.block_size,
-        settings.kv_blocks,
-        settings.kv_cache_bytes or CPU_KV_CACHE_BYTES,
-    )
-    sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
-    pool = allocate_pool(layout, allocate, device)
-    if settings.simulate:
-        speed = SimulatedSpeed.parse(settings.simulate)
-        return Parts(SimulatedRunner(speed, pool, sampler, config.vocab_size), layout)
-    # What a model keeps for each position, it keeps for those that can be had here.
-    slots = layout.num_blocks * layout.block_size
-    config = replace(config, max_context=min(longest_context(settings, config), slots))
-    return Parts(Runner(_model(settings, path, config, dtype, device), pool, sampler), layout)
-
-
-def _model(
-    settings: EngineConfig,
-    path: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> StepModel:
-    started = time.monotonic()
-    native = _native(settings, config, dtype)
-    prepare = _preparation(native, settings.quantization == "int8")
-    weights = weights_of(settings, path, config, dtype, device, prepare)
-    model: StepModel = (
-        NativeModel(config, weights, dtype) if native else Model(config, weights, dtype, device)
-    )
-    kernels = "native" if native else "torch"
-    log_loaded(settings, path, config, dtype, device, kernels, time.monotonic() - started)
-    return model
-
-
-def _preparation(native: bool, int8: bool) -> Prepare:
-    """What is made of each matrix while loading, so that no second copy of all of them exists."""
-
-    def prepare(matrix: Tensor) -> Matrix:
-        weight = Int8Weight.of(matrix) if int8 else matrix
-        return PackedWeight.of(weight) if native else weight
-
-    return prepare
-
-
-def _native(settings: EngineConfig, config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether the native kernels compute. Raises ConfigError if they are asked for and cannot."""
-    asked = settings.kernels == "native"
-    if settings.kernels == "torch":
-        return False
-    reason = unsupported(config, settings.block_size)
-    if reason and asked:
-        raise ConfigError(f"--kernels native: {reason}; leave it out to compute with torch")
-    if reason:
-        log.info("computing with torch: %s", reason)
-        return False
-    if asked:
-        library.require(dtype)
-    return library.load(dtype) is not None
-
-
-def _refuse_what_needs_a_gpu(settings: EngineConfig) -> None:
-    """Raises ConfigError for settings that no CPU computes."""
-    if settings.kernels == "triton":
-        raise ConfigError(
-            "--kernels triton computes on a GPU, not on a CPU: leave it out, or add --device cuda"
-        )
-    for option, value in (
-        ("--quantization", settings.quantization),
-        ("--kv-dtype", settings.kv_dtype),
-    ):
-        if value == "fp8":
-            raise ConfigError(
-                f"{option} fp8 computes on a GPU only: use int8, or add --device cuda"
-            )
+    try:
+        pool = allocate_pool(layout, allocate, backend.device)
+    except torch.OutOfMemoryError as error:  # another process was quicker
+        raise memory.taken(layout, settings) from error
+    log.info(
+        "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
+        layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,
+    )  # fmt: skip
+    runner = backend.runner(model, pool, sampler, max_context)
+    identity = fingerprint(path, random_seed(settings, backend.device))
+    descriptor = layout.descriptor(identity, dtype, settings.quantization)
+    prepare = partial(backend.prepare, runner)
+    return Loaded(path, config, runner, layout, descriptor, settings, max_context, prepare)
 
 
 def warm_up(loaded: Loaded) -> None:
     """Runs the largest step and a single-token one, so that no request pays for first-time costs.
 
-    Writes into the pool before any sequence owns a block of it. A GPU's graphs are captured first.
+    Writes into the pool before any sequence owns a block of it.
     """
     loaded.prepare()
     chunk = min(loaded.settings.chunk_tokens, loaded.max_context)
@@ -237,3 +158,54 @@ def warm_up(loaded: Loaded) -> None:
     single = Work(Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1)
     loaded.runner.run(Plan([single] * loaded.settings.max_batch + [Work(sequence, 0, chunk)]))
     loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))
+
+
+def _backend(settings: EngineConfig) -> Backend:
+    device = device_of(settings)
+    if device.type == "cuda":
+        # What only a GPU needs is imported only for one.
+        from baton.engine.backends.gpu.backend import GpuBackend  # noqa: PLC0415
+        from baton.engine.backends.gpu.device import Gpu  # noqa: PLC0415
+
+        return GpuBackend(settings, Gpu(device))
+    return SimulatedBackend(settings) if settings.simulate else CpuBackend(settings)
+
+
+def device_of(settings: EngineConfig) -> torch.device:
+    """Where an engine keeps its KV: "auto" is a GPU where there is one, "cuda" the first.
+
+    A GPU always has its number; a simulated engine has no use for one. Raises ConfigError for one
+    that torch does not see.
+    """
+    name, count = settings.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if settings.simulate or (name == "auto" and not count):
+        name = "cpu"
+    device = torch.device("cuda" if name == "auto" else name)
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    if index < count:
+        return torch.device("cuda", index)
+    if count:
+        names = (f"cuda:{at} ({torch.cuda.get_device_name(at)})" for at in range(count))
+        reason = f"torch sees only {', '.join(names)}"
+    elif torch.version.cuda is None:
+        reason = (
+            f"torch sees no GPU here, because torch {torch.__version__} was built without CUDA; "
+            "install one with it, or use --device cpu"
+        )
+    else:
+        reason = (
+            "torch sees no GPU here (nvidia-smi shows those that the driver knows, and "
+            "CUDA_VISIBLE_DEVICES may hide some); use --device cpu"
+        )
+    raise ConfigError(f"--device {name}: {reason}")
+
+
+def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The compute type; "auto" is bfloat16 for half-precision checkpoints where it is fast."""
+    if name == "auto":
+        half = checkpoint in ("bfloat16", "float16")
+        fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+        name = "bfloat16" if half and fast else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

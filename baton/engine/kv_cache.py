@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,11 @@ class KvLayout:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_blocks * self.block_size
+
+    @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.row_size * self.dtype.itemsize
@@ -58,7 +63,7 @@ class KvLayout:
     @property
     def num_bytes(self) -> int:
         """Size of the pool."""
-        return self.num_blocks * self.block_size * self.bytes_per_token
+        return self.num_tokens * self.bytes_per_token
 
     def descriptor(
         self, model_fingerprint: str, compute_dtype: torch.dtype, quantization: str = "none"
@@ -68,10 +73,13 @@ class KvLayout:
         Numbers that were computed in another way are another model's: they would read well and
         give other tokens.
         """
+        name, compute_name = (
+            str(dtype).removeprefix("torch.") for dtype in (self.dtype, compute_dtype)
+        )
         return common_pb2.KvDescriptor(
             model_fingerprint=model_fingerprint,
-            dtype=_name(self.dtype),
-            compute_dtype=_name(compute_dtype) if compute_dtype != self.dtype else "",
+            dtype=name,
+            compute_dtype=compute_name if compute_name != name else "",
             quantization=quantization if quantization != "none" else "",
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -80,10 +88,6 @@ class KvLayout:
             layout_version=LAYOUT_VERSION,
             tensor_parallel=1,
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def plan_layout(
@@ -100,9 +104,7 @@ def plan_layout(
             f"one KV block takes {one.num_bytes} bytes and the budget is {budget_bytes}: "
             "raise --kv-cache or lower --block-size"
         )
-    return KvLayout(
-        count, config.num_layers, config.num_kv_heads, block_size, config.head_size, dtype
-    )
+    return replace(one, num_blocks=count)
 
 
 def allocate_pool(

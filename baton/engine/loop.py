@@ -78,6 +78,17 @@ class Inbox:
             future.set_exception(error)
 
 
+class Started(NamedTuple):
+    """When a step began: by the wall clock, for spans, and by the monotonic one, for durations."""
+
+    time_ns: int
+    monotonic_ns: int
+
+
+def now() -> Started:
+    return Started(time.time_ns(), time.monotonic_ns())
+
+
 class Progress(NamedTuple):
     """What one sequence got out of one step."""
 
@@ -239,68 +250,73 @@ class Engine:
     def _run(self) -> None:
         while not self._stopping:
             self._admit()
-            plan = self._planner.plan()
-            started = time.time_ns(), time.monotonic_ns()
-            sampled, failure = self._compute(plan)
-            self._publish(plan, sampled, failure, started)
-            self._count_failures(plan, failure)
+            self._step()
+
+    @property
+    def _idle(self) -> bool:
+        return not (self._planner.running or self._planner.num_waiting)
 
     def _admit(self) -> None:
         """Runs submitted commands; sleeps until there is one when there is nothing to run."""
-        if not (self._planner.running or self._planner.num_waiting):
+        if self._idle:
             self._inbox.wait_and_run()
         self._inbox.run_all()
 
-    def _compute(self, plan: Plan) -> tuple[dict[str, SampledTokens], str | None]:
+    def _step(self) -> None:
+        self._compute(self._planner.plan())
+
+    def _compute(self, plan: Plan) -> None:
+        """Runs and publishes a plan; if nothing fits, waits for a command and publishes that."""
+        started = now()
         if not plan.work:
             if self._planner.num_waiting and not self._stopping:
-                self._inbox.wait_and_run()  # nothing fits: wait for a command
-            return {}, None
+                self._inbox.wait_and_run()
+            self._publish(plan, [], started)
+            return
         self._steps += 1
+        sampled, failure = self._watched(lambda: self._runner.run(plan))
+        if failure is None:
+            self._planner.ran(plan, (time.monotonic_ns() - started.monotonic_ns) / 1e9)
+            progress = [
+                self._advance(work, sampled.get(work.sequence.seq_id)) for work in plan.work
+            ]
+        else:
+            progress = [self._give_up(work.sequence, failure) for work in plan.work]
+        self._publish(plan, progress, started)
+        self._count_failures(failure)
+
+    def _watched(
+        self, run: Callable[[], dict[str, SampledTokens]]
+    ) -> tuple[dict[str, SampledTokens], str | None]:
+        """What a step sampled, or why it failed; meanwhile `step_age_s` tells its age."""
         self._step_began = time.monotonic()
         try:
-            sampled = self._runner.run(plan)
-            self._planner.ran(plan, self.step_age_s)
-            return sampled, None
+            return run(), None
         except Exception as error:
             log.exception("engine step failed; its sequences are aborted")
             return {}, f"engine step failed: {type(error).__name__}: {error}"
         finally:
             self._step_began = None
 
-    def _count_failures(self, plan: Plan, failure: str | None) -> None:
+    def _count_failures(self, failure: str | None) -> None:
         """Raises InternalError when steps keep failing: a new process may do better."""
-        if plan.work:
-            self._failed_steps = self._failed_steps + 1 if failure else 0
+        self._failed_steps = self._failed_steps + 1 if failure else 0
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise InternalError(f"{self._failed_steps} steps in a row failed; the last: {failure}")
 
-    def _publish(
-        self,
-        plan: Plan,
-        sampled: dict[str, SampledTokens],
-        failure: str | None,
-        started: tuple[int, int],
-    ) -> None:
-        """started: by the wall clock, for spans, and by the monotonic one, for durations."""
-        started_ns, began_ns = started
-        if failure is None:
-            progress = [
-                self._advance(work, sampled.get(work.sequence.seq_id)) for work in plan.work
-            ]
-        else:
-            progress = [self._give_up(work.sequence, failure) for work in plan.work]
-        report = StepReport(
-            started_ns,
-            started_ns + time.monotonic_ns() - began_ns,
-            plan.num_tokens,
-            progress,
-            self._sequences.load(self._steps),
-            self._blocks.take_changes(),
-            plan.num_proposed,
-            sum(len(one.token_ids) - 1 for one in progress if len(one.token_ids) > 1),
+    def _publish(self, plan: Plan, progress: list[Progress], started: Started) -> None:
+        self._publish_report(
+            StepReport(
+                started.time_ns,
+                started.time_ns + time.monotonic_ns() - started.monotonic_ns,
+                plan.num_tokens,
+                progress,
+                self._sequences.load(self._steps),
+                self._blocks.take_changes(),
+                plan.num_proposed,
+                sum(len(one.token_ids) - 1 for one in progress if len(one.token_ids) > 1),
+            )
         )
-        self._publish_report(report)
 
     def _advance(self, work: Work, sampled: SampledTokens | None) -> Progress:
         sequence = work.sequence

@@ -2,12 +2,10 @@
 
 One idea carries all of it: computed tokens catch up with known tokens. A long prompt catches up in
 chunks, a cached prefix has caught up before it starts, a preempted sequence starts over, and a
-decoding one is always exactly one token behind. (After vLLM v1's scheduler.) Decoding sequences all
-get their token, whatever the budget: the batch bounds them. The others share the budget of a step
-in order of priority, so that a short prompt overtakes a long one between two chunks and, because
-priorities never change, no sequence starves. Budget that is left goes to speculation: proposed
-tokens behind the last known ones. A step so has at most `chunk_tokens + max_batch` rows.
-Torch-free; moves block numbers, never bytes.
+decoding one is always one token behind. (After vLLM v1's scheduler.) Decoding sequences all get
+their token; the others share the budget of a step in order of priority, which never changes, so
+that no sequence starves. Budget that is left goes to proposed tokens. A step so has at most
+`chunk_tokens + max_batch` rows. Torch-free; moves block numbers, never bytes.
 """
 
 from __future__ import annotations
@@ -97,14 +95,9 @@ class Work:
 
 @dataclass
 class Plan:
-    """What one step runs: single-token rows first, then chunks.
-
-    joining: single tokens of newcomers that will be in the next plan, if not in this one. Only
-    planners with a lookahead leave some there, for runners with async scheduling.
-    """
+    """What one step runs: single-token rows first, then chunks."""
 
     work: list[Work] = field(default_factory=list)
-    joining: list[Work] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -116,11 +109,6 @@ class Plan:
         """How many of them are proposed tokens."""
         return sum(len(item.proposed) for item in self.work)
 
-    def join(self) -> None:
-        """Takes newcomers in now."""
-        self.work += self.joining
-        self.joining = []
-
 
 class Planner:
     """Owns the queues and the batch. Used by the engine thread only."""
@@ -131,9 +119,7 @@ class Planner:
         chunk_tokens: int,
         max_batch: int,
         speculation: SpeculativeConfig | None = None,
-        lookahead: int = 0,
     ) -> None:
-        """lookahead: slots that decoding sequences get beforehand, for tokens behind the known."""
         self.blocks = blocks
         self.speculation = speculation
         self.max_batch = max_batch
@@ -143,7 +129,6 @@ class Planner:
         self.waiting = SequenceQueue()  # need blocks
         self.preemptions = 0
         self._chunk_tokens = chunk_tokens
-        self._lookahead = lookahead
         self._arrivals = itertools.count(1)
 
     @property
@@ -201,13 +186,10 @@ class Planner:
     def plan(self) -> Plan:
         """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
         plan = Plan()
-        running = set(self.running) if self._lookahead else set()
         self._decode(plan)
         budget = self._catch_up(plan, self._chunk_tokens)
         if self.speculation is not None:
             self._propose(plan, budget, self.speculation)
-        if self._lookahead:
-            self._reserve_lookahead(plan, running)
         plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first
         return plan
 
@@ -217,11 +199,11 @@ class Planner:
         Of `sampled`, which the sequence has appended by now, all but the last were proposed. The KV
         of rejected proposals is in slots that the next step writes again.
         """
-        sequence, size = work.sequence, self.blocks.block_size
+        sequence = work.sequence
         assert sequence.num_computed == work.start, "work ran twice or out of order"
         sequence.num_computed += work.count - len(work.proposed) + max(0, len(sampled) - 1)
         assert sequence.num_computed <= sequence.num_tokens, "only known tokens are computed"
-        self.publish(sequence, work.start // size)
+        self.publish(sequence, work.start, sequence.num_computed)
         if sequence.proposer is not None:
             sequence.proposer.learn(sampled)
 
@@ -231,10 +213,10 @@ class Planner:
             proposed = plan.num_proposed
             self.speculation.costs.took(plan.num_tokens - proposed, proposed, seconds)
 
-    def publish(self, sequence: Sequence, first_block: int) -> None:
-        """Shares the verified full blocks from `first_block` on."""
+    def publish(self, sequence: Sequence, start: int, end: int) -> None:
+        """Shares the full blocks that verified KV of positions [start, end) completes."""
         size = self.blocks.block_size
-        for index in range(first_block, sequence.num_computed // size):
+        for index in range(start // size, end // size):
             tokens = sequence.tokens[index * size : (index + 1) * size]
             block_hash = sequence.hash_of(index, size)
             parent = sequence.parent_hash(index)
@@ -298,21 +280,6 @@ class Planner:
             if proposed := proposed[: self._slots_behind(sequence, len(proposed))]:
                 plan.work[at] = Work(sequence, work.start, 1 + len(proposed), proposed)
                 budget -= len(proposed)
-
-    def _reserve_lookahead(self, plan: Plan, running: set[Sequence]) -> None:
-        """Lets a runner compute the next step before it is planned.
-
-        Decoding sequences get slots for tokens that are not known yet, where blocks abound.
-        Newcomers to a step of single tokens may wait for the next one, which they can be part of.
-        """
-        for work in plan.work:
-            if work.count == 1 and work.samples:
-                self._slots_behind(work.sequence, self._lookahead)
-        if all(work.count == 1 for work in plan.work):
-            staying = [work for work in plan.work if work.sequence in running]
-            if staying:
-                plan.joining = [work for work in plan.work if work.sequence not in running]
-                plan.work = staying
 
     def _slots_behind(self, sequence: Sequence, count: int) -> int:
         """Finds slots for up to `count` tokens behind the known ones; how many there are.

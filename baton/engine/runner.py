@@ -32,7 +32,7 @@ class StepRunner(Protocol):
         """Zeroes blocks that unverified bytes came into."""
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        """Returns when nothing that runs here writes into these blocks any more: others will.
+        """Returns when nothing that runs here uses these blocks any more: others will write there.
 
         None is all of the pool, which is about to be freed.
         """
@@ -42,9 +42,7 @@ class StepRunner(Protocol):
 class CountsRows(Protocol):
     """A runner that computes more rows than plans ask for."""
 
-    @property
-    def decode_rows(self) -> Mapping[str, int]:
-        """Rows of decode steps so far: "wanted", "padding", or "wasted" (sequence gone)."""
+    decode_rows: Mapping[str, int]  # so far: "wanted", "padding", or "wasted" (sequence gone)
 
 
 class Runner:

@@ -1,8 +1,4 @@
-"""A sequence: tokens known, tokens computed, and the blocks that hold the difference's history.
-
-It knows nothing of phases. Prefill is "many tokens not computed", decode is "one token not
-computed", a cache hit is "computed without work", preemption is "computed no more".
-"""
+"""A sequence: its tokens, how many are computed, and its blocks. It knows nothing of phases."""
 
 from __future__ import annotations
 

@@ -55,6 +55,10 @@ class SequenceTable:
     def __contains__(self, seq_id: str) -> bool:
         return seq_id in self._sequences
 
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether this very sequence is here, and not another of its id."""
+        return self._sequences.get(sequence.seq_id) is sequence
+
     def add(self, sequence: Sequence) -> None:
         self._accept(sequence)
         self._planner.add(sequence)
@@ -69,7 +73,7 @@ class SequenceTable:
                 f"{self._blocks.num_blocks} KV blocks are available",
                 RETRY_S,
             )
-        # Others write there without knowing what was computed there last.
+        # Others write there, and know nothing of steps that run here.
         self._runner.wait_for_writes(sequence.block_ids)
         sequence.awaits_kv = True
         return Reserved(sequence.num_computed, tuple(sequence.block_ids))
@@ -82,10 +86,9 @@ class SequenceTable:
     def resume(self, seq_id: str, num_computed: int, token_id: int) -> None:
         sequence = self._find(seq_id)
         assert num_computed == sequence.num_tokens, "a handoff covers every known token"
-        first_new = sequence.num_computed // self._blocks.block_size
+        self._planner.publish(sequence, sequence.num_computed, num_computed)
         sequence.num_computed = num_computed
         sequence.awaits_kv = False
-        self._planner.publish(sequence, first_new)
         sequence.tokens.append(token_id)
         sequence.new_tokens += 1
         self._planner.add(sequence)

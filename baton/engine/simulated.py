@@ -1,14 +1,9 @@
 """An engine's forward pass, simulated: takes its time, computes nothing, and proves what it reads.
 
-It replaces `runner.Runner`; planner, blocks, prefix cache, handoff and all that is above
-are the real ones, so that routing, overload and failures can be tried with many workers on a few
-cores and without a GPU. What a model would make true is kept true:
-
-* The KV of a token depends on every token up to it: a hash of them is written into its slot, and a
-  step that finds anything else in a block it has to read fails.
-* The next token depends on all tokens, the sampling settings, seed and position, and on nothing
-  else. Logits are made up from the hash and go through the real sampler, so that one process's
-  output is the oracle of a cluster's here too.
+It replaces `runner.Runner`; planner, blocks, prefix cache, handoff and all that is above are the
+real ones. What a model would make true is kept true: a token's slot holds a hash of every token up
+to it, and a step that finds anything else there fails; the next token depends on all tokens,
+settings, seed and position alone, through logits made up from the hash and the real sampler.
 """
 
 from __future__ import annotations
@@ -44,14 +39,11 @@ _BEST_LOGIT = 12.0
 class SimulatedRunner:
     """Runs plans over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
 
-    def __init__(
-        self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler, vocab_size: int
-    ) -> None:
+    def __init__(self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler) -> None:
         self.pool = pool
         self._speed = speed
         self._slots = _Slots(pool)
         self._sampler = sampler
-        self._vocab_size = vocab_size
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
         self._steps = 0
 
@@ -133,7 +125,7 @@ class SimulatedRunner:
 
     def _logits(self, rows: list[tuple[Sequence, SampleRow]]) -> npt.NDArray[np.float32]:
         """`[rows, vocab]`: a few favourites over an even ground."""
-        logits = np.zeros((len(rows), self._vocab_size), np.float32)
+        logits = np.zeros((len(rows), self._sampler.vocab_size), np.float32)
         heights = _BEST_LOGIT - np.arange(_FAVOURITES, dtype=np.float32)
         for scores, (sequence, row) in zip(logits, rows, strict=True):
             np.maximum.at(scores, self._favourites(sequence, row), heights)
@@ -142,7 +134,7 @@ class SimulatedRunner:
     def _favourites(self, sequence: Sequence, row: SampleRow) -> npt.NDArray[np.int64]:
         hashes = self._histories[sequence].hashes(row.token_ids)
         words = splitmix64(hashes[-1] + np.arange(1, _FAVOURITES + 1, dtype=np.uint64))
-        return (words % np.uint64(self._vocab_size)).astype(np.int64)
+        return (words % np.uint64(self._sampler.vocab_size)).astype(np.int64)
 
 
 @dataclass

@@ -28,7 +28,6 @@ from baton.engine import build
 from baton.engine.backends import cpu
 from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
-from baton.engine.settings import device_of
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry, Membership, Registration, Registry
@@ -334,7 +333,7 @@ def _load(config: WorkerConfig, memory: PoolMemory) -> tuple[build.Loaded, KvPoo
         # Its steps are chunks: what only decode steps use would take memory and be idle.
         settings = replace(settings, graphs=False, overlap=False)
     with cpu.pinned_to(settings.cpus):
-        loaded = build.load(settings, partial(memory.allocate, device_of(settings)))
+        loaded = build.load(settings, partial(memory.allocate, build.device_of(settings)))
         if isinstance(memory.area, SharedMemoryArea) and not settings.simulate:
             memory.area.touch()  # KV of simulated models is small; leave the memory free
         pool = KvPool(loaded.runner.pool, memory.area)

@@ -20,7 +20,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from baton.engine.backends.gpu.assemble import unsupported_format
+from baton.engine.backends.gpu.backend import unsupported_format
 from benchmarks.gpu.harness import BLOCK_SIZE, Driver, Limits, OurEngine, Transformers
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape

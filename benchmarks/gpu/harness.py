@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.launches import GpuSettings
+from baton.config import EngineConfig
 from baton.engine.backends.gpu.linear import prepare
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.backends.gpu.runner import GpuRunner
@@ -31,6 +31,7 @@ from baton.engine.loop import Engine, StepReport
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention_specs import random_pool
+from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import Planner
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
@@ -80,23 +81,22 @@ class OurEngine:
 
     def driver(self, limits: Limits, *, graphs: bool) -> Driver:
         """An engine as a worker runs it: steps are launched ahead, decode steps are graphs."""
-        settings = GpuSettings(
-            max_batch=limits.batch, max_context=limits.context, block_size=BLOCK_SIZE, graphs=graphs
-        )
-        runner = GpuRunner(self._model, self._pool, self._sampler, settings)
-        runner.prepare(lambda done, total: None)
-        return self._driver(runner, limits, lookahead=1)
+        settings = EngineConfig(max_batch=limits.batch, block_size=BLOCK_SIZE)
+        runner = GpuRunner(self._model, self._pool, self._sampler, settings, limits.context)
+        if graphs:
+            runner.capture(lambda done, total: None)
+        return self._driver(runner, limits, OverlappedEngine)
 
     def reference(self, limits: Limits) -> Driver:
         """The same weights and the model in plain torch, step after step."""
         model = Model(self.config, self._weights, self._dtype, self._device)
         runner = Runner(model, torch.zeros_like(self._pool), self._sampler)
-        return self._driver(runner, limits, lookahead=0)
+        return self._driver(runner, limits, Engine)
 
-    def _driver(self, runner: StepRunner, limits: Limits, lookahead: int) -> Driver:
+    def _driver(self, runner: StepRunner, limits: Limits, kind: type[Engine]) -> Driver:
         blocks = BlockPool(self._layout.num_blocks, BLOCK_SIZE, prefix_cache=False)
-        planner = Planner(blocks, limits.chunk, limits.batch, lookahead=lookahead)
-        return Driver(runner, planner, self.config.vocab_size, limits)
+        planner = Planner(blocks, limits.chunk, limits.batch)
+        return Driver(runner, planner, self.config.vocab_size, limits, kind)
 
 
 class Driver:
@@ -106,11 +106,13 @@ class Driver:
     elsewhere.
     """
 
-    def __init__(self, runner: StepRunner, planner: Planner, vocab: int, limits: Limits) -> None:
+    def __init__(
+        self, runner: StepRunner, planner: Planner, vocab: int, limits: Limits, kind: type[Engine]
+    ) -> None:
         self._vocab, self._warm_up, self._device = vocab, limits.warm_up, runner.pool.device
         self._names, self._dice = map(str, itertools.count()), random.Random(0)
         self._reports: queue.SimpleQueue[tuple[float, StepReport]] = queue.SimpleQueue()
-        self._engine = Engine(
+        self._engine = kind(
             runner, planner, frozenset(), limits.context,
             lambda report: self._reports.put((time.perf_counter(), report)),
         )  # fmt: skip

@@ -87,6 +87,7 @@ def profile(
         (engine._planner, "plan", timed("plan", engine._planner.plan)),
         (runner._batches, "build", timed("build", runner._batches.build)),
         (sampler, "sample", timed("sample", sampler.sample)),
+        (engine, "_advance", timed("publish", engine._advance)),
         (engine, "_publish", end_step),
     ):
         setattr(owner, method, wrapper)

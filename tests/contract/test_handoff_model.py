@@ -75,7 +75,7 @@ class DecodeWorker(RuleBasedStateMachine):
     @invariant()
     def blocks_hold_what_they_should(self):
         """Cached ones what their hash says, free ones no unverified bytes."""
-        for block, (_, entry) in self.world.blocks._entries.items():
+        for block, entry in self.world.blocks._entries.items():
             assert content_of(self.world.pool, block) == list(entry.tokens)
         assert self.world.pool[list(self.world.blocks._free)].isfinite().all()
 

@@ -1,7 +1,5 @@
 """Sampling settings: what is refused and how it is named, and their message and back."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -111,13 +109,10 @@ def test_settings_survive_their_message(params):
     assert SamplingParams.from_proto(common_pb2.SamplingParams.FromString(wire)) == params
 
 
-def test_what_a_message_leaves_out_has_its_default():
+def test_defaults_and_not_a_number_survive_a_message():
     assert SamplingParams.from_proto(common_pb2.SamplingParams()) == SamplingParams()
-
-
-def test_not_a_number_survives_to_be_refused():
     params = SamplingParams.from_proto(SamplingParams(temperature=NAN).to_proto())
-    assert math.isnan(params.temperature)
+    assert math.isnan(params.temperature), "to be refused"
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,118 @@
-"""Where an engine's threads run, and whether others go first where they share a core. Linux.
+"""An engine on a CPU: its kernels and pool, or a simulation's, and where its threads run.
 
-The kernel keeps both for each thread, and a new thread inherits them: what the engine's thread is
-given here, the threads that compute with it have too. All else in the process (event loop, gRPC,
-transfers) stays free to run wherever there is room.
+The kernel keeps affinity and niceness for each thread, and a new thread inherits them: what the
+engine's thread is given here, the threads that compute with it have too. All else in the process
+(event loop, gRPC, transfers) stays free to run wherever there is room. Linux.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
+from baton.engine.batch import StepModel
+from baton.engine.kv_cache import KvLayout
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
+from baton.engine.ops.native import library
+from baton.engine.ops.native.model import NativeModel, unsupported
+from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.runner import Runner, StepRunner
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.simulated import SimulatedRunner
+from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weights import weights_of
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class CpuBackend:
+    """Native kernels where they can be had, else torch's."""
+
+    device = torch.device("cpu")
+    kv_bytes = CPU_KV_CACHE_BYTES
+
+    def __init__(self, settings: EngineConfig) -> None:
+        """Raises ConfigError for settings that no CPU computes."""
+        if settings.kernels == "triton":
+            raise ConfigError(
+                "--kernels triton computes on a GPU, not on a CPU: leave it out, or add "
+                "--device cuda"
+            )
+        for option in ("quantization", "kv_dtype"):
+            if getattr(settings, option) == "fp8":
+                raise ConfigError(
+                    f"--{option.replace('_', '-')} fp8 computes on a GPU only: use int8, or add "
+                    "--device cuda"
+                )
+        self._settings = settings
+
+    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> StepModel | None:
+        settings, native = self._settings, self._is_native(config, dtype)
+
+        def prepare(matrix: Tensor) -> Matrix:
+            weight = Int8Weight.of(matrix) if settings.quantization == "int8" else matrix
+            return PackedWeight.of(weight) if native else weight
+
+        kernels = "native" if native else "torch"
+        weights = weights_of(settings, path, config, dtype, self.device, prepare, kernels)
+        if native:
+            return NativeModel(config, weights, dtype)
+        return Model(config, weights, dtype, self.device)
+
+    def layout(
+        self,
+        model: object,
+        sampler: Sampler,
+        config: ModelConfig,
+        kv_dtype: torch.dtype,
+        asked: KvLayout | None,
+    ) -> KvLayout:
+        assert asked is not None, "a CPU's KV has a default size"
+        return asked
+
+    def runner(
+        self, model: StepModel, pool: Tensor, sampler: Sampler, max_context: int
+    ) -> StepRunner:
+        return Runner(model, pool, sampler)
+
+    def prepare(self, runner: StepRunner) -> None:
+        """Nothing."""
+
+    def _is_native(self, config: ModelConfig, dtype: torch.dtype) -> bool:
+        """Raises ConfigError if native kernels are asked for and cannot be had."""
+        asked = self._settings.kernels == "native"
+        if self._settings.kernels == "torch":
+            return False
+        reason = unsupported(config, self._settings.block_size)
+        if reason and asked:
+            raise ConfigError(f"--kernels native: {reason}; leave it out to compute with torch")
+        if reason:
+            log.info("computing with torch: %s", reason)
+            return False
+        if asked:
+            library.require(dtype)
+        return library.load(dtype) is not None
+
+
+class SimulatedBackend(CpuBackend):
+    """Takes a model's time and computes nothing."""
+
+    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+        """There is none."""
+
+    def runner(self, model: object, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
+        speed = SimulatedSpeed.parse(self._settings.simulate)
+        return SimulatedRunner(speed, pool, sampler)
 
 
 def pin_thread(cpus: Collection[int], nice: int) -> None:

@@ -8,7 +8,8 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ ARCHITECTURES = (
 MAX_SIZE = 1 << 24  # of anything counted; the largest in use are contexts and vocabularies
 MAX_LAYERS = 1024
 CHECKPOINT_DTYPES = ("bfloat16", "float32", "float16")
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -80,6 +82,7 @@ class ModelConfig:
         _refuse_unsupported(fields)
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
+        default_head = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
         num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
         has_option = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         attention_bias = has_option and fields.boolean("attention_bias")
@@ -89,8 +92,8 @@ class ModelConfig:
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", _default_kv_heads(fields)),
-            head_size=fields.integer("head_dim", _default_head_size(fields)),
+            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+            head_size=fields.integer("head_dim", default_head),
             intermediate_size=fields.integer("intermediate_size"),
             rms_eps=fields.number("rms_norm_eps", 1e-6),
             rope=_rope(fields),
@@ -104,20 +107,55 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(fields),
             dtype=_dtype(fields),
         )
-        _check_heads(fields, config)
+        if num_heads % config.num_kv_heads:
+            supported = f"a divisor of {num_heads} heads"
+            raise fields.error("num_key_value_heads", config.num_kv_heads, supported)
+        if config.head_size % 2:
+            raise fields.error("head_dim", config.head_size, "an even number")
         return config
+
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint, and its shape; a tied `lm_head` has none."""
+        hidden = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
+        for index in range(self.num_layers):
+            for name, shape in self._layer_shapes.items():
+                shapes[f"model.layers.{index}.{name}"] = shape
+        shapes[FINAL_NORM] = (hidden,)
+        if not self.tie_embeddings:
+            shapes[LM_HEAD] = (self.vocab_size, hidden)
+        return shapes
 
     @property
     def num_parameters(self) -> int:
         """Weights and biases; tied embeddings count once."""
-        q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        attention = self.hidden_size * (2 * q_size + 2 * kv_size)
-        attention += self.qkv_bias * (q_size + 2 * kv_size) + self.o_bias * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + mlp + norms) + self.hidden_size + embeddings
+        return sum(map(math.prod, self.tensor_shapes.values()))
+
+    @property
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, head, inner = self.hidden_size, self.head_size, self.intermediate_size
+        q, kv = self.num_heads * head, self.num_kv_heads * head
+        projections = (
+            ("self_attn.q_proj", q, hidden, self.qkv_bias),
+            ("self_attn.k_proj", kv, hidden, self.qkv_bias),
+            ("self_attn.v_proj", kv, hidden, self.qkv_bias),
+            ("self_attn.o_proj", hidden, q, self.o_bias),
+            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
+            ("mlp.up_proj", inner, hidden, self.mlp_bias),
+            ("mlp.down_proj", hidden, inner, self.mlp_bias),
+        )
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }
+        for name, rows, columns, biased in projections:
+            shapes[f"{name}.weight"] = (rows, columns)
+            if biased:
+                shapes[f"{name}.bias"] = (rows,)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head,)
+        return shapes
 
 
 class _Fields:
@@ -176,25 +214,6 @@ def _refuse_unsupported(fields: _Fields) -> None:
     for key, values, supported in allowed:
         if fields.get(key) not in values:
             raise fields.error(key, fields.get(key), supported)
-
-
-def _default_kv_heads(fields: _Fields) -> int:
-    return fields.integer("num_attention_heads")
-
-
-def _default_head_size(fields: _Fields) -> int:
-    if _architecture(fields) == "Qwen3ForCausalLM":
-        return 128
-    return fields.integer("hidden_size") // fields.integer("num_attention_heads")
-
-
-def _check_heads(fields: _Fields, config: ModelConfig) -> None:
-    if config.num_heads % config.num_kv_heads:
-        raise fields.error(
-            "num_key_value_heads", config.num_kv_heads, f"a divisor of {config.num_heads} heads"
-        )
-    if config.head_size % 2:
-        raise fields.error("head_dim", config.head_size, "an even number")
 
 
 def _rope(fields: _Fields) -> Rope:
@@ -284,89 +303,26 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
 
 def _dtype(fields: _Fields) -> str:
     key = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    value = fields.get(key)
-    if value is None:
-        return "float32"
+    value = "float32" if fields.get(key) is None else fields.get(key)
     if value not in CHECKPOINT_DTYPES:
         raise fields.error(key, value, ", ".join(CHECKPOINT_DTYPES))
     return str(value)
 
 
-@dataclass(frozen=True)
-class Part:
-    """One tensor of the checkpoint, and the shape that the config gives it."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-def embedding(config: ModelConfig) -> Part:
-    """A row for each token."""
-    return Part("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-
-
-def final_norm(config: ModelConfig) -> Part:
-    """Behind the last layer."""
-    return Part("model.norm.weight", (config.hidden_size,))
-
-
-def lm_head(config: ModelConfig) -> Part:
-    """Absent where embeddings are tied."""
-    return Part("lm_head.weight", (config.vocab_size, config.hidden_size))
-
-
-def layer_parts(config: ModelConfig, index: int) -> dict[str, Part]:
-    """A layer's tensors in the checkpoint, by their name within the layer."""
-    hidden, head = config.hidden_size, config.head_size
-    q, kv, inner = config.num_heads * head, config.num_kv_heads * head, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    projections = (
-        ("self_attn.q_proj", q, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    for name, rows, columns, biased in projections:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if biased:
-            shapes[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head,)
-    prefix = f"model.layers.{index}."
-    return {name: Part(prefix + name, shape) for name, shape in shapes.items()}
-
-
-def expected(config: ModelConfig) -> Iterator[Part]:
-    """Every tensor that the checkpoint must have."""
-    yield embedding(config)
-    yield final_norm(config)
-    if not config.tie_embeddings:
-        yield lm_head(config)
-    for index in range(config.num_layers):
-        yield from layer_parts(config, index).values()
-
-
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError unless what is `stored` in `path` is what the config describes."""
-    for part in expected(config):
-        if part.name not in stored:
-            raise CheckpointError(f"{path} lacks tensor {part.name}, which its config.json implies")
-        found = stored[part.name]
-        if found.shape != part.shape:
+    shapes = config.tensor_shapes
+    for name, shape in shapes.items():
+        if name not in stored:
+            raise CheckpointError(f"{path} lacks tensor {name}, which its config.json implies")
+        if stored[name].shape != shape:
             raise CheckpointError(
-                f"{found.file}: tensor {part.name} has shape {list(found.shape)}; config.json "
-                f"implies {list(part.shape)}"
+                f"{stored[name].file}: tensor {name} has shape {list(stored[name].shape)}; "
+                f"config.json implies {list(shape)}"
             )
-    unknown = stored.keys() - {part.name for part in expected(config)}
-    for name in sorted(unknown):
+    for name in sorted(stored.keys() - shapes.keys()):
         # Tables that old exports saved, and a copy of the embedding, carry nothing of their own.
-        tied_copy = config.tie_embeddings and name == "lm_head.weight"
+        tied_copy = config.tie_embeddings and name == LM_HEAD
         if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
             raise CheckpointError(
                 f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "

@@ -1,8 +1,7 @@
 """The Llama family's forward pass over paged KV: Llama, Mistral, Qwen2, Qwen3.
 
 Rows of any mix of sequences go through together; only attention knows which belong together.
-Follows Hugging Face transformers' modeling files, which the tests compare it with. Callers of
-anything but `step` hold `torch.inference_mode`.
+Follows Hugging Face transformers' modeling files, which the tests compare it with.
 
 Rotary frequencies are those of transformers' `modeling_rope_utils`: default, linear
 (https://arxiv.org/abs/2306.15595) and llama3 (Llama 3.1's interpolation by wavelength).
@@ -11,13 +10,15 @@ Rotary frequencies are those of transformers' `modeling_rope_utils`: default, li
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig, Rope
-from baton.engine.ops.torch.attention import AttentionBatch, attend, place, write_kv
+from baton.engine.ops.torch.attention import attend, place, write_kv
 from baton.engine.ops.torch.linear import linear, silu_gate
 from baton.engine.weights.weights import LayerWeights, Weights
 
@@ -73,7 +74,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Model:
-    """Weights and the arithmetic on them; no state between calls but the pool it is given."""
+    """Weights and the arithmetic on them; no state between calls but the pool it is given.
+
+    The six operations of a layer are torch's; `baton.engine.backends.gpu.model` has others.
+    """
 
     def __init__(
         self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device
@@ -88,54 +92,63 @@ class Model:
     @torch.inference_mode()
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
-        rows = place(batch, pool.shape[4])
-        hidden = self.forward(rows.token_ids, rows.positions, rows.attention, pool)
-        if not len(batch.logit_rows):
+        rows, wanted = len(batch.token_ids), len(batch.logit_rows)
+        hidden, residual = self._forward(batch.token_ids, self._place(batch, pool), pool)
+        if not wanted:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        return self.logits(hidden[batch.logit_rows.long()])
+        if wanted < rows:  # as many as there are rows are all of them
+            hidden, residual = (x.index_select(0, batch.logit_rows) for x in (hidden, residual))
+        return self._logits(hidden, residual)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, pool: Tensor
-    ) -> Tensor:
-        """Runs rows through all layers and writes their K and V into the pool.
-
-        token_ids, positions: int64 `[rows]`, decode rows first as in `batch` → hidden states after
-        the final norm, `[rows, hidden_size]`.
-        """
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        hidden = self._weights.embedding[token_ids]
+    def _forward(self, token_ids: Tensor, rows: Any, pool: Tensor) -> tuple[Tensor, Tensor]:
+        """All layers: what the last one adds, and the residual that it is to be added to."""
+        hidden, residual = F.embedding(token_ids, self._weights.embedding), None
         for index, layer in enumerate(self._weights.layers):
-            hidden = hidden + self._attention(hidden, index, layer, (cos, sin), batch, pool)
-            hidden = hidden + self._mlp(hidden, layer)
-        return rms_norm(hidden, self._weights.final_norm, self.config.rms_eps)
+            normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm)
+            qkv = self._linear(normed, layer.qkv, layer.qkv_bias)
+            q = self._rope_and_write(qkv, rows, index, layer, pool)
+            hidden = self._linear(self._attend(q, rows, index, pool), layer.o, layer.o_bias)
+            normed, residual = self._add_rms_norm(hidden, residual, layer.post_norm)
+            gate_up = self._linear(normed, layer.gate_up, layer.gate_up_bias)
+            hidden = self._linear(self._silu_mul(gate_up), layer.down, layer.down_bias)
+        assert residual is not None, "a model has layers"
+        return hidden, residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token scores, float32 `[rows, vocab_size]`, of hidden `[rows, hidden_size]`."""
-        return linear(hidden, self._weights.lm_head).float()
+    def _logits(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """Next-token scores, float32 `[rows, vocab_size]`."""
+        normed, _ = self._add_rms_norm(hidden, residual, self._weights.final_norm)
+        return self._linear(normed, self._weights.lm_head).float()
 
-    def _attention(
-        self,
-        hidden: Tensor,
-        index: int,
-        layer: LayerWeights,
-        rope: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        pool: Tensor,
+    _linear = staticmethod(linear)
+    _silu_mul = staticmethod(silu_gate)
+
+    def _place(self, batch: StepBatch, pool: Tensor) -> Any:
+        """What all layers of a step share: where its rows read and write KV."""
+        rows = place(batch, pool.shape[4])
+        angles = self._cos[rows.positions][:, None], self._sin[rows.positions][:, None]
+        return rows.attention, angles
+
+    def _add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream with x added, and its norm: (normed, stream)."""
+        stream = x if residual is None else residual + x
+        return rms_norm(stream, weight, self.config.rms_eps), stream
+
+    def _rope_and_write(
+        self, qkv: Tensor, rows: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
-        config = self.config
-        normed = rms_norm(hidden, layer.input_norm, config.rms_eps)
-        qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_size)
+        """Queries `[rows, heads, head_size]`, normed and turned; K and V go to the pool."""
+        (attention, angles), config = rows, self.config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        q, k, v = qkv.split(heads, dim=1)
+        q, k, v = qkv.view(len(qkv), -1, config.head_size).split(heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, config.rms_eps)
             k = rms_norm(k, layer.k_norm, config.rms_eps)
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        write_kv(pool, index, batch.slots, k, v)
-        out = attend(q, pool, index, batch, self._scale, config.windows[index])
-        return linear(out, layer.o, layer.o_bias)
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        write_kv(pool, index, attention.slots, k, v)
+        return q
 
-    def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
-        normed = rms_norm(hidden, layer.post_norm, self.config.rms_eps)
-        gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
-        return linear(silu_gate(gate_up), layer.down, layer.down_bias)
+    def _attend(self, q: Tensor, rows: Any, index: int, pool: Tensor) -> Tensor:
+        """Attention of all rows: `[rows, heads * head_size]`."""
+        return attend(q, pool, index, rows[0], self._scale, self.config.windows[index])

@@ -4,10 +4,9 @@ Top-k and top-p both keep the n likeliest tokens of a row, for an n of the row's
 the n-th weight. A whole vocabulary is never sorted: that would cost more than the rest of a step.
 Of equally likely tokens at the edge the lowest ids stay, so that top_k=1 is greedy.
 
-On a device rows are worked on together and nothing waits for the device: shapes follow from the
-settings, which the host knows and brings there in one copy. On a CPU (`sample_on_cpu`) they are
-worked on one by one in numpy: a row of weights stays in the processor's cache, and numpy sorts and
-partitions with vector instructions. Both keep and sample the same, up to the rounding of sums.
+On a GPU rows are worked on together, without waiting: shapes follow from the settings, which the
+host knows. On a CPU (`sample_on_cpu`) they are worked on one by one in numpy, where a row stays in
+the cache. Both keep and sample the same, up to the rounding of sums.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ def _top_p_edges(row_weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     above = torch.zeros_like(share, dtype=torch.long)  # how many are in larger buckets
     edge = torch.zeros_like(above)
     for shift, buckets in _LEVELS:
-        largest_first = (buckets - 1 - (bits >> shift) % _span(buckets)).long()
+        largest_first = (buckets - 1 - (bits >> shift) % (1 << (buckets - 1).bit_length())).long()
         sums = mass.new_zeros((len(mass), buckets))
         sums.scatter_add_(1, largest_first, mass.masked_fill(~inside, 0))
         cumulative = sums.cumsum(1) + before
@@ -180,11 +179,6 @@ def _top_p_edges(row_weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     weight = edge.int().view(torch.float32)
     needed = ((target - before) / weight).ceil().clamp(min=1)
     return above + torch.minimum(needed, inside.sum(1, keepdim=True)).long(), weight
-
-
-def _span(buckets: int) -> int:
-    """What leading bits are counted modulo."""
-    return 1 << (buckets - 1).bit_length()
 
 
 Floats = npt.NDArray[np.float32]
@@ -239,7 +233,7 @@ def _keep(row: Floats, count: int, edge: np.float32) -> None:
 
 def _top_k_edge(row: Floats, top_k: int, top_p: float) -> tuple[int, np.float32]:
     """How many weights top-k, and top-p of what it leaves, keep, and the last one."""
-    ranked = _largest_first(np.partition(row, -top_k)[-top_k:])
+    ranked = np.sort(np.partition(row, -top_k)[-top_k:])[::-1]
     if top_p == 1:
         return top_k, ranked[-1]
     return _nucleus(ranked, top_p, None)
@@ -251,7 +245,7 @@ def _top_p_edge(row: Floats, top_p: float) -> tuple[int, np.float32]:
     candidates = row[row >= _CANDIDATE]
     if candidates.sum(dtype=np.float64) < top_p * total:
         candidates = row
-    return _nucleus(_largest_first(candidates), top_p, total)
+    return _nucleus(np.sort(candidates)[::-1], top_p, total)
 
 
 def _nucleus(ranked: Floats, top_p: float, total: float | None) -> tuple[int, np.float32]:
@@ -264,10 +258,6 @@ def _nucleus(ranked: Floats, top_p: float, total: float | None) -> tuple[int, np
     target = top_p * float(sums[-1] if total is None else total)
     last = _where_sum_passes(ranked, sums, target, "left")
     return last + 1, ranked[last]
-
-
-def _largest_first(values: Floats) -> Floats:
-    return np.sort(values)[::-1]
 
 
 def _running_sums(values: Floats) -> npt.NDArray[np.float64]:

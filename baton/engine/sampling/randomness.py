@@ -1,9 +1,7 @@
 """Random numbers that depend on a seed and a position, and on nothing else.
 
-A token sampled on another worker, in another batch or after a failover must be the same token, so
-there is no generator state: the number for a position is computed from (seed, position) directly.
-Random weights (`RandomTensors`) are computed in the same way on a GPU, where a generator's numbers
-would depend on its number of processors: workers on different GPUs hold the same model.
+A token sampled on another worker, in another batch or after a failover must be the same token, and
+random weights (`RandomTensors`) the same on different GPUs: there is no generator state.
 
 Source: SplitMix64, G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators",
 OOPSLA 2014, with the constants of S. Vigna's public-domain splitmix64.c. Its n-th output is

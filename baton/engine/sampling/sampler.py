@@ -102,120 +102,84 @@ class Sampler:
 
     def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that logits are of."""
-        return self._vocab_size
+        self.vocab_size = vocab_size
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """The next token of each row. `logits` is `[rows, vocab]` float32 and is not changed.
 
         Raises InternalError when a sampled row's logits are not numbers or nothing is allowed.
         """
-        assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows))
+        assert logits.shape == (len(rows), self.vocab_size), (logits.shape, len(rows))
         if not rows:
             return Sampled([], [])
         groups: dict[tuple[bool, bool], list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault((row.adjusted, row.greedy), []).append(i)
-        chosen = [
-            self._choose(_take(logits, which, copy=adjusted), [rows[i] for i in which])
-            for (adjusted, _), which in groups.items()
-        ]
+        chosen = []
+        for (adjusted, greedy), which in groups.items():
+            some, of = _take(logits, which, copy=adjusted), [rows[i] for i in which]
+            if adjusted:
+                self._adjust(some, of)
+            chosen.append(_likeliest(some) if greedy else _sample(some, of))
         token_ids = _on_host(chosen)
         if len(groups) > 1:
             order = itertools.chain.from_iterable(groups.values())
             by_row = dict(zip(order, token_ids, strict=True))
             token_ids = [by_row[i] for i in range(len(rows))]
-        if max(token_ids) >= self._vocab_size:
+        if max(token_ids) >= self.vocab_size:
             raise InternalError("logits are not finite numbers: the model's output is broken")
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
-
-    def probabilities(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """What non-greedy rows are sampled from: `[rows, vocab]`, each row's sum is 1."""
-        weights = filters.weights(self._adjust(logits.clone(), rows), _params(rows))
-        return weights / weights.sum(1, keepdim=True)
-
-    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
-        """Tokens `[rows]` of rows that are all greedy or all not, all adjusted or all not.
-
-        Changes `logits` in place if the rows are adjusted.
-        """
-        if rows[0].adjusted:
-            logits = self._adjust(logits, rows)
-        if rows[0].greedy:
-            return _likeliest(logits)
-        return _sample(logits, rows)
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Applies bias, min_tokens and penalties to `logits`, in place.
 
-        Only the entries that change are touched, as indices into the flattened `logits`; those of
-        a row are distinct, so that reading, changing and writing them back is exact.
+        Only the entries that change are touched, as indices into the flattened `logits`, gathered
+        on the host and changed in a few operations; those of a row are distinct, so that reading,
+        changing and writing them back is exact.
         """
-        changes = _Changes(logits)
+        bias: list[np.ndarray] = []  # [2, n] each: flat index, value
+        forbidden: list[int] = []
+        penalties: list[np.ndarray] = []  # [3, n] each: flat index, repetition, subtracted
         for i, row in enumerate(rows):
-            if row.params.logit_bias:
-                changes.add_bias(i, row)
-            if row.output_tokens < row.params.min_tokens:
+            params, first = row.params, i * self.vocab_size
+            if added := params.logit_bias:
+                flat = np.fromiter(added, np.float64, len(added)) + first
+                bias.append(np.stack([flat, np.fromiter(added.values(), np.float64, len(added))]))
+            if row.output_tokens < params.min_tokens:
                 # End-of-sequence is masked even with ignore_eos, as in vLLM.
-                changes.forbid(i, self._eos_token_ids | row.params.stop_token_ids)
-            if _counts_tokens(row.params):
-                changes.add_penalties(i, row)
-        return changes.apply()
+                ends = self._eos_token_ids | params.stop_token_ids
+                forbidden.extend(first + token_id for token_id in ends)
+            if _counts_tokens(params):
+                seen, *factors = _penalties(row)
+                penalties.append(np.stack([seen + first, *factors]))
+        flat_logits = logits.view(-1)
+        if bias:
+            where, values = _columns(bias, logits.device)
+            flat_logits[where.long()] += values.float()
+        if forbidden:
+            flat_logits[torch.tensor(forbidden, device=logits.device)] = -torch.inf
+        if penalties:
+            where, repetition, subtracted = _columns(penalties, logits.device)
+            found = flat_logits[where.long()]
+            factor = repetition.float()
+            found = torch.where(found > 0, found / factor, found * factor)
+            flat_logits[where.long()] = found - subtracted.float()
+        return logits
 
 
-class _Changes:
-    """Changes to single logits, gathered on the host and applied in a few device operations."""
+def _penalties(row: SampleRow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, repetition, what is subtracted): repetition counts the prompt, too."""
+    params, kept = row.params, row.counts or TokenCounts()
+    seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.proposed)
+    if params.repetition_penalty == 1.0:
+        seen, counts = seen[counts > 0], counts[counts > 0]
+    subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+    return seen, np.full(len(seen), params.repetition_penalty), subtracted
 
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
-        self._vocab_size = logits.shape[1]
-        self._bias: list[np.ndarray] = []  # [2, n] each: flat index, value
-        self._forbidden: list[int] = []
-        self._penalties: list[np.ndarray] = []  # [3, n]: flat index, repetition, subtracted
 
-    def add_bias(self, i: int, row: SampleRow) -> None:
-        """Row `i`'s logit_bias."""
-        bias = row.params.logit_bias
-        flat = np.fromiter(bias, np.float64, len(bias)) + i * self._vocab_size
-        self._bias.append(np.stack([flat, np.fromiter(bias.values(), np.float64, len(bias))]))
-
-    def forbid(self, i: int, token_ids: frozenset[int]) -> None:
-        """Tokens that row `i` must not choose."""
-        self._forbidden.extend(i * self._vocab_size + token_id for token_id in token_ids)
-
-    def add_penalties(self, i: int, row: SampleRow) -> None:
-        """Row `i`'s penalties: repetition counts prompt and output, the others output alone."""
-        params = row.params
-        kept = row.counts or TokenCounts()
-        seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.proposed)
-        if params.repetition_penalty == 1.0:
-            seen, counts = seen[counts > 0], counts[counts > 0]
-        subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
-        repetition = np.full(len(seen), params.repetition_penalty)
-        self._penalties.append(np.stack([seen + i * self._vocab_size, repetition, subtracted]))
-
-    def apply(self) -> Tensor:
-        """The logits, changed in place."""
-        flat = self._logits.view(-1)
-        if self._bias:
-            where, bias = self._columns(self._bias)
-            flat[where.long()] += bias.float()
-        if self._forbidden:
-            flat[torch.tensor(self._forbidden, device=flat.device)] = -torch.inf
-        if self._penalties:
-            where, repetition, subtracted = self._columns(self._penalties)
-            seen = flat[where.long()]
-            seen = torch.where(seen > 0, seen / repetition.float(), seen * repetition.float())
-            flat[where.long()] = seen - subtracted.float()
-        return self._logits
-
-    def _columns(self, parts: list[np.ndarray]) -> tuple[Tensor, ...]:
-        # One copy to the device; float64 holds flat indices exactly up to 2**53.
-        return torch.from_numpy(np.concatenate(parts, 1)).to(self._logits.device).unbind(0)
+def _columns(parts: list[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
+    # One copy to the device; float64 holds flat indices exactly up to 2**53.
+    return torch.from_numpy(np.concatenate(parts, 1)).to(device).unbind(0)
 
 
 def _counts_tokens(params: SamplingParams) -> bool:
@@ -229,10 +193,6 @@ def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
     if len(which) == logits.shape[0] and not copy:
         return logits
     return logits.index_select(0, torch.tensor(which, device=logits.device))
-
-
-def _params(rows: Sequence[SampleRow]) -> list[SamplingParams]:
-    return [row.params for row in rows]
 
 
 def _on_host(chosen: list[Chosen]) -> list[int]:
@@ -254,12 +214,12 @@ def _likeliest(logits: Tensor) -> Chosen:
 
 def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     """One token for each row `[rows]`, by the number that belongs to its seed and position."""
-    seeds = [row.params.seed for row in rows]
-    numbers = randomness.uniform(seeds, [len(row.token_ids) for row in rows])
+    params = [row.params for row in rows]
+    numbers = randomness.uniform([one.seed for one in params], [len(row.token_ids) for row in rows])
     if logits.device.type == "cpu":
-        return filters.sample_on_cpu(logits.numpy(), _params(rows), numbers)
+        return filters.sample_on_cpu(logits.numpy(), params, numbers)
     uniform = torch.from_numpy(numbers).to(logits.device)
-    return filters.sample(filters.weights(logits, _params(rows)), uniform)
+    return filters.sample(filters.weights(logits, params), uniform)
 
 
 def _logprobs(

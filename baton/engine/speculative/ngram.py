@@ -1,22 +1,14 @@
 """Proposes the next tokens of a sequence from its own text, where that pays (prompt lookup).
 
-A proposal is what followed the last time that the sequence's last few tokens occurred in it. The
-proposed tokens are computed in the same step as the last known token, and what is sampled at each
-position is compared with them (`verify`): a step then yields as many tokens as were accepted, and
-one more. Why that changes no token: a token is a function of the logits, the settings, the tokens
-so far and the position, randomness included (`baton.engine.sampling.randomness`), so what is
-sampled behind an accepted token is what would have been sampled a step later. There is nothing to
-correct, as there is with a draft model's distribution; and where kernels give a row the same bits
-in whatever batch or chunk, tokens are the same as without speculation, greedy or sampled.
+A proposal is what followed the last time that the sequence's last few tokens occurred in it. It is
+computed in the same step as the last known token, and what is sampled at each position is compared
+with it (`verify`): a step yields as many tokens as were accepted, and one more. No token changes:
+it is a function of logits, settings, the tokens so far and the position, randomness included.
 
-**How much is proposed.** A further row makes a step longer by a share that grows with the rows that
-the step has anyway: next to nothing for one stream, whose step waits for memory, and as much as any
-row for many, whose step waits for arithmetic. That share is the row's price, learned from the steps
-that ran (`RowCost`). The chance that a token is accepted is tracked for each sequence and each
-length of the text that was found again, also without speculation: the first proposed token is
-compared with the sampled one in every step. A sequence proposes one more token as long as that adds
-more to what a step yields than to what it takes. So proposals shorten and stop by themselves where
-they are wrong or steps are full, and come back once they are right again.
+A further row makes a step longer by a price that is learned from the steps that ran (`RowCost`),
+and the chance that a token is accepted is tracked for each sequence and length of the text found
+again, also without speculation. One more token is proposed as long as that adds more to what a step
+yields than to what it takes: where proposals are wrong or steps are full, they stop by themselves.
 
 Source: A. Saxena, "Prompt Lookup Decoding", 2023. Torch-free; knows no block and no batch.
 """

@@ -1,8 +1,7 @@
 """A model directory's files: which there are, what their headers promise, what identifies them.
 
-Reads safetensors headers and JSON only and never imports torch; `baton.engine.weights.weights`
-reads the
-tensors. Every error is a CheckpointError that names the file, and the tensor if there is one.
+Reads safetensors headers and JSON only and never imports torch. Every error is a CheckpointError
+that names the file, and the tensor if there is one.
 """
 
 from __future__ import annotations
@@ -56,22 +55,16 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the model in `directory`, by name, after its files' headers were checked."""
     if (directory / SINGLE_FILE).is_file():
         return _file_tensors(directory / SINGLE_FILE)
-    if not (directory / INDEX_FILE).is_file():
-        raise CheckpointError(_no_weights(directory))
-    return _sharded_tensors(directory)
-
-
-def _no_weights(directory: Path) -> str:
-    pickles = sorted(
-        file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)
-    )
+    if (directory / INDEX_FILE).is_file():
+        return _sharded_tensors(directory)
     missing = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    pickles = sorted(file for end in ("bin", "pt", "pth") for file in directory.glob(f"*.{end}"))
     if pickles:
-        return (
-            f"{missing}, only {pickles[0]}: pickle files can run code and are never read; convert "
-            "the model to safetensors (transformers: model.save_pretrained(directory))"
+        raise CheckpointError(
+            f"{missing}, only {pickles[0].name}: pickle files can run code and are never read; "
+            "convert the model to safetensors (transformers: model.save_pretrained(directory))"
         )
-    return f"{missing}: give a directory with safetensors weights"
+    raise CheckpointError(f"{missing}: give a directory with safetensors weights")
 
 
 def _sharded_tensors(directory: Path) -> dict[str, StoredTensor]:

@@ -39,7 +39,12 @@ class QuantizedWeight:
     @classmethod
     def of(cls, weight: Tensor) -> Self:
         """weight `[out, in]` of any floating type, quantised."""
-        return cls(*_quantize_in_parts(weight, cls.DTYPE))
+        values = torch.empty(weight.shape, dtype=cls.DTYPE, device=weight.device)
+        scales = torch.empty(len(weight), device=weight.device)
+        for first in range(0, len(weight), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            values[rows], scales[rows] = quantize_rows(weight[rows], cls.DTYPE)
+        return cls(values, scales)
 
     @property
     def shape(self) -> torch.Size:
@@ -78,15 +83,6 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
     units = x * inverse[..., None]
     values = (units.round_() if dtype == torch.int8 else units).to(dtype)
     return values, largest / peak
-
-
-def _quantize_in_parts(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    scales = torch.empty(len(weight), device=weight.device)
-    for first in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        values[rows], scales[rows] = quantize_rows(weight[rows], dtype)
-    return values, scales
 
 
 def pack_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:

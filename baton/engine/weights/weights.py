@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,11 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.models.config import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
     ModelConfig,
-    Part,
     check_tensors,
-    embedding,
-    expected,
-    final_norm,
-    layer_parts,
-    lm_head,
 )
 from baton.engine.ops.native.packing import Matrix
 from baton.engine.sampling.randomness import RandomTensors
@@ -75,8 +71,24 @@ class Weights:
     lm_head: Matrix
 
 
-Make = Callable[[tuple[Part, ...]], Tensor]
-"""Makes the tensor that holds the parts, one after the other along the first axis."""
+Make = Callable[[dict[str, tuple[int, ...]]], Tensor]
+"""Makes one tensor of those with these names and shapes, joined along the first axis."""
+
+_LAYER = {  # the tensors of the checkpoint that each field is joined of
+    "input_norm": ("input_layernorm.weight",),
+    "qkv": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    "qkv_bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "o": ("self_attn.o_proj.weight",),
+    "o_bias": ("self_attn.o_proj.bias",),
+    "post_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "down": ("mlp.down_proj.weight",),
+    "down_bias": ("mlp.down_proj.bias",),
+}
+_MATRICES = ("qkv", "o", "gate_up", "down")
 
 
 def _as_read(matrix: Tensor) -> Matrix:
@@ -102,10 +114,33 @@ def load_weights(
         raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
+    total, done = sum(_num_bytes(stored[name]) for name in config.tensor_shapes), 0
+    opened: dict[Path, Any] = {}
     with ExitStack() as files:
-        total = sum(_num_bytes(stored[part.name]) for part in expected(config))
-        reader = _Reader(stored, files, dtype, device, progress, total)
-        return _assemble(config, reader.make, prepare)
+
+        def read(tensor: StoredTensor) -> Tensor:
+            """A view of its mapped file."""
+            try:
+                if tensor.file not in opened:
+                    file = safe_open(tensor.file, framework="pt", device="cpu")
+                    opened[tensor.file] = files.enter_context(file)
+                found: Tensor = opened[tensor.file].get_tensor(tensor.name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{tensor.file}: tensor {tensor.name}: {error}") from error
+            return found
+
+        def make(shapes: dict[str, tuple[int, ...]]) -> Tensor:
+            nonlocal done
+            whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
+            parts = whole.split([shape[0] for shape in shapes.values()])
+            for name, target in zip(shapes, parts, strict=True):
+                target.copy_(read(stored[name]))
+                done += _num_bytes(stored[name])
+                if progress is not None:
+                    progress(done, total)
+            return whole
+
+        return _assemble(config, make, prepare)
 
 
 def random_weights(
@@ -119,112 +154,48 @@ def random_weights(
 
     A GPU's are the same on every GPU, but others than a CPU's: see `RandomTensors`.
     """
-    random = _random_on_cpu(dtype, seed)
-    if device.type != "cpu":
-        tensors = RandomTensors(seed, device)
-        random = partial(tensors.uniform, dtype=dtype, std=RANDOM_STD)
+    generator, tensors = torch.Generator().manual_seed(seed), RandomTensors(seed, device)
 
-    def make(parts: tuple[Part, ...]) -> Tensor:
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        if parts[0].name.endswith("norm.weight"):
+    def make(shapes: dict[str, tuple[int, ...]]) -> Tensor:
+        shape = _joined(shapes)
+        if next(iter(shapes)).endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
-        return random(shape)
+        if device.type == "cpu":
+            return torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
+        return tensors.uniform(shape, dtype, RANDOM_STD)
 
     return _assemble(config, make, prepare)
 
 
-def _random_on_cpu(dtype: torch.dtype, seed: int) -> Callable[[tuple[int, ...]], Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
-
-    return random
-
-
 def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
-    embeddings = make((embedding(config),))
-    layers = tuple(_layer(config, index, make, prepare) for index in range(config.num_layers))
-    norm = make((final_norm(config),))
-    head = embeddings if config.tie_embeddings else make((lm_head(config),))
-    return Weights(embeddings, layers, norm, prepare(head))
+    shapes = config.tensor_shapes
 
+    def tensor(*names: str) -> Any:
+        """None where the model has none."""
+        return make({name: shapes[name] for name in names}) if names[0] in shapes else None
 
-def _layer(config: ModelConfig, index: int, make: Make, prepare: Prepare) -> LayerWeights:
-    parts = layer_parts(config, index)
+    def layer(index: int) -> LayerWeights:
+        fields: dict[str, Any] = {}
+        for field, parts in _LAYER.items():
+            names = [f"model.layers.{index}.{part}" for part in parts]
+            fields[field] = prepare(tensor(*names)) if field in _MATRICES else tensor(*names)
+        return LayerWeights(**fields)
 
-    def tensor(*names: str) -> Tensor:
-        return make(tuple(parts[name] for name in names))
-
-    def matrix(*names: str) -> Matrix:
-        return prepare(tensor(*names))
-
-    def optional(*names: str) -> Tensor | None:
-        return tensor(*names) if names[0] in parts else None
-
-    attention, mlp = "self_attn.", "mlp."
-    return LayerWeights(
-        input_norm=tensor("input_layernorm.weight"),
-        qkv=matrix(*(f"{attention}{x}_proj.weight" for x in "qkv")),
-        qkv_bias=optional(*(f"{attention}{x}_proj.bias" for x in "qkv")),
-        q_norm=optional(f"{attention}q_norm.weight"),
-        k_norm=optional(f"{attention}k_norm.weight"),
-        o=matrix(f"{attention}o_proj.weight"),
-        o_bias=optional(f"{attention}o_proj.bias"),
-        post_norm=tensor("post_attention_layernorm.weight"),
-        gate_up=matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
-        gate_up_bias=optional(f"{mlp}gate_proj.bias", f"{mlp}up_proj.bias"),
-        down=matrix(f"{mlp}down_proj.weight"),
-        down_bias=optional(f"{mlp}down_proj.bias"),
+    embedding = tensor(EMBEDDING)
+    layers = tuple(layer(index) for index in range(config.num_layers))
+    norm = tensor(FINAL_NORM)
+    return Weights(
+        embedding, layers, norm, prepare(embedding if config.tie_embeddings else tensor(LM_HEAD))
     )
+
+
+def _joined(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    first, *_ = shapes.values()
+    return (sum(shape[0] for shape in shapes.values()), *first[1:])
 
 
 def _num_bytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape) * ELEMENT_BYTES[stored.dtype]
-
-
-class _Reader:
-    """Copies stored tensors out of their mapped files, which stay open until `files` closes."""
-
-    def __init__(
-        self,
-        stored: dict[str, StoredTensor],
-        files: ExitStack,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None,
-        total: int,
-    ) -> None:
-        self._stored = stored
-        self._files = files
-        self._dtype = dtype
-        self._device = device
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._open: dict[Path, Any] = {}
-
-    def make(self, parts: tuple[Part, ...]) -> Tensor:
-        rows = [part.shape[0] for part in parts]
-        shape = (sum(rows), *parts[0].shape[1:])
-        whole = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for part, target in zip(parts, whole.split(rows), strict=True):
-            stored = self._stored[part.name]
-            target.copy_(self._read(stored))
-            self._done += _num_bytes(stored)
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-        return whole
-
-    def _read(self, stored: StoredTensor) -> Tensor:
-        try:
-            if stored.file not in self._open:
-                opened = safe_open(stored.file, framework="pt", device="cpu")
-                self._open[stored.file] = self._files.enter_context(opened)
-            tensor: Tensor = self._open[stored.file].get_tensor(stored.name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{stored.file}: tensor {stored.name}: {error}") from error
-        return tensor
 
 
 log = logging.getLogger(__name__)
@@ -240,15 +211,25 @@ def weights_of(
     dtype: torch.dtype,
     device: torch.device,
     prepare: Prepare,
+    kernels: str,
 ) -> Weights:
     """The weights of the model at `path`, or made-up ones, on the device, prepared one by one.
 
-    Raises CheckpointError.
+    kernels: which they are for, to be logged. Raises CheckpointError.
     """
+    started, quantization = time.monotonic(), settings.quantization
     seed = random_seed(settings, device)
     if seed is not None:
-        return random_weights(config, dtype, device, seed, prepare)
-    return load_weights(path, config, dtype, device, LoadProgress(), prepare)
+        weights = random_weights(config, dtype, device, seed, prepare)
+    else:
+        weights = load_weights(path, config, dtype, device, LoadProgress(), prepare)
+    log.info(
+        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
+        path.name, config.num_parameters / 1e6,
+        f"{quantization} weights, " if quantization != "none" else "", dtype, device, kernels,
+        time.monotonic() - started,
+    )  # fmt: skip
+    return weights
 
 
 def random_seed(settings: EngineConfig, device: torch.device) -> int | None:
@@ -282,22 +263,3 @@ class LoadProgress:
             "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
             done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
         )  # fmt: skip
-
-
-def log_loaded(
-    settings: EngineConfig,
-    path: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: str,
-    seconds: float,
-) -> None:
-    """Logs what was loaded."""
-    quantization = settings.quantization
-    log.info(
-        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
-        path.name, config.num_parameters / 1e6,
-        f"{quantization} weights, " if quantization != "none" else "", dtype, device, kernels,
-        seconds,
-    )  # fmt: skip

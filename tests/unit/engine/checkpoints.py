@@ -1,8 +1,5 @@
 """Small random Hugging Face checkpoints for tests, written by transformers itself."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +27,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def make_model(
-    architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
-) -> Any:
+def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
     """A small transformers model with seeded weights; overrides are config keys."""
     model_class = getattr(transformers, architecture)
     config = model_class.config_class(**{**SMALL, **overrides})
@@ -52,15 +47,15 @@ def make_model(
 
 
 def make_checkpoint(
-    directory: Path,
-    architecture: str = "LlamaForCausalLM",
+    directory,
+    architecture="LlamaForCausalLM",
     *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    tokenizer: bool = False,
-    max_shard_size: str = "1GB",
-    **overrides: Any,
-) -> Any:
+    seed=0,
+    dtype=torch.float32,
+    tokenizer=False,
+    max_shard_size="1GB",
+    **overrides,
+):
     """Saves `make_model`'s model in `directory`; the transformers model as loaded from there.
 
     `tokenizer` adds a byte-level tokenizer.json: <s>, </s>, then one token for each byte.
@@ -73,14 +68,14 @@ def make_checkpoint(
     return load_reference(directory, dtype)
 
 
-def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load_reference(directory, dtype=torch.float32):
     """The checkpoint as transformers loads and runs it, eager attention, in eval mode."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager"
     ).eval()
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer():
     """Token 0 is <s>, 1 is </s>, and 2..257 are the bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<s>": 0, "</s>": 1} | {symbol: i for i, symbol in enumerate(alphabet, start=2)}

@@ -1,16 +1,11 @@
 """Drives a model over a scattered KV pool in tests, without planner or runner."""
 
-from __future__ import annotations
-
 import random
 
 import torch
-from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.decoder import Model
-from baton.engine.ops.native.model import NativeModel
 from baton.engine.weights.quantize import SCALE_BYTES
 
 NUM_BLOCKS = 160
@@ -19,7 +14,7 @@ NUM_BLOCKS = 160
 class PagedSequence:
     """A sequence's known tokens and its scattered blocks."""
 
-    def __init__(self, tokens: list[int], block_ids: list[int]) -> None:
+    def __init__(self, tokens, block_ids):
         self.tokens = tokens
         self.block_ids = block_ids
         self.computed = 0
@@ -28,14 +23,7 @@ class PagedSequence:
 class PagedRun:
     """A pool and the sequences in it; `step` runs any mix of them."""
 
-    def __init__(
-        self,
-        model: Model | NativeModel,
-        block_size: int = 16,
-        seed: int = 0,
-        *,
-        kv_int8: bool = False,
-    ) -> None:
+    def __init__(self, model, block_size=16, seed=0, *, kv_int8=False):
         config: ModelConfig = model.config
         row = config.head_size + (SCALE_BYTES if kv_int8 else 0)
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, row)
@@ -46,14 +34,14 @@ class PagedRun:
         self.pool[0] = 3
         self._free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
 
-    def add(self, tokens: list[int], room: int = 0) -> PagedSequence:
+    def add(self, tokens, room=0):
         """A sequence with blocks for its tokens and `room` more."""
         count = -(-(len(tokens) + room) // self.block_size)
         blocks = [self._free.pop() for _ in range(count)]
         return PagedSequence(list(tokens), blocks)
 
     @torch.inference_mode()
-    def step(self, *work: tuple[PagedSequence, int]) -> list[Tensor]:
+    def step(self, *work):
         """Computes the next `count` tokens of each sequence; logits `[count, vocab]` of each.
 
         Work of one token comes first, as planners order it.
@@ -64,7 +52,7 @@ class PagedRun:
             sequence.computed += count
         return list(logits.split([count for _, count in work]))
 
-    def _batch(self, work: tuple[tuple[PagedSequence, int], ...]) -> StepBatch:
+    def _batch(self, work):
         token_ids: list[int] = []
         for sequence, count in work:
             token_ids += sequence.tokens[sequence.computed : sequence.computed + count]
@@ -80,9 +68,9 @@ class PagedRun:
             num_decodes=query_lens.count(1),
         )
 
-    def _blocks(self, sequence: PagedSequence, count: int) -> list[int]:
+    def _blocks(self, sequence, count):
         return sequence.block_ids[: -(-(sequence.computed + count) // self.block_size)]
 
 
-def _ints(values: list[int] | list[list[int]]) -> Tensor:
+def _ints(values):
     return torch.tensor(values, dtype=torch.int32)

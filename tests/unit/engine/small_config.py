@@ -1,9 +1,6 @@
 """The small model that tests vary: a Llama with nothing added."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 from baton.engine.models.config import ModelConfig, Rope
 
@@ -30,6 +27,6 @@ _LLAMA = ModelConfig(
 )
 
 
-def small_config(window: int | None = None, **changes: Any) -> ModelConfig:
+def small_config(window=None, **changes):
     """A model of two layers, the second with a window if one is given."""
     return replace(_LLAMA, windows=(None, window), **changes)

@@ -1,14 +1,12 @@
 """Batches built step after step are those that would be built anew each time."""
 
-from __future__ import annotations
-
 import random
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.batch import BatchBuilder, StepBatch
+from baton.engine.batch import BatchBuilder
 from baton.engine.blocks import BlockPool
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.sequence import Sequence
@@ -17,11 +15,11 @@ from baton.sampling import SamplingParams
 SIZE = 4
 
 
-def batches() -> BatchBuilder:
+def batches():
     return BatchBuilder(SIZE, torch.device("cpu"))
 
 
-def from_nothing(plan: Plan) -> dict[str, list[int] | int]:
+def from_nothing(plan):
     """The batch of a plan but its block_tables, as plain lists, one token at a time."""
     token_ids: list[int] = []
     logit_rows: list[int] = []
@@ -40,7 +38,7 @@ def from_nothing(plan: Plan) -> dict[str, list[int] | int]:
     }
 
 
-def assert_same(batch: StepBatch, plan: Plan) -> None:
+def assert_same(batch, plan):
     for name, expected in from_nothing(plan).items():
         value = getattr(batch, name)
         if isinstance(value, torch.Tensor):
@@ -60,21 +58,21 @@ def assert_same(batch: StepBatch, plan: Plan) -> None:
         assert not any(table[len(blocks) :]), "behind its blocks there are none"
 
 
-def a_sequence(name: str, tokens: list[int], blocks: list[int]) -> Sequence:
+def a_sequence(name, tokens, blocks):
     return Sequence(name, tokens, len(tokens), SamplingParams(), block_ids=blocks)
 
 
 class Life:
     """A planner with sequences that come, are preempted, draft, are cut short and leave."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.dice = random.Random(seed)
         chunk, most = self.dice.choice((3, 8, 40)), self.dice.choice((2, 5, 40))
         self.planner = Planner(BlockPool(self.dice.choice((20, 200)), SIZE), chunk, most)
         self.drafts = self.dice.random() < 0.5
         self.alive: list[Sequence] = []
 
-    def come(self) -> None:
+    def come(self):
         # Two lives of one id, and shared prefixes, must not be mistaken for each other.
         name = f"s{self.dice.randrange(3)}"
         first, length = self.dice.randrange(2) * 100, self.dice.randrange(1, 24)
@@ -82,13 +80,13 @@ class Life:
         self.alive.append(sequence)
         self.planner.add(sequence)
 
-    def leave(self) -> None:
+    def leave(self):
         if self.alive:
             sequence = self.alive.pop(self.dice.randrange(len(self.alive)))
             self.planner.remove(sequence)
             self.planner.free(sequence)
 
-    def start_over(self) -> None:
+    def start_over(self):
         """Blocks change hands while a sequence keeps its place, and its list."""
         blocks, running = self.planner.blocks, [s for s in self.planner.running if s.block_ids]
         if not running:
@@ -104,7 +102,7 @@ class Life:
             self.dice.shuffle(other)
             sequence.block_ids += other
 
-    def move(self) -> None:
+    def move(self):
         """A sequence's last blocks become others, in its list or in a new one; more at times."""
         running = [s for s in self.planner.running if s.block_ids]
         if not running:
@@ -120,21 +118,21 @@ class Life:
             else:
                 sequence.block_ids[kept:] = other
 
-    def plan(self) -> Plan:
+    def plan(self):
         plan = self.planner.plan()
         if self.drafts and self.dice.random() < 0.5:
             plan.work = [self.with_draft(work) for work in plan.work]
             plan.work.sort(key=lambda work: work.count > 1)
         return plan
 
-    def with_draft(self, work: Work) -> Work:
+    def with_draft(self, work):
         room = len(work.sequence.block_ids) * SIZE - work.sequence.num_tokens
         if work.count > 1 or not work.samples or room == 0:
             return work
         draft = tuple(self.dice.randrange(50) for _ in range(self.dice.randint(0, room)))
         return Work(work.sequence, work.start, 1 + len(draft), draft)
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan):
         for work in plan.work:
             samples = work.samples
             self.planner.advance(work)
@@ -144,7 +142,7 @@ class Life:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_any_life_of_sequences_gives_the_batches_of_their_plans(seed: int) -> None:
+def test_any_life_of_sequences_gives_the_batches_of_their_plans(seed):
     life, built = Life(seed), batches()
     for _ in range(40):
         if life.dice.random() < 0.6:
@@ -155,7 +153,7 @@ def test_any_life_of_sequences_gives_the_batches_of_their_plans(seed: int) -> No
             life.run(plan)
 
 
-def test_a_sequence_that_goes_on_costs_no_new_tensors() -> None:
+def test_a_sequence_that_goes_on_costs_no_new_tensors():
     sequence, built = a_sequence("a", [1, 2, 3, 4], [7]), batches()
     first = built.build(Plan([Work(sequence, 3, 1)]))
     for token, at in zip(range(5, 13), range(4, 12), strict=True):

@@ -11,7 +11,7 @@ from baton.prefix import block_hash, hash_chain, root_hash
 SIZE = 4
 
 
-def publish_all(pool: BlockPool, blocks: list[int], tokens: list[int], salt: str = "") -> None:
+def publish_all(pool, blocks, tokens, salt=""):
     parent = root_hash(salt)
     for index, (block, name) in enumerate(
         zip(blocks, hash_chain(tokens, SIZE, salt), strict=False)
@@ -20,101 +20,69 @@ def publish_all(pool: BlockPool, blocks: list[int], tokens: list[int], salt: str
         parent = name
 
 
-def test_a_released_prefix_is_hit_again() -> None:
-    pool = BlockPool(8, SIZE)
-    tokens = list(range(12))
-    blocks = pool.allocate(3)
-    assert blocks is not None
-    publish_all(pool, blocks, tokens)
+def filled(pool, tokens, salt=""):
+    """Blocks of these tokens, published."""
+    blocks = pool.allocate(len(tokens) // SIZE)
+    publish_all(pool, blocks, tokens, salt)
+    return blocks
+
+
+def test_a_released_prefix_is_hit_again_but_for_its_last_token():
+    pool, tokens = BlockPool(8, SIZE), list(range(12))
+    blocks = filled(pool, tokens)
     pool.release(blocks)
     assert (pool.num_free, pool.num_cached, pool.num_held) == (5, 3, 0)
     assert pool.match([*tokens, 99], "") == blocks
     assert pool.num_held == 3
+    assert pool.match(tokens, "") == blocks[:2], "one token is left to compute"
     pool.check()
 
 
-def test_the_last_token_is_always_left_to_compute() -> None:
-    pool = BlockPool(8, SIZE)
-    tokens = list(range(8))
-    blocks = pool.allocate(2)
-    assert blocks is not None
-    publish_all(pool, blocks, tokens)
-    assert pool.match(tokens, "") == blocks[:1]
-
-
-def test_another_salt_never_hits() -> None:
-    pool = BlockPool(8, SIZE)
-    tokens = list(range(8))
-    blocks = pool.allocate(2)
-    assert blocks is not None
-    publish_all(pool, blocks, tokens, salt="tenant-a")
-    assert pool.match([*tokens, 1], "tenant-b") == []
-    assert pool.match([*tokens, 1], "") == []
+def test_only_the_same_tokens_under_the_same_salt_hit():
+    pool, tokens = BlockPool(8, SIZE), list(range(8))
+    blocks = filled(pool, tokens, salt="tenant-a")
+    assert pool.match([*tokens, 1], "tenant-b") == pool.match([*tokens, 1], "") == []
     assert pool.match([*tokens, 1], "tenant-a") == blocks
+    (other,) = pool.allocate(1)
+    forged = block_hash(root_hash(""), [1, 2, 3, 4])  # as if other tokens had this very hash
+    pool.publish(other, forged, root_hash(""), [5, 6, 7, 8])
+    assert pool.match([1, 2, 3, 4, 9], "") == []
 
 
-def test_a_colliding_hash_is_caught_by_the_tokens() -> None:
-    pool = BlockPool(8, SIZE)
-    blocks = pool.allocate(1)
-    assert blocks is not None
-    wanted = [1, 2, 3, 4]
-    forged = block_hash(root_hash(""), wanted)  # as if other tokens had this very hash
-    pool.publish(blocks[0], forged, root_hash(""), [5, 6, 7, 8])
-    assert pool.match([*wanted, 9], "") == []
-
-
-def test_the_deepest_blocks_of_the_oldest_prefix_go_first() -> None:
-    pool = BlockPool(4, SIZE)
-    old, new = list(range(8)), list(range(100, 108))
+def test_the_deepest_blocks_of_the_oldest_prefix_go_first_and_changes_are_reported_once():
+    pool, old, new = BlockPool(4, SIZE), list(range(8)), list(range(100, 108))
     for tokens in (old, new):
-        blocks = pool.allocate(2)
-        assert blocks is not None
-        publish_all(pool, blocks, tokens)
-        pool.release(blocks)
+        pool.release(filled(pool, tokens))
+    assert len(pool.take_changes().stored) == 4
     assert pool.allocate(1) is not None
     assert len(pool.match([*old, 1], "")) == 1
     assert len(pool.match([*new, 1], "")) == 2
+    changes = pool.take_changes()
+    assert (len(changes.stored), len(changes.evicted)) == (0, 1)
     pool.check()
 
 
-def test_more_than_available_is_refused_whole() -> None:
+def test_more_blocks_than_available_and_more_releases_than_holders_are_refused():
     pool = BlockPool(4, SIZE)
     assert pool.allocate(5) is None
     assert pool.num_free == 4
-
-
-def test_releasing_too_often_is_caught() -> None:
-    pool = BlockPool(4, SIZE)
     blocks = pool.allocate(1)
-    assert blocks is not None
     pool.release(blocks)
     with pytest.raises(AssertionError, match="released more often"):
         pool.release(blocks)
 
 
-def test_cache_changes_are_told_once() -> None:
-    pool = BlockPool(1, SIZE)
-    first = pool.allocate(1)
-    assert first is not None
-    publish_all(pool, first, [1, 2, 3, 4])
-    pool.release(first)
-    assert len(pool.take_changes().stored) == 1
-    pool.allocate(1)
-    changes = pool.take_changes()
-    assert (len(changes.stored), len(changes.evicted)) == (0, 1)
-
-
 class PoolMachine(RuleBasedStateMachine):
     """Sequences come, share prefixes, publish, go and are quarantined, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pool = BlockPool(12, SIZE)
         self.held: list[tuple[list[int], list[int]]] = []
         self.quarantined: list[list[int]] = []
 
     @rule(kind=st.integers(0, 2), length=st.integers(1, 20))
-    def admit(self, kind: int, length: int) -> None:
+    def admit(self, kind, length):
         tokens = [kind] * length
         matched = self.pool.match(tokens, "")
         assert len(matched) * SIZE < length
@@ -126,18 +94,18 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    def publish(self, data):
         publish_all(self.pool, *data.draw(st.sampled_from(self.held)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    def leave(self, data):
         entry = data.draw(st.sampled_from(self.held))
         self.held.remove(entry)
         self.pool.release(entry[0])
 
     @rule(count=st.integers(1, 4))
-    def quarantine(self, count: int) -> None:
+    def quarantine(self, count):
         blocks = self.pool.allocate(count)
         if blocks is not None:
             self.pool.quarantine(blocks)
@@ -145,11 +113,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.quarantined)
     @rule()
-    def readmit(self) -> None:
+    def readmit(self):
         self.pool.readmit(self.quarantined.pop())
 
     @invariant()
-    def books_balance(self) -> None:
+    def books_balance(self):
         self.pool.check()
         assert self.pool.num_quarantined == sum(map(len, self.quarantined))
         if not self.held:

@@ -1,7 +1,5 @@
 """Draws row by row in numpy, against `filters`, which does the same with a whole batch in torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +21,7 @@ SETTINGS = st.builds(
 )
 
 
-def some_logits(rows: int, vocab: int, scale: float, seed: int, steps: int) -> torch.Tensor:
+def some_logits(rows, vocab, scale, seed, steps):
     """Random numbers; on a grid of `steps` for each unit, if any, so that many are equal."""
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
     return (logits * steps).round() / steps if steps else logits
@@ -37,9 +35,7 @@ def some_logits(rows: int, vocab: int, scale: float, seed: int, steps: int) -> t
     seed=st.integers(0, 2**32),
     steps=st.sampled_from((0, 0, 2, 50)),
 )
-def test_rows_keep_and_draw_what_a_batch_does(
-    params: list[SamplingParams], vocab: int, scale: float, seed: int, steps: int
-) -> None:
+def test_rows_keep_and_draw_what_a_batch_does(params, vocab, scale, seed, steps):
     logits = some_logits(len(params), vocab, scale, seed, steps)
     before = logits.clone()
     expected = filters.weights(logits, params)
@@ -64,14 +60,14 @@ def test_rows_keep_and_draw_what_a_batch_does(
     ("top_k", "top_p", "kept"),
     [(0, 0.5, 4), (0, 0.51, 5), (0, 1e-9, 1), (4, 0.5, 2), (4, 0.51, 3), (4, 1.0, 4), (8, 0.25, 2)],
 )
-def test_of_equals_as_many_stay_as_reach_top_p(top_k: int, top_p: float, kept: int) -> None:
+def test_of_equals_as_many_stay_as_reach_top_p(top_k, top_p, kept):
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
     row = filters.row_weights(np.zeros(8, np.float32), params)
     assert row.tolist() == [1.0] * kept + [0.0] * (8 - kept)
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.6, 3), (0.7, 4), (0.95, 1216)])
-def test_top_p_is_of_the_sum_of_all_weights(top_p: float, kept: int) -> None:
+def test_top_p_is_of_the_sum_of_all_weights(top_p, kept):
     """Four likely tokens, and thousands that make up a twelfth together."""
     row = np.full(3004, np.log(1 / 8192), np.float32)
     row[:4] = 0.0
@@ -79,7 +75,7 @@ def test_top_p_is_of_the_sum_of_all_weights(top_p: float, kept: int) -> None:
     assert abs(np.count_nonzero(weights) - kept) <= (kept > 4)
 
 
-def test_draws_follow_the_weights() -> None:
+def test_draws_follow_the_weights():
     """Numbers that are spread evenly give each token its share."""
     params = SamplingParams(temperature=1.0, top_p=0.9)
     logits = some_logits(1, 1300, 2.0, seed=3, steps=0)
@@ -91,7 +87,7 @@ def test_draws_follow_the_weights() -> None:
     assert np.abs(shares - weights / weights.sum()).max() <= 1 / count
 
 
-def test_a_token_depends_on_its_own_row_alone() -> None:
+def test_a_token_depends_on_its_own_row_alone():
     params = [
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=0.7, top_k=20, top_p=0.8),
@@ -107,7 +103,7 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53], ids=["least", "greatest"])
-def test_extreme_numbers_give_a_token_that_is_kept(number: float) -> None:
+def test_extreme_numbers_give_a_token_that_is_kept(number):
     logits = np.full((1, 1300), -np.inf, np.float32)
     logits[0, 600:602] = 0.0
     params = [SamplingParams(temperature=1.0)]
@@ -117,9 +113,9 @@ def test_extreme_numbers_give_a_token_that_is_kept(number: float) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("setting", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_a_row_of_no_numbers_spoils_no_other(bad: float, setting: dict[str, float]) -> None:
+def test_a_row_of_no_numbers_spoils_no_other(bad, setting):
     logits = some_logits(2, 1300, 1.0, 0, 0).numpy()
-    params = [SamplingParams(temperature=1.0, **setting)] * 2  # type: ignore[arg-type]
+    params = [SamplingParams(temperature=1.0, **setting)] * 2
     uniform = np.array([0.5, 0.5])
     alone = filters.sample_on_cpu(logits, params, uniform)
     logits[0] = bad

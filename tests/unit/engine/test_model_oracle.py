@@ -1,9 +1,6 @@
 """The model gives what transformers gives: every architecture and variant, paged any way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.weights.weights import load_weights
-from tests.unit.engine import either
+from tests.unit.engine import small_models
 from tests.unit.engine.checkpoints import ARCHITECTURES, load_reference, make_checkpoint
 from tests.unit.engine.paged import PagedRun
 
@@ -62,30 +59,28 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=either.KERNELS)
-def load(request: pytest.FixtureRequest) -> Load:
-    def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model | NativeModel:
+@pytest.fixture(params=small_models.KERNELS)
+def load(request):
+    def load(directory, dtype=torch.float32):
         config = ModelConfig.load(directory)
         weights = load_weights(directory, config, dtype, CPU)
-        return either.make(request.param, config, weights, dtype)
+        return small_models.make(request.param, config, weights, dtype)
 
     return load
 
 
-def prompt(length: int = 75, vocab: int = 300) -> list[int]:
+def prompt(length=75, vocab=300):
     return torch.randint(2, vocab, (length,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
 @torch.inference_mode()
-def expected_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
+def expected_logits(reference, tokens):
     logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
     return logits.float()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_equals_transformers_however_the_prompt_is_fed(
-    name: str, tmp_path: Path, load: Load
-) -> None:
+def test_equals_transformers_however_the_prompt_is_fed(name, tmp_path, load):
     architecture, overrides = VARIANTS[name]
     reference = make_checkpoint(tmp_path, architecture, **overrides)
     run = PagedRun(load(tmp_path))
@@ -98,7 +93,7 @@ def test_equals_transformers_however_the_prompt_is_fed(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_continuation_equals_generate(architecture: str, tmp_path: Path, load: Load) -> None:
+def test_greedy_continuation_equals_generate(architecture, tmp_path, load):
     overrides = {"sliding_window": 40} if architecture == "MistralForCausalLM" else {}
     reference = make_checkpoint(tmp_path, architecture, eos_token_id=None, **overrides)
     tokens = prompt(20)
@@ -114,7 +109,7 @@ def test_greedy_continuation_equals_generate(architecture: str, tmp_path: Path, 
     assert sequence.tokens == output[0].tolist()
 
 
-def test_sharded_checkpoint_gives_the_same(tmp_path: Path, load: Load) -> None:
+def test_sharded_checkpoint_gives_the_same(tmp_path, load):
     reference = make_checkpoint(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     run = PagedRun(load(tmp_path))
@@ -123,9 +118,7 @@ def test_sharded_checkpoint_gives_the_same(tmp_path: Path, load: Load) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_bfloat16_is_as_close_to_float32_as_transformers_is(
-    architecture: str, tmp_path: Path, load: Load
-) -> None:
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, tmp_path, load):
     reference = make_checkpoint(tmp_path, architecture, dtype=torch.bfloat16)
     bf16 = expected_logits(reference, prompt())
     exact = expected_logits(load_reference(tmp_path), prompt())
@@ -136,7 +129,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(
         assert (got - exact).abs().mean() < 1.3 * (bf16 - exact).abs().mean()
 
 
-def test_float16_checkpoint_converts(tmp_path: Path, load: Load) -> None:
+def test_float16_checkpoint_converts(tmp_path, load):
     make_checkpoint(tmp_path, dtype=torch.float16)
     reference = load_reference(tmp_path)
     assert ModelConfig.load(tmp_path).dtype == "float16"
@@ -146,7 +139,7 @@ def test_float16_checkpoint_converts(tmp_path: Path, load: Load) -> None:
 
 
 @pytest.mark.skipif(not (DEMO_MODEL / "config.json").exists(), reason="no demo model yet")
-def test_demo_model_equals_transformers(load: Load) -> None:
+def test_demo_model_equals_transformers(load):
     reference = load_reference(DEMO_MODEL)
     run = PagedRun(load(DEMO_MODEL))
     tokens = prompt(100, reference.config.vocab_size)

@@ -1,7 +1,5 @@
 """N-gram proposals: what followed the last time, as many as pay, and what rejections teach."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -15,7 +13,7 @@ CHEAP = 1e-6  # a price at which everything is drafted
 few_tokens = st.lists(st.integers(0, 2), max_size=60)
 
 
-def expected(tokens: list[int], most: int) -> tuple[int, ...]:
+def expected(tokens, most):
     """Prompt lookup as one would write it down: the slow way, over the whole text."""
     for length in LENGTHS:
         end = tokens[-length:]
@@ -45,21 +43,17 @@ class TestLookup:
             ([1, 2, 1, 2], (1, 2, 1, 2)),
         ],
     )
-    def test_of_texts(self, tokens: list[int], proposed: tuple[int, ...]) -> None:
+    def test_of_texts(self, tokens, proposed):
         assert NgramProposer().propose(tokens, 4, CHEAP) == proposed
 
     @given(tokens=few_tokens, most=st.integers(1, 6), data=st.data())
-    def test_is_the_slow_ways_however_the_tokens_came(
-        self, tokens: list[int], most: int, data: st.DataObject
-    ) -> None:
+    def test_is_the_slow_ways_however_the_tokens_came(self, tokens, most, data):
         proposer, known = NgramProposer(), 0
         while known < len(tokens):
             known = data.draw(st.integers(known + 1, len(tokens)))
             assert proposer.propose(tokens[:known], most, CHEAP) == expected(tokens[:known], most)
 
-    def test_memory_is_bounded_and_what_is_recent_is_kept(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_memory_is_bounded_and_what_is_recent_is_kept(self, monkeypatch):
         monkeypatch.setattr(ngram, "MOST_PLACES", 300)
         proposer = NgramProposer()
         numbers = random.Random(3)
@@ -74,7 +68,7 @@ class TestLookup:
         forgotten = [*tokens, *tokens[10:14]]
         assert proposer.propose(forgotten, 4, CHEAP) == ()
 
-    def test_a_long_prompt_is_read_in_parts(self) -> None:
+    def test_a_long_prompt_is_read_in_parts(self):
         proposer = NgramProposer()
         tokens = list(range(2 * ngram.CATCH_UP_TOKENS + 100))
         tokens += tokens[-9:-5]
@@ -86,7 +80,7 @@ class TestLookup:
 class TestAdapting:
     """How much is guessed."""
 
-    def follow(self, text: list[int], known: int, price: float) -> list[int]:
+    def follow(self, text, known, price):
         """Drafted tokens at each step of a sequence that turns out to be `text`."""
         proposer, counts = NgramProposer(), []
         while known < len(text):
@@ -98,12 +92,12 @@ class TestAdapting:
             known += len(new)
         return counts
 
-    def test_text_that_repeats_itself_is_drafted_in_full(self) -> None:
+    def test_text_that_repeats_itself_is_drafted_in_full(self):
         counts = self.follow([1, 2, 3, 4, 5, 6, 7, 8] * 40, 16, price=0.1)
         assert set(counts[10:-2]) == {4}
         assert len(counts) < (40 * 8 - 16) / 4
 
-    def test_text_that_never_does_what_it_did_stops_drafts_and_looking_goes_on(self) -> None:
+    def test_text_that_never_does_what_it_did_stops_drafts_and_looking_goes_on(self):
         """Every pair occurs again, always followed by something else; then the text repeats."""
         numbers = random.Random(1)
         noise = [numbers.randrange(12) for _ in range(1500)]
@@ -111,7 +105,7 @@ class TestAdapting:
         assert sum(counts[200:1400]) < 0.05 * 1200
         assert sum(counts[-100:]) > 300
 
-    def test_one_bad_length_does_not_stop_another(self) -> None:
+    def test_a_length_of_text_that_misleads_does_not_stop_another(self):
         proposer, tokens = NgramProposer(), [1, 2]
         for other in range(10, 70):  # what follows the pair is another token each time
             tokens += [other, 1, 2]
@@ -121,7 +115,7 @@ class TestAdapting:
         tokens += [5, 6, 7, 8, 9, 5, 6, 7, 8]
         assert proposer.propose(tokens, 4, 0.3) == (9,)
 
-    def test_what_was_not_tried_does_not_count_as_rejected(self) -> None:
+    def test_what_was_not_tried_does_not_count_as_rejected(self):
         """Of four drafts whose first is wrong, one is known to be wrong."""
         one, four = NgramProposer(), NgramProposer()
         tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
@@ -137,8 +131,8 @@ class TestAdapting:
         price=st.floats(0.001, 1),
         most=st.integers(1, 12),
     )
-    def test_the_number_is_the_best_one(self, chance: float, price: float, most: int) -> None:
-        def rate(count: int) -> float:
+    def test_the_number_is_the_best_one(self, chance, price, most):
+        def rate(count):
             return sum(chance**i for i in range(count + 1)) / (1 + count * price)
 
         best = max(rate(count) for count in range(most + 1))
@@ -148,13 +142,13 @@ class TestAdapting:
 class TestRowCost:
     """What a row costs."""
 
-    def test_is_the_usual_before_anything_has_run(self) -> None:
+    def test_is_the_usual_before_anything_has_run(self):
         assert RowCost().price(1) == pytest.approx(1 / 17)
         assert RowCost().price(16) == pytest.approx(0.5)
 
     @pytest.mark.parametrize("rows", [1, 8, 32])
     @pytest.mark.parametrize("price", [0.05, 0.3, 0.9])
-    def test_follows_the_machine(self, rows: int, price: float) -> None:
+    def test_follows_the_machine(self, rows, price):
         costs, numbers = RowCost(), random.Random(2)
         for _ in range(400):
             ngram = numbers.randint(0, 3 * rows)
@@ -164,7 +158,7 @@ class TestRowCost:
         assert costs.price(rows) == pytest.approx(max(price, usual / 4), rel=0.3)
         assert costs.price(rows + 1) == RowCost().price(rows + 1)  # others tell nothing of it
 
-    def test_is_the_usual_again_when_nothing_is_drafted_any_more(self) -> None:
+    def test_is_the_usual_again_when_nothing_is_drafted_any_more(self):
         """What was learned wrong is not believed for ever."""
         costs = RowCost()
         for step in range(100):
@@ -174,7 +168,7 @@ class TestRowCost:
             costs.took(8, 0, 0.02)
         assert costs.price(8) == pytest.approx(8 / 24, rel=0.1)
 
-    def test_a_stall_is_not_a_price(self) -> None:
+    def test_a_stall_is_not_a_price(self):
         costs, numbers = RowCost(), random.Random(4)
         for step in range(600):
             ngram = numbers.randint(0, 4)
@@ -188,7 +182,7 @@ class TestRowCost:
     @given(
         st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.floats(1e-6, 10)), max_size=60)
     )
-    def test_is_always_a_price(self, steps: list[tuple[int, int, float]]) -> None:
+    def test_is_always_a_price(self, steps):
         costs = RowCost()
         for step in steps:
             costs.took(*step)
@@ -207,7 +201,5 @@ class TestRowCost:
         ((5, 6, 7), (9, 6, 7, 8), 1),
     ],
 )
-def test_verify_ends_with_the_first_that_was_not_proposed(
-    proposed: tuple[int, ...], sampled: tuple[int, ...], count: int
-) -> None:
+def test_verify_ends_with_the_first_that_was_not_proposed(proposed, sampled, count):
     assert verify(proposed, sampled) == count

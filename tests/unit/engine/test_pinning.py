@@ -11,7 +11,7 @@ from baton.engine.backends import cpu
 ALL = os.sched_getaffinity(0)
 
 
-def place() -> tuple[set[int], int]:
+def place():
     """The calling thread's cores and niceness."""
     return os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 

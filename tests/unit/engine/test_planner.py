@@ -1,26 +1,29 @@
-"""The planner: chunks, decode first, cache hits, preemption and resume, all from two numbers."""
+"""The planner: chunks, decode first, cache hits, priorities, preemption and resume."""
 
-import pytest
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton import prefix
 from baton.engine.blocks import BlockPool
-from baton.engine.planner import Plan, Planner
+from baton.engine.planner import Planner, SequenceQueue
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 
 SIZE = 4
 
 
-def make_planner(num_blocks: int = 16, chunk_tokens: int = 8, max_batch: int = 4) -> Planner:
+def make_planner(num_blocks=16, chunk_tokens=8, max_batch=4):
     return Planner(BlockPool(num_blocks, SIZE), chunk_tokens, max_batch)
 
 
-def make_sequence(name: str, length: int, first: int = 0, priority: float = 0.0) -> Sequence:
+def make_sequence(name, length, first=0, priority=0.0):
     tokens = list(range(first, first + length))
     return Sequence(name, tokens, length, SamplingParams(), priority=priority)
 
 
-def run(planner: Planner, plan: Plan) -> None:
+def run(planner, plan):
     """What a step does to the books: computes, and draws a token (7) where one is due."""
     for work in plan.work:
         samples = work.samples
@@ -30,43 +33,45 @@ def run(planner: Planner, plan: Plan) -> None:
     planner.blocks.check()
 
 
-def shape(plan: Plan) -> list[tuple[str, int, int]]:
+def shape(plan):
     return [(work.sequence.seq_id, work.start, work.count) for work in plan.work]
 
 
-def test_a_long_prompt_catches_up_in_chunks_then_decodes() -> None:
-    planner = make_planner()
-    planner.add(make_sequence("a", 18))
+def rounds(planner, count):
+    """What is planned and run in so many steps."""
     seen = []
-    for _ in range(5):
+    for _ in range(count):
         plan = planner.plan()
         seen += shape(plan)
         run(planner, plan)
-    assert seen == [("a", 0, 8), ("a", 8, 8), ("a", 16, 2), ("a", 18, 1), ("a", 19, 1)]
+    return seen
 
 
-def test_decoding_sequences_go_before_prompts() -> None:
+def finish(planner, sequence):
+    planner.remove(sequence)
+    planner.free(sequence)
+    planner.blocks.check()
+
+
+def test_a_long_prompt_catches_up_in_chunks_then_decodes():
     planner = make_planner()
-    planner.add(make_sequence("short", 2))
-    run(planner, planner.plan())
-    planner.add(make_sequence("long", 30, first=100))
-    assert shape(planner.plan()) == [("short", 2, 1), ("long", 0, 8)]
+    planner.add(make_sequence("a", 18))
+    expected = [("a", 0, 8), ("a", 8, 8), ("a", 16, 2), ("a", 18, 1), ("a", 19, 1)]
+    assert rounds(planner, 5) == expected
 
 
-def test_an_older_prompt_does_not_starve_a_decoding_sequence() -> None:
-    planner = make_planner(chunk_tokens=8)
+def test_decoding_sequences_go_before_prompts_of_any_age_and_priority():
+    planner = make_planner()
     planner.add(make_sequence("long", 40))
-    run(planner, planner.plan())
+    rounds(planner, 1)
     late = make_sequence("late", 1, first=100, priority=9.0)
     assert planner.reserve(late)
     planner.add(late)
     for start in (0, 1):  # not in the batch yet, then in it
-        plan = planner.plan()
-        assert shape(plan) == [("late", start, 1), ("long", 8 + 8 * start, 8)]
-        run(planner, plan)
+        assert rounds(planner, 1) == [("late", start, 1), ("long", 8 + 8 * start, 8)]
 
 
-def test_a_batch_above_the_chunk_budget_starves_nobody() -> None:
+def test_a_batch_above_the_chunk_budget_starves_nobody():
     planner = make_planner(num_blocks=64, chunk_tokens=4, max_batch=9)
     streams = [make_sequence(f"s{i}", 3, first=100 * i) for i in range(8)]
     for sequence in streams[:6]:
@@ -85,7 +90,7 @@ def test_a_batch_above_the_chunk_budget_starves_nobody() -> None:
         run(planner, plan)
 
 
-def test_a_second_prompt_skips_what_the_first_left_in_the_cache() -> None:
+def test_a_second_prompt_skips_what_the_first_left_in_the_cache():
     planner = make_planner(chunk_tokens=32)
     first, second = make_sequence("a", 10), make_sequence("b", 11)
     planner.add(first)
@@ -97,39 +102,35 @@ def test_a_second_prompt_skips_what_the_first_left_in_the_cache() -> None:
     assert second.block_ids[:2] == first.block_ids[:2]
 
 
-def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run() -> None:
-    planner = make_planner(chunk_tokens=64)
-    planner.add(make_sequence("a", 10))
-    planner.add(make_sequence("b", 10))
+def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run():
+    planner = make_planner(chunk_tokens=64, max_batch=2)
+    for name in "abc":  # the batch is bounded
+        planner.add(make_sequence(name, 10))
     assert shape(planner.plan()) == [("a", 0, 10), ("b", 0, 10)]
-
-
-def test_the_youngest_is_preempted_and_starts_over_with_its_tokens() -> None:
-    planner = make_planner(num_blocks=4, chunk_tokens=64)
-    old, young = make_sequence("old", 8), make_sequence("young", 7, first=100)
-    planner.add(old)
-    planner.add(young)
-    run(planner, planner.plan())
-    plan = planner.plan()
-    assert shape(plan) == [("old", 8, 1)]
-    assert (young.preemptions, young.num_computed, young.block_ids) == (1, 0, [])
-    assert list(planner.waiting) == [young]
-    run(planner, plan)
-    planner.remove(old)
-    planner.free(old)
-    assert shape(planner.plan()) == [("young", 4, 4)]  # its first block was still cached
-    assert young.num_tokens == 8
-
-
-def test_the_batch_is_bounded() -> None:
-    planner = make_planner(max_batch=2, chunk_tokens=64)
-    for name in "abc":
-        planner.add(make_sequence(name, 2))
-    assert len(planner.plan().work) == 2
     assert len(planner.waiting) == 1
 
 
-def test_a_reservation_has_room_for_the_first_token() -> None:
+def test_the_last_by_priority_is_preempted_and_starts_over_in_its_place():
+    planner = make_planner(num_blocks=4, chunk_tokens=64)
+    late = make_sequence("late", 7, 100, priority=9.0)
+    early = make_sequence("early", 8, priority=5.0)
+    planner.add(late)
+    planner.add(early)  # younger, and yet it stays
+    place = late.order
+    rounds(planner, 1)
+    assert rounds(planner, 1) == [("early", 8, 1)]
+    assert (late.preemptions, early.preemptions, late.order) == (1, 0, place)
+    assert (late.num_computed, late.block_ids) == (0, [])
+    newcomer = make_sequence("newcomer", 2, 200, priority=20.0)
+    planner.add(newcomer)
+    assert list(planner.waiting) == [late, newcomer]
+    planner.remove(newcomer)
+    finish(planner, early)
+    assert shape(planner.plan()) == [("late", 4, 4)]  # its first block was still cached
+    assert late.num_tokens == 8
+
+
+def test_a_reservation_has_room_for_the_first_token():
     planner = make_planner(num_blocks=3)
     sequence = make_sequence("a", 8)
     assert planner.reserve(sequence, extra_tokens=1)
@@ -138,7 +139,7 @@ def test_a_reservation_has_room_for_the_first_token() -> None:
     planner.blocks.check()
 
 
-def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them() -> None:
+def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them():
     planner = make_planner(num_blocks=4)
     reserved = make_sequence("reserved", 11)
     assert planner.reserve(reserved, extra_tokens=1)
@@ -149,14 +150,14 @@ def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them() ->
     assert planner.num_waiting == 1
 
 
-def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch):
     planner = make_planner(num_blocks=16, chunk_tokens=64)
     first = make_sequence("first", 40)
     planner.add(first)
     run(planner, planner.plan())
     hashed, hash64 = [], prefix._hash64
 
-    def watched(data: bytes) -> int:
+    def watched(data):
         hashed.append(len(data))
         return hash64(data)
 
@@ -168,3 +169,156 @@ def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch: pytest.MonkeyPatc
     # The root of the empty salt has no bytes; two blocks belong to the first one's output.
     of_a_block = 8 + 4 * SIZE
     assert sum(hashed) <= (64 // SIZE + 20 // SIZE) * of_a_block
+
+
+def test_a_short_prompt_of_higher_priority_overtakes_a_long_one_between_chunks():
+    planner = make_planner(num_blocks=32)
+    planner.add(make_sequence("long", 30, priority=9.0))
+    assert rounds(planner, 1) == [("long", 0, 8)]
+    planner.add(make_sequence("short", 10, first=100, priority=5.0))
+    assert rounds(planner, 1) == [("short", 0, 8)]
+    assert rounds(planner, 1) == [("short", 8, 2), ("long", 8, 6)]
+
+
+def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones():
+    planner = make_planner(num_blocks=8, chunk_tokens=16)
+    small = make_sequence("small-0", 8, 1000, priority=0.0)
+    planner.add(small)
+    rounds(planner, 1)
+    large = make_sequence("large", 28, priority=1.0)
+    planner.add(large)
+    for i in range(1, 4):  # each would fit beside the one before
+        planner.add(make_sequence(f"small-{i}", 4, 1000 + 50 * i, priority=1.0 + i))
+    assert [name for name, _, _ in rounds(planner, 1)] == ["small-0"]
+    finish(planner, small)
+    assert rounds(planner, 1) == [("large", 0, 16)]
+
+
+def test_places_in_the_batch_go_by_priority_too():
+    """Else sequences whose KV keeps coming would keep a prompt out of the batch."""
+    planner = make_planner(num_blocks=32, max_batch=1)
+    running = make_sequence("running", 2, priority=0.0)
+    planner.add(running)
+    rounds(planner, 1)
+    for name, first, priority in (("prompt", 100, 1.0), ("arrived", 200, 2.0)):
+        sequence = make_sequence(name, 6, first=first, priority=priority)
+        assert planner.reserve(sequence, extra_tokens=1)
+        sequence.num_computed = 5 if name == "arrived" else 0
+        planner.add(sequence)
+    finish(planner, running)
+    assert [name for name, _, _ in rounds(planner, 1)] == ["prompt"]
+
+
+def test_a_queue_counts_what_is_in_it():
+    queue, members = (
+        SequenceQueue(),
+        [make_sequence(f"s{i}", 3 + i, priority=float(i % 3)) for i in range(9)],
+    )
+    for number, sequence in enumerate(members):
+        sequence.arrival = number
+        queue.add(sequence)
+    assert list(queue) == sorted(members, key=lambda s: s.order)
+    assert queue.tokens == sum(s.num_tokens for s in members)
+    for sequence in members[::2]:
+        assert sequence in queue
+        assert queue.discard(sequence)
+        assert not queue.discard(sequence)
+    assert list(queue) == sorted(members[1::2], key=lambda s: s.order)
+    assert queue.tokens == sum(s.num_tokens for s in members[1::2])
+
+
+@dataclass(frozen=True)
+class Before:
+    """Who was where when a step was planned."""
+
+    running: list[Sequence]
+    behind: list[Sequence]  # of those that run
+    holding: list[Sequence]
+    waiting: list[Sequence]
+    pending: dict[str, int]
+
+    @classmethod
+    def of(cls, planner):
+        running, holding = list(planner.running), [*planner.ready, *planner.holding]
+        waiting = list(planner.waiting)
+        pending = {s.seq_id: s.num_pending for s in (*running, *holding, *waiting)}
+        behind = [s for s in running if s.num_pending > 1]
+        return cls(running, behind, holding, waiting, pending)
+
+
+def check_order(planner, before, plan):
+    """Whoever had room and got less than it needs was not passed by anybody due later."""
+    got = {work.sequence.seq_id: work.count for work in plan.work}
+    in_reach = [*before.behind, *before.holding, *before.waiting]
+    taken = [s for s in in_reach if got.get(s.seq_id, 0) > 0 and before.pending[s.seq_id] > 1]
+    joined = [s for s in taken if s not in before.running]
+    for sequence in in_reach:
+        if got.get(sequence.seq_id, 0) >= sequence.num_pending:
+            continue
+        if sequence in planner.waiting:
+            # It found no place or no blocks, or lost them: then nobody due later found any after
+            # it. Those who hold theirs compete with it no more.
+            assert all(s.order < sequence.order for s in joined if s in before.waiting)
+        elif sequence not in before.running and sequence not in planner.running:
+            assert all(s.order < sequence.order for s in joined)
+        else:
+            assert all(s.order <= sequence.order for s in taken)
+
+
+@st.composite
+def arrivals(draw):
+    """For each step what comes: (length, how long until it is due, whether it is reserved)."""
+    one = st.tuples(st.integers(1, 30), st.integers(0, 12), st.booleans())
+    return draw(st.lists(st.lists(one, max_size=3), min_size=1, max_size=12))
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrivals(), st.integers(9, 24), st.integers(1, 40), st.integers(1, 4))
+def test_priorities_are_kept_and_every_sequence_finishes(coming, num_blocks, chunk, max_batch):
+    planner = make_planner(num_blocks, chunk, max_batch)
+    alive: dict[str, tuple[Sequence, int]] = {}
+    for step in range(3000):
+        for length, delay, reserved in coming[step] if step < len(coming) else ():
+            first = 100 * (step % 3)
+            sequence = make_sequence(f"s{len(alive)}-{step}", length, first, float(step + delay))
+            if reserved and (planner.waiting or not planner.reserve(sequence, extra_tokens=1)):
+                continue
+            planner.add(sequence)
+            alive[sequence.seq_id] = sequence, length + 4
+        before = Before.of(planner)
+        plan = planner.plan()
+        assert plan.num_tokens <= chunk + max_batch
+        planned = {work.sequence for work in plan.work}
+        for sequence in before.running:
+            if before.pending[sequence.seq_id] == 1:
+                assert sequence in planned or sequence not in planner.running
+        assert len(planner.running) <= max_batch
+        check_order(planner, before, plan)
+        run(planner, plan)
+        for sequence, goal in list(alive.values()):
+            if sequence.num_tokens >= goal:
+                finish(planner, sequence)
+                del alive[sequence.seq_id]
+        if not alive and step >= len(coming):
+            break
+    assert not alive
+    assert (planner.blocks.num_held, planner.num_waiting, planner.queue_tokens) == (0, 0, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(20, 60), st.integers(1, 20), st.integers(1, 20))
+def test_a_long_prompt_waits_only_for_work_of_higher_priority(length, patience, short):
+    planner = make_planner(num_blocks=16, chunk_tokens=8, max_batch=3)
+    large = make_sequence("large", length, priority=float(patience))
+    planner.add(large)
+    for step in range(400):
+        planner.add(make_sequence(f"s{step}", short, 1000 + 50 * (step % 20), priority=float(step)))
+        plan = planner.plan()
+        run(planner, plan)
+        for work in plan.work:  # a prompt leaves with its first token
+            if work.sequence.num_tokens > work.sequence.prompt_tokens:
+                finish(planner, work.sequence)
+        if large.num_tokens > length:
+            break
+    due_before = (patience + 1) * short
+    assert step <= patience + (due_before + length) / 8 + 5

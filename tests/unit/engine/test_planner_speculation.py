@@ -1,12 +1,10 @@
 """Proposed tokens in plans: they get what budget is left, and cost no sequence its blocks."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.blocks import BlockPool
-from baton.engine.planner import Plan, Planner, Work
+from baton.engine.planner import Planner
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import RowCost, SpeculativeConfig, verify
 from baton.sampling import SamplingParams
@@ -16,20 +14,18 @@ MAX_CONTEXT = 200
 LOOP = [1, 2, 3, 4, 5]  # what every sequence of these tests repeats, wherever it begins
 
 
-def make_planner(
-    num_blocks: int = 32, chunk_tokens: int = 64, most: int = 4, max_batch: int = 4
-) -> Planner:
+def make_planner(num_blocks=32, chunk_tokens=64, most=4, max_batch=4):
     blocks = BlockPool(num_blocks, SIZE, prefix_cache=False)
     return Planner(blocks, chunk_tokens, max_batch, SpeculativeConfig(most, MAX_CONTEXT))
 
 
-def looping(name: str, length: int = 12, max_tokens: int = 50, **fields: object) -> Sequence:
+def looping(name, length=12, max_tokens=50, **fields):
     tokens = [LOOP[at % len(LOOP)] for at in range(length)]
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(name, tokens, length, params, **fields)  # type: ignore[arg-type]
+    return Sequence(name, tokens, length, params, **fields)
 
 
-def sampled_tokens(work: Work, right: int = 99) -> list[int]:
+def sampled_tokens(work, right=99):
     """What a step brings: the loop goes on, or breaks off behind so many drafts."""
     if not work.samples:
         return []
@@ -40,7 +36,7 @@ def sampled_tokens(work: Work, right: int = 99) -> list[int]:
     return sampled[: verify(work.proposed, sampled)]
 
 
-def run(planner: Planner, plan: Plan, right: int = 99) -> None:
+def run(planner, plan, right=99):
     for work in plan.work:
         sampled = sampled_tokens(work, right)
         work.sequence.tokens += sampled
@@ -49,7 +45,7 @@ def run(planner: Planner, plan: Plan, right: int = 99) -> None:
     planner.blocks.check()
 
 
-def started(planner: Planner, *sequences: Sequence) -> None:
+def started(planner, *sequences):
     """Brings sequences to where they decode."""
     for sequence in sequences:
         planner.add(sequence)
@@ -57,11 +53,11 @@ def started(planner: Planner, *sequences: Sequence) -> None:
         run(planner, planner.plan())
 
 
-def shape(plan: Plan) -> list[tuple[str, int, tuple[int, ...]]]:
+def shape(plan):
     return [(work.sequence.seq_id, work.count, work.proposed) for work in plan.work]
 
 
-def test_accepted_tokens_are_appended_and_rejected_ones_are_not() -> None:
+def test_accepted_tokens_are_appended_and_rejected_ones_are_not():
     planner, sequence = make_planner(most=2), looping("a")
     started(planner, sequence)
     assert sequence.num_tokens == 13
@@ -76,23 +72,23 @@ def test_accepted_tokens_are_appended_and_rejected_ones_are_not() -> None:
     assert sequence.tokens[-1] == 77
 
 
-def test_step_times_are_learned_by_rows_and_proposed_tokens() -> None:
-    told = []
+def test_step_times_are_learned_by_rows_and_proposed_tokens():
+    learned = []
 
-    class Told(RowCost):
-        def took(self, rows: int, proposed: int, seconds: float) -> None:
-            told.append((rows, proposed, seconds))
+    class Watched(RowCost):
+        def took(self, *step):
+            learned.append(step)
 
     planner = make_planner(most=2)
-    planner.speculation = SpeculativeConfig(2, MAX_CONTEXT, Told())
+    planner.speculation = SpeculativeConfig(2, MAX_CONTEXT, Watched())
     started(planner, looping("a"), looping("b"))
     plan = planner.plan()
     planner.ran(plan, 0.5)
-    assert told == [(2, plan.num_proposed, 0.5)]
+    assert learned == [(2, plan.num_proposed, 0.5)]
     assert plan.num_proposed > 0
 
 
-def test_they_take_what_budget_is_left() -> None:
+def test_they_take_what_budget_is_left():
     planner = make_planner(chunk_tokens=5)
     started(planner, looping("a"), looping("b"))
     counts = [count for _, count, _ in shape(planner.plan())]
@@ -103,7 +99,7 @@ def test_they_take_what_budget_is_left() -> None:
     assert [work.count for work in plan.work] == [1, 1, 5]
 
 
-def test_they_come_behind_the_rows_of_those_who_have_none() -> None:
+def test_they_come_behind_the_rows_of_those_who_have_none():
     planner, other = make_planner(), Sequence("other", [50, 60, 70], 3, SamplingParams())
     started(planner, looping("a"), other)
     other.tokens[-1] = 99  # nothing to be found
@@ -111,7 +107,7 @@ def test_they_come_behind_the_rows_of_those_who_have_none() -> None:
     assert [(name, count > 1) for name, count, _ in shape(plan)] == [("other", False), ("a", True)]
 
 
-def test_they_end_where_the_sequence_ends() -> None:
+def test_they_end_where_the_sequence_ends():
     for sequence in (
         looping("max tokens", max_tokens=3),
         looping("context", MAX_CONTEXT - 3, max_tokens=999),
@@ -127,7 +123,7 @@ def test_they_end_where_the_sequence_ends() -> None:
         assert [len(draft) for _, _, draft in shape(planner.plan())] == [0]
 
 
-def test_they_never_preempt_and_use_the_slots_there_are() -> None:
+def test_they_never_preempt_and_use_the_slots_there_are():
     planner = make_planner(num_blocks=8)
     first, second = looping("a", 13), looping("b", 13)
     started(planner, first, second)  # four blocks each: none is left
@@ -140,7 +136,7 @@ def test_they_never_preempt_and_use_the_slots_there_are() -> None:
         assert (len(first.block_ids), len(second.block_ids)) == (4, 4)
 
 
-def test_they_take_a_new_block_only_while_every_sequence_could_have_one() -> None:
+def test_they_take_a_new_block_only_while_every_sequence_could_have_one():
     for spare, speculation in ((2, []), (3, ["a"]), (4, ["a", "b"])):
         planner = make_planner(num_blocks=8 + spare)
         started(planner, looping("a", 15), looping("b", 15))
@@ -149,7 +145,7 @@ def test_they_take_a_new_block_only_while_every_sequence_could_have_one() -> Non
         assert planner.preemptions == 0
 
 
-def test_a_preempted_sequence_proposes_again_when_it_is_back() -> None:
+def test_a_preempted_sequence_proposes_again_when_it_is_back():
     planner, sequence = make_planner(), looping("a")
     started(planner, sequence)
     run(planner, planner.plan())
@@ -170,8 +166,8 @@ def test_a_preempted_sequence_proposes_again_when_it_is_back() -> None:
     data=st.data(),
 )
 def test_every_sequence_gets_the_same_tokens_and_nothing_stays_held(
-    lengths: list[int], num_blocks: int, chunk: int, most: int, data: st.DataObject
-) -> None:
+    lengths, num_blocks, chunk, most, data
+):
     """Loops that break off now and then, in pools so small that sequences lose their blocks."""
     planner = make_planner(num_blocks, chunk, most, max_batch=3)
     numbers = data.draw(st.randoms(use_true_random=False))
@@ -209,12 +205,12 @@ def test_every_sequence_gets_the_same_tokens_and_nothing_stays_held(
     assert planner.blocks.num_held == 0
 
 
-def _positions(work: Work) -> range:
+def _positions(work):
     """Of the tokens that a step draws."""
     known = work.sequence.num_tokens
     return range(known, known + len(work.proposed) + 1) if work.samples else range(0)
 
 
-def _true_token(sequence: Sequence, at: int, broken: dict[Sequence, int]) -> int:
+def _true_token(sequence, at, broken):
     """The token that belongs at a position, whatever was drafted there."""
     return 77 if at == sequence.prompt_tokens + broken[sequence] else LOOP[at % len(LOOP)]

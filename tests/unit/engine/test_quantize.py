@@ -1,11 +1,8 @@
 """int8 and fp8: how far a number moves at most, what a packed row is, and KV pools of such rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.ops.native.packing import PackedWeight
@@ -22,7 +19,7 @@ from baton.engine.weights.quantize import (
     unpack_rows,
 )
 from baton.errors import ConfigError
-from tests.unit.engine.quantized import qwen_config
+from tests.unit.engine.small_models import qwen_config
 
 DTYPES = (torch.float32, torch.bfloat16)
 FORMATS = {torch.int8: Int8Weight, FP8: Fp8Weight}
@@ -31,16 +28,16 @@ by_format = pytest.mark.parametrize("kind", FORMATS, ids=str)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def random_int8(*shape: int, seed: int = 0) -> Tensor:
+def random_int8(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
+def same_bytes(one, other):
     assert one.dtype == other.dtype
     return torch.equal(one.view(torch.int8), other.view(torch.int8))
 
@@ -49,9 +46,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 @by_dtype
 @pytest.mark.parametrize("size", [1, 64, 1000])
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30])
-def test_how_far_a_number_moves(
-    size: int, magnitude: float, dtype: torch.dtype, kind: torch.dtype
-) -> None:
+def test_how_far_a_number_moves(size, magnitude, dtype, kind):
     """int8: half a unit. fp8: a sixteenth, or below 2 ** -6, where exponents end, 2 ** -10."""
     x = (random(50, size) * magnitude).to(dtype)
     values, scales = quantize_rows(x, kind)
@@ -70,15 +65,13 @@ def test_how_far_a_number_moves(
         (FP8, [448, 17, 19, 25, -17, -19], [448, 16, 20, 24, -16, -20]),
     ],
 )
-def test_ties_go_to_the_even_number(
-    kind: torch.dtype, row: list[float], rounded: list[float]
-) -> None:
+def test_ties_go_to_the_even_number(kind, row, rounded):
     values, scales = quantize_rows(torch.tensor([row]), kind)
     assert scales.item() == 1.0
     assert values.float().tolist() == [rounded]
 
 
-def test_int8_arithmetic_is_the_formula_s_to_the_bit() -> None:
+def test_int8_arithmetic_is_the_formula_s_to_the_bit():
     peaks = random(2000, 1).abs() + 0.1
     # All but the first next to the middle between two units, where the last bit decides.
     x = torch.cat([peaks, peaks * (random_int8(2000, 32).clamp(-126, 126) + 0.5) / 127], dim=1)
@@ -91,7 +84,7 @@ def test_int8_arithmetic_is_the_formula_s_to_the_bit() -> None:
 
 @by_format
 @pytest.mark.parametrize("nothing", [0.0, 1e-44, 1e-37])
-def test_rows_of_next_to_nothing_stay_finite(nothing: float, kind: torch.dtype) -> None:
+def test_rows_of_next_to_nothing_stay_finite(nothing, kind):
     x = torch.zeros(3, 8)
     x[1, 2] = nothing
     values, scales = quantize_rows(x, kind)
@@ -101,9 +94,7 @@ def test_rows_of_next_to_nothing_stay_finite(nothing: float, kind: torch.dtype) 
 
 
 @by_format
-def test_a_weight_taken_in_parts_is_the_same(
-    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_taken_in_parts_is_the_same(kind, monkeypatch):
     weight = random(70, 24)
     values, scales = quantize_rows(weight, kind)
     monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", 16)
@@ -113,7 +104,7 @@ def test_a_weight_taken_in_parts_is_the_same(
     assert torch.equal(parts.scales, scales)
 
 
-def test_native_code_refuses_fp8() -> None:
+def test_native_code_refuses_fp8():
     with pytest.raises(AssertionError, match="GPUs"):
         PackedWeight.of(Fp8Weight.of(random(64, 64)))
 
@@ -122,7 +113,7 @@ def test_native_code_refuses_fp8() -> None:
 @pytest.mark.parametrize(
     ("rows", "depth", "outputs"), [(3, 33, 65), (17, 1025, 7), (40, 5000, 33), (3, 1, 16)]
 )
-def test_int8_sums_are_exact(product, rows: int, depth: int, outputs: int) -> None:
+def test_int8_sums_are_exact(product, rows, depth, outputs):
     x, weight = random_int8(rows, depth), random_int8(outputs, depth, seed=1)
     x[0], weight[0], weight[1] = 127, 127, -127
     x[0, 0] = 126  # so that the largest sums are odd, and no float32 above 2 ** 24 is
@@ -133,7 +124,7 @@ def test_int8_sums_are_exact(product, rows: int, depth: int, outputs: int) -> No
 
 @by_format
 @by_dtype
-def test_a_product_is_the_formula(dtype: torch.dtype, kind: torch.dtype) -> None:
+def test_a_product_is_the_formula(dtype, kind):
     x, bias = random(9, 100, dtype=dtype), random(30, seed=2, dtype=dtype)
     weight = FORMATS[kind].of(random(30, 100, seed=1))
     values, scales = quantize_rows(x, kind)
@@ -152,9 +143,7 @@ def test_a_product_is_the_formula(dtype: torch.dtype, kind: torch.dtype) -> None
 
 @by_dtype
 @pytest.mark.parametrize(("depth", "outputs"), [(33, 65), (576, 96), (1536, 57)])
-def test_rows_of_a_product_do_not_depend_on_each_other(
-    depth: int, outputs: int, dtype: torch.dtype
-) -> None:
+def test_rows_of_a_product_do_not_depend_on_each_other(depth, outputs, dtype):
     x, bias = random(150, depth, dtype=dtype), random(outputs, seed=2, dtype=dtype)
     x[3] *= 1000  # a scale for the whole batch would be felt
     weight = Int8Weight.of(random(outputs, depth, seed=1, dtype=dtype))
@@ -166,9 +155,7 @@ def test_rows_of_a_product_do_not_depend_on_each_other(
 @by_format
 @by_dtype
 @pytest.mark.parametrize("size", [6, 64, 125])
-def test_a_packed_row_is_its_elements_then_its_scale(
-    size: int, dtype: torch.dtype, kind: torch.dtype
-) -> None:
+def test_a_packed_row_is_its_elements_then_its_scale(size, dtype, kind):
     x = random(7, 3, size, dtype=dtype)
     rows = pack_rows(x, kind)
     assert (rows.shape, rows.dtype) == ((7, 3, size + SCALE_BYTES), kind)
@@ -181,16 +168,16 @@ def test_a_packed_row_is_its_elements_then_its_scale(
     assert torch.equal(back, (values.float() * scales[..., None]).to(dtype))
 
 
-def layout(dtype: torch.dtype, block_size: int = 16) -> KvLayout:
+def layout(dtype, block_size=16):
     return KvLayout(BLOCKS, LAYERS, KV_HEADS, block_size, HEAD_SIZE, dtype)
 
 
-def pool_of(dtype: torch.dtype, block_size: int = 16) -> Tensor:
+def pool_of(dtype, block_size=16):
     return allocate_pool(layout(dtype, block_size), None, torch.device("cpu"))
 
 
 @by_format
-def test_a_pool_s_size_and_descriptor(kind: torch.dtype) -> None:
+def test_a_pool_s_size_and_descriptor(kind):
     small = layout(kind)
     assert small.bytes_per_token == 2 * LAYERS * KV_HEADS * (HEAD_SIZE + SCALE_BYTES)
     assert small.shape == (BLOCKS, LAYERS, 2, KV_HEADS, 16, HEAD_SIZE + SCALE_BYTES)
@@ -203,7 +190,7 @@ def test_a_pool_s_size_and_descriptor(kind: torch.dtype) -> None:
     assert not unpack_rows(pool, torch.float32).any()
 
 
-def test_a_budget_holds_more_int8_blocks() -> None:
+def test_a_budget_holds_more_int8_blocks():
     config = qwen_config()
     planned = {
         dtype: plan_layout(config, dtype, 16, 0, 1 << 20) for dtype in (torch.bfloat16, torch.int8)
@@ -218,22 +205,24 @@ def test_a_budget_holds_more_int8_blocks() -> None:
 
 @by_format
 @by_dtype
-def test_write_kv_packs_its_own_slots_only(dtype: torch.dtype, kind: torch.dtype) -> None:
-    pool = pool_of(kind, block_size=4)
+def test_write_kv_writes_its_own_slots_only(dtype, kind):
+    pool, plain = pool_of(kind, block_size=4), pool_of(dtype, block_size=4)
     k, v = (random(2, KV_HEADS, HEAD_SIZE, seed=seed, dtype=dtype) for seed in (1, 2))
     write_kv(pool, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
     expected = torch.zeros_like(pool)
     for part, rows in enumerate((pack_rows(k, kind), pack_rows(v, kind))):
         expected[3, 2, part, :, 1], expected[0, 2, part, :, 3] = rows
     assert same_bytes(pool, expected)
+    write_kv(plain, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
+    for part, rows in enumerate((k, v)):
+        assert torch.equal(torch.stack([plain[3, 2, part, :, 1], plain[0, 2, part, :, 3]]), rows)
+    assert plain.count_nonzero() == k.numel() + v.numel()
 
 
 @by_format
 @by_dtype
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (24, 40)])
-def test_attention_reads_the_numbers_that_were_written(
-    block_size: int, window: int | None, dtype: torch.dtype, kind: torch.dtype
-) -> None:
+def test_attention_reads_the_numbers_that_were_written(block_size, window, dtype, kind):
     length = 150
     k, v = (random(length, KV_HEADS, HEAD_SIZE, seed=seed, dtype=dtype) for seed in (1, 2))
     blocks = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(3)) + 1

@@ -1,34 +1,39 @@
-"""Weights arrive whole and fused, or the error names the file and the tensor."""
-
-from __future__ import annotations
+"""Weights arrive whole, fused and quantised, or the error names the file and the tensor."""
 
 import itertools
 import json
+import logging
 import shutil
-from collections.abc import Callable
+import weakref
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from baton.config import EngineConfig
 from baton.engine.models.config import ModelConfig
 from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
-from baton.engine.weights.weights import Weights, load_weights, random_weights
+from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weights import (
+    LoadProgress,
+    load_weights,
+    random_seed,
+    random_weights,
+)
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.small_models import MATRICES
 
 CPU = torch.device("cpu")
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> Weights:
+def load(directory, dtype=torch.float32):
     return load_weights(directory, ModelConfig.load(directory), dtype, CPU)
 
 
-def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+def rewrite(directory, change):
     file = directory / SINGLE_FILE
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
@@ -36,114 +41,101 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> Pat
     return file
 
 
-def refused(directory: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load(directory)
-    return str(caught.value)
-
-
-def tensors_of(weights: Weights) -> list[Tensor]:
+def tensors_of(weights):
     layers = [getattr(layer, field.name) for layer in weights.layers for field in fields(layer)]
     found = [weights.embedding, weights.final_norm, weights.lm_head, *layers]
     return [tensor for tensor in found if tensor is not None]
 
 
-def test_parts_are_fused_in_order(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "Qwen2ForCausalLM")
-    layer, reference = load(tmp_path).layers[1], model.model.layers[1]
+def test_parts_are_fused_in_order_and_outlive_the_files(tmp_path):
+    model = make_checkpoint(tmp_path, "Qwen2ForCausalLM", dtype=torch.float16)
+    weights = load(tmp_path, torch.bfloat16)
+    shutil.rmtree(tmp_path)
+    layer, reference = weights.layers[1], model.bfloat16().model.layers[1]
     attention, mlp = reference.self_attn, reference.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     assert torch.equal(layer.qkv, torch.cat([p.weight for p in projections]))
-    assert layer.qkv_bias is not None
     assert torch.equal(layer.qkv_bias, torch.cat([p.bias for p in projections]))
     assert torch.equal(layer.gate_up, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
     assert torch.equal(layer.down, mlp.down_proj.weight)
+    assert torch.equal(weights.lm_head, model.lm_head.weight)
     assert layer.o_bias is None
+    assert {tensor.dtype for tensor in tensors_of(weights)} == {torch.bfloat16}
 
 
-def test_shards_give_the_same_and_progress_counts_bytes(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "one")
-    make_checkpoint(tmp_path / "many", max_shard_size="50KB")
-    config = ModelConfig.load(tmp_path / "many")
-    seen: list[tuple[int, int]] = []
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_shards_give_the_same_and_progress_counts_bytes_of_files(tmp_path, dtype, size):
+    make_checkpoint(tmp_path / "one", dtype=dtype)
+    make_checkpoint(tmp_path / "many", max_shard_size="50KB", dtype=dtype)
+    config, seen = ModelConfig.load(tmp_path / "many"), []
     many = load_weights(tmp_path / "many", config, torch.float32, CPU, lambda *at: seen.append(at))
     one = load(tmp_path / "one")
     for a, b in zip(tensors_of(one), tensors_of(many), strict=True):
         assert torch.equal(a, b)
     done, totals = zip(*seen, strict=True)
     assert len(seen) == 3 + 9 * config.num_layers
-    assert set(totals) == {4 * config.num_parameters} == {done[-1]}
+    assert set(totals) == {size * config.num_parameters} == {done[-1]}
     steps = [after - before for before, after in itertools.pairwise((0, *done))]
-    assert steps[0] == 4 * config.vocab_size * config.hidden_size
-    assert min(steps) == 4 * config.hidden_size
+    assert steps[0] == size * config.vocab_size * config.hidden_size
+    assert min(steps) == size * config.hidden_size
 
 
-def test_progress_counts_what_files_hold_not_what_becomes_of_it(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, dtype=torch.bfloat16)
-    config = ModelConfig.load(tmp_path)
-    seen: list[tuple[int, int]] = []
-    load_weights(tmp_path, config, torch.float32, CPU, lambda *at: seen.append(at))
-    assert seen[-1] == (2 * config.num_parameters, 2 * config.num_parameters)
-
-
-def test_converts_and_outlives_the_files(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, dtype=torch.float16)
-    weights = load(tmp_path, torch.bfloat16)
-    shutil.rmtree(tmp_path)
-    assert {tensor.dtype for tensor in tensors_of(weights)} == {torch.bfloat16}
-    assert torch.equal(weights.lm_head, model.lm_head.weight.bfloat16())
-
-
-def test_tied_embeddings_share_one_tensor_and_a_copy_is_ignored(tmp_path: Path) -> None:
+def test_tied_copies_and_old_rotary_tables_are_ignored(tmp_path):
     make_checkpoint(tmp_path, tie_word_embeddings=True)
-    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(3)}))
+    rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(
+        tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(3), rotary: torch.zeros(8)})
+    )
     weights = load(tmp_path)
     assert weights.lm_head is weights.embedding
 
 
-def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    rewrite(tmp_path, lambda t: t.update({name: torch.zeros(8)}))
-    load(tmp_path)
-
-
-def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
+def tensors(change):
     return lambda directory: rewrite(directory, change)
 
 
-def content(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    def write(directory: Path) -> None:
+def content(change):
+    def write(directory):
         file = directory / SINGLE_FILE
         file.write_bytes(change(file.read_bytes()))
 
     return write
 
 
-def header(text: bytes, data: bytes = b"") -> Callable[[Path], object]:
+def header(text, data=b""):
     return content(lambda _: len(text).to_bytes(8, "little") + text + data)
+
+
+def index(text):
+    return lambda directory: (directory / INDEX_FILE).write_text(text)
+
+
+def drop_from_shard(directory):
+    shard = json.loads((directory / INDEX_FILE).read_text())["weight_map"][K_PROJ]
+    tensors = load_file(directory / shard)
+    tensors.pop(K_PROJ)
+    save_file(tensors or {"model.norm.weight": torch.zeros(64)}, directory / shard)
 
 
 Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
 LIE = json.dumps({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}).encode()
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (tensors(lambda t: t.pop(K_PROJ)), f"{{directory}} lacks tensor {K_PROJ}"),
+BROKEN = {
+    "missing": (tensors(lambda t: t.pop(K_PROJ)), "{directory} lacks tensor {k_proj}"),
     "lm_head": (tensors(lambda t: t.pop("lm_head.weight")), "lacks tensor lm_head.weight"),
     "shape": (
         tensors(lambda t: t.update({K_PROJ: torch.zeros(31, 64)})),
-        f"{{file}}: tensor {K_PROJ} has shape [31, 64]; config.json implies [32, 64]",
+        "{file}: tensor {k_proj} has shape [31, 64]; config.json implies [32, 64]",
     ),
     "unknown": (
-        tensors(lambda t: t.update({Q_BIAS: torch.zeros(64)})),
-        f"{{file}}: tensor {Q_BIAS}",
+        tensors(lambda t: t.update({Q_BIAS: torch.zeros(64)})), "{file}: tensor " + Q_BIAS,
     ),
     "dtype": (
         tensors(lambda t: t.update({K_PROJ: torch.zeros(32, 64, dtype=torch.int8)})),
-        f"{{file}}: tensor {K_PROJ} has dtype I8",
+        "{file}: tensor {k_proj} has dtype I8",
     ),
     **{
         f"header cut at {keep}": (
-            content(lambda data, keep=keep: data[:keep]),  # type: ignore[misc]
+            content(lambda data, keep=keep: data[:keep]),
             "{file} is truncated or not a safetensors file",
         )
         for keep in (0, 5, 100)
@@ -155,88 +147,119 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     },
     "huge header": (content(lambda _: (1 << 60).to_bytes(8, "little") + b"{}"), "{file}"),
     "sizes": (header(LIE, bytes(8)), "{file}: tensor x of shape [4]"),
+    "pickle": (
+        lambda path: (path / SINGLE_FILE).rename(path / "pytorch_model.bin"),
+        "only pytorch_model.bin: pickle files can run code and are never read; convert the model",
+    ),
+    "nothing": (lambda path: (path / SINGLE_FILE).unlink(), "{directory} has neither {single}"),
+}  # fmt: skip
+BROKEN_SHARDS = {
+    "missing": (lambda path: sorted(path.glob("*.safetensors"))[1].unlink(), ".safetensors is mi"),
+    "promised": (drop_from_shard, ".safetensors lacks tensor {k_proj}, promised by {index}"),
+    **{text: (index(text), "{index}") for text in ("{", "[]", "{}", '{"weight_map": []}')},
+    **{
+        f"to {shard}": (index(json.dumps({"weight_map": {K_PROJ: shard}})), "{index} names ")
+        for shard in ("../elsewhere.safetensors", "/etc/hostname", "", "..", "x.bin")
+    },
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_what_is_broken_is_named(tmp_path: Path, kind: str) -> None:
-    make_checkpoint(tmp_path)
-    damage, named = BROKEN[kind]
-    damage(tmp_path)
-    assert named.format(directory=tmp_path, file=tmp_path / SINGLE_FILE) in refused(tmp_path)
-
-
-def test_missing_shard_is_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, max_shard_size="100KB")
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.unlink()
-    assert f"{shard} is missing" in refused(tmp_path)
-
-
-def test_shard_without_a_promised_tensor_is_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, max_shard_size="100KB")
-    index = tmp_path / INDEX_FILE
-    content = json.loads(index.read_text())
-    shard = content["weight_map"][K_PROJ]
-    tensors = load_file(tmp_path / shard)
-    tensors.pop(K_PROJ)
-    save_file(tensors or {"model.norm.weight": torch.zeros(64)}, tmp_path / shard)
-    message = refused(tmp_path)
-    assert str(tmp_path / shard) in message
-    assert f"lacks tensor {K_PROJ}" in message
-
-
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("{", "[]", "{}", '{"weight_map": []}'),
-        *(
-            json.dumps({"weight_map": {K_PROJ: shard}})  # none may point outside
-            for shard in ("../elsewhere.safetensors", "/etc/hostname", "", "..", "x.bin")
-        ),
-    ],
+    ("size", "damage", "message"),
+    [("1GB", *broken) for broken in BROKEN.values()]
+    + [("100KB", *broken) for broken in BROKEN_SHARDS.values()],
+    ids=[*BROKEN, *(f"shard {kind}" for kind in BROKEN_SHARDS)],
 )
-def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
-    make_checkpoint(tmp_path, max_shard_size="100KB")
-    (tmp_path / INDEX_FILE).write_text(text)
-    assert str(tmp_path / INDEX_FILE) in refused(tmp_path)
+def test_what_is_broken_is_an_error_that_names_it(tmp_path, size, damage, message):
+    make_checkpoint(tmp_path, max_shard_size=size)
+    damage(tmp_path)
+    names = {"directory": tmp_path, "file": tmp_path / SINGLE_FILE, "index": tmp_path / INDEX_FILE}
+    expected = message.format(**names, k_proj=K_PROJ, single=SINGLE_FILE)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert expected in str(caught.value)
 
 
-def test_pickles_are_refused_with_the_fix(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / SINGLE_FILE).rename(tmp_path / "pytorch_model.bin")
-    message = refused(tmp_path)
-    assert "pytorch_model.bin" in message
-    assert "convert" in message
-    assert "safetensors" in message
-
-
-def test_no_weights_at_all(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / SINGLE_FILE).unlink()
-    assert f"{tmp_path} has neither {SINGLE_FILE}" in refused(tmp_path)
+def test_a_bare_config_has_no_weights_but_random_ones_that_follow_the_seed(tmp_path):
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
     config = ModelConfig.load(tmp_path)
     with pytest.raises(CheckpointError, match="not a model directory"):
         load_weights(tmp_path / "config.json", config, torch.float32, CPU)
-
-
-def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
-    config = ModelConfig.load(tmp_path)
     first, same, other = (random_weights(config, torch.bfloat16, CPU, seed) for seed in (1, 1, 2))
     for a, b in zip(tensors_of(first), tensors_of(same), strict=True):
         assert torch.equal(a, b)
     assert not torch.equal(first.layers[0].qkv, other.layers[0].qkv)
-    assert sum(t.numel() for t in tensors_of(first)) == config.num_parameters
-
-
-def test_other_devices_weights_never_lie_on_the_host(tmp_path: Path) -> None:
-    """Tried with a device that keeps shapes only."""
-    make_checkpoint(tmp_path, "Qwen2ForCausalLM")
-    config, device = ModelConfig.load(tmp_path), torch.device("meta")
-    drawn = random_weights(config, torch.bfloat16, device, 1)
-    stored = load_weights(tmp_path, config, torch.bfloat16, device)
-    for weights in (drawn, stored):
-        assert {tensor.device for tensor in tensors_of(weights)} == {device}
-        assert {tensor.dtype for tensor in tensors_of(weights)} == {torch.bfloat16}
+    # Another device's never lie on the host: tried with one that keeps shapes only.
+    meta = torch.device("meta")
+    for weights in (
+        random_weights(config, torch.bfloat16, meta, 1),
+        load_weights(tmp_path, config, torch.bfloat16, meta),
+    ):
+        assert {(t.device, t.dtype) for t in tensors_of(weights)} == {(meta, torch.bfloat16)}
         assert sum(t.numel() for t in tensors_of(weights)) == config.num_parameters
+
+
+def source(kind, directory, dtype, **options):
+    """Weights of a checkpoint, or random ones for its config."""
+    config = ModelConfig.load(directory)
+    if kind == "random":
+        return random_weights(config, dtype, CPU, 5, **options)
+    return load_weights(directory, config, dtype, CPU, **options)
+
+
+@pytest.mark.parametrize("kind", ["stored", "random"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied, kind):
+    make_checkpoint(tmp_path, "Qwen2ForCausalLM", tie_word_embeddings=tied)
+    full = source(kind, tmp_path, dtype)
+    before = []
+
+    def prepare(matrix):
+        assert all(one() is None for one in before), "one at a time is there in full"
+        if not (tied and len(before) == 8):  # the embedding, which stays
+            before.append(weakref.ref(matrix))
+        return Int8Weight.of(matrix)
+
+    small = source(kind, tmp_path, dtype, prepare=prepare)
+    pairs = [(small, full), *zip(small.layers, full.layers, strict=True)]
+    for name, found, wanted in (
+        (field.name, getattr(some, field.name), getattr(whole, field.name))
+        for some, whole in pairs
+        for field in fields(whole)
+        if field.name != "layers"
+    ):
+        assert isinstance(found, Int8Weight) == (name in (*MATRICES, "lm_head"))
+        if isinstance(found, Int8Weight):
+            expected = Int8Weight.of(wanted)
+            assert torch.equal(found.values, expected.values)
+            assert torch.equal(found.scales, expected.scales)
+        else:
+            assert found is wanted is None or torch.equal(found, wanted)
+
+
+def test_progress_is_logged_once_a_second_with_rate_and_time_left(caplog):
+    times = iter([0.0, 0.5, 2.0, 2.9, 4.0])
+    progress = LoadProgress(lambda: next(times))
+    caplog.set_level(logging.INFO)
+    for done in (1, 3, 4, 6):
+        progress(done << 30, 8 << 30)
+    assert caplog.messages == [
+        "loading weights: 3.00 of 8.00 GiB, 1.50 GiB/s, 3 s left",
+        "loading weights: 6.00 of 8.00 GiB, 1.50 GiB/s, 1 s left",
+    ]
+
+
+def test_weights_that_differ_have_different_seeds(tmp_path):
+    gpu = torch.device("cuda", 0)
+    stored, made_up = EngineConfig(), EngineConfig(random_weights=True)
+    simulated = EngineConfig(random_weights=True, simulate="1,1")
+    assert random_seed(stored, CPU) is random_seed(stored, gpu) is None
+    seeds = [random_seed(made_up, CPU), random_seed(made_up, gpu), random_seed(simulated, CPU)]
+    assert len(set(seeds)) == 3
+    assert random_seed(made_up, torch.device("cuda", 3)) == seeds[1]
+    # A CPU's never change: workers of other versions hold the same ones.
+    make_checkpoint(tmp_path)
+    weights = random_weights(ModelConfig.load(tmp_path), torch.float32, CPU, seeds[0])
+    first = torch.empty(320, 64).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(weights.embedding, first)

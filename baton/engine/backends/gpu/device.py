@@ -20,84 +20,45 @@ Work = Callable[[], object]  # whose result is not used
 class Event(Protocol):
     """A place on a stream."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Returns when all that lies before has ended. Raises what it failed with."""
 
 
-class Stream(Protocol):
-    """Work for one device, in order. Used by the engine thread only."""
-
-    device: torch.device
-
-    def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Zeroed host memory `[count]` that copies to and from the device need not wait for."""
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on the device. On the stream only, and not while it is captured."""
-
-    def put(self, work: Work) -> None:
-        """Appends work. It may run later: what it reads must stay as it is."""
-
-    def call(self, work: Callable[[], T]) -> T:
-        """Appends work whose result the host needs; the work itself waits where it must."""
-
-    def record_event(self) -> Event:
-        """The end of the stream as it is now."""
-
-    def capture(self, work: Work) -> Work:
-        """What does the same as `work` with one launch, each time, on the same memory."""
-
-    def bytes_free(self) -> int:
-        """Free memory of the device; 0 where it is not known."""
-
-
-def stream_of(device: torch.device) -> Stream:
-    """A new stream for a device."""
-    return CudaStream(device) if device.type == "cuda" else HostStream()
-
-
 class _DoneEvent:
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
-class HostStream:
-    """A CPU's: work is done when it is put there, and nothing is captured."""
+class Stream:
+    """Work for one device, in order. Used by the engine thread only.
+
+    This one is a CPU's: work is done when it is put there, and nothing is captured.
+    """
 
     device = torch.device("cpu")
 
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Zeroed host memory `[count]` that copies to and from the device need not wait for."""
         return torch.zeros(count, dtype=dtype)
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        return tensor
-
     def put(self, work: Work) -> None:
+        """Appends work. It may run later: what it reads must stay as it is."""
         work()
 
     def call(self, work: Callable[[], T]) -> T:
+        """Appends work whose result the host needs; the work itself waits where it must."""
         return work()
 
     def record_event(self) -> Event:
+        """The end of the stream as it is now."""
         return _DoneEvent()
 
     def capture(self, work: Work) -> Work:
+        """What does the same as `work` with one launch, each time, on the same memory."""
         return work
 
-    def bytes_free(self) -> int:
-        return 0
 
-
-class _CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
-class CudaStream:
+class CudaStream(Stream):
     """A CUDA stream of its own.
 
     Not the default stream: that one cannot be captured, and others' streams would wait for it.
@@ -114,20 +75,17 @@ class CudaStream:
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, pin_memory=True)
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        """Copied from page-locked memory: a copy of other memory waits for the whole stream."""
-        return tensor.pin_memory().to(self.device, non_blocking=True)
-
     def put(self, work: Work) -> None:
-        with torch.cuda.stream(self._stream):
-            work()
+        self.call(work)
 
     def call(self, work: Callable[[], T]) -> T:
         with torch.cuda.stream(self._stream):
             return work()
 
     def record_event(self) -> Event:
-        return _CudaEvent(self._stream)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def capture(self, work: Work) -> Work:
         """A CUDA graph; all of a stream's share their memory, as one at a time runs.
@@ -144,11 +102,6 @@ class CudaStream:
         ):
             work()
         return graph.replay
-
-    def bytes_free(self) -> int:
-        """As the driver says, for all processes on the GPU; what torch only keeps is free."""
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.device)[0]
 
 
 class Gpu:

@@ -10,10 +10,8 @@ context -1: they write no KV and attend to nothing.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,7 +54,6 @@ def num_elements(rows: int, width: int) -> int:
     return 3 * (-(-rows // _SECTION) * _SECTION) + rows * width
 
 
-@runtime_checkable
 class DecodeModel(StepModel, Protocol):
     """A model with a step for one token of each sequence."""
 
@@ -68,17 +65,6 @@ class DecodeModel(StepModel, Protocol):
         token_ids, context_lens: int32 `[rows]`, -1 being a padding row · block_tables: int32
         `[rows, width]`. Waits for nothing; the work depends on shapes alone.
         """
-
-
-@dataclass(frozen=True)
-class GraphStats:
-    """What capturing took. sizes: rows of a batch · widths: blocks of a table."""
-
-    sizes: tuple[int, ...]
-    widths: tuple[int, ...]
-    num_graphs: int
-    num_bytes: int
-    seconds: float
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
@@ -145,20 +131,16 @@ class DecodeGraphs:
         assert self._logits is not None, "a graph leaves its logits there"
         return self._logits[:size]
 
-    def capture(self, progress: Callable[[int, int], None]) -> GraphStats:
+    def capture(self, progress: Callable[[int, int], None]) -> None:
         """Captures every shape, largest first, so that the others fit into the memory it took.
 
         progress: called with (captured, of how many). Writes nothing into the pool. Before
         requests are served.
         """
-        began, free = time.monotonic(), self._stream.bytes_free()
         shapes = list(itertools.product(reversed(self.sizes), reversed(self.widths)))
         for done, (size, width) in enumerate(shapes, 1):
             self._capture(size, width)
             progress(done, len(shapes))
-        taken = max(0, free - self._stream.bytes_free())
-        seconds = time.monotonic() - began
-        return GraphStats(self.sizes, self.widths, len(shapes), taken, seconds)
 
     def _capture(self, size: int, width: int) -> None:
         def first() -> None:
@@ -173,7 +155,7 @@ class DecodeGraphs:
             self._logits[:size].copy_(self._run(size, width))
 
         self._stream.call(first)
-        self._stream.record_event().wait()
+        self._stream.record_event().synchronize()
         self._captured[size, width] = self._stream.capture(step)
 
     def _run(self, size: int, width: int) -> Tensor:

@@ -1,7 +1,6 @@
 """A GPU's memory, shared out: what weights, activations and graphs leave belongs to the KV cache.
 
-Pure arithmetic over sizes in bytes, which `baton.engine.backends.gpu.device` measures, and the
-text that explains it.
+Pure arithmetic over sizes in bytes, and the text that explains it.
 
     |0                                                          total|
     | weights | activations | graphs |      KV       | spare | others |
@@ -10,7 +9,6 @@ text that explains it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +30,6 @@ MOST_BLOCKS = 1 << 20
 _GRAPH_BYTES_PER_LAYER = 128 << 10
 _GRAPHS_SCRATCH_BYTES = 128 << 20
 
-_LENGTHS = (1024, 4096, 8192)
 _NO_SPLIT = "a larger GPU, because one model is not split over several"
 
 
@@ -78,48 +75,43 @@ def graphs_reserve(decode_bytes: int, graphs: int, layers: int) -> int:
 
 
 def kv_layout(
-    usage: Usage, settings: EngineConfig, config: ModelConfig, dtype: torch.dtype
+    usage: Usage,
+    settings: EngineConfig,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    asked: KvLayout | None,
 ) -> KvLayout:
-    """The KV pool: of the size that was asked for, or of what `--gpu-memory` leaves.
+    """The KV pool that is asked for, or one of what `--gpu-memory` leaves.
 
     Raises ConfigError, with hints, when that is not there.
     """
-    block_size = settings.block_size
-    asked = settings.kv_blocks or settings.kv_cache_bytes
-    if asked:
-        layout = plan_layout(config, dtype, block_size, settings.kv_blocks, settings.kv_cache_bytes)
-        if layout.num_bytes > usage.most:
+    if asked is not None:
+        if asked.num_bytes > usage.most:
             option = "--kv-blocks" if settings.kv_blocks else "--kv-cache"
             raise ConfigError(
-                f"{option} asks for {_gib(layout.num_bytes)} and the GPU has "
+                f"{option} asks for {_gib(asked.num_bytes)} and the GPU has "
                 f"{_gib(max(0, usage.most))} left for KV; "
                 f"{_either([f'a smaller {option}', *_hints(usage, settings)])}"
             )
-        return layout
-    one = plan_layout(config, dtype, block_size, 1, 0)
-    left = min(
-        int(usage.total * settings.gpu_memory) - usage.own,  # our share
-        usage.most - SPARE_BYTES,  # where others leave less than that
-    )
+        return asked
+    one = plan_layout(config, dtype, settings.block_size, 1, 0)
+    share = int(usage.total * settings.gpu_memory)
+    left = min(share - usage.own, usage.most - SPARE_BYTES)  # or less, where others leave less
     if left < one.num_bytes:
         raise ConfigError(
-            f"no GPU memory is left for KV: {_accounts(usage, settings)}; "
-            f"{_either(_hints(usage, settings))}"
+            f"no GPU memory is left for KV: --gpu-memory {settings.gpu_memory:g} of "
+            f"{_gib(usage.total)} is {_gib(share)}; weights take {_gib(usage.weights)}, "
+            f"activations {_gib(usage.activations)}, graphs {_gib(usage.graphs)}, "
+            f"others {_gib(usage.others)}; {_either(_hints(usage, settings))}"
         )
     count = min(left // one.num_bytes, MOST_BLOCKS)
-    return plan_layout(config, dtype, block_size, count, 0)
+    return plan_layout(config, dtype, settings.block_size, count, 0)
 
 
 def summary(
-    name: str,
-    usage: Usage,
-    layout: KvLayout,
-    settings: EngineConfig,
-    max_context: int,
-    *,
-    graphs_measured: bool,
+    name: str, usage: Usage, layout: KvLayout, settings: EngineConfig, max_context: int, graphs: str
 ) -> str:
-    """All of it for people, in several lines; `graphs_measured`: not just reserved."""
+    """All of it for people, in several lines; `graphs` are "reserved" or "measured"."""
     block_bytes = layout.num_bytes // layout.num_blocks
     dtype = str(layout.dtype).removeprefix("torch.")
     blocks = (
@@ -131,16 +123,18 @@ def summary(
     rows = (
         ("weights", usage.weights, weights),
         ("activations", usage.activations, steps),
-        ("graphs", usage.graphs, "measured" if graphs_measured else "reserved"),
+        ("graphs", usage.graphs, graphs),
         ("KV", layout.num_bytes, blocks),
         ("others", usage.others, "other processes, and CUDA itself"),
         ("free", max(0, usage.most - layout.num_bytes), ""),
     )
+    lengths = [*(length for length in (1024, 4096, 8192) if length < max_context), max_context]
+    fits = ((layout.num_blocks // -(-length // layout.block_size), length) for length in lengths)
     lines = [
         f"GPU memory of {name}: {_gib(usage.total)}, of which --gpu-memory "
         f"{settings.gpu_memory:g} is {_gib(int(usage.total * settings.gpu_memory))}",
         *(f"  {what:<12}{_gib(size):>11}  {text}".rstrip() for what, size, text in rows),
-        f"  sequences that fit: {_capacities(layout, max_context)}",
+        f"  sequences that fit: {', '.join(f'{n} of {length} tokens' for n, length in fits)}",
     ]
     return "\n".join(lines)
 
@@ -161,21 +155,6 @@ def taken(layout: KvLayout, settings: EngineConfig) -> ConfigError:
     )
 
 
-def _capacities(layout: KvLayout, max_context: int) -> str:
-    lengths = [*(length for length in _LENGTHS if length < max_context), max_context]
-    fits = ((layout.num_blocks // -(-length // layout.block_size), length) for length in lengths)
-    return ", ".join(f"{count} of {length} tokens" for count, length in fits)
-
-
-def _accounts(usage: Usage, settings: EngineConfig) -> str:
-    limit = _gib(int(usage.total * settings.gpu_memory))
-    return (
-        f"--gpu-memory {settings.gpu_memory:g} of {_gib(usage.total)} is {limit}; weights take "
-        f"{_gib(usage.weights)}, activations {_gib(usage.activations)}, graphs "
-        f"{_gib(usage.graphs)}, others {_gib(usage.others)}"
-    )
-
-
 def _hints(usage: Usage, settings: EngineConfig) -> list[str]:
     """What would leave more, the likeliest first."""
     hints = []
@@ -193,9 +172,8 @@ def _hints(usage: Usage, settings: EngineConfig) -> list[str]:
     return [*hints, _NO_SPLIT]
 
 
-def _quantization_hint(settings: EngineConfig) -> Iterator[str]:
-    if settings.quantization == "none":
-        yield "--quantization fp8 or int8"
+def _quantization_hint(settings: EngineConfig) -> list[str]:
+    return ["--quantization fp8 or int8"] if settings.quantization == "none" else []
 
 
 def _either(hints: list[str]) -> str:

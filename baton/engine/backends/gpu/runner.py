@@ -1,26 +1,33 @@
-"""Computes plans on a GPU: decode steps by graphs, sampling on the device, async scheduling.
+"""Computes plans on a GPU: decode steps by graphs, sampled on the device; all else as on a CPU.
 
-A plan of single tokens is one launch: a copy of its inputs, a graph, sampling, a copy of the tokens
-back. Its only wait is the one for the tokens. What else a plan may hold (chunks, proposed tokens,
-rows whose logits the host changes) is computed as on a CPU, tensor by tensor. When `run` returns,
-all that the plan computed is in the pool for every stream and thread to see. The step behind it may
-be on its way: `async_scheduling` says why that is safe. Engine thread only.
+A decode step that needs nothing of the host is one launch: a copy of its inputs, a graph, sampling,
+a copy of the tokens back. Kernels find inputs at fixed places, so that a graph reads whatever was
+copied there last. The host writes them into pinned memory, of which there are two buffers, used in
+turn: while one is being read, the next launch's inputs are written into the other. What else a plan
+may hold (chunks, proposed tokens, rows whose logits the host changes) is computed tensor by tensor.
+Engine thread only.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from baton.engine.backends.gpu.async_scheduling import BatchStability, Launch, Writes
-from baton.engine.backends.gpu.device import Stream, stream_of
-from baton.engine.backends.gpu.device_sampling import is_plain
-from baton.engine.backends.gpu.graphs import DecodeModel, GraphStats
-from baton.engine.backends.gpu.launches import GpuSettings, Launcher, Next, RunnerStats
-from baton.engine.backends.gpu.warmup import warm_up
+from baton.config import EngineConfig
+from baton.engine.backends.gpu.device import CudaStream, Stream
+from baton.engine.backends.gpu.device_sampling import DeviceSampler, is_plain
+from baton.engine.backends.gpu.graphs import (
+    PADDING,
+    DecodeGraphs,
+    DecodeModel,
+    num_elements,
+    sections,
+)
 from baton.engine.batch import BatchBuilder
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import SampledTokens, sample_rows, tokens_by_sequence
@@ -28,145 +35,215 @@ from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
 
-log = logging.getLogger(__name__)
+KNOWN = -1  # the source of a row whose token the host knows
+
+
+@dataclass
+class _TableRow:
+    row: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class BlockTables:
+    """Block tables of decoding sequences, on the host, kept from launch to launch.
+
+    A sequence keeps its row while it decodes: turning a list of blocks into numbers takes far
+    longer than copying them.
+    """
+
+    def __init__(self, max_batch: int, width: int) -> None:
+        # Twice as many as can decode at once, so that rows need not be given up one by one.
+        self._rows = np.zeros((2 * max_batch, width), np.int32)
+        self._free = list(range(2 * max_batch))
+        self._entries: dict[Sequence, _TableRow] = {}
+
+    def gather(self, sequences: list[Sequence], into: Tensor) -> None:
+        """Writes each sequence's first blocks into `[sequences, width]`; behind them lies 0."""
+        rows = [self._row(sequence, sequences) for sequence in sequences]
+        into.numpy()[:] = self._rows[rows, : into.shape[1]]
+
+    def _row(self, sequence: Sequence, staying: list[Sequence]) -> int:
+        entry = self._entries.get(sequence)
+        if entry is None:
+            if not self._free:
+                kept = set(staying)
+                for other in [one for one in self._entries if one not in kept]:
+                    self._free.append(self._entries.pop(other).row)
+            entry = self._entries[sequence] = _TableRow(self._free.pop())
+        # It costs nanoseconds a block to compare them, as long as they are the same objects.
+        if entry.blocks != sequence.block_ids:
+            self._write(entry, list(sequence.block_ids))
+        return entry.row
+
+    def _write(self, entry: _TableRow, blocks: list[int]) -> None:
+        row, known = self._rows[entry.row], len(entry.blocks)
+        if blocks[:known] != entry.blocks:
+            known = 0
+        used = min(len(blocks), len(row))
+        row[known:used] = blocks[known:used]
+        row[used:] = 0
+        entry.blocks = blocks
+
+
+class _Slot:
+    """The pinned memory of one launch, and when it may be written again."""
+
+    def __init__(self, stream: Stream, max_batch: int, table_width: int) -> None:
+        self.inputs = stream.pinned(num_elements(max_batch, table_width), torch.int32)
+        self.sampler = DeviceSampler(stream, max_batch)
+        self.event = stream.record_event()
+
+
+@dataclass
+class Launch:
+    """A decode step on the stream: the row of each sequence, and its blocks at the launch."""
+
+    rows: dict[Sequence, int]
+    blocks: list[list[int]]
+    slot: _Slot
 
 
 class GpuRunner:
-    """Runs a model over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`."""
+    """Runs a model over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
+
+    decode_rows: how many so far were "wanted", "padding", or "wasted" (the sequence was gone); may
+    be read by any thread.
+    """
 
     def __init__(
         self,
         model: DecodeModel,
-        pool: torch.Tensor,
+        pool: Tensor,
         sampler: Sampler,
-        settings: GpuSettings,
+        settings: EngineConfig,
+        max_context: int,
         stream: Stream | None = None,
     ) -> None:
-        """The stream is a new one of the pool's device, if none is given."""
+        """max_context: of sequences, in tokens. The stream is one of the pool's device if None."""
         self.model = model
         self.pool = pool
         self.sampler = sampler
-        self.settings = settings
-        self._stream = stream or stream_of(pool.device)
-        self._batches = BatchBuilder(settings.block_size, pool.device)
-        self._stability = BatchStability()
-        self._writes = Writes()
-        self._async_launch: Launch | None = None
+        self.decode_rows = {"wanted": 0, "padding": 0, "wasted": 0}
+        self._max_batch, self._max_context = settings.max_batch, max_context
+        self._block_size = pool.shape[4]
+        if stream is None:
+            stream = CudaStream(pool.device) if pool.device.type == "cuda" else Stream()
+        self._stream = stream
+        self._batches = BatchBuilder(self._block_size, pool.device)
+        self._last: Launch | None = None  # until it is waited for
+        width = -(-max_context // self._block_size)
         with torch.inference_mode():
-            self._launcher = Launcher(model, pool, self._stream, settings, sampler.vocab_size)
-
-    @property
-    def stats(self) -> RunnerStats:
-        """What ran so far."""
-        return self._launcher.stats
-
-    @property
-    def decode_rows(self) -> dict[str, int]:
-        """Rows of decode steps so far, by what became of them; may be read by any thread."""
-        stats = self.stats
-        return {
-            "wanted": stats.rows - stats.wasted_rows,
-            "padding": stats.padding_rows,
-            "wasted": stats.wasted_rows,
-        }
+            self._graphs = DecodeGraphs(model, pool, stream, self._max_batch, width)
+            self._tables = BlockTables(self._max_batch, width)
+            self._slots = [_Slot(stream, self._max_batch, width) for _ in range(2)]
 
     @torch.inference_mode()
-    def prepare(self, progress: Callable[[int, int], None]) -> GraphStats | None:
-        """Warms up and captures graphs before requests are served; None where graphs are off.
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Captures decode steps before requests are served; progress: see `DecodeGraphs`.
 
-        progress: called with (captured, of how many). Kernels that were not compiled yet are, which
-        takes most of the time; they write into the pool's first block. Raises ConfigError where it
-        cannot be done.
+        Raises ConfigError where it cannot be done.
         """
-        if self.settings.chunk_tokens:
-            warm_up(self.model, self.pool, self._stream, self.settings)
-        if not self.settings.graphs:
-            return None
         try:
-            return self._launcher.graphs.capture(progress)
+            self._graphs.capture(progress)
         except RuntimeError as error:
             raise ConfigError(
                 f"decode steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
             ) from error
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        """Runs every row of the plan; tokens for each sequence that has caught up, by its id."""
-        async_launch, self._async_launch = self._async_launch, None
+        """Runs every row of the plan; tokens for each sequence that has caught up, by its id.
+
+        When it returns, all that was computed is in the pool for every stream and thread to see.
+        """
+        if self.launches(plan):
+            launch = self.launch(plan)
+            return self.tokens(launch, set(launch.rows))
         try:
-            return self._run(plan, async_launch)
-        except BaseException:
-            self._async_launch = None
-            self.wait_for_writes()
-            raise
+            with torch.inference_mode():
+                return self._stream.call(lambda: self._compute(plan.work))
+        finally:
+            self._stream.record_event().synchronize()
+
+    def launches(self, plan: Plan) -> bool:
+        """Whether one launch computes a plan and samples its tokens."""
+        return self._are_decoding(plan.work) and all(
+            is_plain(SampleRow(one.params, one.tokens, one.prompt_tokens))
+            for one in (item.sequence for item in plan.work)
+        )
 
     @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launch:
+        """Starts a decode step; tokens that the launch before samples are taken from there."""
+        sequences = [item.sequence for item in plan.work]
+        before, sampled = {}, None
+        if self._last is not None:
+            before, sampled = self._last.rows, self._last.slot.sampler.tokens
+        slot, shape = self._write_inputs(plan.work, [before.get(one, KNOWN) for one in sequences])
+        sampling = slot.sampler.prepare(
+            [one.params for one in sequences],
+            [item.start + 1 for item in plan.work],
+            self.sampler.vocab_size,
+        )
+
+        def work() -> None:
+            slot.sampler.sample(sampling, self._decode(shape, slot, sampled)[: len(sequences)])
+
+        try:
+            self._stream.put(work)
+        finally:  # a part of it may be there, and read what is in the slot
+            slot.event = self._stream.record_event()
+        rows = {sequence: row for row, sequence in enumerate(sequences)}
+        self._last = Launch(rows, [one.block_ids for one in sequences], slot)
+        return self._last
+
+    def tokens(self, launch: Launch, wanted: set[Sequence]) -> dict[str, SampledTokens]:
+        """Waits for a launch; what the wanted sequences sampled, by their ids.
+
+        Raises what the launch failed with, InternalError for logits that are no numbers.
+        """
+        if launch is self._last:
+            self._last = None
+        with nullcontext() if wanted else suppress(Exception):
+            launch.slot.event.synchronize()
+        tokens = launch.slot.sampler.host_tokens[: len(launch.rows)].tolist()
+        self.decode_rows["wanted"] += len(wanted)
+        self.decode_rows["wasted"] += len(tokens) - len(wanted)
+        found = {one.seq_id: SampledTokens((tokens[launch.rows[one]],)) for one in wanted}
+        if any(one.token_ids[0] >= self.sampler.vocab_size for one in found.values()):
+            raise InternalError("logits are not finite numbers: the model's output is broken")
+        return found
+
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into; see `Runner.scrub`."""
         if blocks:
             # As bytes: not every operation knows every type of element.
             content, which = self.pool.view(torch.uint8), torch.tensor(blocks)
-            self._stream.put(lambda: content.index_fill_(0, self._stream.upload(which), 0))
-            self._writes.add(self._stream.record_event(), blocks)
-            self._drop_writers_of(blocks)
+            with torch.inference_mode():
+                self._stream.call(lambda: content.index_fill_(0, which.to(content.device), 0))
+            self._stream.record_event().synchronize()
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        """Waits until nothing on the stream writes into these blocks; None is all of the pool."""
+        """Waits for rows that may use blocks which their sequences gave up; None: for everything.
+
+        A sequence that gives up blocks gets another list of them. Failures are not raised here:
+        they belong to the step that is waited for.
+        """
         if blocks is None:
-            with suppress(Exception):  # of a run that is over
-                self._stream.record_event().wait()
-            self._writes.ended()
-        else:
-            self._writes.wait(set(blocks))
-            self._drop_writers_of(blocks)
+            self._last = None
+            with suppress(Exception):
+                self._stream.record_event().synchronize()
+        elif self._last is not None:
+            held = zip(self._last.rows, self._last.blocks, strict=True)
+            if any(sequence.block_ids is not before for sequence, before in held):
+                with suppress(Exception):
+                    self._last.slot.event.synchronize()
 
-    def _drop_writers_of(self, blocks: list[int]) -> None:
-        if self._async_launch is not None:
-            self._async_launch.drop_writers_of(set(blocks), self.settings.block_size)
-
-    def _run(self, plan: Plan, async_launch: Launch | None) -> dict[str, SampledTokens]:
-        self._stability.observe(plan)
-        done = async_launch.rows_for(plan.work) if async_launch is not None else {}
-        if async_launch is not None:
-            self.stats.wasted_rows += len(async_launch.sources) - len(done)
-        if len(done) < len(plan.work) or not self._schedules_async(plan):
-            plan.join()
-        rest = [item for item in plan.work if item.sequence not in done]
-        if rest and (done or not self._are_plain(rest)):
-            return self._run_in_parts(async_launch, done, rest)
-        launch = self._launcher.launch(_planned(rest)) if rest else async_launch
-        assert launch is not None, "without an async launch all of the plan is left"
-        if rest:
-            launch.end = self._writes.end
-        self._async_launch = self._launch_async(plan, launch)
-        tokens = self._launcher.tokens(launch)
-        self._writes.ended(launch.end)
-        if self._async_launch is not None:
-            self._async_launch.feed(tokens)
-        rows = done or {sequence: row.at for sequence, row in launch.rows.items()}
-        return self._sampled(tokens, rows)
-
-    def _run_in_parts(
-        self, async_launch: Launch | None, done: dict[Sequence, int], rest: list[Work]
-    ) -> dict[str, SampledTokens]:
-        """Part of a plan may be on the stream; the others follow."""
-        if self._are_plain(rest):
-            launch = self._launcher.launch(_planned(rest))
-            rows = {sequence: row.at for sequence, row in launch.rows.items()}
-            sampled = self._sampled(self._launcher.tokens(launch), rows)
-        else:
-            sampled = self._stream.call(lambda: self._step(rest))
-            self._stream.record_event().wait()
-        if async_launch is not None and done:
-            self.stats.split += 1
-            sampled |= self._sampled(self._launcher.tokens(async_launch), done)
-        self._writes.ended()
-        return sampled
-
-    def _step(self, work: list[Work]) -> dict[str, SampledTokens]:
+    def _compute(self, work: list[Work]) -> dict[str, SampledTokens]:
         """Computes any work, and samples as the host does: on the stream."""
         if self._are_decoding(work):
-            logits = self._launcher.logits(_planned(work))
+            slot, shape = self._write_inputs(work, [KNOWN] * len(work))
+            logits = self._decode(shape, slot, None)[: len(work)]
+            self.decode_rows["wanted"] += len(work)
         else:
             logits = self.model.step(self._batches.build(Plan(work)), self.pool)
         sampling = [item for item in work if item.samples]
@@ -175,63 +252,46 @@ class GpuRunner:
 
     def _are_decoding(self, work: list[Work]) -> bool:
         """Whether these are single tokens, all of which sample, no more than a batch holds."""
-        return len(work) <= self.settings.max_batch and all(
-            item.count == 1 and item.samples and item.start < self.settings.max_context
-            for item in work
+        return len(work) <= self._max_batch and all(
+            item.count == 1 and item.samples and item.start < self._max_context for item in work
         )
 
-    def _are_plain(self, work: list[Work]) -> bool:
-        """Whether one launch computes these and samples their tokens."""
-        sequences = [item.sequence for item in work]
-        return self._are_decoding(work) and all(
-            is_plain(SampleRow(one.params, one.tokens, one.prompt_tokens)) for one in sequences
-        )
+    def _write_inputs(self, work: list[Work], sources: list[int]) -> tuple[_Slot, tuple[int, int]]:
+        """Writes rows into the slot used less recently: (slot, padded shape).
 
-    def _schedules_async(self, plan: Plan) -> bool:
-        """Whether the step behind this plan is launched with it, newcomers included."""
-        fit = len(plan.work) + len(plan.joining) <= self.settings.max_batch
-        steady = self.settings.overlap and self._stability.steady
-        return steady and fit and self._are_plain(plan.joining)
+        sources: which row of the launch before samples a row's token, or KNOWN.
+        """
+        slot = self._slots.pop(0)
+        self._slots.append(slot)
+        with suppress(Exception):  # its own step reports it
+            slot.event.synchronize()
+        count, sequences = len(work), [item.sequence for item in work]
+        blocks = max(item.start for item in work) // self._block_size + 1
+        size, width = self._graphs.shape(count, blocks)
+        into = sections(slot.inputs, size, width)
+        for part, values, padding in (
+            (into.token_ids, [item.sequence.tokens[item.start] for item in work], 0),
+            (into.context_lens, [item.start for item in work], PADDING),
+            (into.sources, sources, KNOWN),
+        ):
+            numbers = part.numpy()
+            numbers[:count] = values
+            numbers[count:] = padding
+        self._tables.gather(sequences, into.block_tables[:count])
+        into.block_tables[count:] = 0
+        self.decode_rows["padding"] += size - count
+        return slot, (size, width)
 
-    def _launch_async(self, plan: Plan, launch: Launch) -> Launch | None:
-        """Launches the step behind `launch`, which computes this plan, if it is likely to come."""
-        rows = self._next_rows(plan.work, launch) if self._schedules_async(plan) else []
-        if not rows:
-            return None
-        rows += _planned(plan.joining)
-        size = self.settings.block_size
-        try:
-            async_launch = self._launcher.launch(rows, launch)
-        except Exception:
-            log.warning("an async launch failed: its step waits until it is planned", exc_info=True)
-            return None
-        finally:  # a part of it may be on its way
-            written = [row.sequence.block_ids[row.start // size] for row in rows]
-            self._writes.add(self._stream.record_event(), written)
-        async_launch.end = self._writes.end
-        self.stats.async_launches += 1
-        self.stats.async_rows += len(rows)
-        return async_launch
+    def _decode(self, shape: tuple[int, int], slot: _Slot, sampled: Tensor | None) -> Tensor:
+        """Logits `[size, vocab_size]` of what is in the slot; on the stream.
 
-    def _next_rows(self, work: list[Work], launch: Launch) -> list[Next]:
-        """The rows of the next plan, if all that will surely be in it can be launched."""
-        rows = []
-        for item in work:
-            sequence = item.sequence
-            if sequence.tokens_left(self.settings.max_context) < 2:
-                continue  # it ends with the token that is being sampled
-            if len(sequence.block_ids) * self.settings.block_size <= sequence.num_tokens:
-                return []  # a launch without it would be one too many
-            at = launch.rows[sequence].at
-            rows.append(Next(sequence, sequence.num_tokens, 0, at))
-        return rows
-
-    def _sampled(self, tokens: list[int], rows: dict[Sequence, int]) -> dict[str, SampledTokens]:
-        """What each sequence sampled, at its row among the tokens."""
-        if any(tokens[at] >= self.sampler.vocab_size for at in rows.values()):
-            raise InternalError("logits are not finite numbers: the model's output is broken")
-        return {sequence.seq_id: SampledTokens((tokens[at],)) for sequence, at in rows.items()}
-
-
-def _planned(work: list[Work]) -> list[Next]:
-    return [Next(item.sequence, item.start, item.sequence.tokens[item.start]) for item in work]
+        sampled: tokens of the launch before.
+        """
+        here, there = self._graphs.inputs(*shape), sections(slot.inputs, *shape)
+        here.all.copy_(there.all, non_blocking=True)
+        if sampled is not None:
+            # One beyond the vocabulary is an error, raised when it is used, but must be no index.
+            tokens = sampled.index_select(0, here.sources.clamp(min=0))
+            tokens.clamp_(max=self.sampler.vocab_size - 1)
+            here.token_ids.copy_(torch.where(here.sources == KNOWN, here.token_ids, tokens))
+        return self._graphs.decode(*shape)

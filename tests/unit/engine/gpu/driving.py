@@ -1,24 +1,20 @@
-"""An engine on the GPU's runner, or on the plain one, driven step by step over a tiny model."""
-
-from __future__ import annotations
+"""An engine on the GPU's runner, or on a CPU's, driven step by step over a tiny model."""
 
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.launches import GpuSettings
+from baton.config import EngineConfig
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepBatch
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import KvLayout
-from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine.loop import Engine, Progress
 from baton.engine.models.decoder import Model
+from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import Planner
-from baton.engine.runner import Runner, StepRunner
+from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import SpeculativeConfig
 from baton.errors import Overloaded
 from tests.unit.engine.gpu.models import TINY, weights_of
@@ -32,9 +28,7 @@ EOS = frozenset({1})
 class DecodingModel(Model):
     """The reference with a step of its own for decoding; the logits of padding are no numbers."""
 
-    def decode(
-        self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
-    ) -> Tensor:
+    def decode(self, token_ids, context_lens, block_tables, pool):
         assert token_ids.dtype == context_lens.dtype == block_tables.dtype == torch.int32
         logits = torch.full((len(token_ids), self.config.vocab_size), torch.nan)
         real = (context_lens >= 0).nonzero()[:, 0]
@@ -51,7 +45,7 @@ class DecodingModel(Model):
 MODEL = DecodingModel(CONFIG, weights_of(CONFIG), torch.float32, torch.device("cpu"))
 
 
-def new_pool(num_blocks: int) -> Tensor:
+def new_pool(num_blocks):
     layers, heads, head_size = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_size
     return torch.zeros(KvLayout(num_blocks, layers, heads, SIZE, head_size, torch.float32).shape)
 
@@ -60,38 +54,37 @@ class Driven:
     """An engine whose thread is the test's."""
 
     def __init__(
-        self,
-        runner: StepRunner,
-        num_blocks: int,
-        *,
-        chunk_tokens: int = 16,
-        max_batch: int = 6,
-        speculate: int = 0,
-        lookahead: int = 0,
-        block_size: int = SIZE,
-    ) -> None:
+        self, runner, num_blocks, *, max_batch=6, speculate=0, overlap=False, block_size=SIZE
+    ):
         self.runner = runner
         self.blocks = BlockPool(num_blocks, block_size)
         speculation = SpeculativeConfig(speculate, MAX_CONTEXT) if speculate else None
-        self.planner = Planner(self.blocks, chunk_tokens, max_batch, speculation, lookahead)
-        self.engine = Engine(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
+        self.planner = Planner(self.blocks, 16, max_batch, speculation)
+        kind = OverlappedEngine if overlap and not speculate else Engine
+        self.engine = kind(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
         self.sequences = self.engine._sequences
-        self.progress: list[Progress] = []  # of the last step
+        self.progress: list[Progress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}
         self.ends: dict[str, str] = {}
 
     @property
-    def busy(self) -> bool:
-        return bool(self.planner.running or self.planner.num_waiting)
+    def busy(self):
+        return not self.engine._idle
 
-    def add(self, sequence: Sequence) -> None:
+    @property
+    def in_flight(self):
+        """Ids of the sequences with a row in a launch that was not waited for."""
+        flight = getattr(self.engine, "_flight", None)
+        return [work.sequence.seq_id for work in flight.plan.work] if flight else []
+
+    def add(self, sequence):
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
         self.sequences.add(sequence)
         self.blocks.check()
 
-    def come(self, sequence: Sequence) -> None:
-        """Adds a sequence with blocks of its own, if there are any for it now."""
+    def reserve(self, sequence):
+        """Starts a sequence with blocks of its own, if there are any for it now."""
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
         try:
             self.sequences.reserve(sequence)
@@ -101,26 +94,23 @@ class Driven:
             self.sequences.start_reserved(sequence.seq_id)
         self.blocks.check()
 
-    def cancel(self, seq_id: str) -> None:
+    def cancel(self, seq_id):
         self.sequences.release(seq_id, None)
         self.ends.setdefault(seq_id, "cancelled")
         self.blocks.check()
 
-    def step(self) -> None:
-        plan = self.planner.plan()
-        self.blocks.check()
-        drawn, failure = self.engine._compute(plan)
-        self.engine._publish(plan, drawn, failure, (0, 0))
+    def step(self):
+        self.engine._step()
         self.blocks.check()
 
-    def finish(self) -> None:
+    def finish(self):
         for _ in range(2000):
             if not self.busy:
                 return
             self.step()
         raise AssertionError("it never ends")
 
-    def _publish(self, report: StepReport) -> None:
+    def _publish(self, report):
         self.progress = report.progress
         for one in report.progress:
             self.tokens[one.seq_id] += one.token_ids
@@ -129,24 +119,20 @@ class Driven:
                 self.ends[one.seq_id] = reason
 
 
-def plain(num_blocks: int, **options: int) -> Driven:
-    """On the CPU's runner."""
+def on_cpu(num_blocks, **options):
     runner = Runner(MODEL, new_pool(num_blocks), Sampler(EOS, CONFIG.vocab_size))
     return Driven(runner, num_blocks, **options)
 
 
-def on_gpu(
-    stream: Stream,
-    num_blocks: int,
-    *,
-    overlap: bool = True,
-    graphs: bool = False,
-    max_batch: int = 6,
-    **options: int,
-) -> Driven:
-    """On the GPU's runner, over a stream of the CPU."""
-    settings = GpuSettings(max_batch, MAX_CONTEXT, SIZE, graphs, overlap)
+def gpu_runner(stream, num_blocks, max_batch=6):
+    settings = EngineConfig(max_batch=max_batch, block_size=SIZE)
     sampler = Sampler(EOS, CONFIG.vocab_size)
-    runner = GpuRunner(MODEL, new_pool(num_blocks), sampler, settings, stream)
-    runner.prepare(lambda done, total: None)
-    return Driven(runner, num_blocks, max_batch=max_batch, lookahead=int(overlap), **options)
+    return GpuRunner(MODEL, new_pool(num_blocks), sampler, settings, MAX_CONTEXT, stream)
+
+
+def on_gpu(stream, num_blocks, *, overlap=True, graphs=False, max_batch=6, **options):
+    """On the GPU's runner, over a stream of the CPU."""
+    runner = gpu_runner(stream, num_blocks, max_batch)
+    if graphs:
+        runner.capture(lambda done, total: None)
+    return Driven(runner, num_blocks, max_batch=max_batch, overlap=overlap, **options)

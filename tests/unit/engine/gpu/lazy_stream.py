@@ -1,23 +1,20 @@
 """A device that is always late: work runs when the host waits for it, or by chance."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from baton.engine.backends.gpu.device import HostStream, Work
+from baton.engine.backends.gpu.device import Stream, Work
 
 T = TypeVar("T")
 
 
-class LazyStream(HostStream):
-    """Keeps work back, so that whoever forgets to wait sees what was there before."""
+class LazyStream(Stream):
+    """Keeps work back, so that a host that does not wait sees what was there before."""
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed=None):
         self._dice = None if seed is None else random.Random(seed)
         self._waiting: deque[Work] = deque()
         self._done = 0
@@ -27,42 +24,42 @@ class LazyStream(HostStream):
         self.fails_in: int | None = None  # so many works from now one fails on the device
 
     @property
-    def pending(self) -> int:
+    def pending(self):
         """Work that has not run."""
         return len(self._waiting)
 
     @property
-    def unwaited(self) -> int:
-        """Work that nobody has waited for, whether or not it has run by chance."""
+    def unwaited(self):
+        """Work that was not waited for, whether or not it has run by chance."""
         return self._done + self.pending - self._waited
 
-    def put(self, work: Work) -> None:
+    def put(self, work):
         self._waiting.append(work)
         if self._dice is not None and self._dice.random() < 0.3:
             self.run(self._dice.randrange(self.pending + 1))
 
-    def call(self, work: Callable[[], T]) -> T:
+    def call(self, work):
         self.run(self.pending)
         self._done += 1
         return work()
 
-    def record_event(self) -> LazyEvent:
+    def record_event(self):
         first, self._recorded = self._recorded, self._done + self.pending
         return LazyEvent(self, first, self._recorded)
 
-    def run(self, count: int) -> None:
-        """Runs the oldest; what it raises is told to who waits for it."""
+    def run(self, count):
+        """Runs the oldest; what it raises is raised where it is waited for."""
         for _ in range(count):
             work = self._waiting.popleft()
             try:
-                self._strike()
+                self._maybe_fail()
                 with torch.inference_mode():  # the host's modes are nothing to a device
                     work()
             except Exception as error:
                 self._failures[self._done] = error
             self._done += 1
 
-    def wait(self, first: int, end: int) -> None:
+    def wait(self, first, end):
         """Runs works up to `end`; raises what those from `first` on failed with."""
         self.run(max(0, end - self._done))
         self._waited = max(self._waited, end)
@@ -70,7 +67,7 @@ class LazyStream(HostStream):
             if number in self._failures:
                 raise self._failures[number]
 
-    def _strike(self) -> None:
+    def _maybe_fail(self):
         if self.fails_in is None:
             return
         self.fails_in -= 1
@@ -80,9 +77,9 @@ class LazyStream(HostStream):
 
 
 class LazyEvent:
-    def __init__(self, stream: LazyStream, first: int, end: int) -> None:
+    def __init__(self, stream, first, end):
         self._stream = stream
         self._span = (first, end)
 
-    def wait(self) -> None:
+    def synchronize(self):
         self._stream.wait(*self._span)

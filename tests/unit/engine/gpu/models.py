@@ -1,7 +1,5 @@
 """Tiny models for the GPU path, wide enough in their weights that a wrong step is seen."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,11 +9,10 @@ from torch import Tensor
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.kv_cache import KvLayout, allocate_pool
-from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.weights.weights import LayerWeights, Weights, random_weights
+from baton.engine.weights.weights import Weights, random_weights
 from tests.unit.engine.paged import NUM_BLOCKS, PagedRun
-from tests.unit.engine.quantized import qwen_config
+from tests.unit.engine.small_models import qwen_config
 
 CPU = torch.device("cpu")
 MATRICES = ("qkv", "o", "gate_up", "down")
@@ -39,9 +36,7 @@ CONFIGS = {
 }
 
 
-def weights_of(
-    config: ModelConfig, dtype: torch.dtype = torch.float32, quantization: str = "none"
-) -> Weights:
+def weights_of(config, dtype=torch.float32, quantization="none"):
     """Seeded weights: matrices as wide as they are deep, norms and biases of every size."""
     drawn = random_weights(config, dtype, CPU, seed=3)
     lm_head = drawn.embedding * 50 if config.tie_embeddings else drawn.lm_head * 8
@@ -54,7 +49,7 @@ def weights_of(
     )
 
 
-def _layer(layer: LayerWeights, seed: int, quantization: str) -> LayerWeights:
+def _layer(layer, seed, quantization):
     values: dict[str, Any] = {}
     for at, field in enumerate(fields(layer)):
         value = getattr(layer, field.name)
@@ -69,23 +64,21 @@ def _layer(layer: LayerWeights, seed: int, quantization: str) -> LayerWeights:
     return replace(layer, **values)
 
 
-def _norm(ones: Tensor, seed: int) -> Tensor:
+def _norm(ones, seed):
     generator = torch.Generator().manual_seed(seed)
     return ones + 0.2 * torch.randn(ones.shape, generator=generator).to(ones.dtype)
 
 
-def both(
-    config: ModelConfig, dtype: torch.dtype = torch.float32, quantization: str = "none"
-) -> tuple[Model, GpuModel]:
+def both(config, dtype=torch.float32, quantization="none"):
     """The reference and the GPU's model over the same weights."""
     weights = weights_of(config, dtype, quantization)
     return Model(config, weights, dtype, CPU), GpuModel(config, weights, dtype, CPU)
 
 
-def run_of(model: Model | GpuModel, kv_dtype: torch.dtype | None = None) -> PagedRun:
+def run_of(model, kv_dtype=None):
     """A run over a pool of `kv_dtype`, the model's own if it is None; equal blocks in every run."""
     config = model.config
-    run = PagedRun(model)  # type: ignore[arg-type]  # any StepModel with a config will do
+    run = PagedRun(model)  # any StepModel with a config will do
     if kv_dtype is not None:
         sizes = (config.num_layers, config.num_kv_heads, run.block_size, config.head_size)
         run.pool = allocate_pool(KvLayout(NUM_BLOCKS, *sizes, kv_dtype), None, CPU)
@@ -93,6 +86,6 @@ def run_of(model: Model | GpuModel, kv_dtype: torch.dtype | None = None) -> Page
     return run
 
 
-def tokens(length: int, seed: int, vocab: int = TINY.vocab_size) -> list[int]:
+def tokens(length, seed, vocab=TINY.vocab_size):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (length,), generator=generator).tolist()

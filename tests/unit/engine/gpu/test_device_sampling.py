@@ -1,7 +1,5 @@
 """Tokens sampled on the device are the sampler's."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.backends.gpu.device import HostStream
+from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.device_sampling import DeviceSampler, is_plain
 from baton.engine.sampling import filters
 from baton.engine.sampling.sampler import Sampler, SampleRow
@@ -19,7 +17,7 @@ VOCAB = 700
 MOST = 150  # more rows than are cut at once
 
 
-def a_row(dice: random.Random) -> SampleRow:
+def a_row(dice):
     temperature = dice.choice((0.0, 1e-6, 0.4, 1.0, 1.7))
     params = SamplingParams(
         temperature=temperature,
@@ -34,9 +32,9 @@ def a_row(dice: random.Random) -> SampleRow:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from((1, 2, 9, MOST)))
-def test_whatever_the_rows_ask_for(seed: int, count: int) -> None:
+def test_whatever_the_rows_ask_for(seed, count):
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    sampler = DeviceSampler(HostStream(), MOST)
+    sampler = DeviceSampler(Stream(), MOST)
     for _ in range(2):  # memory is used again
         rows = [a_row(dice) for _ in range(count)]
         logits = torch.randn(count, VOCAB, generator=generator) * dice.choice((0.1, 3.0, 20.0))
@@ -52,7 +50,7 @@ def test_whatever_the_rows_ask_for(seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("flat", [0.0, 1e-4, 1.0])
-def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat: float) -> None:
+def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat):
     """Tens of thousands of weights in the one bucket in which top-p is reached, or nearly."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, 50_000, generator=generator) * flat
@@ -66,21 +64,21 @@ def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat: float) -> None
         assert torch.equal(some.nonzero()[:, 0], expected.sort().values)
 
 
-def test_logits_that_are_no_numbers_give_a_token_beyond_the_vocabulary() -> None:
-    sampler = DeviceSampler(HostStream(), 4)
+def test_logits_that_are_no_numbers_give_a_token_beyond_the_vocabulary():
+    sampler = DeviceSampler(Stream(), 4)
     logits = torch.zeros(3, VOCAB)
     logits[1] = torch.nan
     for params in ({"top_p": 0.5}, {"top_k": 3}, {}):
-        sampled = SamplingParams(temperature=1.0, **params)  # type: ignore[arg-type]
+        sampled = SamplingParams(temperature=1.0, **params)
         sampler.sample(sampler.prepare([sampled] * 3, [1, 2, 3], VOCAB), logits)
         tokens = sampler.host_tokens[:3].tolist()
         assert tokens[1] >= VOCAB
         assert max(tokens[0], tokens[2]) < VOCAB
 
 
-def test_what_needs_the_host_is_not_plain() -> None:
-    def plain(**fields: object) -> bool:
-        return is_plain(SampleRow(SamplingParams(**fields), [1, 2, 3], 2))  # type: ignore[arg-type]
+def test_what_needs_the_host_is_not_plain():
+    def plain(**fields):
+        return is_plain(SampleRow(SamplingParams(**fields), [1, 2, 3], 2))
 
     assert plain()
     assert plain(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1, min_tokens=1)

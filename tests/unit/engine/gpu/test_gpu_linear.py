@@ -1,7 +1,5 @@
 """Products with 8-bit weights: what GPUs refuse, and what torch's operations give on a CPU."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.backends.gpu import linear as gpu
-from baton.engine.backends.gpu.assemble import LEAST_CAPABILITY
+from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
 from baton.engine.ops.torch import linear as reference
 from baton.engine.ops.triton.int8_matmul import (
     int8_matmul,
@@ -24,12 +22,12 @@ from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_r
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_prepare_leaves_what_products_refuse(quantization: str) -> None:
+def test_prepare_leaves_what_products_refuse(quantization):
     kind = {"int8": Int8Weight, "fp8": Fp8Weight}[quantization]
     for shape, fits in (((48, 32), True), ((301, 32), False), ((48, 33), False)):
         matrix = random(*shape)
@@ -41,7 +39,7 @@ def test_prepare_leaves_what_products_refuse(quantization: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
-def test_on_a_cpu_it_is_the_reference(quantization: str, dtype: torch.dtype) -> None:
+def test_on_a_cpu_it_is_the_reference(quantization, dtype):
     x, bias = random(19, 64, dtype=dtype), random(48, seed=2, dtype=dtype)
     weight = gpu.prepare(random(48, 64, seed=1, dtype=dtype), quantization)
     assert torch.equal(gpu.linear(x, weight, bias), reference.linear(x, weight, bias))
@@ -50,7 +48,7 @@ def test_on_a_cpu_it_is_the_reference(quantization: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 256), (17, 72), (64, 264), (65, 72), (130, 8)])
-def test_int8_products_are_those_of_the_reference(rows: int, depth: int, biased: bool) -> None:
+def test_int8_products_are_those_of_the_reference(rows, depth, biased):
     generator = torch.Generator().manual_seed(rows)
     # Small enough for processors whose products of bytes saturate.
     x, values = (
@@ -66,7 +64,7 @@ def test_int8_products_are_those_of_the_reference(rows: int, depth: int, biased:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_int8_rows_in_several_tiles(dtype: torch.dtype) -> None:
+def test_few_int8_rows_in_several_tiles(dtype):
     generator = torch.Generator().manual_seed(4)
     x, values = (
         torch.randint(-127, 128, (size, 160), generator=generator).to(torch.int8)
@@ -83,7 +81,7 @@ def test_few_int8_rows_in_several_tiles(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_kernels_one_after_the_other_are_the_reference(quantization: str) -> None:
+def test_kernels_one_after_the_other_are_the_reference(quantization):
     x, bias = random(7, 64), random(48, seed=2)
     weight = gpu.prepare(random(48, 64, seed=1), quantization)
     assert isinstance(weight, Int8Weight | Fp8Weight)
@@ -96,9 +94,7 @@ def test_kernels_one_after_the_other_are_the_reference(quantization: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 17])
-def test_fp8_products_are_those_of_the_reference(
-    rows: int, biased: bool, dtype: torch.dtype
-) -> None:
+def test_fp8_products_are_those_of_the_reference(rows, biased, dtype):
     x, full = random(rows, 64, dtype=dtype), random(48, 64, seed=1)
     bias = random(48, seed=2, dtype=dtype) if biased else None
     weight = Fp8Weight.of(full)
@@ -112,9 +108,7 @@ def test_fp8_products_are_those_of_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (3, 1032), (5, 2048)])
-def test_scaled_sums_are_the_formula(
-    rows: int, columns: int, biased: bool, dtype: torch.dtype
-) -> None:
+def test_scaled_sums_are_the_formula(rows, columns, biased, dtype):
     generator = torch.Generator().manual_seed(columns)
     sums = torch.randint(-(2**24), 2**24, (rows, columns), generator=generator, dtype=torch.int32)
     bias = random(columns, seed=3, dtype=dtype) if biased else None
@@ -131,7 +125,7 @@ def test_scaled_sums_are_the_formula(
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "0", reason="kernels are interpreted")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
-def test_on_a_gpu(quantization: str, dtype: torch.dtype) -> None:
+def test_on_a_gpu(quantization, dtype):
     if torch.cuda.get_device_capability() < LEAST_CAPABILITY[quantization]:
         pytest.skip(f"this GPU is too old for {quantization}")
     full, bias = random(208, 512, seed=1, dtype=dtype), random(208, seed=2, dtype=dtype)
@@ -149,7 +143,7 @@ def test_on_a_gpu(quantization: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("size", [16, 80])
-def test_the_kernel_s_fp8_rows_are_the_reference_s(size: int, dtype: torch.dtype) -> None:
+def test_the_kernel_s_fp8_rows_are_the_reference_s(size, dtype):
     x = (random(50, size, dtype=dtype) * 2.0 ** torch.arange(50)[:, None]).to(dtype)
     x[4] = 0
     values, scales = quantize_rows(x, FP8)

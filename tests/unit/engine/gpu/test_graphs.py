@@ -1,13 +1,15 @@
-"""Padded decode batches: the ladder, where numbers lie, and what capturing leaves behind."""
+"""Padded decode batches, what is captured of them, and the steps that run before requests do."""
 
-from __future__ import annotations
+import random
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.backends.gpu.device import HostStream, Work
+from baton.config import EngineConfig
+from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.graphs import (
     DecodeGraphs,
     batch_sizes,
@@ -15,17 +17,18 @@ from baton.engine.backends.gpu.graphs import (
     sections,
     table_widths,
 )
-from baton.engine.backends.gpu.launches import BlockTables, GpuSettings
-from baton.engine.backends.gpu.runner import GpuRunner
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.backends.gpu.runner import BlockTables
+from baton.engine.backends.gpu.warmup import step_shapes, warm_up
+from baton.engine.ops.triton.decode_attention import splits_for
+from baton.engine.ops.triton.prefill_attention import plan_tiles
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
-from tests.unit.engine.gpu.driving import CONFIG, MODEL, SIZE, new_pool
+from tests.unit.engine.gpu.driving import CONFIG, MODEL, SIZE, gpu_runner, new_pool
 
 
 @given(st.integers(1, 1024))
-def test_every_batch_finds_a_size_with_little_padding(max_batch: int) -> None:
+def test_every_batch_finds_a_size_with_little_padding(max_batch):
     sizes = batch_sizes(max_batch)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == max_batch
@@ -34,17 +37,16 @@ def test_every_batch_finds_a_size_with_little_padding(max_batch: int) -> None:
         assert padding < max(8, rows / 4)
 
 
-def test_the_sizes_of_an_ordinary_engine() -> None:
+def test_the_sizes_of_an_ordinary_engine():
     assert batch_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
     assert batch_sizes(160)[11:] == (80, 96, 112, 128, 160)
-    assert table_widths(200) == (200,)
-    assert table_widths(256) == (256,)
-    assert table_widths(2048) == (128, 512, 2048)
-    assert table_widths(8192) == (128, 512, 2048, 8192)
+    assert [table_widths(widest) for widest in (200, 256, 2048, 8192)] == [
+        (200,), (256,), (128, 512, 2048), (128, 512, 2048, 8192),
+    ]  # fmt: skip
 
 
 @given(st.integers(1, 300), st.integers(1, 70))
-def test_sections_are_aligned_apart_and_fit_their_memory(rows: int, width: int) -> None:
+def test_sections_are_aligned_apart_and_fit_their_memory(rows, width):
     flat = torch.zeros(num_elements(rows, width), dtype=torch.int32)
     parts = sections(flat, rows, width)
     for number, part in enumerate(parts[:4], 1):
@@ -53,18 +55,13 @@ def test_sections_are_aligned_apart_and_fit_their_memory(rows: int, width: int) 
         part.add_(number)
     assert parts.all.unique().tolist() in ([1, 2, 3, 4], [0, 1, 2, 3, 4])
     assert [int(part.sum()) for part in parts[:4]] == [rows, 2 * rows, 3 * rows, 4 * rows * width]
-    smaller = sections(flat, max(1, rows - 1), width)
-    assert len(smaller.all) <= len(flat)
+    assert len(sections(flat, max(1, rows - 1), width).all) <= len(flat)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_tables_are_those_of_their_sequences(dice: object) -> None:
-    """Whoever sits where, and whatever became of lists of blocks since."""
-    import random  # noqa: PLC0415
-
-    assert isinstance(dice, random.Random)
-    block_tables = BlockTables(3, 10)
+@given(st.integers(0, 1 << 30))
+def test_block_tables_follow_their_sequences(seed):
+    dice, tables = random.Random(seed), BlockTables(3, 10)
     alive = [Sequence(str(i), [1], 1, SamplingParams()) for i in range(9)]
     for _ in range(30):
         some = dice.sample(alive, dice.randint(1, 3))
@@ -79,38 +76,41 @@ def test_tables_are_those_of_their_sequences(dice: object) -> None:
             one.block_ids = one.block_ids or [7]
         width = dice.choice((5, 10))
         into = torch.full((len(some), width), -9, dtype=torch.int32)
-        block_tables.gather(some, into)
+        tables.gather(some, into)
         for one, row in zip(some, into.tolist(), strict=True):
             assert row == (one.block_ids + [0] * 10)[:width]
-            assert block_tables.blocks(one) == one.block_ids
 
 
-class CountingLane(HostStream):
-    """Captures as a graph does: runs nothing meanwhile that would count, and replays later."""
+class CountingStream(Stream):
+    """Captures as a graph does, and replays later."""
 
-    def __init__(self) -> None:
-        self.captured = 0
-        self.replayed = 0
+    def __init__(self):
+        self.captured = self.replayed = 0
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work):
         self.captured += 1
         work()
 
-        def replay() -> None:
+        def replay():
             self.replayed += 1
             work()
 
         return replay
 
 
-def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone() -> None:
-    stream, pool = CountingLane(), new_pool(12)
+class FailingStream(Stream):
+    def capture(self, work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone():
+    stream, pool = CountingStream(), new_pool(12)
     with torch.inference_mode():
         graphs = DecodeGraphs(MODEL, pool, stream, 5, 16)
         seen: list[tuple[int, int]] = []
-        figures = graphs.capture(lambda done, total: seen.append((done, total)))
-        assert figures.sizes == (1, 2, 4, 5)
-        assert figures.num_graphs == stream.captured == 4
+        graphs.capture(lambda done, total: seen.append((done, total)))
+        assert graphs.sizes == (1, 2, 4, 5)
+        assert stream.captured == 4
         assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
         assert not pool.any()
         pool += torch.linspace(-1, 1, pool.numel()).view_as(pool)
@@ -133,19 +133,52 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone() -
     assert stream.replayed == 5
 
 
-class FailingLane(HostStream):
-    def capture(self, work: Work) -> Work:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_what_cannot_be_captured_is_told_with_the_option_that_helps() -> None:
-    limits = GpuSettings(2, 8, SIZE)
-    runner = GpuRunner(MODEL, new_pool(1), Sampler(frozenset(), 96), limits, FailingLane())
+def test_steps_that_cannot_be_captured_are_an_error_with_the_option_that_helps():
     with pytest.raises(ConfigError, match=r"not permitted.*--no-graphs"):
-        runner.prepare(lambda done, total: None)
+        gpu_runner(FailingStream(), 1).capture(lambda done, total: None)
 
 
-def test_a_batch_beyond_the_ladder_is_nobodys() -> None:
-    graphs = DecodeGraphs(MODEL, new_pool(1), HostStream(), 4, SIZE)
-    with pytest.raises(StopIteration):
-        graphs.shape(5, 1)
+def test_warm_up_runs_every_shape_in_one_block(monkeypatch):
+    step, seen = MODEL.step, set[tuple[int, int, int]]()
+
+    def watched(batch, pool):
+        logits = step(batch, pool)
+        assert logits.shape == (len(batch.query_lens), CONFIG.vocab_size)
+        rows = len(batch.token_ids)
+        seen.add((batch.num_decodes, rows - batch.num_decodes, batch.block_tables.shape[1]))
+        return logits
+
+    monkeypatch.setattr(MODEL, "step", watched)
+    pool = new_pool(4)
+    warm_up(MODEL, pool, EngineConfig(max_batch=3, block_size=SIZE, chunk_tokens=10), 24)
+    chunks = {(0, 2, 1), (0, 3, 1), (0, 4, 1), (0, 6, 2), (0, 8, 2), (0, 12, 3), (0, 13, 4)}
+    num_decodes = {(1, 0, 1), (2, 0, 1), (3, 0, 1)}
+    assert seen == chunks | num_decodes | {(1, 2, width) for width in (1, 2, 4, 6)}
+    assert pool[0].any() and not pool[1:].any()
+
+
+def assert_warmed_up(max_context, tiling, steps):
+    """`tiling` of (decode rows, rows of a chunk, table width) decides what is compiled."""
+    shapes = step_shapes(EngineConfig(max_batch=64, chunk_tokens=512), max_context)
+    compiled = {tiling(*shape) for shape in shapes}
+    assert {tiling(*step) for step in steps} <= compiled
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+def test_warm_up_compiles_every_tile_of_chunks_that_a_step_can_have(group):
+    def tiling(_, chunk, width):
+        return plan_tiles(torch.tensor([chunk]), chunk, group).rows if chunk > 1 else None
+
+    # Sequences with proposed tokens are chunks, too.
+    assert_warmed_up(4096, tiling, [(0, rows, 1) for rows in range(2, 512 + 64 + 1)])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4, 8, 32])
+def test_warm_up_shares_a_row_among_as_many_programs_as_a_step_can(kv_heads):
+    def tiling(rows, _, width):
+        if not rows:
+            return None
+        return int(triton.next_power_of_2(splits_for(rows * kv_heads, width * 16 // 256, 132)))
+
+    sizes, widths = (1, 2, 3, 5, 8, 20, 64), range(1, 20000 // 16 + 1)
+    assert_warmed_up(20000, tiling, [(rows, 0, width) for rows in sizes for width in widths])

@@ -1,21 +1,18 @@
 """Rows find their place: positions, slots and lengths, padding included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.ops.torch.attention import place
-from baton.engine.ops.triton.placement import Placement, place_rows, place_rows_reference
+from baton.engine.ops.triton.placement import place_rows, place_rows_reference
 
 
-def ints(values: list[int]) -> Tensor:
+def ints(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def batch(query_lens: list[int], context_lens: list[int], block_size: int) -> StepBatch:
+def batch(query_lens, context_lens, block_size):
     """Sequences over scattered blocks, their block_tables one block wider than they need."""
     width = max(map(sum, zip(context_lens, query_lens, strict=True))) // block_size + 2
     block_tables = torch.randperm(
@@ -31,7 +28,7 @@ def batch(query_lens: list[int], context_lens: list[int], block_size: int) -> St
     )
 
 
-def assert_equal(got: Placement, expected: Placement) -> None:
+def assert_equal(got, expected):
     for name in ("positions", "slots", "lengths"):
         one, other = getattr(got, name), getattr(expected, name)
         assert one.dtype == torch.int32
@@ -50,9 +47,7 @@ def assert_equal(got: Placement, expected: Placement) -> None:
         ([1] * 40 + [3] * 30, [7] * 70),
     ],
 )
-def test_rows_lie_where_the_torch_model_puts_them(
-    query_lens: list[int], context_lens: list[int], block_size: int
-) -> None:
+def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, block_size):
     step = batch(query_lens, context_lens, block_size)
     got = place_rows(
         step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
@@ -68,7 +63,7 @@ def test_rows_lie_where_the_torch_model_puts_them(
     assert_equal(got, reference)
 
 
-def test_padding_has_no_slot_and_sees_nothing() -> None:
+def test_padding_has_no_slot_and_sees_nothing():
     context_lens = ints([20, -1, 0, -1])
     block_tables = torch.arange(8, dtype=torch.int32).view(4, 2)
     got = place_rows(context_lens, None, block_tables, 4, 16)
@@ -78,14 +73,14 @@ def test_padding_has_no_slot_and_sees_nothing() -> None:
     assert_equal(got, place_rows_reference(context_lens, None, block_tables, 4, 16))
 
 
-def test_one_row_each_is_the_same_with_and_without_counts() -> None:
+def test_one_row_each_is_the_same_with_and_without_counts():
     step = batch([1] * 130, list(range(130)), 16)
     with_counts = place_rows(step.context_lens, step.query_lens, step.block_tables, 130, 16)
     assert_equal(place_rows(step.context_lens, None, step.block_tables, 130, 16), with_counts)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 33])
-def test_kernels_find_aligned_addresses_whatever_the_number_of_rows(rows: int) -> None:
+def test_kernels_find_aligned_addresses_whatever_the_number_of_rows(rows):
     """Triton compiles a kernel once more for others."""
     got = place_rows(ints([0] * rows), None, torch.zeros((rows, 1), dtype=torch.int32), rows, 16)
     for part in (got.positions, got.slots, got.lengths):

@@ -1,0 +1,206 @@
+"""An engine on a GPU: which kernels compute, what memory they leave for KV, what is captured."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.config import EngineConfig
+from baton.engine.backends.gpu import memory, warmup
+from baton.engine.backends.gpu.device import Gpu
+from baton.engine.backends.gpu.graphs import batch_sizes, table_widths
+from baton.engine.backends.gpu.runner import GpuRunner
+from baton.engine.batch import StepModel
+from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
+from baton.engine.runner import Runner, StepRunner
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.weights.weights import weights_of
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+Capability = tuple[int, int]
+LEAST_CAPABILITY: dict[str, Capability] = {"none": (8, 0), "int8": (8, 0), "fp8": (8, 9)}
+MULTIPLE = 16  # of heads' and blocks' sizes
+MAX_HEAD_SIZE = 256
+# GPUs with 99 KB of shared memory for a program; tiles of larger heads need more.
+SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
+MAX_QUERIES = 128  # heads that share a KV head
+
+
+class GpuBackend:
+    """Triton's kernels where they can compute, else torch's."""
+
+    kv_bytes = 0
+
+    def __init__(self, settings: EngineConfig, gpu: Gpu) -> None:
+        self.device = gpu.device
+        self._settings, self._gpu = settings, gpu
+
+    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> StepModel:
+        settings = self._settings
+        self._gpu.use()
+        self._kernels = choose_kernels(settings, config, self._gpu.capability, _missing_triton())
+        _refuse_formats(settings, self._gpu.capability, self._kernels)
+        self._held_before = self._gpu.allocated()
+        if self._kernels == "torch":
+            weights = weights_of(
+                settings, path, config, dtype, self.device, lambda matrix: matrix, "torch"
+            )
+            return Model(config, weights, dtype, self.device)
+        # These import triton, which may not be installed.
+        from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415
+        from baton.engine.backends.gpu.model import GpuModel  # noqa: PLC0415
+
+        quantize = partial(prepare, quantization=settings.quantization)
+        weights = weights_of(settings, path, config, dtype, self.device, quantize, "triton")
+        return GpuModel(config, weights, dtype, self.device)
+
+    def layout(
+        self,
+        model: StepModel,
+        sampler: Sampler,
+        config: ModelConfig,
+        kv_dtype: torch.dtype,
+        asked: KvLayout | None,
+    ) -> KvLayout:
+        """Measures the engine's largest steps, which compiles most of its kernels, too."""
+        settings, gpu, most = self._settings, self._gpu, config.max_context
+        weights = gpu.allocated() - self._held_before
+        block = plan_layout(config, kv_dtype, settings.block_size, 1, 0)
+        pool = allocate_pool(block, None, self.device)
+        rows = settings.chunk_tokens + settings.max_batch
+        sampled = min(rows, settings.max_batch * (1 + settings.speculate))
+        log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
+        chunk = gpu.peak_of(lambda: warmup.largest_chunk(model, sampler, pool, most, rows, sampled))
+        decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, most, settings.max_batch))
+        num_graphs = 0
+        if settings.graphs and self._kernels == "triton":
+            width = -(-most // settings.block_size)
+            num_graphs = len(batch_sizes(settings.max_batch)) * len(table_widths(width))
+        graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
+        free, total = gpu.free_and_total()
+        self._usage = memory.Usage(total, free, weights, max(chunk, decode), graphs)
+        self._layout = memory.kv_layout(self._usage, settings, config, kv_dtype, asked)
+        self._max_context = min(most, self._layout.num_tokens - 1)
+        self._log_memory("reserved")
+        return self._layout
+
+    def runner(
+        self, model: StepModel, pool: Tensor, sampler: Sampler, max_context: int
+    ) -> StepRunner:
+        if self._kernels == "torch":
+            return Runner(model, pool, sampler)
+        return GpuRunner(model, pool, sampler, self._settings, max_context)  # type: ignore[arg-type]
+
+    def prepare(self, runner: StepRunner) -> None:
+        """Compiles every kernel that a step can launch, and captures decode steps."""
+        if not isinstance(runner, GpuRunner):
+            return
+        warmup.warm_up(runner.model, runner.pool, self._settings, self._max_context)
+        free, _ = self._gpu.free_and_total()  # once all of that has ended
+        if self._settings.graphs:
+            runner.capture(_CaptureProgress())
+        taken = max(0, free - self._gpu.free_and_total()[0])
+        self._usage = dataclasses.replace(self._usage, graphs=taken)
+        self._log_memory("measured")
+
+    def _log_memory(self, graphs: str) -> None:
+        text = memory.summary(
+            self._gpu.name, self._usage, self._layout, self._settings, self._max_context, graphs
+        )
+        log.info("%s", text)
+
+
+def _missing_triton() -> str:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    return ""
+
+
+def choose_kernels(
+    settings: EngineConfig, config: ModelConfig, capability: Capability, missing: str
+) -> str:
+    """ "triton" or "torch"; `missing` says why Triton cannot be imported, if it cannot.
+
+    Raises ConfigError for kernels that are asked for and cannot compute here.
+    """
+    if settings.kernels == "native":
+        raise ConfigError(
+            "--kernels native: they compute on a CPU, not on a GPU; leave it out for Triton's"
+        )
+    if settings.kernels == "torch":
+        return "torch"
+    reason = missing or unsupported(config, settings.block_size, capability)
+    if not reason:
+        return "triton"
+    if settings.kernels == "triton":
+        raise ConfigError(f"--kernels triton: {reason}; leave it out to compute with torch")
+    log.warning("computing with torch's own kernels, which is slow: %s", reason)
+    return "torch"
+
+
+def unsupported(config: ModelConfig, block_size: int, capability: Capability) -> str:
+    """Why Triton's kernels cannot run a model here; empty if they can."""
+    found, need = ".".join(map(str, capability)), "and Triton's kernels need"
+    heads = f"heads of {config.head_size} elements"
+    group = config.num_heads // config.num_kv_heads
+    reasons = {
+        f"a GPU of compute capability {found}, {need} 8.0": capability < LEAST_CAPABILITY["none"],
+        f"{heads}, {need} a multiple of {MULTIPLE} up to {MAX_HEAD_SIZE}": (
+            config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE
+        ),
+        f"{heads}, and a GPU of compute capability {found} has shared memory for tiles of "
+        f"{SMALL_HEAD_SIZE}": config.head_size > SMALL_HEAD_SIZE and capability in SMALL_MEMORY,
+        f"{group} heads share a KV head, and Triton's kernels take {MAX_QUERIES}": (
+            group > MAX_QUERIES
+        ),
+        f"blocks of {block_size} tokens, {need} a multiple of {MULTIPLE}": block_size % MULTIPLE,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def unsupported_format(value: str, capability: Capability) -> str:
+    """Why a GPU cannot compute in "int8" or "fp8"; empty if it can."""
+    if capability >= LEAST_CAPABILITY[value]:
+        return ""
+    least, found = (f"{major}.{minor}" for major, minor in (LEAST_CAPABILITY[value], capability))
+    return f"{value} needs a GPU of compute capability {least} or above, and this one has {found}"
+
+
+def _refuse_formats(settings: EngineConfig, capability: Capability, kernels: str) -> None:
+    """Raises ConfigError for 8-bit formats that these kernels or this GPU do not compute in."""
+    for option, value in (
+        ("--quantization", settings.quantization),
+        ("--kv-dtype", settings.kv_dtype),
+    ):
+        if value in ("none", "auto"):
+            continue
+        reason = unsupported_format(value, capability)
+        if kernels == "torch":
+            reason = "it needs Triton's kernels on a GPU, and torch's compute here"
+        if reason:
+            raise ConfigError(f"{option} {value}: {reason}; leave it out, or add --device cpu")
+
+
+class _CaptureProgress:
+    """Logs how many graphs are captured, at most once a second."""
+
+    def __init__(self) -> None:
+        self._logged = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if done < total and time.monotonic() < self._logged + 1.0:
+            return
+        self._logged = time.monotonic()
+        log.info("captured %d of %d decode steps as graphs", done, total)

@@ -1,0 +1,301 @@
+"""An engine for a GPU, built and run on a CPU: all but the GPU's own figures is real."""
+
+import dataclasses
+import logging
+from threading import current_thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baton.config import EngineConfig
+from baton.engine import build
+from baton.engine.backends.gpu import backend as gpu_backend
+from baton.engine.backends.gpu import memory
+from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, unsupported
+from baton.engine.backends.gpu.device import Gpu
+from baton.engine.backends.gpu.memory import Usage
+from baton.engine.backends.gpu.runner import GpuRunner
+from baton.engine.kv_cache import plan_layout
+from baton.engine.loop import Engine
+from baton.engine.models.config import ModelConfig
+from baton.engine.overlap import OverlappedEngine
+from baton.engine.runner import Runner
+from baton.engine.weights.quantize import Int8Weight
+from baton.errors import ConfigError
+from tests.unit.engine.bench import Bench, greedy
+from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.small_models import qwen_config
+
+MIB, GIB = 1 << 20, 1 << 30
+SETTINGS = {
+    "dtype": "float32", "kv_blocks": 8, "max_context": 32, "max_batch": 2, "chunk_tokens": 8,
+}  # fmt: skip
+
+
+class FakeGpu(Gpu):
+    """A GPU of 8 GiB, of which 1 is others', beside a CPU that computes."""
+
+    def __init__(self, capability=(9, 0), peak=GIB):
+        super().__init__(torch.device("cpu"))
+        self.used, self.peak, self.held = 0, peak, 0
+        self._capability = capability
+
+    name = "cuda:0 Card"
+
+    @property
+    def capability(self):
+        return self._capability
+
+    def use(self):
+        self.used += 1
+
+    def free_and_total(self):
+        return 7 * GIB - self.held, 8 * GIB
+
+    def allocated(self):
+        return self.held
+
+    def peak_of(self, run):
+        run()
+        return self.peak
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(path, "Qwen3ForCausalLM")
+    return path
+
+
+def on_gpu(checkpoint, gpu=None, allocate=None, **settings):
+    config = EngineConfig(str(checkpoint), **{**SETTINGS, **settings})
+    return build.load(config, allocate, GpuBackend(config, gpu or FakeGpu()))
+
+
+def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint):
+    prompts = [list(range(10, 22)), [3, 5], [6]]
+    cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
+    gpu = on_gpu(checkpoint)
+    build.warm_up(gpu)
+    found = []
+    for loaded in (gpu, cpu):
+        with Bench(loaded.engine) as bench:
+            found.append(bench.tokens(*(greedy(f"s{i}", p, 4) for i, p in enumerate(prompts))))
+    assert found[0] == found[1]
+    assert gpu.descriptor == cpu.descriptor
+    assert gpu.max_context == cpu.max_context == 32
+
+
+@pytest.mark.parametrize("speculate", [0, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_settings_build(checkpoint, overlap, speculate):
+    loaded = on_gpu(
+        checkpoint, overlap=overlap, speculate=speculate, quantization="int8", kv_dtype="fp8"
+    )
+    engine = loaded.engine(lambda report: None)
+    assert type(engine) is (OverlappedEngine if overlap and not speculate else Engine)
+    runner = loaded.runner
+    assert isinstance(runner, GpuRunner)
+    assert len(runner.model._cos) == 32  # not the checkpoint's own context
+    assert isinstance(runner.model._weights.layers[0].qkv, Int8Weight)
+    assert runner.pool.dtype == torch.float8_e4m3fn
+    assert runner.pool.shape[-1] == 16 + 4
+
+
+def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    # Of 7.2 GiB, so that the rest is no burden for a test; another engine here holds 5 bytes.
+    gpu, given, weights_of = FakeGpu(peak=int(2.98 * GIB)), [], gpu_backend.weights_of
+    gpu.held = 5
+
+    def allocate(num_bytes):
+        given.append(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def watched(*args):
+        gpu.held += 3 * GIB
+        return weights_of(*args)
+
+    monkeypatch.setattr(gpu_backend, "weights_of", watched)
+    loaded = on_gpu(checkpoint, gpu, allocate, graphs=False, gpu_memory=0.75, kv_blocks=0)
+    block_bytes = loaded.layout.num_bytes // loaded.layout.num_blocks
+    left = int(8 * GIB * 0.75) - gpu.peak - 3 * GIB
+    assert loaded.layout.num_blocks == left // block_bytes
+    assert given == [loaded.layout.num_bytes]
+    assert gpu.used == 1
+    loaded.prepare()
+    reserved, measured = (text for text in caplog.messages if text.startswith("GPU memory of"))
+    assert "weights        3.00 GiB" in reserved
+    assert "others         1.00 GiB" in reserved
+    assert "reserved" in reserved and "measured" in measured
+
+
+def out_of_memory(_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_too_little_memory_is_an_error_with_hints(checkpoint, monkeypatch):
+    with pytest.raises(ConfigError, match="no GPU memory is left for KV"):
+        on_gpu(checkpoint, FakeGpu(peak=8 * GIB), kv_blocks=0)
+    with pytest.raises(ConfigError, match="another process took GPU memory meanwhile"):
+        on_gpu(checkpoint, allocate=out_of_memory)
+    gpu = FakeGpu()
+    monkeypatch.setattr(gpu, "peak_of", out_of_memory)
+    with pytest.raises(ConfigError, match="the model and a step of it do not fit"):
+        on_gpu(checkpoint, gpu)
+
+
+def test_what_tritons_kernels_cannot_run_torch_computes(checkpoint, caplog):
+    loaded = on_gpu(checkpoint, block_size=8)
+    assert type(loaded.runner) is Runner
+    assert "slow: blocks of 8 tokens" in caplog.text
+    loaded.prepare()
+    with pytest.raises(ConfigError, match="--kernels triton: blocks of 8 tokens"):
+        on_gpu(checkpoint, block_size=8, kernels="triton")
+    with pytest.raises(ConfigError, match="--kernels native: they compute on a CPU"):
+        on_gpu(checkpoint, kernels="native")
+
+
+def test_kernels_that_are_chosen_or_refused(checkpoint):
+    config = ModelConfig.load(checkpoint)
+    assert choose_kernels(EngineConfig(), config, (8, 0), "") == "triton"
+    assert choose_kernels(EngineConfig(kernels="torch"), config, (9, 0), "") == "torch"
+    assert choose_kernels(EngineConfig(), config, (9, 0), "no triton") == "torch"
+    with pytest.raises(ConfigError, match="--kernels triton: no triton; leave it out"):
+        choose_kernels(EngineConfig(kernels="triton"), config, (9, 0), "no triton")
+    assert unsupported(config, 32, (8, 0)) == ""
+    wide = {"head_size": 256}
+    for changes, capability, reason in (
+        ({}, (7, 5), "compute capability 7.5"),
+        (wide, (8, 9), "8.9"),
+        ({"head_size": 272}, (9, 0), "up to 256"),
+        ({"num_heads": 256, "num_kv_heads": 1}, (9, 0), "256 heads"),
+    ):
+        assert reason in unsupported(dataclasses.replace(config, **changes), 16, capability)
+    assert not unsupported(dataclasses.replace(config, **wide), 16, (9, 0))
+
+
+@pytest.mark.parametrize("kind", ["quantization", "kv_dtype"])
+def test_8_bit_formats_need_tritons_kernels_and_a_gpu_that_has_them(checkpoint, kind):
+    option = "--" + kind.replace("_", "-")
+    for value in ("int8", "fp8"):
+        with pytest.raises(ConfigError, match=f"{option} {value}: it needs Triton's kernels"):
+            on_gpu(checkpoint, kernels="torch", **{kind: value})
+    with pytest.raises(ConfigError, match=rf"{option} fp8: .*8\.9 .*leave it out"):
+        on_gpu(checkpoint, FakeGpu((8, 0)), **{kind: "fp8"})
+    assert isinstance(on_gpu(checkpoint, FakeGpu((8, 0)), **{kind: "int8"}).runner, GpuRunner)
+
+
+def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypatch):
+    """CUDA keeps the current device for each thread."""
+    seen: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: seen.append((current_thread().name, device))
+    )
+    on_cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
+    device = torch.device("cuda", 1)
+    runner = SimpleNamespace(
+        pool=SimpleNamespace(device=device), wait_for_writes=lambda blocks=None: None
+    )
+    for loaded in (on_cpu, dataclasses.replace(on_cpu, runner=runner)):
+        engine = loaded.engine(lambda report: None)
+        first = engine.submit(lambda: list(seen))
+        engine.start()
+        found = first.result(timeout=10)
+        engine.stop()
+    assert found == seen == [("engine", device)]
+
+
+CONFIG = qwen_config()  # 2 layers, 2 KV heads of 32: 512 B a token in bfloat16
+BLOCK = 16 * 512
+ROOMY = Usage(total=80 * GIB, free=63 * GIB, weights=16 * GIB, activations=2 * GIB, graphs=1 * GIB)
+
+
+class TestMemory:
+    @pytest.fixture(autouse=True)
+    def _as_many_blocks_as_fit(self, monkeypatch):
+        monkeypatch.setattr(memory, "MOST_BLOCKS", 1 << 40)
+
+    def layout(self, usage, dtype=torch.bfloat16, **settings):
+        config, asked = EngineConfig(**settings), None
+        if config.kv_blocks or config.kv_cache_bytes:
+            asked = plan_layout(CONFIG, dtype, 16, config.kv_blocks, config.kv_cache_bytes)
+        return memory.kv_layout(usage, config, CONFIG, dtype, asked)
+
+    @pytest.mark.parametrize(
+        ("usage", "dtype", "settings", "num_blocks"),
+        [
+            (ROOMY, torch.bfloat16, {}, (72 * GIB - 19 * GIB) // BLOCK),
+            (ROOMY, torch.bfloat16, {"gpu_memory": 0.5}, 21 * GIB // BLOCK),
+            (ROOMY, torch.int8, {}, (72 * GIB - 19 * GIB) // (16 * 2 * 2 * 2 * 36)),
+            # others hold 40 GiB, and a spare is left
+            (Usage(80 * GIB, 24 * GIB, 16 * GIB, 2 * GIB, 1 * GIB), torch.bfloat16, {},
+             (21 * GIB - memory.SPARE_BYTES) // BLOCK),
+            # a size that is asked for wins
+            (ROOMY, torch.bfloat16, {"kv_cache_bytes": 3 * BLOCK + 1, "gpu_memory": 0.01}, 3),
+            (ROOMY, torch.bfloat16, {"kv_blocks": 7, "kv_cache_bytes": GIB}, 7),
+        ],
+    )  # fmt: skip
+    def test_kv_gets_what_is_asked_for_or_left(self, usage, dtype, settings, num_blocks):
+        assert self.layout(usage, dtype, **settings).num_blocks == num_blocks
+
+    @pytest.mark.parametrize("share", [0.3, 0.5, 0.77, 0.9, 1.0])
+    @pytest.mark.parametrize("others", [0, 1, 10, 30])
+    def test_all_of_it_adds_up_to_no_more_than_there_is(self, share, others):
+        usage = Usage(80 * GIB, (64 - others) * GIB, 16 * GIB, 2 * GIB, 1 * GIB)
+        taken = self.layout(usage, gpu_memory=share).num_bytes + usage.own
+        all_taken = taken + usage.others + memory.SPARE_BYTES
+        assert taken <= 80 * GIB * share and all_taken <= 80 * GIB
+        assert taken + BLOCK > 80 * GIB * share or all_taken + BLOCK > 80 * GIB
+
+    def test_more_blocks_than_a_planner_can_use_are_not_kept(self, monkeypatch):
+        monkeypatch.setattr(memory, "MOST_BLOCKS", 1000)
+        assert self.layout(ROOMY).num_blocks == 1000
+        assert self.layout(ROOMY, kv_blocks=1001).num_blocks == 1001
+
+    @pytest.mark.parametrize(
+        ("usage", "settings", "message"),
+        [
+            (ROOMY, {"kv_cache_bytes": 61 * GIB},
+             r"--kv-cache asks for 61\.00 GiB and .* 60\.00 GiB left"),
+            (ROOMY, {"kv_blocks": 10**9}, r"--kv-blocks asks for .*; try a smaller --kv-bl"),
+            # others have it all
+            (Usage(80 * GIB, 2 * GIB, 16 * GIB, 2 * GIB, 0), {},
+             r"left for KV: .*try another GPU .* hold 62\.00 GiB"),
+            # a share too small
+            (ROOMY, {"gpu_memory": 0.2}, r"try a larger --gpu-memory, or --quantization fp8 or"),
+            # weights too large, in 8 bits already
+            (Usage(24 * GIB, 1 * GIB, 22 * GIB, 1 * GIB, 0),
+             {"quantization": "fp8", "kv_dtype": "fp8", "gpu_memory": 0.95},
+             r"weights take 22\.00 GiB.*; try a larger GPU, because one model is not split"),
+            # steps too large
+            (Usage(24 * GIB, 9 * GIB, 14 * GIB, 7 * GIB, 2 * GIB), {},
+             r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch or --chunk-tokens"),
+        ],
+    )  # fmt: skip
+    def test_what_does_not_fit_is_an_error_with_hints(self, usage, settings, message):
+        with pytest.raises(ConfigError, match=message):
+            self.layout(usage, **settings)
+
+    def test_graphs_keep_the_largest_step_and_something_for_each(self):
+        assert memory.graphs_reserve(GIB, 0, 32) == 0
+        one, two = (memory.graphs_reserve(GIB, graphs, 32) for graphs in (1, 2))
+        assert one > GIB
+        assert 0 < two - one < 16 * MIB
+
+    def test_the_summary_has_every_part(self):
+        settings = EngineConfig(max_batch=8, chunk_tokens=256, quantization="fp8", kv_blocks=1000)
+        layout = self.layout(ROOMY, torch.int8, kv_blocks=1000)
+        text = memory.summary("cuda:1 Card", ROOMY, layout, settings, 100_000, "reserved")
+        assert text.splitlines() == [
+            "GPU memory of cuda:1 Card: 80.00 GiB, of which --gpu-memory 0.9 is 72.00 GiB",
+            "  weights       16.00 GiB  fp8",
+            "  activations    2.00 GiB  up to 256 prompt tokens, 8 sequences a step",
+            "  graphs         1.00 GiB  reserved",
+            "  KV             0.00 GiB  1000 blocks of 16 tokens, 0.00 MiB each, int8",
+            "  others         1.00 GiB  other processes, and CUDA itself",
+            "  free          60.00 GiB",
+            "  sequences that fit: 15 of 1024 tokens, 3 of 4096 tokens, 1 of 8192 tokens, "
+            "0 of 100000 tokens",
+        ]

@@ -1,0 +1,381 @@
+"""Overlap and the GPU's runner: the tokens of a CPU's plain loop, and when the host has to wait."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from baton.engine.backends.gpu.device import Stream
+from baton.engine.backends.gpu.runner import GpuRunner
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
+from tests.unit.engine.gpu.driving import (
+    CONFIG,
+    MAX_CONTEXT,
+    MODEL,
+    SIZE,
+    Driven,
+    gpu_runner,
+    on_cpu,
+    on_gpu,
+)
+from tests.unit.engine.gpu.lazy_stream import LazyStream
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@dataclass
+class Scenario:
+    """Which sequences come and are cancelled before each step; the same however it is computed."""
+
+    coming: dict[int, list[Sequence]]
+    leaving: dict[int, list[str]]
+
+
+def a_scenario(seed, *, calm=False):
+    """Calm ones decode for long with few changes; others come, go and ask for everything."""
+    dice = random.Random(seed)
+    coming: dict[int, list[Sequence]] = {}
+    leaving: dict[int, list[str]] = {}
+    shared = [dice.randrange(2, CONFIG.vocab_size) for _ in range(13)]
+    for number in range(5 if calm else 14):
+        at = 0 if calm else dice.randrange(40)
+        tail = [dice.randrange(2, CONFIG.vocab_size) for _ in range(dice.randint(1, 9))]
+        prompt = shared[: dice.choice((0, 8, 13))] + tail
+        if not calm and dice.random() < 0.4:
+            prompt = tail[:1]  # in the batch without a chunk
+        params = SamplingParams(**_settings(dice, calm))
+        name = f"s{number}"
+        coming.setdefault(at, []).append(Sequence(name, prompt, len(prompt), params))
+        if dice.random() < (0.2 if calm else 0.3):
+            leaving.setdefault(at + dice.randrange(1, 20), []).append(name)
+    return Scenario(coming, leaving)
+
+
+def _settings(dice, calm):
+    settings: dict[str, object] = {
+        "max_tokens": dice.randrange(20, 60) if calm else dice.randrange(1, 40),
+        "ignore_eos": calm or dice.random() < 0.7,
+        "seed": dice.randrange(1 << 40),
+        "stop_token_ids": frozenset(dice.sample(range(CONFIG.vocab_size), 0 if calm else 2)),
+    }
+    if dice.random() < 0.6:
+        settings |= {"temperature": dice.uniform(0.3, 1.5), "top_p": dice.choice((1.0, 0.9, 0.4))}
+        settings |= {"top_k": dice.choice((0, 0, 5)), "min_p": dice.choice((0.0, 0.0, 0.05))}
+    if not calm and dice.random() < 0.25:
+        changes: list[dict[str, object]] = [
+            {"repetition_penalty": 1.3}, {"presence_penalty": 0.7}, {"logit_bias": {5: 9.0}},
+            {"min_tokens": 1}, {"logprobs": 2},
+        ]  # fmt: skip
+        settings |= dice.choice(changes)
+    return settings
+
+
+def play(scenario, driven):
+    end = max([*scenario.coming, *scenario.leaving]) + 1
+    for at in range(end):
+        for one in scenario.coming.get(at, ()):
+            driven.reserve(Sequence(one.seq_id, list(one.tokens), one.prompt_tokens, one.params))
+        for name in scenario.leaving.get(at, ()):
+            driven.cancel(name)
+        if driven.busy:
+            driven.step()
+            assert_published_steps_have_run(driven)
+    while driven.busy:
+        driven.step()
+        assert_published_steps_have_run(driven)
+    assert driven.blocks.num_held == 0
+    return driven
+
+
+def assert_published_steps_have_run(driven):
+    stream = getattr(driven.runner, "_stream", None)
+    if isinstance(stream, LazyStream):
+        assert stream.unwaited == bool(driven.in_flight)
+
+
+def assert_same(some, others):
+    assert some.tokens.keys() == others.tokens.keys()
+    for name, tokens in some.tokens.items():
+        expected = others.tokens[name]
+        if "cancelled" in (some.ends[name], others.ends[name]):  # maybe a step earlier or later
+            shorter = min(len(tokens), len(expected))
+            assert tokens[:shorter] == expected[:shorter]
+        else:
+            assert tokens == expected
+            assert some.ends[name] == others.ends[name]
+            assert some.logprobs[name] == others.logprobs[name]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_blocks", [17, 200], ids=["tiny pool", "roomy"])
+def test_tokens_are_those_of_a_cpu(seed, num_blocks):
+    scenario = a_scenario(seed)
+    expected = play(scenario, on_cpu(num_blocks))
+    assert (expected.planner.preemptions > 0) == (num_blocks == 17)
+    for at, stream in enumerate((Stream(), LazyStream(), LazyStream(seed))):
+        assert_same(play(scenario, on_gpu(stream, num_blocks, graphs=at % 2 == 0)), expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "options", [{"overlap": False}, {"speculate": 3}, {"max_batch": 2}], ids=str
+)
+def test_tokens_without_overlap_with_speculation_and_in_small_batches(seed, options):
+    scenario = a_scenario(100 + seed)
+    of_both = {name: value for name, value in options.items() if name != "overlap"}
+    expected = play(scenario, on_cpu(60, **of_both))
+    assert_same(play(scenario, on_gpu(LazyStream(seed), 60, **options)), expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steady_decoding_always_has_a_step_in_flight(seed):
+    scenario = a_scenario(200 + seed, calm=True)
+    driven = play(scenario, on_gpu(LazyStream(seed), 200))
+    assert_same(driven, play(scenario, on_cpu(200)))
+    rows = driven.runner.decode_rows
+    assert rows["wasted"] <= 2 < 0.05 * rows["wanted"]
+
+
+def test_padding_is_counted_and_sequences_run_up_to_the_longest_context():
+    driven = on_gpu(Stream(), 100)
+    for name in "abcde":
+        driven.add(Sequence(name, [5, 6], 2, SamplingParams(max_tokens=3, ignore_eos=True)))
+    driven.finish()
+    assert driven.runner.decode_rows == {"wanted": 10, "padding": 2, "wasted": 0}
+    both = [on_cpu(40), on_gpu(LazyStream(), 40)]
+    for driven in both:
+        driven.add(sequence("a", 3, SamplingParams(max_tokens=1000, ignore_eos=True)))
+        driven.finish()
+    assert len(both[0].tokens["a"]) == MAX_CONTEXT - 3
+    assert_same(both[1], both[0])
+
+
+def sequence(name, length=6, params=LONG):
+    tokens = [(7 * i + sum(name.encode())) % 90 + 2 for i in range(length)]
+    return Sequence(name, tokens, length, params)
+
+
+def decoding(stream, names="ab", num_blocks=40):
+    """Some sequences, and a step of theirs in flight."""
+    driven = on_gpu(stream, num_blocks)
+    for name in names:
+        driven.add(sequence(name))
+    for _ in range(4):
+        driven.step()
+    assert driven.in_flight == list(names)
+    return driven
+
+
+def tokens_alone(name, params=LONG):
+    driven = on_cpu(40)
+    driven.add(sequence(name, params=params))
+    driven.finish()
+    return driven.tokens[name]
+
+
+def runner_of(driven):
+    assert isinstance(driven.runner, GpuRunner)
+    return driven.runner
+
+
+class TestBlocksThatOthersWriteInto:
+    """A prefill worker writes into reserved blocks without this engine's stream."""
+
+    CONTENT = 5.0
+
+    def reserve_all_and_write(self, driven, stream):
+        """Whether a reservation of all free blocks keeps what is written once all has run."""
+        free = driven.blocks.num_available
+        late = sequence("late", free * SIZE - 1)
+        pool, blocks = driven.runner.pool, list(driven.sequences.reserve(late).block_ids)
+        assert len(blocks) == free
+        pool[blocks] = self.CONTENT
+        stream.run(stream.pending)
+        return bool((pool[blocks] == self.CONTENT).all())
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_row_of_a_cancelled_sequence_has_ended_by_then(self, waits, monkeypatch):
+        stream = LazyStream()
+        driven = decoding(stream)
+        if not waits:
+            monkeypatch.setattr(driven.runner, "wait_for_writes", lambda blocks: None)
+        driven.cancel("a")
+        assert self.reserve_all_and_write(driven, stream) == waits
+
+    def test_zeroes_are_written_by_then(self):
+        stream = LazyStream()
+        driven = decoding(stream, "a")
+        driven.sequences.reserve(sequence("gone"))
+        driven.cancel("gone")  # its blocks may hold anything, and are zeroed
+        assert self.reserve_all_and_write(driven, stream)
+
+    def test_nothing_is_waited_for_while_every_sequence_keeps_its_blocks(self):
+        stream = LazyStream()
+        driven = decoding(stream)
+        driven.sequences.reserve(sequence("late"))
+        assert stream.pending == 1
+        driven.cancel("late")
+        driven.finish()
+        assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
+
+    def test_all_of_the_pool_can_be_waited_for(self):
+        stream = LazyStream()
+        driven = decoding(stream)
+        driven.runner.wait_for_writes()
+        assert stream.pending == 0
+
+
+def test_a_preempted_sequence_gets_the_token_in_flight():
+    driven = decoding(LazyStream())
+    driven.planner._preempt(driven.planner.running.last)
+    driven.finish()
+    assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
+
+
+class TestFailures:
+    def test_a_step_that_fails_on_the_device_fails_with_what_was_launched_behind_it(self):
+        stream = LazyStream()
+        driven = decoding(stream)
+        known = {name: list(driven.tokens[name]) for name in "ab"}
+        stream.fails_in = 0
+        driven.step()
+        assert {one.abort_reason for one in driven.progress} == {
+            "engine step failed: RuntimeError: the device failed"
+        }
+        assert len(driven.progress) == 2
+        assert driven.tokens == known
+        assert stream.pending == 0
+        driven.add(sequence("c"))
+        driven.finish()
+        assert driven.tokens["c"] == tokens_alone("c")
+
+    def test_the_step_before_the_failing_one_is_published(self):
+        stream = LazyStream()
+        driven = decoding(stream)
+        stream.fails_in = 1
+        driven.step()
+        assert all(one.token_ids and not one.abort_reason for one in driven.progress)
+        driven.step()
+        assert all(one.abort_reason for one in driven.progress)
+
+    def test_it_is_not_raised_by_a_reservation_nor_for_sequences_that_left(self):
+        stream = LazyStream()
+        driven = decoding(stream)
+        stream.fails_in = 0
+        for name in "ab":
+            driven.cancel(name)
+        driven.reserve(sequence("c"))
+        driven.finish()
+        assert driven.tokens["c"] == tokens_alone("c")
+        assert driven.ends["c"] == "length"
+
+    def test_a_step_that_cannot_be_launched_is_computed_behind_the_one_in_flight(
+        self, monkeypatch, caplog
+    ):
+        driven = decoding(Stream())
+        decode, calls = MODEL.decode, list[int]()
+
+        def failing(*arguments):
+            calls.append(len(calls))
+            if len(calls) == 1:
+                raise RuntimeError("out of memory")
+            return decode(*arguments)
+
+        monkeypatch.setattr(MODEL, "decode", failing)
+        driven.step()
+        assert "a launch failed" in caplog.text
+        assert driven.in_flight == []
+        driven.finish()
+        assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
+
+    def test_logits_that_are_no_numbers_fail_the_step_and_are_no_index(self, monkeypatch):
+        driven = on_gpu(LazyStream(), 40)
+        sampled = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0)
+        driven.add(sequence("a", params=sampled))
+        driven.step()
+        decode, fed = MODEL.decode, list[int]()
+
+        def broken(token_ids, *arguments):
+            fed.extend(token_ids.tolist())
+            return decode(token_ids, *arguments) * torch.nan
+
+        monkeypatch.setattr(MODEL, "decode", broken)
+        driven.step()
+        driven.step()
+        assert "not finite" in str(driven.progress[0].abort_reason)
+        assert len(fed) == 2, "one was launched behind it"
+        assert max(fed) < MODEL.config.vocab_size
+
+
+class TestLaunches:
+    @pytest.mark.parametrize(
+        ("settings", "in_flight"),
+        [
+            ({}, ["a", "b"]),
+            ({"max_tokens": 3}, ["a"]),  # it surely ends with the token that is being sampled
+            ({"logprobs": 1}, []),
+            ({"repetition_penalty": 1.2}, []),
+            ({"logit_bias": {3: 1.0}}, []),
+            ({"min_tokens": 30}, []),
+        ],
+        ids=str,
+    )
+    def test_steps_that_need_nothing_of_the_host_are_in_flight(self, settings, in_flight):
+        driven = on_gpu(LazyStream(), 40)
+        driven.add(sequence("a"))
+        params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **settings})
+        driven.add(sequence("b", params=params))
+        for _ in range(4):
+            driven.step()
+        assert driven.in_flight == in_flight
+        driven.finish()
+        assert driven.tokens["a"] == tokens_alone("a")
+        assert driven.tokens["b"] == tokens_alone("b", params)
+
+    def test_a_sequence_parks_with_its_last_token(self):
+        driven, parking = on_gpu(LazyStream(), 40), sequence("a")
+        parking.park_after = 4
+        driven.add(parking)
+        driven.finish()
+        assert driven.tokens["a"] == tokens_alone("a")[:4]
+        assert (parking.num_tokens, parking.num_computed) == (10, 9)
+        assert len(parking.block_ids) == -(-9 // SIZE)
+        driven.cancel("a")
+
+    def test_a_newcomer_with_one_token_to_compute_costs_no_launch_of_its_own(self):
+        driven = decoding(LazyStream(), "a")
+        runner, launches = runner_of(driven), []
+        launch = runner.launch
+        runner.launch = lambda plan: launches.append(len(plan.work)) or launch(plan)
+        few = SamplingParams(max_tokens=4, ignore_eos=True)
+        for step in range(20):
+            driven.reserve(sequence(f"n{step}", 1, few))
+            driven.step()
+        assert launches == [2, 3, 4, *[5] * 17]
+        driven.cancel("n19")
+        driven.finish()
+        assert runner.decode_rows["wasted"] == 1
+        assert driven.tokens["a"] == tokens_alone("a")
+        assert all(len(driven.tokens[f"n{step}"]) == 4 for step in range(19))
+
+    def test_another_engine_uses_nothing_of_the_last_one(self):
+        stream = LazyStream()
+        runner = decoding(stream).runner
+        assert stream.pending == 1
+        second = Driven(runner, 40, overlap=True)
+        for name in "ab":
+            second.add(sequence(name))
+        second.finish()
+        assert second.tokens == {name: tokens_alone(name) for name in "ab"}
+
+
+def test_blocks_that_unverified_bytes_came_into_are_zeroed_at_once():
+    stream = LazyStream()
+    runner = gpu_runner(stream, 6)
+    runner.pool.fill_(torch.nan)
+    runner.scrub([2, 5])
+    assert not runner.pool[[2, 5]].any()
+    assert runner.pool[[0, 1, 3, 4]].isnan().all()
+    runner.scrub([])

@@ -1,0 +1,81 @@
+"""Small models by torch and by native code, plain and with 8-bit weights and pools."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from baton.engine.kv_cache import KvLayout, allocate_pool
+from baton.engine.models.decoder import Model
+from baton.engine.ops.native import library
+from baton.engine.ops.native.model import NativeModel, unsupported
+from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weights import random_weights
+from tests.unit.engine.paged import NUM_BLOCKS, PagedRun
+from tests.unit.engine.small_config import small_config
+
+CPU = torch.device("cpu")
+KERNELS = ("torch", "native")
+MATRICES = ("qkv", "o", "gate_up", "down")
+
+
+def make(kernels, config, weights, dtype=torch.float32):
+    """The model; skips the test where native code cannot compute it, and says why."""
+    if kernels == "torch":
+        return Model(config, weights, dtype, CPU)
+    if reason := unsupported(config, 16):
+        pytest.skip(reason)
+    if library.load() is None:
+        pytest.skip("no native library can be built here")
+    return NativeModel(config, weights, dtype)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a model is computed, and what of it is held in 8 bits."""
+
+    kernels: str
+    dtype: torch.dtype = torch.float32
+    weights: bool = False
+    kv: bool = False
+
+    def __str__(self):
+        held = "+".join(name for name in ("weights", "kv") if getattr(self, name))
+        return f"{self.kernels}-{str(self.dtype).removeprefix('torch.')}-{held or 'plain'}"
+
+
+def qwen_config(window=None, **changes):
+    return small_config(window, architecture="Qwen2ForCausalLM", qkv_bias=True, **changes)
+
+
+def run_of(kind, window=None, block_size=16, **sizes):
+    """A pool and a model with weights wide enough for sharp attention."""
+    config = qwen_config(window, **sizes)
+    weights = random_weights(config, kind.dtype, CPU, seed=3)
+
+    def held(weight):
+        return Int8Weight.of(weight * 8) if kind.weights else weight * 8
+
+    layers = tuple(
+        replace(layer, **{name: held(getattr(layer, name)) for name in MATRICES})
+        for layer in weights.layers
+    )
+    weights = replace(weights, layers=layers, lm_head=held(weights.lm_head))
+    run = PagedRun(make(kind.kernels, config, weights, kind.dtype), block_size)
+    if kind.kv:
+        sizes = (config.num_layers, config.num_kv_heads, block_size, config.head_size)
+        run.pool = allocate_pool(KvLayout(NUM_BLOCKS, *sizes, torch.int8), None, CPU)
+        run.pool[0] = 3  # no sequence's, as in every run: finite garbage
+    return run
+
+
+def tokens(length, seed):
+    return torch.randint(0, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def feed(run, sequence, chunk):
+    """Logits of all tokens, computed `chunk` at a time."""
+    parts = []
+    while left := len(sequence.tokens) - sequence.computed:
+        parts += run.step((sequence, min(chunk, left)))
+    return torch.cat(parts)

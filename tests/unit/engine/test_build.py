@@ -1,0 +1,102 @@
+"""Which device, numbers, pool and context an engine gets from its settings."""
+
+import itertools
+
+import pytest
+import torch
+
+from baton.config import EngineConfig
+from baton.engine import build
+from baton.engine.build import choose_dtype, device_of
+from baton.engine.weights.quantize import SCALE_BYTES
+from baton.errors import ConfigError
+from tests.unit.engine.checkpoints import SMALL, make_checkpoint
+
+
+def with_gpus(monkeypatch, *names):
+    """As if torch had CUDA and saw these."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(names))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
+
+
+def device(name):
+    return str(device_of(EngineConfig(device=name)))
+
+
+def test_a_gpu_has_a_number_and_one_that_is_not_there_is_an_error(monkeypatch):
+    with_gpus(monkeypatch, "A", "B")
+    found = {name: device(name) for name in ("auto", "cuda", "cuda:1", "cpu")}
+    assert found == {"auto": "cuda:0", "cuda": "cuda:0", "cuda:1": "cuda:1", "cpu": "cpu"}
+    assert device_of(EngineConfig(simulate="1,1")) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"--device cuda:2: .* only cuda:0 \(A\), cuda:1 \(B\)"):
+        device("cuda:2")
+    with_gpus(monkeypatch)
+    assert device("auto") == "cpu"
+    with pytest.raises(ConfigError, match=r"--device cuda: torch sees no GPU here.*--device cpu"):
+        device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"built without CUDA; .*--device cpu"):
+        device("cuda:1")
+
+
+def test_half_precision_checkpoints_compute_in_bfloat16_on_a_gpu():
+    gpu = torch.device("cuda", 0)
+    assert choose_dtype("auto", "float16", gpu) == torch.bfloat16
+    assert choose_dtype("auto", "float32", gpu) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks", "longest"), [(0, 100, 512), (100, 100, 100), (9999, 100, 512),
+                                     (0, 4, 63), (60, 4, 60)],
+)  # fmt: skip
+def test_model_settings_and_pool_limit_a_sequence(tmp_path, asked, blocks, longest):
+    make_checkpoint(tmp_path)
+    settings = EngineConfig(str(tmp_path), max_context=asked, kv_blocks=blocks, kernels="torch")
+    assert build.load(settings).max_context == longest
+
+
+def test_workers_that_compute_otherwise_are_never_paired(tmp_path):
+    make_checkpoint(tmp_path)
+    found = {}
+    names = ("dtype", "quantization", "kv_dtype")
+    for values in itertools.product(("float32", "bfloat16"), ("none", "int8"), ("auto", "int8")):
+        settings = dict(zip(names, values, strict=True))
+        config = EngineConfig(str(tmp_path), kv_blocks=8, kernels="torch", **settings)
+        found[values] = build.load(config).descriptor
+    for one, other in itertools.combinations(found, 2):
+        assert found[one] != found[other], (one, other)
+    assert len({descriptor.model_fingerprint for descriptor in found.values()}) == 1
+    plain = found["bfloat16", "none", "auto"]
+    assert (plain.dtype, plain.compute_dtype, plain.quantization) == ("bfloat16", "", "")
+    small = found["bfloat16", "int8", "int8"]
+    assert (small.dtype, small.compute_dtype, small.quantization) == ("int8", "bfloat16", "int8")
+    assert small.head_size == plain.head_size == SMALL["head_dim"]
+
+
+def test_an_int8_pool_has_room_for_the_scales_and_is_scrubbed_with_them(tmp_path):
+    make_checkpoint(tmp_path)
+    loaded = build.load(EngineConfig(str(tmp_path), kv_blocks=8, kv_dtype="int8"))
+    pool = loaded.runner.pool
+    assert pool.dtype == torch.int8
+    assert pool.shape == (8, 2, 2, 2, 16, SMALL["head_dim"] + SCALE_BYTES)
+    pool.fill_(-1)  # as bytes from a broken transfer: scales that are no numbers
+    loaded.runner.scrub([2, 5])
+    kept = pool.any(dim=5).flatten(1)
+    assert kept.all(dim=1).tolist() == [block not in (2, 5) for block in range(8)]
+    assert not kept[[2, 5]].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "fp8"}, "--quantization fp8 .*: use int8, or add --device cuda"),
+        ({"kv_dtype": "fp8"}, "--kv-dtype fp8 .*: use int8, or add --device cuda"),
+        ({"kernels": "triton"}, "--kernels triton .* leave it out, or add --device cuda"),
+    ],
+)
+def test_a_cpu_refuses_what_needs_a_gpu(tmp_path, settings, message):
+    make_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        build.load(EngineConfig(str(tmp_path), kv_blocks=8, device="cpu", **settings))
