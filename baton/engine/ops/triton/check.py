@@ -2,25 +2,23 @@
 
 Triton and its ptxas make machine code for any architecture. A kernel that does not compile, or
 needs more shared memory than a GPU has, is thus known before it runs on one. Launches of a kernel's
-cases on meta tensors take the same way as real ones up to the compiler, which then compiles what a
-worker would launch; results are kept in Triton's cache, so that a second check is quick.
+cases on meta tensors, with the configurations shipped for the architecture, take the same way as
+real ones up to the compiler; results are kept in Triton's cache, so that a second check is quick.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import torch
 import triton
@@ -29,8 +27,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from baton.engine.ops import triton as kernels
-from baton.engine.ops.triton.tuning import cache_folder
+from baton.engine.ops.triton import tuning
+from baton.engine.ops.triton.spec import KernelSpec, Key, text_of
 
 ARCHITECTURES = (80, 90, 100)
 
@@ -41,28 +39,12 @@ TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
 _COLUMNS = "{:<18} {:<22} {:>6} {:>9} {:>7} {:>6} {:>6}  {}  {}"
 
 
-Launch: TypeAlias = Callable[[torch.device], object]
-"""Launches a kernel on tensors that it makes on a device."""
-
-
-class Compilable(Protocol):
-    """A kernel's name and its cases."""
-
-    @property
-    def name(self) -> str:
-        """Of the kernel."""
-
-    @property
-    def launches(self) -> Mapping[str, tuple[int, Launch]]:
-        """By the case's name, with the compute capability that it needs, 80 for sm_80."""
-
-
 @dataclass(frozen=True)
 class Compiled:
     """What came of a case for an architecture.
 
     function: of the kernel · registers: of a thread · shared: bytes of a program · spilled: bytes
-    of a thread's local memory, for what found no register; registers and spilled are None where
+    of a thread's local memory, for what found no register; registers and spilled are "-" where
     cuobjdump is missing · complaint: why it cannot run, or empty.
     """
 
@@ -71,40 +53,21 @@ class Compiled:
     architecture: int
     ms: float
     function: str = "-"
-    registers: int | None = None
+    registers: int | str = "-"
     shared: int = 0
-    spilled: int | None = None
+    spilled: int | str = "-"
     ptx: str = ""
     complaint: str = ""
 
     def __str__(self) -> str:
-        registers, spilled = (
-            "-" if number is None else str(number) for number in (self.registers, self.spilled)
-        )
         return _COLUMNS.format(
-            self.kernel, self.function, f"sm_{self.architecture}", registers,
-            self.shared, spilled, f"{self.ms:.0f}", self.case, self.complaint,
+            self.kernel, self.function, f"sm_{self.architecture}", self.registers, self.shared,
+            self.spilled, f"{self.ms:.0f}", self.case, self.complaint,
         ).rstrip()  # fmt: skip
 
 
-def specs_in(names: Iterable[str]) -> list[Any]:
-    """The specs of this package's modules and of further ones, by their names.
-
-    ImportError, or ValueError if a further one has none.
-    """
-    own = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
-    found = []
-    for name in [*(name for name in own if not name.endswith("__main__")), *names]:
-        module = importlib.import_module(name)
-        specs = [*filter(None, [getattr(module, "SPEC", None)]), *getattr(module, "SPECS", ())]
-        if not specs and name not in own:
-            raise ValueError(f"{name} has neither SPEC nor SPECS")
-        found += specs
-    return found
-
-
 def check(
-    specs: Sequence[Compilable],
+    specs: Sequence[KernelSpec],
     architectures: Sequence[int],
     say: Callable[[str], None],
     ptx: Path | None = None,
@@ -120,11 +83,12 @@ def check(
     say(_COLUMNS.format("kernel", "", "arch", "registers", "shared", "spill", "ms", "case", ""))
     results = []
     for spec in specs:
-        cases = list(spec.launches.items())
-        count = min(len(cases), most or len(cases))
-        for name, (least, launch) in (cases[at * len(cases) // count] for at in range(count)):
-            for architecture in (one for one in architectures if one >= least):
-                for result in compiled(spec.name, name, launch, architecture):
+        count = min(len(spec.cases), most or len(spec.cases))
+        for shape in (spec.cases[at * len(spec.cases) // count] for at in range(count)):
+            for architecture in architectures:
+                if architecture < int(shape.get("least", 80)):
+                    continue
+                for result in compiled(spec, shape, architecture):
                     results.append(result)
                     say(str(result))
                     if ptx:
@@ -132,32 +96,31 @@ def check(
     return results
 
 
-def compiled(kernel: str, case: str, launch: Launch, architecture: int) -> list[Compiled]:
+def compiled(spec: KernelSpec, shape: Key, architecture: int) -> list[Compiled]:
     """A case compiled for an architecture such as 90: a result for each kernel that it launches."""
-    begin = time.perf_counter()
+    begin, case = time.perf_counter(), text_of(shape)
     try:
         with _compiling_only(architecture) as launched:
-            launch(torch.device("meta"))
+            spec.trial(shape, torch.device("meta")).run(None)
     except Exception as error:  # whatever a compiler raises, others are compiled all the same
         ms = 1e3 * (time.perf_counter() - begin)
         lines = str(error).strip().splitlines() or [""]
         complaint = f"{type(error).__name__}: {lines[-1]}"
-        return [Compiled(kernel, case, architecture, ms, complaint=complaint)]
+        return [Compiled(spec.name, case, architecture, ms, complaint=complaint)]
     ms = 1e3 * (time.perf_counter() - begin)
     results = []
     for function, binary in launched:
         registers, spilled = _resources(binary.asm["cubin"])
-        shared, most = binary.metadata.shared, _SHARED_BYTES.get(architecture)
+        # Triton compiles what needs more columns to a trap, and says nothing.
+        shared, columns = binary.metadata.shared, getattr(binary.metadata, "tmem_size", 0) or 0
         complaint = ""
-        if most and shared > most:
+        if shared > (most := _SHARED_BYTES.get(architecture, shared)):
             complaint = f"needs {shared} bytes of shared memory, of {most}"
-        # Triton compiles what needs more to a trap, and says nothing.
-        columns = getattr(binary.metadata, "tmem_size", 0) or 0
-        if columns > TENSOR_MEMORY_COLUMNS:
+        elif columns > TENSOR_MEMORY_COLUMNS:
             complaint = f"needs {columns} columns of tensor memory, of {TENSOR_MEMORY_COLUMNS}"
         results.append(
             Compiled(
-                kernel, case, architecture, ms, function, registers, shared, spilled,
+                spec.name, case, architecture, ms, function, registers, shared, spilled,
                 binary.asm["ptx"], complaint,
             )
         )  # fmt: skip
@@ -178,7 +141,8 @@ def _compiling_only(architecture: int) -> Iterator[list[tuple[str, CompiledKerne
         launched.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
 
     if "TRITON_CACHE_DIR" not in os.environ:
-        triton.knobs.cache.dir = str(cache_folder() / "compiled")
+        triton.knobs.cache.dir = str(tuning.cache_folder() / "compiled")
+    tuning.forget()
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: architecture,
@@ -194,7 +158,7 @@ def _compiling_only(architecture: int) -> Iterator[list[tuple[str, CompiledKerne
         triton.knobs.cache.dir = cache
 
 
-def _resources(cubin: bytes) -> tuple[int | None, int | None]:
+def _resources(cubin: bytes) -> tuple[int | str, int | str]:
     """Registers and spilled bytes of a thread, as cuobjdump reports them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -205,7 +169,7 @@ def _resources(cubin: bytes) -> tuple[int | None, int | None]:
                 capture_output=True, text=True, check=True, timeout=60,
             ).stdout  # fmt: skip
         except (OSError, RuntimeError, subprocess.SubprocessError):
-            return None, None
+            return "-", "-"
     found = [re.findall(rf"\b{name}:(\d+)", usage) for name in ("REG", "STACK", "LOCAL")]
     registers, stack, local = (max(map(int, numbers), default=0) for numbers in found)
     return registers, stack + local

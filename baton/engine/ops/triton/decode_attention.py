@@ -72,7 +72,7 @@ def decode_attention(
     decode_kernel[rows, shape.num_kv_heads, splits](
         q, pool, block_tables, seq_lens, out, parts, layer, block_tables.stride(0), pool.stride(0),
         scale * LOG2_E, window or NO_WINDOW, splits, HEADS=heads, WINDOWED=window is not None,
-        GROUP_PAD=group_pad(heads // shape.num_kv_heads), **shape.constexprs, **config.launch,
+        GROUP_PAD=group_pad(heads // shape.num_kv_heads), **shape.constexprs, **config,
     )  # fmt: skip
     if parts is not None:
         join_kernel[rows, heads](

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import KernelSpec, Key, Trial
 
-CONFIG = Config(num_warps=4, num_stages=1, sizes={"ROWS": 128, "SEQUENCES": 32})
+CONFIG = {"num_warps": 4, "num_stages": 1, "ROWS": 128, "SEQUENCES": 32}
 
 # The three lie apart by multiples of so many elements: kernels would be compiled once more, in the
 # midst of serving, for addresses that are not aligned.
@@ -87,7 +87,7 @@ def place_rows(
     ends = context_lens if query_lens is None else query_lens.cumsum(0, dtype=torch.int32)
     _place_rows[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
         context_lens, ends, block_tables, positions, slots, lengths, num_rows, len(context_lens),
-        block_tables.shape[1], block_size, ONE_EACH=query_lens is None, **CONFIG.launch,
+        block_tables.shape[1], block_size, ONE_EACH=query_lens is None, **CONFIG,
     )  # fmt: skip
     return Placement(positions, slots, lengths)
 
@@ -136,8 +136,4 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
-SPEC = KernelSpec(
-    "placement",
-    trial=_trial,
-    cases=(({"rows": 70}, CONFIG), ({"rows": 40, "rows_each": 3}, CONFIG)),
-)
+SPECS = (KernelSpec("placement", _trial, cases=({"rows": 70}, {"rows": 40, "rows_each": 3})),)

@@ -99,7 +99,7 @@ def prefill_attention(
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
         block_tables.stride(0), pool.stride(0), scale * LOG2_E, window or NO_WINDOW, HEADS=heads,
         **shape.constexprs, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=window is not None,
-        **config.launch,
+        **config,
     )  # fmt: skip
     return out
 

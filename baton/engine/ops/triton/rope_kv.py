@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
 from baton.engine.ops.triton.row_quantize import bits_of, scale_of
-from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Outputs, Trial
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
@@ -158,7 +158,7 @@ def rope_and_write(
         layer, num_layers, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
         HALF=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=block_size, ROW_SIZE=row_size,
-        QUANTIZED=quantized, FP8_POOL=pool.dtype == FP8, **config.launch,
+        QUANTIZED=quantized, FP8_POOL=pool.dtype == FP8, **config,
     )  # fmt: skip
     return q
 
@@ -184,21 +184,11 @@ def rope_and_write_reference(
     return q
 
 
-def _configs(key: Key) -> list[Config]:
-    most = triton.next_power_of_2(int(key["heads"]))
-    return [
-        Config(warps, 1, {"HEADS": heads})
-        for heads in (1, 2, 4, 8, 16, 32)
-        if heads <= most
-        for warps in (1, 2, 4, 8)
-    ]
-
-
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, heads, kv_heads = (int(shape[name]) for name in ("rows", "heads", "kv_heads"))
     head_size, block_size = int(shape.get("head_size", 128)), 16
-    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
-    kv_dtype = DTYPES[str(shape["kv"])] if "kv" in shape else dtype
+    dtype = dtype_of(shape)
+    kv_dtype = dtype_of(shape, "kv") if "kv" in shape else dtype
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=device).to(dtype)
     angles = torch.randn(rows, head_size // 2, device=device).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -228,23 +218,30 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
-_HEADS: dict[str, int | str] = {"rows": 20, "heads": 32, "kv_heads": 8, "padding": 1}
+_HEADS: Key = {"rows": 20, "heads": 32, "kv_heads": 8, "padding": 1}
 
-SPEC = KernelSpec(
-    NAME,
-    trial=_trial,
-    cases=(
-        ({**_HEADS}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "kv": "int8", "norms": 1}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "kv": "fp8"}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "dtype": "fp16", "head_size": 64, "norms": 1}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "dtype": "fp32", "head_size": 80}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "kv": "int8", "head_size": 256}, Config(8, 1, {"HEADS": 8})),
-    ),
-    configs=_configs,
-    shapes=tuple(
-        {"rows": rows, "heads": heads, "kv_heads": 8}
-        for heads in (32, 64)
-        for rows in (1, 32, 256, 8192)
+SPECS = (
+    KernelSpec(
+        NAME,
+        _trial,
+        cases=(
+            _HEADS,
+            {**_HEADS, "kv": "int8", "norms": 1},
+            {**_HEADS, "kv": "fp8"},
+            {**_HEADS, "dtype": "fp16", "head_size": 64, "norms": 1},
+            {**_HEADS, "dtype": "fp32", "head_size": 80},
+            {**_HEADS, "kv": "int8", "head_size": 256},
+        ),
+        configs=lambda key: [
+            {"num_warps": warps, "num_stages": 1, "HEADS": heads}
+            for heads in (1, 2, 4, 8, 16, 32)
+            if heads <= triton.next_power_of_2(int(key["heads"]))
+            for warps in (1, 2, 4, 8)
+        ],
+        shapes=[
+            {"rows": rows, "heads": heads, "kv_heads": 8}
+            for heads in (32, 64)
+            for rows in (1, 32, 256, 8192)
+        ],
     ),
 )
