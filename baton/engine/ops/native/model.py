@@ -60,7 +60,7 @@ class Layer(Structure):
     _fields_ = (
         *_fields("input_norm post_norm q_norm k_norm", c_void_p),
         *_fields("qkv o gate_up down", Linear),
-        *_fields("window unused", c_int32),
+        ("window", c_int32),
     )
 
 

@@ -134,6 +134,16 @@ inline float largest(f32x16 value) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
+inline float largest_magnitude(const auto* from, int size) {
+    f32x16 peak{};
+    for (int i = 0; i < size; i += LANES) {
+        const f32x16 value = load_floats(from + i, size - i);
+        const f32x16 magnitude = (f32x16)((u32x16)value & 0x7fffffffu);
+        peak = peak > magnitude ? peak : magnitude;
+    }
+    return largest(peak);
+}
+
 // How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane.
 template <class Element>
 struct Product {
