@@ -153,24 +153,22 @@ def _compile(target: Target, dtype: torch.dtype, path: Path) -> None:
     compiler = shutil.which(COMPILER)
     if compiler is None:
         raise BuildFailed(f"{COMPILER} is not installed")
-    sources = _sources()
-    with (
-        tempfile.TemporaryDirectory(dir=path.parent) as folder,
-        ThreadPoolExecutor(len(sources)) as pool,
-    ):
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
-        command = [compiler, *FLAGS, *target.flags, *DEFINES[dtype], "-c"]
-        commands = [
-            [*command, str(source), "-o", made]
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        jobs = [pool.submit(_run, command) for command in commands]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+
+        def compiled(source: Path) -> str:
+            made = str(Path(folder) / f"{source.stem}.o")
+            flags = (*FLAGS, *target.flags, *DEFINES[dtype])
+            _run([compiler, *flags, "-c", str(source), "-o", made])
+            return made
+
+        jobs = [pool.submit(compiled, source) for source in sorted(SOURCES.glob("*.cpp"))]
         for done, job in enumerate(as_completed(jobs), 1):
             job.result()
             log.warning(
                 "compiling native CPU kernels: %d of %d files after %.0f s",
                 done, len(jobs), time.monotonic() - started,
             )  # fmt: skip
+        objects = [job.result() for job in jobs]
         linked = Path(folder) / path.name
         _run([compiler, "-shared", "-fopenmp", *objects, "-o", str(linked)])
         linked.rename(path)
@@ -186,10 +184,6 @@ def _run(command: list[str]) -> None:
         raise BuildFailed(f"{command[0]} failed: {error.stderr.strip()[-2000:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildFailed(f"{command[0]} did not finish: {error}") from error
-
-
-def _sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.cpp"))
 
 
 def _file_name(target: Target, dtype: torch.dtype) -> str:

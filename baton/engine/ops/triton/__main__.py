@@ -101,14 +101,10 @@ def _say(line: str) -> None:
 
 
 def _check(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
-    results = check(specs, args.arch, _say, args.ptx, args.most)
-    bad = [result for result in results if result.complaint]
-    for result in bad:
-        sys.stderr.write(
-            f"{result.kernel} ({result.case}) for sm_{result.architecture}: {result.complaint}\n"
-        )
-    _say(f"{len(results) - len(bad)} of {len(results)} compiled")
-    return 1 if bad else 0
+    total, complaints = check(specs, args.arch, _say, args.ptx, args.most)
+    sys.stderr.writelines(f"{complaint}\n" for complaint in complaints)
+    _say(f"{total - len(complaints)} of {total} compiled")
+    return 1 if complaints else 0
 
 
 def _show(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:

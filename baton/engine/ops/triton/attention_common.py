@@ -124,13 +124,7 @@ def within(keys, least, most):
 
 @triton.jit
 def load_blocks(
-    block_table,
-    at,
-    least,
-    most,
-    TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PARTLY: tl.constexpr,
+    block_table, at, least, most, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTLY: tl.constexpr
 ):
     """The blocks of a tile's keys from position `at` on, int32 `[TILE]`, as `attend_range` reads
     them; if not PARTLY, 0 from `most` on.

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,41 +38,14 @@ TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
 _COLUMNS = "{:<18} {:<22} {:>6} {:>9} {:>7} {:>6} {:>6}  {}  {}"
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What came of a case for an architecture.
-
-    function: of the kernel · registers: of a thread · shared: bytes of a program · spilled: bytes
-    of a thread's local memory, for what found no register; registers and spilled are "-" where
-    cuobjdump is missing · complaint: why it cannot run, or empty.
-    """
-
-    kernel: str
-    case: str
-    architecture: int
-    ms: float
-    function: str = "-"
-    registers: int | str = "-"
-    shared: int = 0
-    spilled: int | str = "-"
-    ptx: str = ""
-    complaint: str = ""
-
-    def __str__(self) -> str:
-        return _COLUMNS.format(
-            self.kernel, self.function, f"sm_{self.architecture}", self.registers, self.shared,
-            self.spilled, f"{self.ms:.0f}", self.case, self.complaint,
-        ).rstrip()  # fmt: skip
-
-
 def check(
     specs: Sequence[KernelSpec],
     architectures: Sequence[int],
     say: Callable[[str], None],
     ptx: Path | None = None,
     most: int | None = None,
-) -> list[Compiled]:
-    """Compiles all cases and prints a table of them; what failed has a complaint.
+) -> tuple[int, list[str]]:
+    """Compiles all cases and prints a table of them: how many, and complaints about what failed.
 
     ptx: a folder for the PTX of each, if it is wanted · most: so many cases of a kernel, the first
     and others at even distances. RuntimeError where kernels are interpreted.
@@ -81,34 +53,42 @@ def check(
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted and do not compile")
     say(_COLUMNS.format("kernel", "", "arch", "registers", "shared", "spill", "ms", "case", ""))
-    results = []
+    total, complaints = 0, []
     for spec in specs:
         count = min(len(spec.cases), most or len(spec.cases))
         for shape in (spec.cases[at * len(spec.cases) // count] for at in range(count)):
             for architecture in architectures:
                 if architecture < int(shape.get("least", 80)):
                     continue
-                for result in compiled(spec, shape, architecture):
-                    results.append(result)
-                    say(str(result))
-                    if ptx:
-                        _keep(result, ptx)
-    return results
+                for function, figures, complaint, text in _compiled(spec, shape, architecture):
+                    case, target = text_of(shape), f"sm_{architecture}"
+                    line = _COLUMNS.format(spec.name, function, target, *figures, case, complaint)
+                    say(line.rstrip())
+                    total += 1
+                    if complaint:
+                        complaints.append(f"{spec.name} ({case}) for {target}: {complaint}")
+                    elif ptx:
+                        name = re.sub(r"\W+", "-", f"{spec.name} {case} {function} {target}")
+                        ptx.mkdir(parents=True, exist_ok=True)
+                        (ptx / f"{name}.ptx").write_text(text, encoding="utf-8")
+    return total, complaints
 
 
-def compiled(spec: KernelSpec, shape: Key, architecture: int) -> list[Compiled]:
-    """A case compiled for an architecture such as 90: a result for each kernel that it launches."""
-    begin, case = time.perf_counter(), text_of(shape)
+def _compiled(
+    spec: KernelSpec, shape: Key, architecture: int
+) -> Iterator[tuple[str, tuple[object, ...], str, str]]:
+    """A case compiled for an architecture such as 90, each kernel that it launches: its function;
+    registers, shared bytes, spilled bytes and ms; why it cannot run, or empty; and its PTX.
+    """
+    begin = time.perf_counter()
     try:
         with _compiling_only(architecture) as launched:
             spec.trial(shape, torch.device("meta")).run(None)
     except Exception as error:  # whatever a compiler raises, others are compiled all the same
-        ms = 1e3 * (time.perf_counter() - begin)
         lines = str(error).strip().splitlines() or [""]
-        complaint = f"{type(error).__name__}: {lines[-1]}"
-        return [Compiled(spec.name, case, architecture, ms, complaint=complaint)]
-    ms = 1e3 * (time.perf_counter() - begin)
-    results = []
+        yield "-", ("-", "-", "-", "-"), f"{type(error).__name__}: {lines[-1]}", ""
+        return
+    ms = f"{1e3 * (time.perf_counter() - begin):.0f}"
     for function, binary in launched:
         registers, spilled = _resources(binary.asm["cubin"])
         # Triton compiles what needs more columns to a trap, and says nothing.
@@ -118,14 +98,7 @@ def compiled(spec: KernelSpec, shape: Key, architecture: int) -> list[Compiled]:
             complaint = f"needs {shared} bytes of shared memory, of {most}"
         elif columns > TENSOR_MEMORY_COLUMNS:
             complaint = f"needs {columns} columns of tensor memory, of {TENSOR_MEMORY_COLUMNS}"
-        results.append(
-            Compiled(
-                spec.name, case, architecture, ms, function, registers, shared, spilled,
-                binary.asm["ptx"], complaint,
-            )
-        )  # fmt: skip
-        ms = 0.0
-    return results
+        yield function, (registers, shared, spilled, ms), complaint, binary.asm["ptx"]
 
 
 @contextmanager
@@ -173,10 +146,3 @@ def _resources(cubin: bytes) -> tuple[int | str, int | str]:
     found = [re.findall(rf"\b{name}:(\d+)", usage) for name in ("REG", "STACK", "LOCAL")]
     registers, stack, local = (max(map(int, numbers), default=0) for numbers in found)
     return registers, stack + local
-
-
-def _keep(result: Compiled, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{result.kernel} {result.case} {result.function} sm_{result.architecture}"
-    name = re.sub(r"\W+", "-", name)
-    (folder / f"{name}.ptx").write_text(result.ptx, encoding="utf-8")

@@ -1,11 +1,9 @@
 """Paged attention of decode rows: one query a sequence, over all of its KV.
 
-What it costs is reading KV once, so the kernel is built around that: a program takes one row's one
-KV head, whose query heads are the rows of one product, and reads its keys tile by tile with the
-next tiles' loads under way. Long contexts are split over programs, whose parts a second kernel
-joins by their log-sum-exp (Flash-Decoding, Dao et al. 2023). The grid depends on shapes alone, so
-that a CUDA graph can hold it; how many splits have work depends on each row's length. Rows come
-first in the grid and KV is kept in caches as usual, as rows with a common prefix share its blocks.
+A program takes one row's one KV head, whose query heads are the rows of one product. Long contexts
+are split over programs, whose parts a second kernel joins by their log-sum-exp (Flash-Decoding, Dao
+et al. 2023). The grid depends on shapes alone, so that a CUDA graph can hold it. Rows come first in
+it, as rows with a common prefix share blocks in caches.
 """
 
 from __future__ import annotations

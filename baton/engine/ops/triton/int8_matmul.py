@@ -43,11 +43,7 @@ def _scale_sums(
 
 
 def scale_sums(
-    sums: Tensor,
-    row_scales: Tensor,
-    column_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """`sums * row_scales * column_scales + bias`, of dtype: `[rows, columns]`.
 
@@ -66,11 +62,7 @@ def scale_sums(
 
 
 def scale_sums_reference(
-    sums: Tensor,
-    row_scales: Tensor,
-    column_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The same in torch."""
     out = sums.float() * (row_scales[:, None] * column_scales)
@@ -110,14 +102,9 @@ def _int8_matmul(
 
 
 def int8_matmul(
-    x: Tensor,
-    weight: Tensor,
-    row_scales: Tensor,
-    output_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    config: Config | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, row_scales: Tensor, output_scales: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, config: Config | None = None,
+) -> Tensor:  # fmt: skip
     """`(x * row_scales) @ (weight * output_scales).T + bias`, of dtype: `[rows, out]`.
 
     x: int8 `[rows, in]`, up to MOST_ROWS of them · weight: int8 `[out, in]`, both contiguous ·
@@ -145,13 +132,9 @@ def tile_rows(num_rows: int) -> int:
 
 
 def int8_matmul_reference(
-    x: Tensor,
-    weight: Tensor,
-    row_scales: Tensor,
-    output_scales: Tensor,
-    bias: Tensor | None,
+    x: Tensor, weight: Tensor, row_scales: Tensor, output_scales: Tensor, bias: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`int8_matmul` in plain torch; float64 holds every sum."""
     sums = (x.double() @ weight.double().T).to(torch.int32)
     return scale_sums_reference(sums, row_scales, output_scales, bias, dtype)

@@ -66,21 +66,16 @@ def _place_rows(
 
 
 def place_rows(
-    context_lens: Tensor,
-    query_lens: Tensor | None,
-    block_tables: Tensor,
-    num_rows: int,
+    context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
     block_size: int,
-) -> Placement:
+) -> Placement:  # fmt: skip
     """Rows of sequences, one after the other, over blocks of `block_size` tokens.
 
     context_lens: int32 `[sequences]`, tokens before a sequence's first row; -1 makes padding of a
     sequence of one row · query_lens: int32 `[sequences]`, rows of each; None is one each ·
     block_tables: int32 `[sequences, width]`, with the block of every row.
     """
-    assert block_tables.is_contiguous(), (
-        "a sequence's blocks are `width` entries behind the one before"
-    )
+    assert block_tables.is_contiguous()
     apart = -(-num_rows // _ALIGNED) * _ALIGNED
     held = torch.empty((3, apart), dtype=torch.int32, device=context_lens.device)
     positions, slots, lengths = held[:, :num_rows].unbind()
@@ -93,12 +88,9 @@ def place_rows(
 
 
 def place_rows_reference(
-    context_lens: Tensor,
-    query_lens: Tensor | None,
-    block_tables: Tensor,
-    num_rows: int,
+    context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
     block_size: int,
-) -> Placement:
+) -> Placement:  # fmt: skip
     """The same in torch."""
     rows = torch.arange(num_rows, device=context_lens.device)
     each = torch.ones_like(context_lens) if query_lens is None else query_lens

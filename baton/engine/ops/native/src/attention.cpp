@@ -6,7 +6,6 @@
 #include "kernels.h"
 
 #include <limits>
-#include <type_traits>
 
 #include "key_tile.h"
 
@@ -92,14 +91,6 @@ inline void softmax(TileScores (&scores)[ROWS], const Visible (&visible)[ROWS],
 
 // Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
-
-template <int MAX, class Work>
-inline void with_constant(int size, const Work& work) {
-    if constexpr (MAX > 0) {
-        if (size == MAX) return work(std::integral_constant<int, MAX>{});
-        with_constant<MAX - 1>(size, work);
-    }
-}
 
 // Calls work(size, first) for all of [first, end) in as few parts as a size of MAX allows, all
 // about equal; `size` is a constant.

@@ -98,15 +98,9 @@ struct Panel {
         Fetch fetch{(const char*)next, (const char*)next + bytes, lines};
         for (int row = begin, tile = 0; tile < tiles; tile++) {
             const int rows = (end - row) / (tiles - tile);
-            strips_of<TILE_ROWS>(rows, row, chunk, fetch);
+            with_constant<TILE_ROWS>(rows, [&](auto size) { strips<size()>(row, chunk, fetch); });
             row += rows;
         }
-    }
-
-    template <int ROWS>
-    void strips_of(int rows, int row, const Chunk& chunk, Fetch& fetch) const {
-        if (rows == ROWS) return strips<ROWS>(row, chunk, fetch);
-        if constexpr (ROWS > 1) strips_of<ROWS - 1>(rows, row, chunk, fetch);
     }
 
     template <int ROWS>

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace baton {
 
@@ -201,6 +202,15 @@ inline void multiply(const Element* a, size_t a_stride, const Element* b, size_t
         b += b_stride;
     }
     std::memcpy(sums, held, sizeof held);
+}
+
+// Calls work with a size of 1 to MAX as a constant.
+template <int MAX, class Work>
+inline void with_constant(int size, const Work& work) {
+    if constexpr (MAX > 0) {
+        if (size == MAX) return work(std::integral_constant<int, MAX>{});
+        with_constant<MAX - 1>(size, work);
+    }
 }
 
 constexpr float LOG2_E = 1.44269504f;

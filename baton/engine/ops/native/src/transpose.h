@@ -1,8 +1,6 @@
 // Rows of elements brought into the order that `multiply` reads: neighbours in depth side by side.
 #pragma once
 
-#include <type_traits>
-
 #include "simd.h"
 
 namespace baton {
