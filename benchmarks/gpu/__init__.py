@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import NoReturn
 
 
 class _Absent(ModuleType):
-    def __getattr__(self, name: str) -> str:
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return f"{self.__name__}.{name}, which is not installed"
+
+        def absent(*_: object, **__: object) -> NoReturn:
+            raise ImportError(f"{self.__name__}.{name} is not installed")
+
+        return absent
 
 
 def stand_in(name: str) -> None:

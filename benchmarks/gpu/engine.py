@@ -21,7 +21,6 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from baton.engine.backends.gpu.assemble import unsupported_format
 from benchmarks.gpu.harness import BLOCK_SIZE, Driver, OurEngine, Transformers
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape
@@ -168,9 +167,7 @@ class Measuring:
     def _impossible(self) -> str:
         if self.part.late:
             return "its time was over"
-        if self.part.device.type != "cuda" or self.formats != FP8:
-            return ""
-        return unsupported_format("fp8", torch.cuda.get_device_capability(self.part.device))
+        return "this GPU has none" if self.formats == FP8 and not self.part.has_fp8 else ""
 
     def _blocks(self, batch: int) -> int:
         """For decoding, or for the longest prompt if that takes more."""

@@ -137,7 +137,7 @@ def run_part(job: Job, log: Path, grace_s: float = GRACE_S) -> Iterator[Event]:
     Parts are forked from a process that has imported what all of them need and touched no GPU.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.nn.attention.bias", "triton"])
+    context.set_forkserver_preload(["torch", "triton"])
     events, theirs = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(job, log, theirs))
     process.start()

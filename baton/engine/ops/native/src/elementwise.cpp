@@ -7,9 +7,7 @@ namespace {
 
 inline f32x16 rounded(f32x16 value, const float*) { return value; }
 
-inline f32x16 rounded(f32x16 value, const bf16*) {
-    return (f32x16)(__builtin_convertvector(round_bf16(value), u32x16) << 16);
-}
+inline f32x16 rounded(f32x16 value, const bf16*) { return widen_bf16(round_bf16(value)); }
 
 // 1 / (1 + e^-x), by the power of the negative magnitude alone, which cannot overflow.
 inline f32x16 sigmoid(f32x16 x) {
