@@ -97,7 +97,7 @@ GPU_SHAPES = {
             tied=False, rope_theta=500000.0, max_context=16384,
         ),
         Shape(
-            "smoke", "nothing real: for dry runs", _LLAMA, 32, 1, 2, 1, 64, 96,
+            "smoke", "nothing real: for dry runs", _LLAMA, 64, 1, 4, 2, 64, 96,
             tied=False, max_context=512,
         ),
     )

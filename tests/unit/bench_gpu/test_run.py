@@ -126,7 +126,7 @@ def test_parts_share_the_time_and_end_within_it(monkeypatch: pytest.MonkeyPatch)
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", *arguments],
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=280, check=False, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )  # fmt: skip
 

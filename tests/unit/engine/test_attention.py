@@ -37,46 +37,48 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None)
 class Paged:
     """A pool that holds one sequence of random K and V in scattered blocks."""
 
-    def __init__(
-        self, length: int, block_size: int = 16, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.generator = torch.Generator().manual_seed(0)
+    def __init__(self, length: int, block_size: int, dtype: torch.dtype, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
         self.block_size = block_size
         count = -(-length // block_size)
-        shape = (2 * count + 1, LAYERS, 2, KV_HEADS, block_size, HEAD_SIZE)
-        self.pool = torch.zeros(shape, dtype=dtype)
+        self.pool = torch.zeros(
+            2 * count + 1, LAYERS, 2, KV_HEADS, block_size, HEAD_SIZE, dtype=dtype
+        )
         # Block 0 is what padded block_tables point at; finite garbage there must not be seen.
         self.pool[0] = 1e4
         self.blocks = torch.randperm(2 * count, generator=self.generator)[:count] + 1
         self.k, self.v = self.random(length, KV_HEADS), self.random(length, KV_HEADS)
-        at = torch.arange(length)
-        slots = self.blocks[at // block_size] * block_size + at % block_size
-        write_kv(self.pool, LAYER, slots, self.k, self.v)
+        write_kv(self.pool, LAYER, self.slots(0, length), self.k, self.v)
 
-    def random(self, rows: int, heads: int = HEADS) -> Tensor:
+    def random(self, rows: int, heads: int) -> Tensor:
         drawn = torch.randn(rows, heads, HEAD_SIZE, generator=self.generator)
         return drawn.to(self.pool.dtype)
+
+    def slots(self, start: int, end: int) -> Tensor:
+        at = torch.arange(start, end)
+        return self.blocks[at // self.block_size] * self.block_size + at % self.block_size
+
+    def expected(self, q: Tensor, positions: list[int], window: int | None) -> Tensor:
+        rows = zip(q, positions, strict=True)
+        return torch.stack([textbook(row, self.k, self.v, at, window) for row, at in rows])
 
     def segment(self, first_row: int, start: int, end: int) -> PrefillSegment:
         blocks = self.blocks[: -(-end // self.block_size)]
         return PrefillSegment(first_row, end - start, start, blocks)
 
-    def attend(
-        self, q: Tensor, decode: list[int], *chunks: PrefillSegment, window: int | None = None
-    ) -> Tensor:
-        """Of decode rows that see so many tokens, and of chunks."""
-        tables, lengths = self.blocks.repeat(len(decode), 1), torch.tensor(decode)
-        batch = AttentionBatch(NO_ROWS, len(decode), tables, lengths, chunks)
-        return attend(q, self.pool, LAYER, batch, SCALE, window)
+
+def only(*segments: PrefillSegment) -> AttentionBatch:
+    return AttentionBatch(NO_ROWS, 0, NO_ROWS.view(0, 0), NO_ROWS, segments)
 
 
 def test_write_kv_touches_its_own_slots_only() -> None:
     pool = torch.zeros(5, LAYERS, 2, KV_HEADS, 4, HEAD_SIZE)
     k, v = torch.randn(2, 2, KV_HEADS, HEAD_SIZE).unbind()
     write_kv(pool, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
-    for row, (block, offset) in enumerate(((3, 1), (0, 3))):
-        assert torch.equal(pool[block, 2, 0, :, offset], k[row])
-        assert torch.equal(pool[block, 2, 1, :, offset], v[row])
+    assert torch.equal(pool[3, 2, 0, :, 1], k[0])
+    assert torch.equal(pool[3, 2, 1, :, 1], v[0])
+    assert torch.equal(pool[0, 2, 0, :, 3], k[1])
+    assert torch.equal(pool[0, 2, 1, :, 3], v[1])
     assert pool.count_nonzero() == k.numel() + v.numel()
 
 
@@ -84,49 +86,68 @@ def test_write_kv_touches_its_own_slots_only() -> None:
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize("block_size", [1, 16, 24, 256])
 def test_equals_the_textbook(block_size: int, window: int | None, dtype: torch.dtype) -> None:
-    paged = Paged(150, block_size, dtype)
-    positions = [0, 31, 149, 16, *range(37), *range(90, 150)]
-    q = paged.random(len(positions))
-    chunks = paged.segment(4, 0, 37), paged.segment(41, 90, 150)
-    got = paged.attend(q, [1, 32, 150, 17], *chunks, window=window)
-    expected = [
-        textbook(row, paged.k, paged.v, at, window) for row, at in zip(q, positions, strict=True)
-    ]
+    length = 150
+    paged = Paged(length, block_size, dtype)
+    decode = [0, 31, 149, 16]
+    chunks = [(0, 37), (90, 150)]
+    positions = decode + [at for start, end in chunks for at in range(start, end)]
+    q = paged.random(len(positions), HEADS)
+    batch = AttentionBatch(
+        slots=NO_ROWS,
+        num_decode=len(decode),
+        decode_tables=paged.blocks.repeat(len(decode), 1),
+        decode_lengths=torch.tensor(decode) + 1,
+        segments=(paged.segment(4, *chunks[0]), paged.segment(41, *chunks[1])),
+    )
+    got = attend(q, paged.pool, LAYER, batch, SCALE, window)
+    assert got.shape == (len(positions), HEADS * HEAD_SIZE)
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(got.double(), torch.stack(expected), rtol=tolerance, atol=tolerance)
+    expected = paged.expected(q, positions, window)
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_short_tables_are_padded_with_a_block_that_is_not_seen() -> None:
-    paged = Paged(150)
-    q = paged.random(2)
+def test_short_tables_are_padded_with_a_block_nobody_sees() -> None:
+    paged = Paged(150, 16, torch.float32)
+    q = paged.random(2, HEADS)
     block_tables = torch.stack([paged.blocks, torch.zeros_like(paged.blocks)])
     block_tables[1, 0] = paged.blocks[0]
     batch = AttentionBatch(NO_ROWS, 2, block_tables, torch.tensor([150, 3]), ())
     got = attend(q, paged.pool, LAYER, batch, SCALE, None)
-    torch.testing.assert_close(got, paged.attend(q, [150, 3]), rtol=1e-5, atol=1e-5)
+    expected = paged.expected(q, [149, 2], None)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_queries_and_rows_taken_in_parts_give_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    paged, lengths = Paged(700), [700, 5, 16, 17, 128, 129, 299]
-    q, rows = paged.random(700), paged.random(7)
-    whole, decoded = paged.attend(q, [], paged.segment(0, 0, 700)), paged.attend(rows, lengths)
+def test_queries_taken_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = Paged(700, 16, torch.float32)
+    q = paged.random(700, HEADS)
+    batch = only(paged.segment(0, 0, 700))
+    whole = attend(q, paged.pool, LAYER, batch, SCALE, None)
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 50 * HEADS * padded_keys(700))
-    assert torch.equal(paged.attend(q, [], paged.segment(0, 0, 700)), whole)
+    assert torch.equal(attend(q, paged.pool, LAYER, batch, SCALE, None), whole)
+
+
+def test_decode_rows_taken_in_groups_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = Paged(300, 16, torch.float32)
+    q = paged.random(7, HEADS)
+    lengths = torch.tensor([300, 5, 16, 17, 128, 129, 299])
+    batch = AttentionBatch(NO_ROWS, 7, paged.blocks.repeat(7, 1), lengths, ())
+    results = []
     for size in (1, 50_000, 1 << 30):
         monkeypatch.setattr(attention, "GATHER_BYTES", size)
-        assert torch.equal(paged.attend(rows, lengths), decoded)
+        results.append(attend(q, paged.pool, LAYER, batch, SCALE, None))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("length", [500, 2100])
 def test_a_query_gives_the_same_bits_whatever_its_chunk(length: int) -> None:
-    paged = Paged(length)
-    q = paged.random(length)
-    whole = paged.attend(q, [], paged.segment(0, 0, length))
+    paged = Paged(length, 16, torch.float32)
+    q = paged.random(length, HEADS)
+    whole = attend(q, paged.pool, LAYER, only(paged.segment(0, 0, length)), SCALE, None)
     for start, end in ((0, 33), (0, 253), (250, 314), (400, 402), (length - 60, length)):
-        got = paged.attend(q[start:end], [], paged.segment(0, start, end))
+        batch = only(paged.segment(0, start, end))
+        got = attend(q[start:end], paged.pool, LAYER, batch, SCALE, None)
         assert torch.equal(got, whole[start:end])
 
 
@@ -137,40 +158,60 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def a_batch(context_lens: list[int], query_lens: list[int]) -> StepBatch:
+    """Sequences of these sizes, each in blocks of its own: 100, 101, ... of the first and so on."""
+    needed = [-(-(a + b) // BLOCK) for a, b in zip(context_lens, query_lens, strict=True)]
+    block_tables = torch.zeros(len(query_lens), max(needed), dtype=torch.int32)
+    for at, count in enumerate(needed):
+        block_tables[at, :count] = torch.arange(count) + 100 * (at + 1)
+    rows = sum(query_lens)
+    num_decodes = sum(count == 1 for count in query_lens)
+    return StepBatch(
+        ints([*range(rows)]),
+        ints(context_lens),
+        ints(query_lens),
+        block_tables,
+        ints([]),
+        num_decodes,
+    )
+
+
 @settings(max_examples=80, deadline=None)
 @given(
-    decodes=st.lists(st.integers(0, 40), max_size=4),
+    num_decodes=st.lists(st.integers(0, 40), max_size=4),
     chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(2, 20)), max_size=3),
 )
 def test_places_are_those_that_counting_gives(
-    decodes: list[int], chunks: list[tuple[int, int]]
+    num_decodes: list[int], chunks: list[tuple[int, int]]
 ) -> None:
-    """Sequences have blocks of their own: 100, 101, ... of the first, and so on."""
-    if not decodes and not chunks:
+    if not num_decodes and not chunks:
         return
-    spans = [*((context, 1) for context in decodes), *chunks]
-    needed = [-(-sum(span) // BLOCK) for span in spans]
-    tables = torch.zeros(len(spans), max(needed), dtype=torch.int32)
-    for at, count in enumerate(needed):
-        tables[at, :count] = torch.arange(count) + 100 * (at + 1)
-    contexts, counts = ([*values] for values in zip(*spans, strict=True))
-    tokens = ints([*range(sum(counts))])
-    batch = StepBatch(tokens, ints(contexts), ints(counts), tables, ints([]), len(decodes))
-
-    rows = place(batch, BLOCK)
-    expected = [(at, p) for at, (a, b) in enumerate(spans) for p in range(a, a + b)]
-    assert rows.token_ids.tolist() == tokens.tolist()
+    context_lens = num_decodes + [context for context, _ in chunks]
+    query_lens = [1] * len(num_decodes) + [count for _, count in chunks]
+    rows = place(a_batch(context_lens, query_lens), BLOCK)
+    spans = enumerate(zip(context_lens, query_lens, strict=True))
+    expected = [(at, position) for at, (a, b) in spans for position in range(a, a + b)]
     assert rows.positions.tolist() == [p for _, p in expected]
     slots = [(100 * (at + 1) + p // BLOCK) * BLOCK + p % BLOCK for at, p in expected]
     assert rows.attention.slots.tolist() == slots
-    assert rows.attention.num_decode == len(decodes)
-    assert rows.attention.decode_lengths.tolist() == [context + 1 for context in decodes]
-    # No wider than the longest decode row needs: every column costs a gather.
-    width = max(needed[: len(decodes)], default=0)
-    assert not decodes or torch.equal(rows.attention.decode_tables, tables[: len(decodes), :width])
-    first_row = len(decodes)
-    for at, segment in enumerate(rows.attention.segments, len(decodes)):
-        assert (segment.first_row, segment.context, segment.num_rows) == (first_row, *spans[at])
-        assert segment.block_ids.tolist() == [100 * (at + 1) + n for n in range(needed[at])]
-        first_row += counts[at]
-    assert first_row == sum(counts)
+    assert rows.token_ids.tolist() == list(range(sum(query_lens)))
+    assert rows.attention.num_decode == len(num_decodes)
+    assert rows.attention.decode_lengths.tolist() == [context + 1 for context in num_decodes]
+    assert_tables(rows.attention.decode_tables, num_decodes)
+    first_row = len(num_decodes)
+    for at, segment in enumerate(rows.attention.segments, len(num_decodes)):
+        assert (segment.first_row, segment.num_rows) == (first_row, query_lens[at])
+        assert segment.context == context_lens[at]
+        needed = -(-(context_lens[at] + query_lens[at]) // BLOCK)
+        assert segment.block_ids.tolist() == [100 * (at + 1) + n for n in range(needed)]
+        first_row += query_lens[at]
+    assert first_row == sum(query_lens)
+
+
+def assert_tables(block_tables: Tensor, num_decodes: list[int]) -> None:
+    """Each row's blocks, and no wider than the longest needs: every column costs a gather."""
+    needed = [context // BLOCK + 1 for context in num_decodes]
+    assert not num_decodes or block_tables.shape[1] == max(needed)
+    for at, count in enumerate(needed):
+        assert block_tables[at, :count].tolist() == [100 * (at + 1) + n for n in range(count)]
+        assert not block_tables[at, count:].any()

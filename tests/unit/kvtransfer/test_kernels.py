@@ -21,51 +21,102 @@ SLOTS = {
     "a partly filled last one": (-1, (1, 8, 2)),
     "one token of the last": (1, (5, 4)),
 }
+
+
+def octets(tensor):
+    return torch.randint(0, 256, tensor.view(torch.uint8).shape, dtype=torch.uint8)
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
+def pools(request, monkeypatch):
+    """A pool with content and an empty one; tiles are smaller than a block, programs few."""
+    monkeypatch.setattr(blocks, "TILE", 64)
+    monkeypatch.setattr(blocks, "LOCAL_PROGRAMS", 3)
+    monkeypatch.setattr(blocks, "LINK_PROGRAMS", 2)
+    shape, dtype = request.param
+    torch.manual_seed(3)
+    full = torch.zeros(shape, dtype=dtype)
+    full.view(torch.uint8).copy_(octets(full))
+    return KvPool(full), KvPool(torch.zeros(shape, dtype=dtype))
+
+
+@pytest.fixture(params=SLOTS.values(), ids=SLOTS)
+def slots(request, pools):
+    tail, ids = request.param
+    size = pools[0].block_size
+    return Slots(ids, (len(ids) - 1) * size + (tail % size or size))
+
+
+def both(run):
+    """The sums that the reference and the kernel come to, the second run's beside the first's."""
+    found = []
+    for ops in (reference, blocks):
+        sums = torch.full((1,), 11)
+        result = run(ops, sums)
+        found.append((int(sums), result))
+    assert found[0][0] == found[1][0] != 11
+    return [result for _, result in found]
+
+
+def bytes_of(pool):
+    return pool.tensor.view(torch.uint8).clone()
+
+
 FIRST = (1 << 33) + 5  # a place beyond 32 bits
 
 
-@pytest.mark.parametrize(("tail", "ids"), SLOTS.values(), ids=SLOTS)
-@pytest.mark.parametrize(("shape", "dtype"), SHAPES.values(), ids=SHAPES)
-def test_every_use_equals_its_reference(shape, dtype, tail, ids, monkeypatch):
-    """With tiles smaller than a block, and few programs."""
-    for name, size in (("TILE", 64), ("LOCAL_PROGRAMS", 3), ("LINK_PROGRAMS", 2)):
-        monkeypatch.setattr(blocks, name, size)
-    torch.manual_seed(3)
-    octets = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
-    pool = KvPool(octets.view(dtype).view(shape))
-    before, size = pool.blocks.clone(), pool.block_size
-    slots = Slots(ids, (len(ids) - 1) * size + (tail % size or size))
-    remote = Slots(tuple((block + 4) % 9 for block in ids), slots.num_tokens)
-    data = pool.gather(slots, torch.empty(len(ids) * pool.block_bytes, dtype=torch.uint8))
+def test_gather(pools, slots):
+    pool, _ = pools
 
-    def results(by):
-        def put(use, *arguments):
-            target = KvPool(torch.zeros(shape, dtype=dtype))
-            sums = torch.full((1,), 11)
-            use(*(target if one is KvPool else one for one in arguments), sums, FIRST)
-            return target.blocks, sums
+    def run(ops, sums):
+        out = torch.full((len(slots.block_ids) * pool.block_bytes + 8,), 77, dtype=torch.uint8)
+        data = ops.gather(pool, slots, out, sums, FIRST)
+        assert data.data_ptr() == out.data_ptr()
+        assert data.numel() == pool.nbytes(slots)
+        return out
 
-        out = torch.full((len(ids) * pool.block_bytes + 8,), 77, dtype=torch.uint8)
-        sums = torch.full((1,), 11)
-        part = by.gather(pool, slots, out, sums, FIRST)
-        assert part.data_ptr() == out.data_ptr() and part.numel() == pool.nbytes(slots)
-        return (
-            out, sums,
-            *put(by.scatter, data, KvPool, slots),
-            *put(by.copy, pool, slots, KvPool, remote),
-            *put(by.checksum, pool, slots),
-        )  # fmt: skip
+    expected, found = both(run)
+    assert torch.equal(expected, found)
 
-    wanted, found = results(reference), results(blocks)
-    assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
-    assert torch.equal(wanted[0][: len(data)], data) and wanted[2].any() and wanted[4].any()
-    assert {int(sums) for sums in wanted[1::2]} == {int(wanted[1])} != {11}
-    assert torch.equal(pool.blocks, before)
 
+def test_scatter(pools, slots):
+    pool, empty = pools
+    data = pool.gather(slots, torch.empty(len(slots.block_ids) * pool.block_bytes).byte())
+
+    def run(ops, sums):
+        empty.tensor.zero_()
+        ops.scatter(data, empty, slots, sums, FIRST)
+        return bytes_of(empty)
+
+    expected, found = both(run)
+    assert expected.any()
+    assert torch.equal(expected, found)
+
+
+def test_copy_to_other_blocks(pools, slots):
+    pool, empty = pools
+    remote = Slots(tuple((block + 4) % 9 for block in slots.block_ids), slots.num_tokens)
+
+    def run(ops, sums):
+        empty.tensor.zero_()
+        ops.copy(pool, slots, empty, remote, sums, 0)
+        return bytes_of(empty)
+
+    expected, found = both(run)
+    assert expected.any()
+    assert torch.equal(expected, found)
+
+
+def test_checksum_is_the_digest_and_changes_nothing(pools, slots):
+    pool, _ = pools
+    before = bytes_of(pool)
     digest, sums = WordDigest(), torch.zeros(1, dtype=torch.int64)
+    data = pool.gather(slots, torch.empty(len(slots.block_ids) * pool.block_bytes).byte())
     digest.update(data)
     blocks.checksum(pool, slots, sums, 0)
     assert int(sums) % (1 << 64) == digest.value
+    both(lambda ops, sums: ops.checksum(pool, slots, sums, FIRST))
+    assert torch.equal(bytes_of(pool), before)
 
 
 def test_blocks_beyond_what_32_bits_can_count():
