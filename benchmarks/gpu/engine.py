@@ -21,7 +21,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.harness import BLOCK_SIZE, Driver, OurEngine, Transformers
+from baton.engine.backends.gpu.assemble import unsupported_format
+from benchmarks.gpu.harness import BLOCK_SIZE, Driver, Limits, OurEngine, Transformers
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape
 
@@ -98,9 +99,10 @@ def equality(part: Part) -> Cells:
         torch.randint(shape.vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist()
         for n in lengths
     ]
-    with ours.driver(8, 1024, 256, graphs=not smoke) as driver:
+    limits = Limits(8, 1024, 256)
+    with ours.driver(limits, graphs=not smoke) as driver:
         found = driver.generate(prompts, new_tokens)
-    with ours.reference(8, 1024, 256) as driver:
+    with ours.reference(limits) as driver:
         wanted = driver.generate(prompts, new_tokens)
     assert found == wanted, f"other tokens: {found} instead of {wanted}"
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
@@ -144,14 +146,16 @@ class Measuring:
                 self.rival = Transformers(self.shape, part.device)
             except Exception as error:  # whatever version of it is there
                 self._no_rival("decode", "", error)
-        with ours.driver(max(batches), sized(2048, 2048, 64), CHUNK, graphs=True) as driver:
+        limits = Limits(max(batches), sized(2048, 2048, 64), CHUNK, self.warm_up)
+        with ours.driver(limits, graphs=True) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
             if self.formats == BF16:
                 for batch in [b for b in sized((1, 64), (1, 64), (2,)) if b in batches]:
                     table = f"where a step goes, {title}, batch {batch}"
                     part.measure(table, [("profile", partial(self._profile, table, driver, batch))])
-        longest, chunk = sized(max(PROMPTS) + 64, max(PROMPTS) + 64, 128), sized(CHUNK, CHUNK, 16)
-        with ours.driver(8, longest, chunk, graphs=False) as driver:
+        longest = sized(max(PROMPTS) + 64, max(PROMPTS) + 64, 128)
+        limits = Limits(8, longest, sized(CHUNK, CHUNK, 16))
+        with ours.driver(limits, graphs=False) as driver:
             part.measure(
                 "prefill",
                 [
@@ -167,7 +171,9 @@ class Measuring:
     def _impossible(self) -> str:
         if self.part.late:
             return "its time was over"
-        return "this GPU has none" if self.formats == FP8 and not self.part.has_fp8 else ""
+        if self.part.device.type != "cuda" or self.formats != FP8:
+            return ""
+        return unsupported_format("fp8", torch.cuda.get_device_capability(self.part.device))
 
     def _blocks(self, batch: int) -> int:
         """For decoding, or for the longest prompt if that takes more."""
@@ -205,7 +211,7 @@ class Measuring:
         if self.rival and batch <= RIVAL_MOST:
             steps = self.part.job.sized(_RIVAL_STEPS, 4, 2)
             theirs = partial(self.rival.measure, batch, self.context, steps)
-        ours = partial(driver.decode, batch, self.context, self.steps, self.warm_up)
+        ours = partial(driver.decode, batch, self.context, self.steps)
         step_s, rival = self._in_turn("decode", batch, ours, theirs)
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if rate := self.part.job.copy_bytes_per_s:
@@ -217,7 +223,7 @@ class Measuring:
 
     def sampled(self, driver: Driver, batch: int) -> Cells:
         """The same steps with sampling by top-p."""
-        sizes = (batch, self.context, self.steps, self.warm_up)
+        sizes = (batch, self.context, self.steps)
         step_s = driver.decode(*sizes, temperature=0.8, top_p=0.95)
         return {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
 
@@ -268,7 +274,7 @@ class Measuring:
     def _profile(self, table: str, driver: Driver, batch: int) -> None:
         """Where a decode step goes on the device: kernels by time, as torch's profiler has them."""
         steps = self.part.job.sized(16, 16, 1)
-        step = partial(driver.decode, batch, self.context, steps, self.warm_up)
+        step = partial(driver.decode, batch, self.context, steps)
         step_s = step()  # which the profiler slows down
         on_gpu = self.part.device.type == "cuda"
         kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
@@ -287,7 +293,7 @@ class Measuring:
                 calls[short(event.name)] += 1
         if not times:  # as in a container without its rights
             self.part.note(table, "left out: torch's profiler reports no kernel on this device")
-        for name, cells in step_table(times, calls, self.warm_up + steps + 1, step_s * 1e6).items():
+        for name, cells in step_table(times, calls, driver.all_steps(steps), step_s * 1e6).items():
             self.part.row(table, name, cells)
 
 

@@ -13,6 +13,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -42,6 +43,16 @@ BLOCK_SIZE = 16
 _STEP_S = 60.0  # longer than any step takes
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What an engine is built for. Tokens, but for `batch`, which counts sequences."""
+
+    batch: int
+    context: int
+    chunk: int
+    warm_up: int = 8  # steps of each measurement that are not counted
+
+
 class OurEngine:
     """Weights and a pool, and drivers over them: one for decoding, with graphs, one for prompts."""
 
@@ -52,39 +63,40 @@ class OurEngine:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(shape.config()), encoding="utf-8")
-            self.config = config = ModelConfig.load(path)
-        form = partial(prepare, quantization=quantization)
-        self._weights = random_weights(config, dtype, device, 1, form)
-        self._layout = plan_layout(config, kv, BLOCK_SIZE, num_blocks, 0)
-        self._sampler = Sampler(frozenset(), config.vocab_size)
-        self._model = GpuModel(config, self._weights, dtype, device)
+            self.config = ModelConfig.load(path)
         self._dtype, self._device = dtype, device
+        form = partial(prepare, quantization=quantization)
+        self._weights = random_weights(self.config, dtype, device, 1, form)
+        self._layout = plan_layout(self.config, kv, BLOCK_SIZE, num_blocks, 0)
+        self._sampler = Sampler(frozenset(), self.config.vocab_size)
+        self._model = GpuModel(self.config, self._weights, dtype, device)
         # Random numbers: steps on zeros would take less power.
-        sizes = (config.num_layers, config.num_kv_heads, config.head_size)
-        self._pool = random_pool(self._layout.num_blocks, *sizes, kv, device)
+        config = self.config
+        self._pool = random_pool(
+            self._layout.num_blocks, config.num_layers, config.num_kv_heads, config.head_size, kv,
+            device,
+        )  # fmt: skip
         assert tuple(self._pool.shape) == self._layout.shape
 
-    def driver(self, batch: int, context: int, chunk: int, *, graphs: bool) -> Driver:
-        """As a worker runs it, for so many sequences and tokens: steps are launched ahead."""
+    def driver(self, limits: Limits, *, graphs: bool) -> Driver:
+        """An engine as a worker runs it: steps are launched ahead, decode steps are graphs."""
         settings = GpuSettings(
-            max_batch=batch, max_context=context, block_size=BLOCK_SIZE, graphs=graphs
+            max_batch=limits.batch, max_context=limits.context, block_size=BLOCK_SIZE, graphs=graphs
         )
         runner = GpuRunner(self._model, self._pool, self._sampler, settings)
         runner.prepare(lambda done, total: None)
-        return self._driver(runner, batch, context, chunk, lookahead=1)
+        return self._driver(runner, limits, lookahead=1)
 
-    def reference(self, batch: int, context: int, chunk: int) -> Driver:
+    def reference(self, limits: Limits) -> Driver:
         """The same weights and the model in plain torch, step after step."""
         model = Model(self.config, self._weights, self._dtype, self._device)
         runner = Runner(model, torch.zeros_like(self._pool), self._sampler)
-        return self._driver(runner, batch, context, chunk, lookahead=0)
+        return self._driver(runner, limits, lookahead=0)
 
-    def _driver(
-        self, runner: StepRunner, batch: int, context: int, chunk: int, lookahead: int
-    ) -> Driver:
+    def _driver(self, runner: StepRunner, limits: Limits, lookahead: int) -> Driver:
         blocks = BlockPool(self._layout.num_blocks, BLOCK_SIZE, prefix_cache=False)
-        planner = Planner(blocks, chunk, batch, lookahead=lookahead)
-        return Driver(runner, planner, self.config.vocab_size, context)
+        planner = Planner(blocks, limits.chunk, limits.batch, lookahead=lookahead)
+        return Driver(runner, planner, self.config.vocab_size, limits)
 
 
 class Driver:
@@ -94,12 +106,12 @@ class Driver:
     elsewhere.
     """
 
-    def __init__(self, runner: StepRunner, planner: Planner, vocab: int, context: int) -> None:
-        self._vocab, self._device = vocab, runner.pool.device
+    def __init__(self, runner: StepRunner, planner: Planner, vocab: int, limits: Limits) -> None:
+        self._vocab, self._warm_up, self._device = vocab, limits.warm_up, runner.pool.device
         self._names, self._dice = map(str, itertools.count()), random.Random(0)
         self._reports: queue.SimpleQueue[tuple[float, StepReport]] = queue.SimpleQueue()
         self._engine = Engine(
-            runner, planner, frozenset(), context,
+            runner, planner, frozenset(), limits.context,
             lambda report: self._reports.put((time.perf_counter(), report)),
         )  # fmt: skip
 
@@ -112,15 +124,18 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self._engine.stop()
 
-    def decode(
-        self, batch: int, context: int, steps: int, warm_up: int = 1, **sampling: Any
-    ) -> float:
-        """Seconds of a step in which `batch` sequences of that context get a token each.
+    def all_steps(self, steps: int) -> int:
+        """How many steps are run to measure so many."""
+        return self._warm_up + steps + 1
 
-        Of `warm_up + steps + 1` steps the first are not counted, nor the last, which frees all.
-        """
-        total = warm_up + steps + 1
-        params = SamplingParams(seed=1, ignore_eos=True, max_tokens=total + 1, **sampling)
+    def decode(
+        self, batch: int, context: int, steps: int, *, temperature: float = 0.0, top_p: float = 1.0
+    ) -> float:
+        """Seconds of a step in which `batch` sequences of that context get a token each."""
+        params = SamplingParams(
+            temperature=temperature, top_p=top_p, seed=1, ignore_eos=True,
+            max_tokens=self.all_steps(steps) + 1,
+        )  # fmt: skip
         sequences = [self._sequence(self._prompt(context), params) for _ in range(batch)]
         for sequence in sequences:
             self._engine.reserve(sequence).result()
@@ -131,11 +146,12 @@ class Driver:
 
         self._engine.submit(start).result()
         ends: list[float] = []
-        while len(ends) < total:
+        while len(ends) < self.all_steps(steps):
             ended, report = self._next()
             if len(report.progress) == batch:
                 ends.append(ended)
-        return (ends[-2] - ends[warm_up - 1]) / steps
+        counted = ends[self._warm_up - 1 : -1]  # the last one frees everything
+        return (counted[-1] - counted[0]) / (len(counted) - 1)
 
     def prefill(self, tokens: int) -> float:
         """Seconds from a prompt's submission to its first token."""
@@ -192,11 +208,11 @@ class Transformers:
 
         self._transformers, self._device, self._vocab = transformers, device, shape.vocab
         config = transformers.AutoConfig.for_model(**shape.config())
-        made: Any = transformers.AutoModelForCausalLM
         default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)  # which every version of it obeys
+        torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device(device):
+                made: Any = transformers.AutoModelForCausalLM
                 model = made.from_config(config, attn_implementation="sdpa")
         finally:
             torch.set_default_dtype(default)
