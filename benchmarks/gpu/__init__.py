@@ -2,43 +2,37 @@
 
 Only the cluster needs more than Python, torch, triton, numpy and safetensors. The engine's and the
 transports' modules name protobuf's messages and xxhash, which kernels, steps and copies between
-GPUs do not use: where those cannot be imported, stand-ins take their place. A name of a stand-in is
-a name and nothing else; what calls it fails.
+GPUs do not use: where those cannot be imported, a module whose names are only names takes their
+place.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import ModuleType
-
-OPTIONAL = ("baton.v1.common_pb2", "xxhash")
-
-
-@dataclass(frozen=True)
-class Name:
-    """Something that is not installed."""
-
-    text: str
+from typing import NoReturn
 
 
-class Absent(ModuleType):
-    """A module that has every name, and nothing behind it."""
-
-    def __getattr__(self, name: str) -> Name:
+class _Absent(ModuleType):
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Name(f"{self.__name__}.{name}")
+
+        def absent(*_: object, **__: object) -> NoReturn:
+            raise ImportError(f"{self.__name__}.{name} is not installed")
+
+        return absent
 
 
 def stand_in(name: str) -> None:
-    """Puts a stand-in where an import fails."""
+    """Puts a module of names where an import fails."""
     try:
         importlib.import_module(name)
     except Exception:  # protobuf refuses messages of a newer one with errors of its own
-        sys.modules[name] = Absent(name)
+        sys.modules[name] = _Absent(name)
 
 
-for _name in OPTIONAL:
+for _name in ("baton.v1.common_pb2", "xxhash"):
     stand_in(_name)

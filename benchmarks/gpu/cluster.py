@@ -8,8 +8,9 @@ import importlib.util
 import random
 import statistics
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from baton.errors import DeadlineExceeded
 from benchmarks.gpu.part import Case, Cells, Part, summary
 from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier
@@ -38,24 +40,19 @@ _TIMEOUT_S, _HOST = 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes
 _LENGTHS, _NEW_TOKENS = (64, 300, 700, 1500), 24
 _VOCAB = 4000  # of the demo model's 4096: none of its special tokens
-_FLUSHED_S = 3.0  # all exporters have sent what they had
+_FLUSHED_S = 3.0  # by then all exporters have sent what they had
 
 
 def run(part: Part) -> None:
     """Transports, then the cluster."""
-    plans, notes = _plans(part)
-    for note in notes:
-        part.tell("note", "transfer", text=note)
-    part.measure("transfer", [(name, partial(transfer, part, *ends)) for name, ends in plans])
+    part.measure("transfer", _transfers(part))
     if missing := [name for name in _NEEDED if not _is_there(name)]:
-        text = f"no cluster is started: {', '.join(missing)} not installed"
-        part.tell("note", "handoff", text=text)
+        part.note("handoff", f"no cluster is started: {', '.join(missing)} not installed")
         return
     transports = ["shm"] if part.device.type == "cpu" else ["cuda_ipc"]
     if part.device.type == "cuda" and _nccl_shares_a_gpu():
         transports.append("nccl")
-    cases: list[Case] = [(name, partial(handoff, part, name)) for name in transports]
-    part.measure("handoff", cases)
+    part.measure("handoff", [(name, partial(handoff, part, name)) for name in transports])
 
 
 def _is_there(name: str) -> bool:
@@ -63,6 +60,13 @@ def _is_there(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
+
+
+def _nccl_shares_a_gpu() -> bool:
+    """Whether both ends of a pair may be on one GPU."""
+    if not torch.distributed.is_nccl_available():
+        return False
+    return tuple(torch.cuda.nccl.version()[:2]) >= (2, 30)
 
 
 @dataclass(frozen=True)
@@ -109,35 +113,33 @@ class Plan:
         return transports[self.transport]()
 
 
-def _plans(part: Part) -> tuple[list[tuple[str, tuple[Plan, Plan]]], list[str]]:
-    """(the sender's, the receiver's) plan by name, and why others are left out."""
+def _transfers(part: Part) -> Iterator[Case]:
+    """A row for each transport: within this GPU, and to another one if there is."""
     shape = GPU_SHAPES["smoke" if part.job.smoke else "8B"]
     block_bytes = 2 * 16 * 2 * shape.layers * shape.kv_heads * shape.head_size
     count = 6 if part.job.smoke else _MOVED // block_bytes
     size = (count, shape.layers, shape.kv_heads, shape.head_size)
+
+    def case(name: str, transport: str, here: str, there: str) -> Case:
+        return name, partial(
+            transfer, part, Plan(transport, here, *size), Plan(transport, there, *size)
+        )
+
     if part.device.type == "cpu":
-        plans = [Plan(name, "cpu", *size) for name in ("shm", "gloo")]
-        return [(plan.transport, (plan, plan)) for plan in plans], []
-    here = part.device.index or 0
-    others = [n for n in range(torch.cuda.device_count()) if n != here]
-    ipc, nccl = (Plan(name, f"cuda:{here}", *size) for name in ("cuda_ipc", "nccl"))
-    found = [("cuda_ipc", (ipc, ipc))]
+        for name in ("shm", "gloo"):
+            yield case(name, name, "cpu", "cpu")
+        return
+    here = str(part.device)
+    yield case("cuda_ipc", "cuda_ipc", here, here)
+    others = [n for n in range(torch.cuda.device_count()) if n != part.device.index]
     for other in others[:1]:
-        for plan in (ipc, nccl):
-            there = replace(plan, device=f"cuda:{other}")
-            found.append((f"{plan.transport}, to another GPU", (plan, there)))
+        for name in ("cuda_ipc", "nccl"):
+            yield case(f"{name}, to another GPU", name, here, f"cuda:{other}")
     if _nccl_shares_a_gpu():
-        found.append(("nccl, two ranks on one GPU", (nccl, nccl)))
+        yield case("nccl, two ranks on one GPU", "nccl", here, here)
     elif not others:
-        return found, ["nccl is left out: before NCCL 2.30 it refuses two ranks on one GPU"]
-    return found, []
-
-
-def _nccl_shares_a_gpu() -> bool:
-    """Whether both ends of a pair may be on one GPU."""
-    if not torch.distributed.is_nccl_available():
-        return False
-    return tuple(torch.cuda.nccl.version()[:2]) >= (2, 30)
+        text = "nccl is left out: before NCCL 2.30 it refuses two ranks on one GPU"
+        part.note("transfer", text)
 
 
 def transfer(part: Part, sending: Plan, receiving: Plan) -> Cells:
@@ -147,9 +149,10 @@ def transfer(part: Part, sending: Plan, receiving: Plan) -> Cells:
     if pool.device.type == "cuda":
         torch.cuda.synchronize(pool.device)
     transport, times = sending.made(), []
-    spawn = get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    peer = spawn.Process(target=receive, args=(receiving, theirs), daemon=True)
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe()
+    peer = context.Process(target=receive, args=(receiving, theirs), daemon=True)
     peer.start()
     theirs.close()
     try:
@@ -240,6 +243,10 @@ def handoff(part: Part, transport: str) -> Cells:
     with SingleProcess(engine) as single:
         wanted = [single.generate(prompt, params).token_ids for prompt in prompts]
     store, taken = SpanStore(10_000, 500_000), set()
+    rate = part.job.copy_bytes_per_s or float("inf")
+
+    def has_cost(spans: Sequence[Span]) -> bool:
+        return bookkeeping_ms(spans, rate) is not None
 
     async def compare() -> None:
         async with OtlpReceiver(store) as receiver:
@@ -253,16 +260,14 @@ def handoff(part: Part, transport: str) -> Cells:
                     )
                     assert done.token_ids == tokens, f"other tokens for a prompt of {len(prompt)}"
                     taken.add(done.route.transport)
-                await asyncio.sleep(_FLUSHED_S)
+                with suppress(DeadlineExceeded):
+                    await store.wait_for(done.trace_id, has_cost, _FLUSHED_S)
 
     asyncio.run(compare())
     assert taken == {transport}, f"handoffs went by {taken}"
-    rate = part.job.copy_bytes_per_s or float("inf")
     costs = [cost for spans in store.traces() if (cost := bookkeeping_ms(spans, rate)) is not None]
-    return {
-        "requests": len(prompts), "other tokens": 0,
-        "bookkeeping p50 ms": statistics.median(costs[1:]),  # the first opens the link
-    }  # fmt: skip
+    bookkeeping = statistics.median(costs[1:])  # the first opens the link
+    return {"requests": len(prompts), "other tokens": 0, "bookkeeping p50 ms": bookkeeping}
 
 
 def bookkeeping_ms(spans: Sequence[Span], copy_bytes_per_s: float) -> float | None:

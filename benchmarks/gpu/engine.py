@@ -11,7 +11,8 @@ import re
 import statistics
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +35,7 @@ _NAMED = 8  # kernels of a step with rows of their own
 
 @dataclass(frozen=True)
 class Formats:
-    """Of what weights, KV and everything else are made; bytes of an element of them."""
+    """Of what weights, KV and everything else are made."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
@@ -71,18 +72,19 @@ def prefill_flops(shape: Shape, tokens: int) -> float:
     return matrices + attention + 2.0 * shape.vocab * shape.hidden
 
 
+def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
+    """A row's name."""
+    return f"{shape.name} {formats.name}" + (f", {size}" if size else "")
+
+
 def run(part: Part) -> None:
     """Equality, then each shape in bf16 beside transformers, then in fp8."""
     part.attempt("engine against its reference", "float32, greedy", partial(equality, part))
     for formats in (BF16, FP8):
         for shape in part.job.models:
-            part.attempt("decode", title_of(shape, formats), partial(_shape, part, shape, formats))
+            one = Measuring(part, shape, formats)
+            part.attempt("decode", title_of(shape, formats), one.run)
             part.free()
-
-
-def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
-    """A row's name."""
-    return f"{shape.name} {formats.name}" + (f", {size}" if size else "")
 
 
 def equality(part: Part) -> Cells:
@@ -90,14 +92,12 @@ def equality(part: Part) -> Cells:
     sized, smoke = part.job.sized, part.job.smoke
     shape = part.job.models[-1] if smoke else SMALL
     lengths, new_tokens = sized(((1, 15, 16, 17, 300, 700), 32), ((1, 17, 300), 16), ((17,), 2))
-    limits = Limits(8, 1024, 256)
-    ours = _engine(part, shape, FLOAT32, 40 if smoke else 512)
+    ours = engine_of(part, shape, FLOAT32, 40 if smoke else 512)
     prompts = [
-        torch.randint(
-            shape.vocab, (length,), generator=torch.Generator().manual_seed(length)
-        ).tolist()
-        for length in lengths
+        torch.randint(shape.vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in lengths
     ]
+    limits = Limits(8, 1024, 256)
     with ours.driver(limits, graphs=not smoke) as driver:
         found = driver.generate(prompts, new_tokens)
     with ours.reference(limits) as driver:
@@ -106,142 +106,136 @@ def equality(part: Part) -> Cells:
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
 
 
-def _engine(part: Part, shape: Shape, formats: Formats, blocks: int) -> OurEngine:
+def engine_of(part: Part, shape: Shape, formats: Formats, blocks: int) -> OurEngine:
+    """An engine with random weights."""
     form = (formats.dtype, formats.kv, formats.quantization)
     return OurEngine(shape, *form, part.device, blocks)
 
 
-def _blocks(part: Part, batch: int) -> int:
-    """For decoding, or for the longest prompt if that takes more."""
-    sized = part.job.sized
-    context = sized(CONTEXT, CONTEXT, 20) + 12 + sized(STEPS, STEPS // 2, 2)
-    prompt = sized(max(PROMPTS), max(PROMPTS), 33) + 32
-    return max((batch + 2) * -(-context // BLOCK_SIZE), -(-prompt // BLOCK_SIZE)) + 8
-
-
-def _fitting(part: Part, shape: Shape, formats: Formats, beside: bool) -> list[int]:
-    """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
-    wanted = list(part.job.sized(BATCHES, (1, 64), (2,)))
-    if part.device.type != "cuda":
-        return wanted
-    room = torch.cuda.mem_get_info(part.device)[0] - _SPARE
-    room -= shape.num_parameters * formats.weight_bytes
-    if beside:
-        theirs = RIVAL_MOST * (CONTEXT + 2 * STEPS)
-        room -= 2 * shape.num_parameters + 2 * theirs * kv_bytes(shape)
-    block = BLOCK_SIZE * kv_bytes(shape, formats)
-    return [batch for batch in wanted if _blocks(part, batch) * block <= room]
-
-
-def _shape(part: Part, shape: Shape, formats: Formats) -> None:
-    """All of one shape in one format."""
-    title, capability = title_of(shape, formats), None
-    if part.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(part.device)
-    note = partial(part.tell, "note", "decode")
-    if part.late:
-        return note(text=f"left out, because its time was over: {title}")
-    if capability and formats == FP8 and (why := unsupported_format("fp8", capability)):
-        return note(text=f"{title} is left out: {why}")
-    beside = formats == BF16
-    batches = _fitting(part, shape, formats, beside)
-    if beside and not batches:
-        batches, beside = _fitting(part, shape, formats, False), False
-        note(text=f"{shape.name} without transformers: no memory is left for it")
-    try:
-        ours = _engine(part, shape, formats, _blocks(part, max(batches))) if batches else None
-    except torch.OutOfMemoryError:
-        ours = None
-    if ours is None:
-        return note(text=f"{title} is left out: it does not fit the GPU's memory")
-    rival: Transformers | None = None
-    if beside:
-        try:
-            rival = Transformers(shape, part.device)
-        except Exception as error:  # whatever version of it is there
-            note(text=f"{shape.name} without transformers: {summary(error)}")
-    measuring = Measuring(part, shape, formats, rival)
-    sized = part.job.sized
-    limits = Limits(max(batches), sized(2048, 2048, 64), CHUNK, sized(8, 8, 1))
-    with ours.driver(limits, graphs=True) as driver:
-        part.measure("decode", measuring.decode_cases(driver, batches))
-        if beside or formats == BF16:
-            _profiles(
-                part, driver, title, [b for b in sized((1, 64), (1, 64), (2,)) if b in batches]
-            )
-    longest = sized(max(PROMPTS) + 64, max(PROMPTS) + 64, 128)
-    with ours.driver(Limits(8, longest, sized(CHUNK, CHUNK, 16)), graphs=False) as driver:
-        part.measure("prefill", measuring.prefill_cases(driver))
-    return None
-
-
-@dataclass
 class Measuring:
-    """One shape in one format, and transformers beside it if it is there."""
+    """One shape in one format, and transformers beside it where there is room for it."""
 
-    part: Part
-    shape: Shape
-    formats: Formats
-    rival: Transformers | None
+    def __init__(self, part: Part, shape: Shape, formats: Formats) -> None:
+        self.part, self.shape, self.formats = part, shape, formats
+        self.rival: Transformers | None = None
+        sized = part.job.sized
+        self.context, self.steps = sized(CONTEXT, CONTEXT, 15), sized(STEPS, STEPS // 2, 1)
+        self.warm_up, self.rounds = sized(8, 8, 1), sized(3, 2, 1)
+        self.prompts = sized(PROMPTS, PROMPTS[1:2], (17,))
 
-    def decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
+    def run(self) -> None:
+        """All of it."""
+        part, sized, title = self.part, self.part.job.sized, self._title()
+        if why := self._impossible():
+            return part.note("decode", f"{title} is left out: {why}")
+        beside = self.formats == BF16
+        batches = self._fitting(beside)
+        if beside and not batches:
+            batches, beside = self._fitting(False), False
+            part.note("decode", f"{self.shape.name} without transformers: no memory is left for it")
+        ours = None
+        if batches:
+            with suppress(torch.OutOfMemoryError):
+                ours = engine_of(part, self.shape, self.formats, self._blocks(max(batches)))
+        if ours is None:
+            return part.note("decode", f"{title} is left out: it does not fit the GPU's memory")
+        if beside:
+            try:
+                self.rival = Transformers(self.shape, part.device)
+            except Exception as error:  # whatever version of it is there
+                self._no_rival("decode", "", error)
+        limits = Limits(max(batches), sized(2048, 2048, 64), CHUNK, self.warm_up)
+        with ours.driver(limits, graphs=True) as driver:
+            part.measure("decode", self._decode_cases(driver, batches))
+            if self.formats == BF16:
+                for batch in [b for b in sized((1, 64), (1, 64), (2,)) if b in batches]:
+                    table = f"where a step goes, {title}, batch {batch}"
+                    part.measure(table, [("profile", partial(self._profile, table, driver, batch))])
+        longest = sized(max(PROMPTS) + 64, max(PROMPTS) + 64, 128)
+        limits = Limits(8, longest, sized(CHUNK, CHUNK, 16))
+        with ours.driver(limits, graphs=False) as driver:
+            part.measure(
+                "prefill",
+                [
+                    (self._title(f"{n} tokens"), partial(self.prefill, driver, n))
+                    for n in self.prompts
+                ],
+            )
+        return None
+
+    def _title(self, size: str = "") -> str:
+        return title_of(self.shape, self.formats, size)
+
+    def _impossible(self) -> str:
+        if self.part.late:
+            return "its time was over"
+        if self.part.device.type != "cuda" or self.formats != FP8:
+            return ""
+        return unsupported_format("fp8", torch.cuda.get_device_capability(self.part.device))
+
+    def _blocks(self, batch: int) -> int:
+        """For decoding, or for the longest prompt if that takes more."""
+        decoding = (batch + 2) * -(-(self.context + 12 + self.steps) // BLOCK_SIZE)
+        return max(decoding, -(-(max(self.prompts) + 32) // BLOCK_SIZE)) + 8
+
+    def _fitting(self, beside: bool) -> list[int]:
+        """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
+        wanted, shape = list(self.part.job.sized(BATCHES, (1, 64), (2,))), self.shape
+        if self.part.device.type != "cuda":
+            return wanted
+        room = torch.cuda.mem_get_info(self.part.device)[0] - _SPARE
+        room -= shape.num_parameters * self.formats.weight_bytes
+        if beside:
+            theirs = RIVAL_MOST * (CONTEXT + 2 * STEPS)
+            room -= 2 * shape.num_parameters + 2 * theirs * kv_bytes(shape)
+        block = BLOCK_SIZE * kv_bytes(shape, self.formats)
+        return [batch for batch in wanted if self._blocks(batch) * block <= room]
+
+    def _decode_cases(self, driver: Driver, batches: list[int]) -> list[Case]:
         """One for each batch, then with sampling instead of the likeliest token."""
-        for batch in batches:
-            name = title_of(self.shape, self.formats, f"batch {batch}")
-            yield name, partial(self.decode, driver, batch)
+        cases: list[Case] = [
+            (self._title(f"batch {batch}"), partial(self.decode, driver, batch))
+            for batch in batches
+        ]
         if self.formats == BF16:
             batch = min(64, max(batches))
-            name = title_of(self.shape, self.formats, f"batch {batch}, top-p")
-            yield name, partial(self.sampled, driver, batch)
-
-    def prefill_cases(self, driver: Driver) -> Iterator[Case]:
-        """One for each prompt."""
-        for tokens in self.part.job.sized(PROMPTS, PROMPTS[1:2], (20,)):
-            name = title_of(self.shape, self.formats, f"{tokens} tokens")
-            yield name, partial(self.prefill, driver, tokens)
-
-    def _sizes(self) -> tuple[int, int]:
-        """Context and steps."""
-        sized = self.part.job.sized
-        return sized(CONTEXT, CONTEXT, 20), sized(STEPS, STEPS // 2, 2)
+            sampled = partial(self.sampled, driver, batch)
+            cases.append((self._title(f"batch {batch}, top-p"), sampled))
+        return cases
 
     def decode(self, driver: Driver, batch: int) -> Cells:
         """Steps of one batch size; ours and theirs in turn."""
-        context, steps = self._sizes()
-        rival = self.rival if batch <= RIVAL_MOST else None
-        rival_steps = self.part.job.sized(_RIVAL_STEPS, 4, 2)
-        step_s, theirs = self._in_turn(
-            "decode", batch,
-            partial(driver.decode, batch, context, steps),
-            partial(rival.decode, batch, context, rival_steps) if rival else None,
-        )  # fmt: skip
+        theirs = None
+        if self.rival and batch <= RIVAL_MOST:
+            steps = self.part.job.sized(_RIVAL_STEPS, 4, 2)
+            theirs = partial(self.rival.measure, batch, self.context, steps)
+        ours = partial(driver.decode, batch, self.context, self.steps)
+        step_s, rival = self._in_turn("decode", batch, ours, theirs)
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if rate := self.part.job.copy_bytes_per_s:
-            seen = batch * (context + steps // 2)  # in the middle of what was counted
+            seen = batch * (self.context + self.steps // 2)  # in the middle of what was counted
             moved = weight_bytes(self.shape, self.formats)
             floor = (moved + seen * kv_bytes(self.shape, self.formats)) / rate
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
-        return cells | theirs
+        return cells | rival
+
+    def sampled(self, driver: Driver, batch: int) -> Cells:
+        """The same steps with sampling by top-p."""
+        sizes = (batch, self.context, self.steps)
+        step_s = driver.decode(*sizes, temperature=0.8, top_p=0.95)
+        return {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
 
     def prefill(self, driver: Driver, tokens: int) -> Cells:
         """One prompt in chunks, to its first token."""
         if not self.part.job.smoke:
             driver.prefill(tokens)  # kernels are compiled for what is new in it
-        ours_s, theirs = self._in_turn(
-            "prefill", tokens,
-            partial(driver.prefill, tokens),
-            partial(self.rival.prefill, tokens) if self.rival else None,
-        )  # fmt: skip
+        theirs = partial(self.rival.measure, 1, tokens, 0) if self.rival else None
+        ours_s, rival = self._in_turn("prefill", tokens, partial(driver.prefill, tokens), theirs)
         cells: Cells = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
         if rate := self.part.job.matmul_flops:
             floor = prefill_flops(self.shape, tokens) / rate
             cells |= {"floor ms": floor * 1e3, "of matmul rate": floor / ours_s}
-        return cells | theirs
-
-    def sampled(self, driver: Driver, batch: int) -> Cells:
-        """The same steps with sampling by top-p."""
-        step_s = driver.decode(batch, *self._sizes(), temperature=0.8, top_p=0.95)
-        return {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
+        return cells | rival
 
     def _in_turn(
         self, table: str, tokens: int, ours: Callable[[], float],
@@ -249,7 +243,7 @@ class Measuring:
     ) -> tuple[float, Cells]:  # fmt: skip
         """Our median seconds of some rounds; transformers', between ours until it fails."""
         our_s, their_s, cache = [], [], ""
-        for _ in range(self.part.job.sized(3, 2, 1)):
+        for _ in range(self.rounds):
             our_s.append(ours())
             if theirs is None:
                 continue
@@ -259,9 +253,7 @@ class Measuring:
             except Exception as error:  # whatever version of it is there
                 if is_fatal(error):
                     raise
-                traceback.print_exc()  # to the part's log
-                text = f"{self.shape.name}, {tokens}: transformers: {summary(error)}"
-                self.part.tell("note", table, text=text)
+                self._no_rival(table, f", {tokens}", error)
                 theirs = None
         self.part.free()  # its caches of one size are of no use for the next
         ours_s = statistics.median(our_s)
@@ -273,45 +265,34 @@ class Measuring:
             "its cache": cache,
         }  # fmt: skip
 
+    def _no_rival(self, table: str, size: str, error: Exception) -> None:
+        traceback.print_exc()  # to the part's log
+        self.part.note(table, f"{self.shape.name}{size}: no transformers: {summary(error)}")
 
-def _profiles(part: Part, driver: Driver, title: str, batches: list[int]) -> None:
-    """Where a decode step goes on the device: kernels by time, as torch's profiler reports them."""
-    steps, context = part.job.sized(16, 16, 2), part.job.sized(CONTEXT, CONTEXT, 20)
-    for batch in batches:
-        table = f"where a step goes, {title}, batch {batch}"
-        if part.late:
-            part.tell("note", table, text="left out, because its time was over")
-        else:
-            step = partial(driver.decode, batch, context, steps)
-            part.attempt(
-                table, "profile", partial(_profile, part, table, step, driver.all_steps(steps))
-            )
-
-
-def _profile(part: Part, table: str, step: Callable[[], float], steps: int) -> None:
-    """step: decodes `steps` steps and gives a step's seconds; the profiler slows steps down."""
-    step_s = step()
-    on_gpu = part.device.type == "cuda"
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    # On a CPU the work is the engine's thread's, which is not this one.
-    everywhere = None if on_gpu else _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[activity], experimental_config=everywhere) as profiler:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize(part.device)
-    times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for event in profiler.events():
-        if event.device_type == kind:
-            times[short(event.name)] += (
-                event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            )
-            calls[short(event.name)] += 1
-    if not times:  # as in a container without its rights
-        part.tell("note", table, text="left out: torch's profiler reports no kernel on this device")
-    for name, cells in step_table(times, calls, steps, step_s * 1e6).items():
-        part.tell("row", table, name, cells)
+    def _profile(self, table: str, driver: Driver, batch: int) -> None:
+        """Where a decode step goes on the device: kernels by time, as torch's profiler has them."""
+        steps = self.part.job.sized(16, 16, 1)
+        step = partial(driver.decode, batch, self.context, steps)
+        step_s = step()  # which the profiler slows down
+        on_gpu = self.part.device.type == "cuda"
+        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        # On a CPU the work is the engine's thread's, which is not this one.
+        everywhere = None if on_gpu else _ExperimentalConfig(profile_all_threads=True)
+        with profile(activities=[activity], experimental_config=everywhere) as profiler:
+            step()
+            if on_gpu:
+                torch.cuda.synchronize(self.part.device)
+        times, calls = Counter[str](), Counter[str]()
+        for event in profiler.events():
+            if event.device_type == kind:
+                us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+                times[short(event.name)] += us
+                calls[short(event.name)] += 1
+        if not times:  # as in a container without its rights
+            self.part.note(table, "left out: torch's profiler reports no kernel on this device")
+        for name, cells in step_table(times, calls, driver.all_steps(steps), step_s * 1e6).items():
+            self.part.row(table, name, cells)
 
 
 def step_table(

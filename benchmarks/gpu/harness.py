@@ -221,15 +221,8 @@ class Transformers:
         self._model = model.to(torch.bfloat16).eval()
         self._best: dict[tuple[int, int], str] = {}
 
-    def decode(self, batch: int, context: int, steps: int) -> tuple[float, str]:
-        """Seconds of a step, and which cache it used."""
-        return self._measure(batch, context, steps)
-
-    def prefill(self, tokens: int) -> tuple[float, str]:
-        """Seconds of a prompt to its first token, and which cache it used."""
-        return self._measure(1, tokens, 0)
-
-    def _measure(self, batch: int, context: int, steps: int) -> tuple[float, str]:
+    def measure(self, batch: int, context: int, steps: int) -> tuple[float, str]:
+        """Seconds of a step behind a prompt, or of the prompt for no steps; and which cache."""
         size = (batch, context)
         if size not in self._best:
             few = min(steps, 2)
@@ -242,7 +235,6 @@ class Transformers:
 
     @torch.inference_mode()
     def _run(self, kind: str, batch: int, context: int, steps: int) -> float:
-        """Seconds of a step behind a prompt, or of the prompt for no steps."""
         config, made = self._model.config, self._transformers
         if kind == "dynamic":
             cache = made.DynamicCache(config=config)

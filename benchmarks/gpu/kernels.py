@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +19,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
-from baton.engine.ops.triton.attention_specs import decode_trial, prefill_trial, random_pool
-from baton.engine.ops.triton.check import specs_in
-from baton.engine.ops.triton.spec import KernelSpec, Key, Trial, relative_error, text_of
+from baton.engine.ops.triton.spec import Key, error_of, small, specs_in, text_of
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal
-from kvtransfer.kernels import blocks, reference
-from kvtransfer.pool import KvPool, Slots
 
 TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
 PROMPTS = ((512, 0), (2048, 0), (8192, 0), (2048, 8192))  # tokens, tokens before them
-_SIZES = ("rows", "batch", "context", "tokens")
-_SMOKE = {"rows": 3, "size": 300, "batch": 2, "context": 40, "tokens": 8, "heads": 2, "kv_heads": 1}
+_GROWING = ("rows", "batch", "context", "tokens", "blocks")  # sizes that vary from check to check
 _OF_MEMORY = 0.3  # of what is free: for a pool, and as much for SDPA's K and V
 _MOVED = 512 << 20  # bytes of blocks
+
+
+def specs() -> dict[str, Any]:
+    """Every kernel's, by its name."""
+    return {spec.name: spec for spec in specs_in(["kvtransfer.kernels.blocks"])}
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -48,26 +49,28 @@ def machine(part: Part) -> None:
     device, smoke = part.device, part.job.smoke
     versions = {"torch": torch.__version__, "triton": triton.__version__,
                 "python": platform.python_version()}  # fmt: skip
-    if device.type != "cuda":
-        about = {"name": f"{device} ({platform.machine()})"}
-    else:
-        told = torch.cuda.get_device_properties(device)
+    about = {"name": f"{device} ({platform.machine()})"}
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
         about = {
-            "name": told.name, "capability": f"{told.major}.{told.minor}",
-            "memory": f"{told.total_memory / 2**30:.0f} GiB",
-            "SMs": str(told.multi_processor_count), "L2": f"{told.L2_cache_size / 2**20:.0f} MiB",
+            "name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
+            "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
+            "SMs": str(gpu.multi_processor_count), "L2": f"{gpu.L2_cache_size / 2**20:.0f} MiB",
             "driver": _driver(), "CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)),
         }  # fmt: skip
-    part.tell("row", "machine", "device", {**about, **versions})
+    part.row("machine", "device", {**about, **versions})
     nbytes, size = (1 << 20, 64) if smoke else (1 << 30, 8192)
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     copy_s = seconds(lambda: target.copy_(source), device)
     # Zeros would take less power, and so a higher clock.
     left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=device).unbind()
     matmul_s = seconds(lambda: left @ right, device)
-    ceilings = {"copy GB/s": 2e-9 * nbytes / copy_s, "matmul TFLOP/s": 2e-12 * size**3 / matmul_s}
-    part.tell("row", "ceilings", "measured", dict(ceilings))
+    rates: Cells = {
+        "copy GB/s": 2e-9 * nbytes / copy_s,
+        "matmul TFLOP/s": 2e-12 * size**3 / matmul_s,
+    }
+    part.row("ceilings", "measured", rates)
 
 
 def _driver() -> str:
@@ -81,31 +84,27 @@ def _driver() -> str:
         return "unknown"
 
 
-class Wrong(Exception):
-    """A result is further from its reference than rounding explains."""
-
-
 def correctness(part: Part) -> None:
     """A row for each case of each kernel: its largest error over random sizes and fresh numbers.
 
     A first size of every case, then a second one, and so on while there is time.
     """
-    cases: dict[str, Callable[[int], float]] = {}
-    for spec in specs_in(()):
-        for shape, _ in spec.cases[: 1 if part.job.smoke else None]:
-            if part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to")):
-                cases[f"{spec.name} {text_of(shape)}"] = partial(_error, part, spec, shape)
-    for use in ("gather", "scatter", "copy", "checksum"):
-        cases[f"{use} blocks"] = partial(_blocks_error, part, use)
+    cases = {
+        f"{spec.name} {text_of(shape)}": (spec, shape)
+        for spec in specs().values()
+        for shape in spec.cases[: 1 if part.job.smoke else None]
+        if part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to"))
+    }
     worst: dict[str, float] = {}
     failed: set[str] = set()
 
     def check(name: str, number: int) -> None:
         failed.add(name)  # until it is known not to have
         torch.manual_seed(number)
-        error = cases[name](number)
+        spec, shape = cases[name]
+        error = _error(part, spec, shape, number)
         if not error <= 1:
-            raise Wrong(f"size {number}: {error:.2f} times the error that rounding explains")
+            raise ValueError(f"size {number}: {error:.2f} times the error that rounding explains")
         failed.discard(name)
         worst[name] = max(error, worst.get(name, 0.0))
 
@@ -113,67 +112,33 @@ def correctness(part: Part) -> None:
         if name not in failed and not part.late:
             part.attempt(TABLE, name, partial(check, name, number))
     for name, error in worst.items():
-        part.tell("row", TABLE, name, {"of allowed error": error})
+        part.row(TABLE, name, {"of allowed error": error})
     if left_out := [name for name in cases if name not in worst and name not in failed]:
-        part.tell("note", TABLE, text=f"left out, no time: {', '.join(left_out)}")
+        part.note(TABLE, f"left out, no time: {', '.join(left_out)}")
 
 
-def _error(part: Part, spec: KernelSpec, shape: Key, number: int) -> float:
+def _error(part: Part, spec: Any, shape: Key, number: int) -> float:
     """At the case's own sizes first, then at larger ones; at tiny ones in a dry run."""
-    times = 1 if number == 0 else random.Random(number).randint(2, 8)
-    each = {"rows": 1 if times == 1 else 10 * times}
-    sizes = {name: int(shape[name]) * each.get(name, times) for name in _SIZES if name in shape}
-    if spec.name == "int8_matmul":
-        sizes = {}  # its rows are few
-    if part.job.smoke:
-        sizes = {name: size for name, size in _SMOKE.items() if name in shape}
-    ragged = {"ragged": number} if "ragged" in shape else {}
-    trial = spec.trial({**shape, **sizes, **ragged}, part.device)
+    sizes = dict(shape)
+    times = random.Random(number).randint(2, 8)
+    if number and spec.name != "int8_matmul":  # whose rows are few
+        for name in {*_GROWING} & {*sizes}:
+            sizes[name] = int(sizes[name]) * times * (10 if name == "rows" else 1)
+    if "ragged" in shape or spec.name == "move_blocks":
+        sizes["ragged"] = number
+    trial = spec.trial(small(sizes) if part.job.smoke else sizes, part.device)
     if part.device.type == "cuda":
         # What is allocated next holds NaN, so that places that a kernel leaves out show. Of all
         # sizes: the allocator keeps small and large pieces apart.
         for count in (1 << 14, 1 << 18, 1 << 20):
             torch.full((count,), torch.nan, device=part.device)
-    return trial.error()
-
-
-def _blocks_error(part: Part, use: str, number: int) -> float:
-    """Bytes and their sum by the kernel and by its reference, which are equal to the bit."""
-    dice, device, sized = random.Random(number), part.device, part.job.sized
-    dtype = dice.choice((torch.bfloat16, torch.float32, torch.int8))
-    head_size, block_size = (
-        dice.choice((16, 64, 128)),
-        dice.choice(sized((8, 16, 64), (16,), (16,))),
-    )
-    num_blocks, layers = sized((200, 5), (60, 3), (6, 2))
-    pools = [
-        random_pool(num_blocks, layers, 2, head_size, dtype, device, block_size) for _ in range(2)
-    ]
-    count = dice.randint(1, num_blocks)
-    tokens = (count - 1) * block_size + dice.randint(1, block_size)
-    local, remote = (Slots(tuple(dice.sample(range(num_blocks), count)), tokens) for _ in range(2))
-    first_word, found = dice.randrange(1 << 40), []
-    for kernel in (blocks, reference):
-        source, target = (KvPool(pool.clone()) for pool in pools)
-        sums = torch.zeros(1, dtype=torch.int64, device=device)
-        staging = torch.full((source.nbytes(local),), 0xFF, dtype=torch.uint8, device=device)
-        if use == "gather":
-            kernel.gather(source, local, staging, sums, first_word)
-        elif use == "scatter":
-            data = source.gather(local, staging)
-            kernel.scatter(data, target, remote, sums, first_word)
-        elif use == "copy":
-            kernel.copy(source, local, target, remote, sums, first_word)
-        else:
-            kernel.checksum(source, local, sums, first_word)
-        found.append((staging, source.blocks, target.blocks, sums))
-    return max(relative_error(a, b, 0.0) for a, b in zip(*found, strict=True))
+    return error_of(trial)
 
 
 def speed(part: Part) -> None:
     """What has targets goes first; memory is given back between tables."""
     if not part.has_fp8:
-        part.tell("note", "decode attention", text="fp8 is left out: this GPU has none")
+        part.note("decode attention", "fp8 is left out: this GPU has none")
     for table, cases in (
         ("prefill attention", _prefill_cases(part)),
         ("decode attention", _decode_cases(part, "bf16")),
@@ -182,7 +147,6 @@ def speed(part: Part) -> None:
         ("blocks", _block_cases(part)),
     ):
         part.measure(table, cases)
-        part.free()
 
 
 def decode_name(kv: str, batch: int, context: int) -> str:
@@ -195,12 +159,11 @@ def prefill_name(tokens: int, prefix: int) -> str:
     return f"{tokens} tokens" + (f" behind {prefix}" if prefix else "")
 
 
-def _heads(part: Part) -> dict[str, int | str]:
-    return {"head_size": 16, "group": 1} if part.job.smoke else {"head_size": 128, "group": 4}
-
-
-def _measured(part: Part, trial: Trial, sdpa: Callable[[], tuple[Tensor, ...]] | None) -> Cells:
+def _measured(
+    part: Part, kernel: str, shape: Key, sdpa: Callable[[], tuple[Tensor, ...]] | None = None
+) -> Cells:
     """A launch's rate; and SDPA's on contiguous inputs of the same sizes."""
+    trial = specs()[kernel].trial(shape, part.device)
     took = seconds(partial(trial.run, None), part.device)
     cells: Cells = {"us": took * 1e6}
     if trial.flops:
@@ -217,117 +180,84 @@ def _sdpa(part: Part, ours_s: float, inputs: Callable[[], tuple[Tensor, ...]]) -
     try:
         q, k, v = inputs()
         rows, total = q.shape[2], k.shape[2]
-        gqa = q.shape[1] != k.shape[1]
+        kind, options = None, dict[str, Any]()  # with a mask it chooses for itself
         if 1 < rows < total:
-            bias, kind = causal_lower_right(rows, total), None  # which chooses for itself
-            theirs_s = seconds(
-                lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=bias), part.device
-            )
+            options["attn_mask"] = causal_lower_right(rows, total)
         else:
-            causal = rows == total
-            kind = SDPBackend(
-                torch._fused_sdp_choice(q, k, v, is_causal=causal, enable_gqa=gqa)
-            ).name.lower()  # fmt: skip
-            theirs_s = seconds(
-                lambda: F.scaled_dot_product_attention(
-                    q, k, v, is_causal=causal, enable_gqa=gqa
-                ), part.device,
-            )  # fmt: skip
+            options |= {"is_causal": rows == total, "enable_gqa": q.shape[1] != k.shape[1]}
+            kind = SDPBackend(torch._fused_sdp_choice(q, k, v, **options)).name.lower()
+        attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
+        return {"of SDPA": seconds(attend, part.device) / ours_s, "SDPA by": kind}
     except Exception as error:  # whatever version of it is there
         if is_fatal(error):
             raise
         return {"of SDPA": None, "SDPA by": None}
-    return {"of SDPA": theirs_s / ours_s, "SDPA by": kind}
+
+
+def _heads(part: Part) -> dict[str, int | str]:
+    return {"head_size": 16, "group": 1} if part.job.smoke else {"head_size": 128, "group": 4}
+
+
+def _drawn(part: Part, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=part.device)
 
 
 def _prefill_cases(part: Part) -> Iterator[Case]:
     """SDPA has K and V of every query head, which its fastest kernels want behind a prefix."""
     heads = _heads(part)
-    shape = (1, 8 * int(heads["group"]), 0, int(heads["head_size"]))
 
-    def measure(tokens: int, prefix: int) -> Cells:
-        sizes: Key = {**heads, "batch": 1, "context": prefix, "tokens": tokens}
+    def inputs(tokens: int, prefix: int) -> tuple[Tensor, ...]:
+        lengths = (tokens, tokens + prefix, tokens + prefix)
+        sizes = 8 * int(heads["group"]), int(heads["head_size"])
+        return tuple(_drawn(part, 1, sizes[0], length, sizes[1]) for length in lengths)
 
-        def inputs() -> tuple[Tensor, ...]:
-            lengths = (tokens, tokens + prefix, tokens + prefix)
-            return tuple(_drawn(part, (*shape[:2], length, shape[3])) for length in lengths)
-
-        return _measured(part, prefill_trial(sizes, part.device), inputs)
-
-    for tokens, prefix in part.job.sized(PROMPTS, PROMPTS[1:2], ((24, 0), (16, 32))):
-        yield prefill_name(tokens, prefix), partial(measure, tokens, prefix)
+    for tokens, prefix in part.job.sized(PROMPTS, PROMPTS[1:2], ((8, 0), (8, 8))):
+        shape: Key = {**heads, "batch": 1, "context": prefix, "tokens": tokens}
+        sdpa = partial(inputs, tokens, prefix)
+        name = prefill_name(tokens, prefix)
+        yield name, partial(_measured, part, "prefill_attention", shape, sdpa)
 
 
 def _decode_cases(part: Part, kv: str) -> Iterator[Case]:
-    heads = _heads(part)
+    heads, cuda = _heads(part), part.device.type == "cuda"
     group, size = int(heads["group"]), int(heads["head_size"])
-    cuda = part.device.type == "cuda"
     room = _OF_MEMORY * torch.cuda.mem_get_info(part.device)[0] if cuda else 1 << 24
 
-    def measure(batch: int, context: int) -> Cells:
-        def inputs() -> tuple[Tensor, ...]:
-            kv_shape = (batch, 8, context, size)
-            q = _drawn(part, (batch, 8 * group, 1, size))
-            return q, _drawn(part, kv_shape), _drawn(part, kv_shape)
+    def inputs(batch: int, context: int) -> tuple[Tensor, ...]:
+        q = _drawn(part, batch, 8 * group, 1, size)
+        return q, *(_drawn(part, batch, 8, context, size) for _ in "kv")
 
-        sizes: Key = {**heads, "kv": kv, "batch": batch, "context": context}
-        trial = decode_trial(sizes, part.device)
-        return _measured(part, trial, inputs if kv == "bf16" else None)
-
-    for batch in part.job.sized(BATCHES, (1, 64), (1, 3)):
-        for context in part.job.sized(CONTEXTS, (4096,), (32,)):
+    for batch in part.job.sized(BATCHES, (1, 64), (2,)):
+        for context in part.job.sized(CONTEXTS, (4096,), (16,)):
             if batch * context * 32 * size <= room and (kv != "fp8" or part.has_fp8):
-                yield decode_name(kv, batch, context), partial(measure, batch, context)
-
-
-def _drawn(part: Part, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device=part.device)
+                shape: Key = {**heads, "kv": kv, "batch": batch, "context": context}
+                sdpa = partial(inputs, batch, context) if kv == "bf16" else None
+                name = decode_name(kv, batch, context)
+                yield name, partial(_measured, part, "decode_attention", shape, sdpa)
 
 
 def _row_cases(part: Part) -> Iterator[Case]:
     """Kernels that only move bytes, for a decode step and for a chunk."""
-    specs = {spec.name: spec for spec in specs_in(())}
-    small = part.job.smoke
-    shapes: dict[str, dict[str, int | str]] = {
-        "add_rms_norm": {"size": 64 if small else 4096},
-        "silu_mul": {"size": 64 if small else 14336},
-        "rope_and_write": {"heads": 32, "kv_heads": 8},
-        "quantize_rows": {"size": 64 if small else 4096, "to": "fp8"},
+    shapes: dict[str, Key] = {
+        "add_rms_norm": {"size": part.job.sized(4096, 4096, 64)},
+        "silu_mul": {"size": part.job.sized(14336, 14336, 64)},
+        "rope_and_write": {"heads": part.job.sized(32, 32, 8), "kv_heads": 8},
+        "quantize_rows": {"size": part.job.sized(4096, 4096, 64), "to": "fp8"},
     }
-    for rows in part.job.sized((64, 8192), (8192,), (5,)):
+    for rows in part.job.sized((64, 8192), (8192,), (2,)):
         for name, shape in shapes.items():
             if name != "quantize_rows" or part.has_fp8:
-                sized = {**shape, "rows": rows}
-                yield f"{name}, {rows} rows", partial(_row, part, specs[name], sized)
-
-
-def _row(part: Part, spec: KernelSpec, shape: Key) -> Cells:
-    return _measured(part, spec.trial(shape, part.device), None)
+                yield (
+                    f"{name}, {rows} rows",
+                    partial(_measured, part, name, {**shape, "rows": rows}),
+                )
 
 
 def _block_cases(part: Part) -> Iterator[Case]:
     """Blocks of an 8B model, in random order."""
-    device, layers = part.device, part.job.sized(32, 32, 1)
+    layers = part.job.sized(32, 32, 1)
+    pool: Key = {"dtype": "bf16", "layers": layers, "kv_heads": 8, "row": 128}
     count = part.job.sized(_MOVED // (layers << 16), _MOVED // (layers << 16), 3)
-    source, target = (
-        KvPool(random_pool(count + 8, layers, 8, 128, torch.bfloat16, device)) for _ in range(2)
-    )
-    dice = random.Random(0)
-    local, remote = (
-        Slots(tuple(dice.sample(range(count + 8), count)), 16 * count) for _ in range(2)
-    )
-    staging = torch.empty(source.nbytes(local), dtype=torch.uint8, device=device)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    calls: dict[str, tuple[Callable[[], object], int]] = {  # and how often bytes are touched
-        "gather": (lambda: blocks.gather(source, local, staging, sums, 0), 2),
-        "scatter": (lambda: blocks.scatter(staging, target, remote, sums, 0), 2),
-        "copy": (lambda: blocks.copy(source, local, target, remote, sums, 0), 2),
-        "sum": (lambda: blocks.checksum(source, local, sums, 0), 1),
-    }
-
-    def measure(call: Callable[[], object], times: int) -> Cells:
-        took = seconds(call, device)
-        return {"us": took * 1e6, **part.of_copy(times * source.nbytes(local), took)}
-
-    for name, (call, times) in calls.items():
-        yield f"{name} blocks", partial(measure, call, times)
+    for use in ("gather", "scatter", "copy", "checksum"):
+        shape: Key = {**pool, "use": use, "blocks": count}
+        yield f"{use} blocks", partial(_measured, part, "move_blocks", shape)

@@ -1,22 +1,17 @@
-"""One part of the run, as a process: `python -m benchmarks.gpu.part JOB`.
-
-What it finds goes to its output, an event a line in JSON. A part that fails leaves the others a
-working GPU.
-"""
+"""What each part of the run measures with; each is a process of its own, started by `run.py`."""
 
 from __future__ import annotations
 
 import gc
-import importlib
-import json
 import os
-import sys
+import pkgutil
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from typing import TextIO, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -24,17 +19,8 @@ from benchmarks.shapes import GPU_SHAPES, Shape
 
 Cell: TypeAlias = float | int | str | None
 Cells: TypeAlias = dict[str, Cell]
-Case: TypeAlias = tuple[str, Callable[[], Cells]]
+Case: TypeAlias = tuple[str, Callable[[], Cells | None]]
 T = TypeVar("T")
-
-# Module and function: each is imported in its own process alone, and may lack what it needs.
-PARTS = {
-    "machine": ("kernels", "machine"),
-    "kernels": ("kernels", "correctness"),
-    "speed": ("kernels", "speed"),
-    "engine": ("engine", "run"),
-    "cluster": ("cluster", "run"),
-}
 
 # As CUDA's runtime API documents them: "the process must be terminated and relaunched". All other
 # errors, as of a launch that was refused or a product that cuBLAS does not have, pass.
@@ -47,7 +33,7 @@ _FATAL = (
 
 @dataclass(frozen=True)
 class Event:
-    """kind: "row" of a table, "failed", "note", or "doing", which is shown and not kept."""
+    """kind: "row" of a table, "failed", "note", or "doing", which is not kept."""
 
     kind: str
     table: str
@@ -58,7 +44,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Job:
-    """One part's work. It begins nothing new once `seconds` have passed since it was made.
+    """One part's work: `function`, as "module:name", begins nothing new after `seconds`.
 
     smoke: tiny sizes on the CPU, kernels interpreted, figures without a meaning · copy_bytes_per_s,
     matmul_flops: what the device was measured to do at best, copies counting bytes read and
@@ -66,6 +52,7 @@ class Job:
     """
 
     part: str
+    function: str
     device: str
     seconds: float
     shapes: tuple[str, ...] = ("8B", "1B")
@@ -73,11 +60,6 @@ class Job:
     quick: bool = False
     copy_bytes_per_s: float = 0.0
     matmul_flops: float = 0.0
-
-    @cached_property
-    def end(self) -> float:
-        """When nothing new begins, as `time.monotonic` counts."""
-        return time.monotonic() + self.seconds
 
     @property
     def models(self) -> list[Shape]:
@@ -89,27 +71,25 @@ class Job:
         return smoke if self.smoke else quick if self.quick else full
 
 
-class NoGpu(Exception):
-    """There is nothing to measure on."""
-
-
 class Part:
-    """What a part measures with, and writes its events to."""
+    """What a part measures with, and where it sends its events."""
 
-    def __init__(self, job: Job, out: TextIO) -> None:
-        self.job, self._out, self.failures = job, out, 0
-        self.device = torch.device(job.device)
-        _ = job.end  # begins now
+    def __init__(self, job: Job, send: Callable[[Event], object]) -> None:
+        """Raises RuntimeError where there is no GPU to measure on."""
+        self.job, self._send = job, send
+        self.device, self._end = torch.device(job.device), time.monotonic() + job.seconds
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
                 version = torch.__version__
-                raise NoGpu(f"torch {version} sees no GPU here; --smoke is a dry run without one")
+                raise RuntimeError(
+                    f"torch {version} sees no GPU here; --smoke is a dry run without one"
+                )
             torch.cuda.set_device(self.device)
 
     @property
     def late(self) -> bool:
         """Whether its time is over."""
-        return time.monotonic() >= self.job.end
+        return time.monotonic() >= self._end
 
     @property
     def has_fp8(self) -> bool:
@@ -117,28 +97,28 @@ class Part:
         cuda = self.device.type == "cuda"
         return not cuda or torch.cuda.get_device_capability(self.device) >= (8, 9)
 
-    def tell(
-        self, kind: str, table: str, name: str = "", cells: Cells | None = None, text: str = ""
-    ) -> None:
-        """Writes an event."""
-        self.failures += kind == "failed"
-        self._out.write(json.dumps(asdict(Event(kind, table, name, cells or {}, text))) + "\n")
-        self._out.flush()
+    def row(self, table: str, name: str, cells: Cells) -> None:
+        """A row of a table."""
+        self._send(Event("row", table, name, cells))
+
+    def note(self, table: str, text: str) -> None:
+        """What a reader of a table should know."""
+        self._send(Event("note", table, text=text))
 
     def attempt(self, table: str, name: str, measure: Callable[[], Cells | None]) -> None:
         """The row that `measure` gives, if any, or its failure.
 
         Raises what leaves the device unusable: everything after it would fail for that reason.
         """
-        self.tell("doing", table, name)
+        self._send(Event("doing", table, name))
         try:
             if (cells := measure()) is not None:
-                self.tell("row", table, name, cells)
+                self.row(table, name, cells)
         except Exception as error:
             if is_fatal(error):
                 raise
             traceback.print_exc()  # to the part's log
-            self.tell("failed", table, name, text=summary(error))
+            self._send(Event("failed", table, name, text=summary(error)))
 
     def measure(self, table: str, cases: Iterable[Case]) -> None:
         """Attempts cases in their order while there is time; a note names those left out."""
@@ -149,8 +129,8 @@ class Part:
             else:
                 self.attempt(table, name, measure)
         if left_out:
-            text = f"left out, because its time was over: {', '.join(left_out)}"
-            self.tell("note", table, text=text)
+            self.note(table, f"left out, because its time was over: {', '.join(left_out)}")
+        self.free()
 
     def of_copy(self, moved_bytes: float, seconds: float) -> Cells:
         """A rate, also as a share of the copy's."""
@@ -177,28 +157,14 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def run(job: Job, out: TextIO) -> int:
-    """Runs a part; 1 if anything failed. What it does not catch itself is its last event."""
-    part: Part | None = None
+def work(job: Job, log: Path, events: Connection) -> None:
+    """A part's process, in a group of its own. What libraries print goes to the log."""
+    os.setpgid(0, 0)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     try:
-        module, function = PARTS[job.part]
-        part = Part(job, out)
-        getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(part)
+        pkgutil.resolve_name(job.function)(Part(job, events.send))
     except Exception as error:
         traceback.print_exc()
-        failed = Event("failed", job.part, "the whole part", text=summary(error))
-        out.write(json.dumps(asdict(failed)) + "\n")
-        return 1
-    return int(part.failures > 0)
-
-
-def main() -> int:
-    """The job is one argument, in JSON."""
-    # Libraries print: what they write must not get between the events.
-    with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)
-        return run(Job(**json.loads(sys.argv[1])), out)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        events.send(Event("failed", job.part, "the whole part", text=summary(error)))

@@ -1,11 +1,10 @@
-"""What was measured as text and as JSON, beside the targets. No torch."""
+"""What was measured as text and as JSON, beside the targets."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.part import Cell, Event
 
@@ -14,8 +13,7 @@ DRY = "dry run on the CPU, kernels interpreted: the figures mean nothing"
 VERDICTS = ("met", "missed", "not measured")
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A bound for one cell of a table: at least, or at most."""
 
     text: str
@@ -24,13 +22,6 @@ class Target:
     cell: str
     bound: float
     at_most: bool = False
-
-    def verdict(self, value: float | None) -> str:
-        """Whether a value keeps it."""
-        met, missed, unknown = VERDICTS
-        if value is None:
-            return unknown
-        return met if (value <= self.bound if self.at_most else value >= self.bound) else missed
 
 
 TARGETS = (
@@ -59,12 +50,16 @@ def verdicts(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Each target with its value and verdict."""
     rows = {(event.table, event.name): event.cells for event in events if event.kind == "row"}
     found = []
-    for one in TARGETS:
-        value: Any = rows.get((one.table, one.row), {}).get(one.cell)
+    for text, table, row, cell, bound, at_most in TARGETS:
+        value: Any = rows.get((table, row), {}).get(cell)
+        met, missed, unknown = VERDICTS
+        verdict = unknown
+        if value is not None:
+            verdict = met if (value <= bound if at_most else value >= bound) else missed
         found.append(
             {
-                "target": one.text, "cell": one.cell, "value": value, "bound": one.bound,
-                "at_most": one.at_most, "verdict": one.verdict(value),
+                "target": text, "cell": cell, "value": value, "bound": bound, "at_most": at_most,
+                "verdict": verdict,
             }
         )  # fmt: skip
     return found
@@ -87,13 +82,13 @@ def text_of(events: Sequence[Event], head: Mapping[str, Any]) -> Iterator[str]:
                 yield f"\nthe end of what {part} printed:"
                 yield from (f"  {line}" for line in lines)
     if not head["smoke"] and any(event.table == "ceilings" for event in events):
-        yield ""
         found = verdicts(events)
         lines = [["target", "wanted", "measured", "verdict"]]
         for one in found:
             wanted = f"{'<=' if one['at_most'] else '>='} {_cell(one['cell'], one['bound'])}"
             measured = _cell(one["cell"], one["value"])
             lines.append([one["target"], wanted, measured, one["verdict"]])
+        yield ""
         yield from _aligned(lines)
         counts = Counter(one["verdict"] for one in found)
         yield f"targets: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"
@@ -102,68 +97,61 @@ def text_of(events: Sequence[Event], head: Mapping[str, Any]) -> Iterator[str]:
 def json_of(events: Sequence[Event], head: Mapping[str, Any]) -> dict[str, Any]:
     """The same; of a dry run no target is judged."""
     tables: dict[str, list[dict[str, Any]]] = {}
+    notes, failed = [], []
     for event in events:
         if event.kind == "row":
             tables.setdefault(event.table, []).append({"name": event.name, **event.cells})
+        elif event.kind == "note":
+            notes.append({"table": event.table, "text": event.text})
+        else:
+            failed.append({"table": event.table, "name": event.name, "error": event.text})
+    targets = [] if head["smoke"] else verdicts(events)
     return {
-        "schema": SCHEMA,
-        **head,
-        "tables": tables,
-        "targets": [] if head["smoke"] else verdicts(events),
-        "notes": [{"table": e.table, "text": e.text} for e in events if e.kind == "note"],
-        "failed": [
-            {"table": e.table, "name": e.name, "error": e.text}
-            for e in events
-            if e.kind == "failed"
-        ],
-    }
+        "schema": SCHEMA, **head, "tables": tables, "targets": targets, "notes": notes,
+        "failed": failed,
+    }  # fmt: skip
 
 
 def line_of(event: Event) -> str:
     """An event in one line, for progress: of a row its first figure and its shares."""
-    place = f"  {event.table}: {event.name}"
-    if event.kind == "failed":
-        return f"{place}: FAILED: {event.text}"
     if event.kind == "note":
         return f"  {event.table}: {event.text}"
+    if event.kind == "failed":
+        return f"  {event.table}: {event.name}: FAILED: {event.text}"
     figures = [(name, cell) for name, cell in event.cells.items() if isinstance(cell, int | float)]
     shown = [
         f"{_cell(name, value)} {name}"
         for at, (name, value) in enumerate(figures)
         if at == 0 or name.startswith(("of ", "x "))
     ]
-    return place + (f" - {', '.join(shown)}" if shown else "")
+    return f"  {event.table}: {event.name}" + (f" - {', '.join(shown)}" if shown else "")
 
 
 def _table(title: str, events: Sequence[Event]) -> Iterator[str]:
     rows = [event for event in events if event.kind == "row"]
     columns = list(dict.fromkeys(name for row in rows for name in row.cells))
-    lines = [[title, *columns]]
-    lines += [[row.name, *(_cell(name, row.cells.get(name)) for name in columns)] for row in rows]
     if title == "machine" and rows:  # a list of words, not of figures
         yield title
         yield from (f"  {name}: {_cell(name, rows[0].cells[name])}" for name in columns)
     else:
-        yield from _aligned(lines)
+        cells = [[row.name, *(_cell(n, row.cells.get(n)) for n in columns)] for row in rows]
+        yield from _aligned([[title, *columns], *cells])
     for event in events:
-        if event.kind in ("note", "failed"):
+        if event.kind != "row":
             yield f"  {event.name + ': FAILED: ' if event.kind == 'failed' else ''}{event.text}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
-    for line in lines:
-        first, *others = zip(line, widths, strict=True)
-        cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
-        yield "  ".join(cells).rstrip()
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
 
 
 def _cell(column: str, value: Cell) -> str:
     """Shares as percentages, counts without places, all else to three figures."""
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
+    if value is None or isinstance(value, str):
+        return value or "-"
     if column.startswith("of "):
         return f"{value:.1%}"
     if abs(value) >= 100 or float(value).is_integer():

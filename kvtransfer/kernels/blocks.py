@@ -7,14 +7,19 @@ computes on the rest. The sizes are starting values that no measurement has conf
 
 from __future__ import annotations
 
-from functools import partial
+import math
+import random
+import sys
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kvtransfer.digest import MIX_1, MIX_2, STEP
+from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
 TILE = 4096  # words of an item: 16 KiB
@@ -147,36 +152,65 @@ def _on_device(slots: Slots | None, device: torch.device) -> torch.Tensor | None
     return ids.to(device, non_blocking=True)
 
 
-def _launch_case(
-    use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """One use of the kernel on three blocks of a pool, the last one partly filled."""
-    pool = KvPool(torch.empty((9, *shape), dtype=dtype, device=device))
-    local, remote = Slots((3, 1, 7), 37), Slots((8, 2, 4), 37)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    staging = torch.empty(pool.nbytes(local), dtype=torch.uint8, device=device)
-    if use == "gather":
-        gather(pool, local, staging, sums, 1 << 33)
-    elif use == "scatter":
-        scatter(staging, pool, local, sums, 1 << 33)
-    elif use == "copy":
-        copy(pool, local, pool, remote, sums, 1 << 33)
-    else:
-        checksum(pool, local, sums, 1 << 33)
-
-
-_POOLS = {  # layers, K and V, heads, tokens of a block, elements of a row
-    "bf16 128": ((32, 2, 8, 16, 128), torch.bfloat16),
-    "int8 64": ((24, 2, 2, 16, 68), torch.int8),
+_USES: dict[str, Callable[..., object]] = {  # by `reference`, or by this module's functions
+    "gather": lambda by, at, to, out, data, sums: by.gather(*at, out, sums, _FIRST),
+    "scatter": lambda by, at, to, out, data, sums: by.scatter(data, *to, sums, _FIRST),
+    "copy": lambda by, at, to, out, data, sums: by.copy(*at, *to, sums, _FIRST),
+    "checksum": lambda by, at, to, out, data, sums: by.checksum(*at, sums, _FIRST),
 }
+_FIRST = 1 << 33
 
-# How the kernel is compiled ahead of time, with the fields that the engine's checker reads: nothing
-# of `kvtransfer` imports an engine.
-SPEC = SimpleNamespace(
-    name="move_blocks",
-    launches={
-        f"{use} {name}": (80, partial(_launch_case, use, *pool))
-        for use in ("gather", "scatter", "copy", "checksum")
-        for name, pool in _POOLS.items()
-    },
+
+def _trial(shape: Mapping[str, Any], device: torch.device) -> SimpleNamespace:
+    """One use of the kernel on blocks in random order, the last one partly filled."""
+    count, dtype = shape["blocks"], {"bf16": torch.bfloat16, "int8": torch.int8}[shape["dtype"]]
+    sizes = (count + 6, shape["layers"], 2, shape["kv_heads"], 16, shape["row"])
+    dice = random.Random(shape.get("ragged", 0))  # noqa: S311 - blocks of a test
+    tokens = 16 * count - dice.randint(0, 15)
+    local, remote = (Slots(tuple(dice.sample(range(count + 6), count)), tokens) for _ in "lr")
+
+    def octets(num_bytes: int) -> torch.Tensor:
+        return torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
+
+    def zeros() -> tuple[KvPool, torch.Tensor, torch.Tensor]:
+        target = KvPool(torch.zeros(sizes, dtype=dtype, device=device))
+        sums = torch.zeros(1, dtype=torch.int64, device=device)
+        return target, torch.zeros_like(data), sums
+
+    source = KvPool(octets(dtype.itemsize * math.prod(sizes)).view(dtype).view(sizes))
+    data = octets(source.nbytes(local))
+    mine = zeros()
+
+    def run(
+        by: Any, target: KvPool, out: torch.Tensor, sums: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        _USES[shape["use"]](by, (source, local), (target, remote), out, data, sums)
+        return target.blocks, out, sums
+
+    return SimpleNamespace(
+        key={},
+        run=lambda config: run(sys.modules[__name__], *mine),
+        reference=lambda: run(reference, *zeros()),
+        moved_bytes=len(data) * (1 if shape["use"] == "checksum" else 2),
+        flops=0.0,
+        tolerance=0.0,
+    )
+
+
+# With the fields of `baton.engine.ops.triton.spec`: nothing of `kvtransfer` imports an engine.
+SPECS = (
+    SimpleNamespace(
+        name="move_blocks",
+        trial=_trial,
+        cases=[
+            {"use": use, **pool, "blocks": 3}
+            for use in _USES
+            for pool in (
+                {"dtype": "bf16", "layers": 32, "kv_heads": 8, "row": 128},
+                {"dtype": "int8", "layers": 24, "kv_heads": 2, "row": 68},
+            )
+        ],
+        configs=None,
+        shapes=(),
+    ),
 )

@@ -18,10 +18,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,6 @@ FLAGS = (
 DEFINES = {torch.float32: (), torch.bfloat16: ("-DBATON_BF16",)}  # by the type of activations
 BUILD_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 120.0  # to wait for another process that builds the same
-PROGRESS_S = 4.0  # between two progress lines
 
 
 @dataclass(frozen=True)
@@ -147,45 +145,36 @@ def _built(target: Target, dtype: torch.dtype) -> Path:
 def _compile(target: Target, dtype: torch.dtype, path: Path) -> None:
     """Compiles the sources side by side, one compiler for each, and links them."""
     started = time.monotonic()
-    kind = f"{target.name}, {_dtype_name(dtype)}"
     # Warnings, because a local cluster's processes show nothing less.
-    log.warning("compiling native CPU kernels (%s): this happens once and takes seconds", kind)
+    log.warning(
+        "compiling native CPU kernels (%s, %s): this happens once and takes seconds",
+        target.name, _dtype_name(dtype),
+    )  # fmt: skip
     compiler = shutil.which(COMPILER)
     if compiler is None:
         raise BuildFailed(f"{COMPILER} is not installed")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
-        flags = (*FLAGS, *target.flags, *DEFINES[dtype])
-        _run_all(
-            [
-                [compiler, *flags, "-c", str(source), "-o", str(result)]
-                for source, result in zip(_sources(), objects, strict=True)
-            ]
-        )
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+
+        def compiled(source: Path) -> str:
+            made = str(Path(folder) / f"{source.stem}.o")
+            flags = (*FLAGS, *target.flags, *DEFINES[dtype])
+            _run([compiler, *flags, "-c", str(source), "-o", made])
+            return made
+
+        jobs = [pool.submit(compiled, source) for source in sorted(SOURCES.glob("*.cpp"))]
+        for done, job in enumerate(as_completed(jobs), 1):
+            job.result()
+            log.warning(
+                "compiling native CPU kernels: %d of %d files after %.0f s",
+                done, len(jobs), time.monotonic() - started,
+            )  # fmt: skip
+        objects = [job.result() for job in jobs]
         linked = Path(folder) / path.name
-        _run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked)])
+        _run([compiler, "-shared", "-fopenmp", *objects, "-o", str(linked)])
         linked.rename(path)
     log.warning(
         "compiled native CPU kernels in %.1f s, kept as %s", time.monotonic() - started, path
     )
-
-
-def _run_all(commands: Sequence[list[str]]) -> None:
-    """Runs the commands side by side, and logs how many have ended."""
-    started = logged = time.monotonic()
-    with ThreadPoolExecutor(len(commands)) as pool:
-        left = {pool.submit(_run, command) for command in commands}
-        while left:
-            done, left = wait(left, PROGRESS_S, FIRST_COMPLETED)
-            for ended in done:
-                ended.result()
-            now = time.monotonic()
-            if left and now >= logged + PROGRESS_S:
-                logged = now
-                log.warning(
-                    "compiling native CPU kernels: %d of %d files after %.0f s",
-                    len(commands) - len(left), len(commands), now - started,
-                )  # fmt: skip
 
 
 def _run(command: list[str]) -> None:
@@ -195,10 +184,6 @@ def _run(command: list[str]) -> None:
         raise BuildFailed(f"{command[0]} failed: {error.stderr.strip()[-2000:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildFailed(f"{command[0]} did not finish: {error}") from error
-
-
-def _sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.cpp"))
 
 
 def _file_name(target: Target, dtype: torch.dtype) -> str:
@@ -246,14 +231,16 @@ def _lock(folder: Path, timeout_s: float) -> Iterator[None]:
 
     After the timeout it is built anyway, as the other process may hang: building twice is harmless.
     """
-    with (folder / "lock").open("w") as file:
-        held = threading.Event()
-
-        def wait() -> None:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
-            held.set()
-
-        threading.Thread(target=wait, name="build-lock", daemon=True).start()
-        if not held.wait(timeout_s):
-            log.warning("another process has been compiling for %.0f s: doing it, too", timeout_s)
+    end = time.monotonic() + timeout_s
+    with (folder / "lock").open("w") as file:  # released when it is closed
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    waited = f"{timeout_s:.0f} s"
+                    log.warning("another process has been compiling for %s: doing it, too", waited)
+                    break
+                time.sleep(0.1)
         yield

@@ -40,28 +40,25 @@ class Linear(Structure):
     """Packed weights of one matrix product."""
 
     _fields_ = (
-        *_fields("packed scales offsets bias", c_void_p),
-        *_fields("inputs outputs", c_int32),
-    )
+        *_fields("packed scales offsets bias", c_void_p), *_fields("inputs outputs", c_int32)
+    )  # fmt: skip
 
 
 class Pool(Structure):
     """The KV pool."""
 
     _fields_ = (
-        ("data", c_void_p),
-        *_fields("layers kv_heads block_size head_size int8", c_int32),
-    )
+        ("data", c_void_p), *_fields("layers kv_heads block_size head_size int8", c_int32)
+    )  # fmt: skip
+
+
+_NORMS, _MATRICES = "input_norm post_norm q_norm k_norm", "qkv o gate_up down"
 
 
 class Layer(Structure):
     """One decoder layer's weights."""
 
-    _fields_ = (
-        *_fields("input_norm post_norm q_norm k_norm", c_void_p),
-        *_fields("qkv o gate_up down", Linear),
-        *_fields("window unused", c_int32),
-    )
+    _fields_ = (*_fields(_NORMS, c_void_p), *_fields(_MATRICES, Linear), ("window", c_int32))
 
 
 class ModelWeights(Structure):
@@ -126,12 +123,6 @@ class NativeModel:
         self._workspace_size.argtypes = (POINTER(ModelWeights), c_int32)
         self._workspace_size.restype = c_size_t
         self._kept: list[Tensor] = []  # what the structures point at
-        self._layers = (Layer * config.num_layers)(
-            *(
-                self._layer(layer, window or 0)
-                for layer, window in zip(weights.layers, config.windows, strict=True)
-            )
-        )
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
@@ -144,21 +135,13 @@ class NativeModel:
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         self._make_room(rows, wanted)
-        step = Step(
-            batch.token_ids.data_ptr(),
-            batch.context_lens.data_ptr(),
-            batch.query_lens.data_ptr(),
-            batch.block_tables.data_ptr(),
-            batch.logit_rows.data_ptr(),
-            self._logits.data_ptr(),
-            self._workspace.data_ptr(),
-            self.seconds,
-            self._pool(pool),
-            rows,
-            len(batch.query_lens),
-            batch.block_tables.shape[1],
-            wanted,
-        )
+        inputs = (
+            batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
+            batch.logit_rows, self._logits, self._workspace,
+        )  # fmt: skip
+        sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
+        pointers = (tensor.data_ptr() for tensor in inputs)
+        step = Step(*pointers, self.seconds, self._pool(pool), *sizes)
         self._run(torch.get_num_threads(), byref(self._model), byref(step))
         return self._logits[:wanted]
 
@@ -183,47 +166,34 @@ class NativeModel:
 
     def _whole(self, weights: Weights) -> ModelWeights:
         config = self.config
-        cos, sin = rope_tables(config.rope, config.head_size, config.max_context)
+        self._layers = (Layer * config.num_layers)(
+            *(
+                self._layer(layer, window or 0)
+                for layer, window in zip(weights.layers, config.windows, strict=True)
+            )
+        )
+        tables = rope_tables(config.rope, config.head_size, config.max_context)
         return ModelWeights(
-            self._keep(weights.embedding),
-            self._keep(weights.final_norm),
-            self._keep(cos),
-            self._keep(sin),
+            *map(self._keep, (weights.embedding, weights.final_norm, *tables)),
             self._layers,
             self._linear(weights.lm_head, None),
-            config.num_layers,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_size,
-            config.intermediate_size,
-            config.rms_eps,
-            config.head_size**-0.5,
+            *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
+            *(config.head_size, config.intermediate_size),
+            *(config.rms_eps, config.head_size**-0.5),
         )
 
     def _layer(self, layer: LayerWeights, window: int) -> Layer:
-        return Layer(
-            self._keep(layer.input_norm),
-            self._keep(layer.post_norm),
-            self._keep(layer.q_norm),
-            self._keep(layer.k_norm),
-            self._linear(layer.qkv, layer.qkv_bias),
-            self._linear(layer.o, layer.o_bias),
-            self._linear(layer.gate_up, layer.gate_up_bias),
-            self._linear(layer.down, layer.down_bias),
-            window,
+        norms = (self._keep(getattr(layer, name)) for name in _NORMS.split())
+        products = (
+            self._linear(getattr(layer, name), getattr(layer, f"{name}_bias"))
+            for name in _MATRICES.split()
         )
+        return Layer(*norms, *products, window)
 
     def _linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)
-        return Linear(
-            self._keep(packed.packed),
-            self._keep(packed.scales),
-            self._keep(packed.offsets),
-            self._keep(bias),
-            packed.inputs,
-            packed.outputs,
-        )
+        pointers = map(self._keep, (packed.packed, packed.scales, packed.offsets, bias))
+        return Linear(*pointers, packed.inputs, packed.outputs)
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         """A tensor's address; the tensor stays as long as the model does."""

@@ -2,8 +2,7 @@
 
 A product takes the outputs in panels of 64 columns. Along the depth, as many neighbours as fit
 into 32 bits form a group, and a panel stores group after group:
-`[panels][groups][64][group]`, depth and columns padded with zeros. So a panel is read from its
-first byte to its last. Mirrors `src/kernels.h`; knows no model.
+`[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors `src/kernels.h`.
 """
 
 from __future__ import annotations

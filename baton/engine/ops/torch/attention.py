@@ -1,14 +1,12 @@
 """Paged attention in plain torch: the reference that faster kernels are checked against.
 
 The KV pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`, K at 0
-and V at 1 of the third axis; or int8 or fp8, each row followed by its scale, as
-`quantize.pack_rows` makes them. A token at position p of a sequence lies in the sequence's block
-p // block_size, at offset p % block_size. Knows no weights, no sequences and no scheduling.
+and V at 1 of the third axis; or int8 or fp8 rows with their scale (`quantize.pack_rows`).
 
 In float32 on the CPU a query's result is the same to the bit whatever shares its batch or chunk:
 products run over at least `MIN_QUERIES` query rows and over a key count from a fixed ladder
-(`padded_keys`), where the BLAS library's order of additions no longer depends on either. Padded
-and invisible keys get a weight of exactly 0; the pool holds finite numbers only, so they add 0.
+(`padded_keys`), where the BLAS library's order of additions no longer depends on either. The pool
+holds finite numbers only, so that padded and invisible keys, with a weight of 0, add 0.
 """
 
 from __future__ import annotations
@@ -210,10 +208,8 @@ class RowPositions:
 
 def place(batch: StepBatch, block_size: int) -> RowPositions:
     """A batch's rows over blocks of `block_size` tokens."""
-    context_lens, query_lens, block_tables = (
-        batch.context_lens.long(),
-        batch.query_lens.long(),
-        batch.block_tables.long(),
+    context_lens, query_lens, tables = (
+        x.long() for x in (batch.context_lens, batch.query_lens, batch.block_tables)
     )
     rows = torch.arange(len(batch.token_ids), device=query_lens.device)
     sequences = torch.arange(len(query_lens), device=query_lens.device)
@@ -222,42 +218,22 @@ def place(batch: StepBatch, block_size: int) -> RowPositions:
     #  position:  5 6 7 | 0 1 2 3    context_lens 5, 0
     begins = query_lens.cumsum(0) - query_lens
     positions = rows - (begins - context_lens)[owner]
-    blocks = block_tables[owner, positions // block_size]
-    num_decodes = batch.num_decodes
+    blocks = tables[owner, positions // block_size]
+
+    decodes, width = batch.num_decodes, tables.shape[1]
+    segments = []
+    if decodes < len(query_lens):
+        if decodes:  # a chunk's table may be far wider than theirs
+            width = int(context_lens[:decodes].max()) // block_size + 1
+        chunks = (x[decodes:].tolist() for x in (begins, query_lens, context_lens))
+        for table, begin, count, context in zip(tables[decodes:], *chunks, strict=True):
+            needed = -(-(context + count) // block_size)
+            segments.append(PrefillSegment(begin, count, context, table[:needed]))
     attention = AttentionBatch(
         slots=blocks * block_size + positions % block_size,
-        num_decode=num_decodes,
-        decode_tables=block_tables[:num_decodes, : _decode_width(batch, block_size)],
-        decode_lengths=context_lens[:num_decodes] + 1,
-        segments=_segments(batch, block_tables, block_size),
+        num_decode=decodes,
+        decode_tables=tables[:decodes, :width],
+        decode_lengths=context_lens[:decodes] + 1,
+        segments=tuple(segments),
     )
     return RowPositions(batch.token_ids.long(), positions, attention)
-
-
-def _decode_width(batch: StepBatch, block_size: int) -> int:
-    """Blocks of the longest single-row sequence: a chunk's table may be far wider."""
-    if batch.num_decodes in (0, len(batch.query_lens)):
-        return batch.block_tables.shape[1]
-    return int(batch.context_lens[: batch.num_decodes].max()) // block_size + 1
-
-
-def _segments(
-    batch: StepBatch, block_tables: Tensor, block_size: int
-) -> tuple[PrefillSegment, ...]:
-    """One for each sequence with several rows."""
-    num_decodes = batch.num_decodes
-    if num_decodes == len(batch.query_lens):
-        return ()
-    first_row = num_decodes
-    segments = []
-    context_lens, query_lens = (
-        batch.context_lens[num_decodes:].tolist(),
-        batch.query_lens[num_decodes:].tolist(),
-    )
-    for table, context, count in zip(
-        block_tables[num_decodes:], context_lens, query_lens, strict=True
-    ):
-        needed = -(-(context + count) // block_size)
-        segments.append(PrefillSegment(first_row, count, context, table[:needed]))
-        first_row += count
-    return tuple(segments)

@@ -35,10 +35,9 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     With an int8 weight x is quantised too, and the sums are whole numbers: exact for any rows. With
     an fp8 weight x is quantised as well, and the sums are float32.
 
-    The BLAS library picks its kernel by the number of rows, and kernels add in different orders:
-    float32 rows change in their last bits between 1, 2 or 3 rows (with two threads also 5, 7 and 9)
-    and many, and are identical from 16 rows on. So fewer float32 rows on the CPU are padded to 16
-    with zero rows, and the padding is cut from the result; that keeps the promise of `is_exact`.
+    The BLAS library picks its kernel, and so the order of additions, by the number of rows: results
+    are identical from 16 rows on. So fewer float32 rows on the CPU are padded to 16 with zero rows,
+    which keeps the promise of `is_exact`.
     """
     assert not isinstance(weight, PackedWeight), "packed weights are for native code"
     if isinstance(weight, Int8Weight):
@@ -55,9 +54,9 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 def silu_gate(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of gate_up `[rows, 2 * size]` (gate first) → `[rows, size]`.
 
-    torch splits large elementwise work between threads at any element, and the elements before a
-    split that do not fill a vector register take a scalar path with other last bits. To keep the
-    promise of `is_exact`, float32 rows on the CPU are taken in groups too small to be split.
+    torch splits large elementwise work between threads at any element, and takes a scalar path with
+    other last bits beside the split. To keep the promise of `is_exact`, float32 rows on the CPU are
+    taken in groups too small to be split.
     """
     size = gate_up.shape[1] // 2
     gate, up = gate_up.split(size, dim=1)

@@ -11,7 +11,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +18,9 @@ import torch
 import triton
 
 from baton.engine.ops.triton import tuning
-from baton.engine.ops.triton.check import ARCHITECTURES, check, specs_in
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, text_of
-from baton.engine.ops.triton.tuning import Configs, Entry
-
-Measure = Callable[[Callable[[], object]], float]
-"""Milliseconds that a launch takes."""
+from baton.engine.ops.triton.check import ARCHITECTURES, check
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, specs_in, text_of
+from baton.engine.ops.triton.tuning import Configs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,12 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         specs = specs_in(args.module)
-        if args.kernel:
-            known = {spec.name: spec for spec in specs}
-            if unknown := [name for name in args.kernel if name not in known]:
-                raise ValueError(f"no kernel {', '.join(unknown)}; there are {', '.join(known)}")
-            specs = [known[name] for name in args.kernel]
-        return int(args.run(args, specs))
+        known = {spec.name: spec for spec in specs}
+        if unknown := [name for name in args.kernel if name not in known]:
+            raise ValueError(f"no kernel {', '.join(unknown)}; there are {', '.join(known)}")
+        return int(args.run(args, [known[name] for name in args.kernel] or specs))
     except (ImportError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -50,47 +44,45 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="check|tune|show")
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument(
-        "--kernel", action="append", default=[], metavar="NAME", help="only this one; repeatable"
-    )
-    shared.add_argument(
-        "--module", action="append", default=[], metavar="MODULE",
-        help="a further module with kernels, such as kvtransfer.kernels.blocks; repeatable",
-    )  # fmt: skip
 
-    command = commands.add_parser(
-        "check", parents=[shared], help="compile every kernel; needs no GPU"
-    )
-    command.add_argument(
+    def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text)
+        made.set_defaults(run=run)
+        made.add_argument(
+            "--kernel", action="append", default=[], metavar="NAME",
+            help="only this one; repeatable",
+        )  # fmt: skip
+        made.add_argument(
+            "--module", action="append", default=[], metavar="MODULE",
+            help="a further module with kernels, such as kvtransfer.kernels.blocks; repeatable",
+        )  # fmt: skip
+        return made
+
+    checks = command("check", _check, "compile every kernel; needs no GPU")
+    checks.add_argument(
         "--arch", default=ARCHITECTURES, type=_architectures, metavar="80,90,100",
         help="compute capabilities to compile for, as 80 for 8.0 (default: all)",
     )  # fmt: skip
-    command.add_argument(
+    checks.add_argument(
         "--most", type=int, metavar="N", help="at most N cases of a kernel, from all over its list"
     )
-    command.add_argument("--ptx", type=Path, metavar="FOLDER", help="keep the PTX there")
-    command.set_defaults(run=_check)
+    checks.add_argument("--ptx", type=Path, metavar="FOLDER", help="keep the PTX there")
 
-    command = commands.add_parser("tune", parents=[shared], help="measure on this GPU")
-    command.add_argument(
+    tunes = command("tune", _tune, "measure on this GPU")
+    tunes.add_argument(
         "--shape", action="append", type=_shape, default=[], metavar="rows=64,size=4096",
         help="a shape to tune instead of the kernel's own; repeatable, with one --kernel",
     )  # fmt: skip
-    command.add_argument(
-        "--device", type=int, default=0, metavar="N", help="which GPU (default: 0)"
-    )
-    command.add_argument(
+    tunes.add_argument("--device", type=int, default=0, metavar="N", help="which GPU (default: 0)")
+    tunes.add_argument(
         "--seconds", type=float, default=900.0, help="stop after so long (default: 900)"
     )
-    command.set_defaults(run=_tune)
 
-    command = commands.add_parser("show", parents=[shared], help="print configurations in effect")
-    command.add_argument(
+    shows = command("show", _show, "print configurations in effect")
+    shows.add_argument(
         "--arch", default=(), type=_architectures, metavar="80,90,100",
         help="shipped ones for these instead of this GPU's",
     )  # fmt: skip
-    command.set_defaults(run=_show)
     return parser
 
 
@@ -109,29 +101,25 @@ def _say(line: str) -> None:
 
 
 def _check(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
-    results = check(specs, args.arch, _say, args.ptx, args.most)
-    bad = [result for result in results if result.complaint]
-    for result in bad:
-        sys.stderr.write(
-            f"{result.kernel} ({result.case}) for sm_{result.architecture}: {result.complaint}\n"
-        )
-    _say(f"{len(results) - len(bad)} of {len(results)} compiled")
-    return 1 if bad else 0
+    total, complaints = check(specs, args.arch, _say, args.ptx, args.most)
+    sys.stderr.writelines(f"{complaint}\n" for complaint in complaints)
+    _say(f"{total - len(complaints)} of {total} compiled")
+    return 1 if complaints else 0
 
 
 def _show(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
     if args.arch:
-        files = [tuning.read(tuning.shipped_for(arch)[0]) for arch in args.arch]
+        files = [tuning.shipped_for(arch)[0] for arch in args.arch]
     elif torch.cuda.is_available():
         files = list(tuning.in_effect(torch.device("cuda", torch.cuda.current_device())))
     else:
         raise RuntimeError("no NVIDIA GPU is here; `show --arch 90` prints what is shipped for one")
-    wanted = {spec.name for spec in specs}
-    for configs in files:
-        _say(f"{configs.source} ({'measured' if configs.measured else 'reasoned, not measured'})")
-        for kernel, entries in configs.kernels.items():
-            for entry in entries if kernel in wanted else ():
-                _say(f"  {kernel:<20} {text_of(entry.when):<44} {entry.config}")
+    for file in files:
+        configs = tuning.read(file)
+        _say(f"{file} ({'measured' if configs.measured else 'reasoned, not measured'})")
+        for spec in specs:
+            for when, config in configs.kernels.get(spec.name, ()):
+                _say(f"  {spec.name:<20} {text_of(when):<44} {text_of(config)}")
     return 0
 
 
@@ -154,49 +142,9 @@ def _tune(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Best:
-    """The fastest of a kernel's configurations for a shape; ms and bytes of one launch."""
-
-    kernel: str
-    key: Key
-    config: Config
-    ms: float
-    moved_bytes: int
-    tried: int
-    failed: int
-
-    def __str__(self) -> str:
-        rate = f" {self.moved_bytes / self.ms / 1e6:.0f} GB/s" if self.moved_bytes else ""
-        tried = f"{self.tried} tried" + (f", {self.failed} failed" if self.failed else "")
-        return f"{self.kernel} {text_of(self.key)}: {self.config}  {self.ms:.4f} ms{rate} ({tried})"
-
-
 def median_ms(run: Callable[[], object]) -> float:
     """The median of some launches with a cold L2 cache, on the GPU."""
     return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
-
-
-def best_of(
-    spec: KernelSpec, shape: Key, device: torch.device, measure: Measure, end: float
-) -> Best | None:
-    """Tries configurations until `time.monotonic` reaches end; None if none ran."""
-    assert spec.configs is not None
-    trial = spec.trial(shape, device)
-    timed: list[tuple[float, Config]] = []
-    failed = 0
-    for config in spec.configs(trial.key):
-        if time.monotonic() >= end:
-            break
-        try:
-            timed.append((measure(partial(trial.run, config)), config))
-        except (triton.OutOfResources, triton.CompilationError, RuntimeError):
-            failed += 1  # too large for this GPU: another configuration will do
-    if not timed:
-        return None
-    ms, config = min(timed, key=lambda pair: pair[0])
-    tried = len(timed) + failed
-    return Best(spec.name, trial.key, config, ms, trial.moved_bytes, tried, failed)
 
 
 def tune(
@@ -204,29 +152,40 @@ def tune(
     device: torch.device,
     file: Path,
     seconds: float,
-    measure: Measure = median_ms,
-) -> Iterator[Best]:
-    """Finds the best configuration of each kernel and shape, and keeps each in file as it is found.
+    measure: Callable[[Callable[[], object]], float] = median_ms,
+) -> Iterator[str]:
+    """Finds the fastest configuration of each kernel and shape, and keeps each as it is found.
 
-    Stops after so many seconds, whatever is left.
+    measure: milliseconds that a launch takes. Stops after so many seconds, whatever is left.
     """
     end = time.monotonic() + seconds
     for spec, shape in work:
         if time.monotonic() >= end:
             return
-        if best := best_of(spec, shape, device, measure, end):
-            _keep(file, best)
-            yield best
+        assert spec.configs is not None
+        trial, timed, failed = spec.trial(shape, device), list[tuple[float, Config]](), 0
+        for config in spec.configs(trial.key):
+            if time.monotonic() >= end:
+                break
+            try:
+                timed.append((measure(partial(trial.run, config)), config))
+            except (triton.OutOfResources, triton.CompilationError, RuntimeError):
+                failed += 1  # too large for this GPU: another configuration will do
+        if not timed:
+            continue
+        ms, config = min(timed, key=lambda pair: pair[0])
+        _keep(file, spec.name, trial.key, config)
+        rate = f" {trial.moved_bytes / ms / 1e6:.0f} GB/s" if trial.moved_bytes else ""
+        tried = f"{len(timed) + failed} tried" + (f", {failed} failed" if failed else "")
+        yield f"{spec.name} {text_of(trial.key)}: {text_of(config)}  {ms:.4f} ms{rate} ({tried})"
 
 
-def _keep(file: Path, best: Best) -> None:
+def _keep(file: Path, kernel: str, key: Key, config: Config) -> None:
     """Puts a result into the user's file, in place of what was there for its shape."""
     known = tuning.read(file).kernels if file.is_file() else {}
-    others = [entry for entry in known.get(best.kernel, ()) if entry.when != dict(best.key)]
-    entries = (*others, Entry(dict(best.key), best.config))
-    kernels = {**known, best.kernel: entries}
-    tuning.write(file, Configs(str(file), measured=True, kernels=kernels))
-    tuning.forget()
+    others = [entry for entry in known.get(kernel, ()) if entry[0] != dict(key)]
+    kernels = {**known, kernel: [*others, (dict(key), dict(config))]}
+    tuning.write(file, Configs(measured=True, kernels=kernels))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ and the weighted sum of V, all float32 and in powers of two, which are one instr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.ops.torch.attention import AttentionBatch, attend
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, unpack_rows
 
 LOG2_E = math.log2(math.e)
@@ -36,57 +36,18 @@ TRITON_TYPES = {
 NO_WINDOW = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class PoolShape:
-    """What a kernel's code depends on in a pool of KV and the queries of it.
-
-    k_type, v_type: Triton's types of the factors of both products.
+def pool_sizes(q: Tensor, pool: Tensor) -> dict[str, Any]:
+    """What a kernel's code depends on in a pool and queries q `[rows, heads, head_size]` of it, as
+    the kernels name it; not to be changed. ValueError for heads, types or sizes that do not fit.
     """
-
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    row_size: int
-    quantized: bool
-    k_type: Any
-    v_type: Any
-
-    @property
-    def head_pad(self) -> int:
-        """The head size that a kernel computes with: Triton's tiles are powers of two."""
-        return int(triton.next_power_of_2(self.head_size))
-
-    @cached_property
-    def constexprs(self) -> dict[str, Any]:
-        """As the kernels name them; not to be changed."""
-        return {
-            "KV_HEADS": self.num_kv_heads,
-            "BLOCK_SIZE": self.block_size,
-            "ROW_SIZE": self.row_size,
-            "HEAD_SIZE": self.head_size,
-            "HEAD_PAD": self.head_pad,
-            "QUANTIZED": self.quantized,
-            "K_TYPE": self.k_type,
-            "V_TYPE": self.v_type,
-        }
-
-
-def pool_shape(q: Tensor, pool: Tensor) -> PoolShape:
-    """The shape of a pool for queries q `[rows, heads, head_size]`.
-
-    ValueError if their heads, types or sizes do not fit, or if a size is none that kernels take.
-    """
-    return _pool_shape(q.shape[1:], q.dtype, pool.shape[3:], pool.dtype, q.device.type)
+    return _pool_sizes(q.shape[1:], q.dtype, pool.shape[3:], pool.dtype, q.device.type)
 
 
 @lru_cache(maxsize=256)
-def _pool_shape(
-    queries: torch.Size,
-    query_type: torch.dtype,
-    rows: torch.Size,
-    row_type: torch.dtype,
+def _pool_sizes(
+    queries: torch.Size, query_type: torch.dtype, rows: torch.Size, row_type: torch.dtype,
     device_type: str,
-) -> PoolShape:
+) -> dict[str, Any]:  # fmt: skip
     heads, head_size = queries
     kv_heads, block_size, row_size = rows
     quantized = is_quantized(row_type)
@@ -101,20 +62,18 @@ def _pool_shape(
             f"attention kernels take head and block sizes that are multiples of 16, "
             f"not {head_size} and {block_size}"
         )
-    k_type, v_type = factor_types(query_type, quantized, device_type == "cpu")
-    return PoolShape(block_size, kv_heads, head_size, row_size, quantized, k_type, v_type)
-
-
-def factor_types(query_type: torch.dtype, quantized: bool, interpreted: bool) -> tuple[Any, Any]:
-    """Triton's types of the factors of the products with K and with V."""
     k_type = v_type = TRITON_TYPES[query_type]
     if quantized and query_type == torch.float16:
         # A weight times a row's scale may be less than float16 has; all eight-bit values are
         # bfloat16 as well.
         v_type = tl.bfloat16
-    if interpreted:  # which keeps bfloat16 as a whole number and cannot multiply it
+    if device_type == "cpu":  # the interpreter keeps bfloat16 as whole numbers: no products
         k_type, v_type = (tl.float32 if of == tl.bfloat16 else of for of in (k_type, v_type))
-    return k_type, v_type
+    return {
+        "HEADS": heads, "KV_HEADS": kv_heads, "BLOCK_SIZE": block_size, "ROW_SIZE": row_size,
+        "HEAD_SIZE": head_size, "HEAD_PAD": int(triton.next_power_of_2(head_size)),
+        "QUANTIZED": quantized, "K_TYPE": k_type, "V_TYPE": v_type,
+    }  # fmt: skip
 
 
 def kernel_key(q: Tensor, pool: Tensor) -> dict[str, int | str]:
@@ -126,34 +85,13 @@ def kernel_key(q: Tensor, pool: Tensor) -> dict[str, int | str]:
     }
 
 
-def sequence_kv(
-    pool: Tensor, layer: int, block_table: Tensor, length: int
-) -> tuple[Tensor, Tensor]:
-    """K and V of a sequence's first tokens for a reference.
-
-    block_table `[width]` → float32 `[length, kv_heads, head_size]` each.
-    """
-    blocks = -(-length // pool.shape[4])
-    # As bytes of int8, if it is quantized: few operations know fp8.
-    stored = pool.view(torch.int8) if is_quantized(pool.dtype) else pool
-    rows = stored[block_table[:blocks].long(), layer].view(pool.dtype)
-    values = unpack_rows(rows, torch.float32) if is_quantized(pool.dtype) else rows.float()
-    # [blocks, 2, kv_heads, block_size, head_size], to tokens in their order.
-    k, v = values.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
-    return k, v
-
-
-def weigh(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None = None) -> Tensor:
-    """Softmax attention for a reference, in float32: q `[rows, heads, head_size]` → like q.
-
-    k, v: float32 `[keys, kv_heads, head_size]` · visible: bool `[rows, keys]`; None is all.
-    """
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("rhd,khd->hrk", q.float(), k) * scale
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.einsum("hrk,khd->rhd", scores.softmax(-1), v).to(q.dtype)
+def attend_by_torch(
+    q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, window: int | None
+) -> Tensor:
+    """The references: the engine's attention in float64, whatever lies where none may read."""
+    values = unpack_rows(pool, torch.float32) if is_quantized(pool.dtype) else pool
+    found = attend(q.double(), values.double().nan_to_num(), layer, batch, scale, window)
+    return found.view(q.shape).to(q.dtype)
 
 
 @triton.jit
@@ -186,13 +124,7 @@ def within(keys, least, most):
 
 @triton.jit
 def load_blocks(
-    block_table,
-    at,
-    least,
-    most,
-    TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PARTLY: tl.constexpr,
+    block_table, at, least, most, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTLY: tl.constexpr
 ):
     """The blocks of a tile's keys from position `at` on, int32 `[TILE]`, as `attend_range` reads
     them; if not PARTLY, 0 from `most` on.

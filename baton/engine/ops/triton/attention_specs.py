@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import triton
@@ -14,17 +13,15 @@ from torch import Tensor
 from baton.engine.ops.triton import decode_attention as decode
 from baton.engine.ops.triton import prefill_attention as prefill
 from baton.engine.ops.triton.attention_common import kernel_key
-from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows
 
-BLOCK_SIZE = 16
-KV_HEADS = 8
 _DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
 
 
 def random_pool(
     num_blocks: int, layers: int, kv_heads: int, head_size: int, kv: torch.dtype,
-    device: torch.device, block_size: int = BLOCK_SIZE,
+    device: torch.device, block_size: int = 16,
 ) -> Tensor:  # fmt: skip
     """A pool whose every row is drawn, and quantised as writing it would."""
     quantized = is_quantized(kv)
@@ -42,39 +39,68 @@ def random_pool(
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences with KV in a pool of one layer, their blocks in random order, and queries of them.
-
-    Blocks that no table names hold NaN where their type has it; block 0, which tables name behind a
-    sequence's end, may be read but has no weight.
-    """
+    """Sequences with KV in a pool, their blocks in random order, and queries of them."""
 
     q: Tensor
     pool: Tensor
     block_tables: Tensor
 
     @classmethod
-    def of(cls, shape: Key, device: torch.device, seq_lens: list[int], rows: int) -> Batch:
-        """rows: queries. shape: its "dtype", "kv", "head_size" and "group" (heads of a KV head)."""
-        dtype = DTYPES[str(shape.get("dtype", "bf16"))]
-        kv = DTYPES[str(shape["kv"])] if "kv" in shape else dtype
-        head_size, group = int(shape.get("head_size", 128)), int(shape.get("group", 4))
-        counts = [-(-seq_len // BLOCK_SIZE) for seq_len in seq_lens]
+    def of(cls, shape: Key, device: torch.device, seen: list[range], rows: int) -> Batch:
+        """seen: positions of each sequence that queries see · rows: queries.
+
+        Of the shape: "dtype", "kv", "head_size", "group" (heads of a KV head), "kv_heads", "layers"
+        and "block_size". With "ragged" everything that no query sees is NaN.
+        """
+        sizes: Key = {"head_size": 128, "group": 4, "kv_heads": 8, "layers": 1, "block_size": 16}
+        head_size, group, kv_heads, layers, block_size = (
+            int(shape.get(name, size)) for name, size in sizes.items()
+        )
+        dtype = dtype_of(shape)
+        kv = dtype_of(shape, "kv") if "kv" in shape else dtype
+        counts = [-(-span.stop // block_size) for span in seen]
         used, width = sum(counts), max(1, *counts)
-        pool = random_pool(used + 4, 1, KV_HEADS, head_size, kv, device)
+        pool = random_pool(used + 4, layers, kv_heads, head_size, kv, device, block_size)
         order = 1 + torch.randperm(used, dtype=torch.int32, device=device)
-        block_tables = torch.zeros(len(seq_lens), width, dtype=torch.int32, device=device)
+        block_tables = torch.zeros(len(seen), width, dtype=torch.int32, device=device)
         for row, part in zip(block_tables, order.split(counts), strict=True):
             row[: len(part)] = part
-        if not is_quantized(kv):
-            pool[used + 1 :] = torch.nan
-            pool[0] = 1e3
-        q = torch.randn(rows, KV_HEADS * group, head_size, device=device).to(dtype)
-        return cls(q, pool, block_tables)
+        q = torch.randn(rows, kv_heads * group, head_size, device=device).to(dtype)
+        batch = cls(q, pool, block_tables)
+        if "ragged" in shape and device.type != "meta":
+            batch._poison(seen)
+        return batch
+
+    def _poison(self, seen: list[range]) -> None:
+        """Makes what is not seen NaN: in quantised rows the scale, and every number of fp8."""
+        block_size = self.pool.shape[4]
+        hidden = torch.ones(self.pool.shape[0], block_size, dtype=torch.bool)
+        for table, span in zip(self.block_tables.cpu(), seen, strict=True):
+            at = torch.tensor(span, dtype=torch.long)
+            hidden[table[at // block_size].long(), at % block_size] = False
+        hidden = hidden.to(self.pool.device)
+        if not is_quantized(self.pool.dtype):
+            self.pool.permute(0, 4, 1, 2, 3, 5)[hidden] = torch.nan
+            return
+        rows = self.pool.view(torch.int8).permute(0, 4, 1, 2, 3, 5)
+        rows[hidden] = 0x7F
+        nan = torch.tensor([torch.nan], device=rows.device).view(torch.int8)
+        rows[..., -SCALE_BYTES:][hidden] = nan
+
+    @property
+    def layer(self) -> int:
+        """The last."""
+        return self.pool.shape[1] - 1
+
+    @property
+    def scale(self) -> float:
+        """Of scores."""
+        return float(self.q.shape[2] ** -0.5)
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token."""
-        return self.pool[0].numel() // BLOCK_SIZE * self.pool.itemsize
+        """K and V of one token in one layer."""
+        return self.pool[0, 0].numel() // self.pool.shape[4] * self.pool.itemsize
 
 
 def _ragged(shape: Key, count: int, least: int, most: int) -> list[int]:
@@ -85,144 +111,128 @@ def _ragged(shape: Key, count: int, least: int, most: int) -> list[int]:
     return [most, *(dice.choice((least, dice.randint(least, most))) for _ in range(count - 1))]
 
 
-def _fitting(configs: list[Config], key: Key) -> list[Config]:
-    """Those whose tiles of K and V in flight fit a multiprocessor's shared memory."""
-    row_bytes = int(triton.next_power_of_2(int(key["head_size"]))) * int(key["kv_bytes"])
-    return [
-        config
-        for config in configs
-        if (config.num_stages - 1) * 2 * config["TILE"] * row_bytes <= 144 * 1024
-    ]
-
-
 def decode_trial(shape: Key, device: torch.device) -> Trial:
     """Rows of "context" tokens each, 64 of 4,096 by default: a batch that fills a GPU."""
     count, context = int(shape.get("batch", 64)), int(shape.get("context", 4096))
-    tokens = _ragged(shape, count, 0, context)
-    batch = Batch.of(shape, device, tokens, count)
-    seq_lens = torch.tensor(tokens, dtype=torch.int32).to(device)
     window, splits = int(shape.get("window", 0)) or None, int(shape.get("splits", 0))
-    scale = batch.q.shape[2] ** -0.5
-    arguments = (batch.q, batch.pool, 0, batch.block_tables, seq_lens, scale, window)
+    seen = [
+        range(max(0, n - window) if window else 0, n) for n in _ragged(shape, count, 0, context)
+    ]
+    batch = Batch.of(shape, device, seen, count)
+    seq_lens = torch.tensor([span.stop for span in seen], dtype=torch.int32).to(device)
+    arguments = (
+        batch.q, batch.pool, batch.layer, batch.block_tables, seq_lens, batch.scale, window
+    )  # fmt: skip
     return Trial(
         kernel_key(batch.q, batch.pool),
         lambda config: (decode.decode_attention(*arguments, splits=splits, config=config),),
         lambda: (decode.decode_attention_reference(*arguments),),
-        moved_bytes=sum(min(n, window or n) for n in tokens) * batch.token_bytes,
+        moved_bytes=sum(map(len, seen)) * batch.token_bytes,
     )
 
 
 def prefill_trial(shape: Key, device: torch.device) -> Trial:
     """Chunks of "tokens" tokens after "context" others, of "batch" sequences."""
     count, context, most = (int(shape[name]) for name in ("batch", "context", "tokens"))
-    before, tokens = _ragged(shape, count, 0, context), _ragged(shape, count, 1, most)
-    batch = Batch.of(shape, device, [a + b for a, b in zip(before, tokens, strict=True)],
-                     sum(tokens))  # fmt: skip
+    window = int(shape.get("window", 0)) or None
+    before, tokens = _ragged(shape, count, 0, context), _ragged(shape, count, 0, most)
+    seen = [
+        range(max(0, a + 1 - window) if window else 0, a + b) if b else range(0)
+        for a, b in zip(before, tokens, strict=True)
+    ]
+    batch = Batch.of(shape, device, seen, sum(tokens))
     context_lens, query_lens = (
         torch.tensor(x, dtype=torch.int32).to(device) for x in (before, tokens)
     )
-    group, scale = batch.q.shape[1] // KV_HEADS, batch.q.shape[2] ** -0.5
-    tiles = prefill.plan_tiles(query_lens, len(batch.q), group)
-    window = int(shape.get("window", 0)) or None
-    arguments = (batch.q, batch.pool, 0, batch.block_tables, context_lens, query_lens)
+    tiles = prefill.plan_tiles(query_lens, len(batch.q), batch.q.shape[1] // batch.pool.shape[3])
+    arguments = (batch.q, batch.pool, batch.layer, batch.block_tables, context_lens, query_lens)
     pairs = sum(b * a + b * (b + 1) / 2 for a, b in zip(before, tokens, strict=True))
     return Trial(
         {**kernel_key(batch.q, batch.pool), "rows": tiles.rows},
-        lambda config: (prefill.prefill_attention(*arguments, tiles, scale, window, config),),
-        lambda: (prefill.prefill_attention_reference(*arguments, scale, window),),
+        lambda config: (prefill.prefill_attention(*arguments, tiles, batch.scale, window, config),),
+        lambda: (prefill.prefill_attention_reference(*arguments, batch.scale, window),),
         flops=4.0 * batch.q.shape[1] * batch.q.shape[2] * pairs,
     )
 
 
-Shape: TypeAlias = dict[str, int | str]
+_FP8: Key = {"kv": "fp8", "least": 89}  # what the kernels load needs sm_89
+_WINDOW: Key = {"window": 40}
+_SIZES: Key = {"kv_heads": 8, "layers": 2}
+_HEADS: tuple[Key, ...] = (
+    {},
+    {"kv": "int8"},
+    _FP8,
+    {"dtype": "fp16"},
+    {"dtype": "fp16", "kv": "int8"},
+    {"dtype": "fp16", **_FP8},
+    {"dtype": "fp32"},
+    {"dtype": "fp32", "kv": "int8"},
+    {"head_size": 64, "group": 7},
+    {"head_size": 80, "group": 1},
+    {"kv": "int8", "head_size": 96, "group": 3},
+    {"head_size": 256, "group": 8},
+    {"group": 32},
+)
 
-_WIDE, _NARROW = Config(4, 3, {"TILE": 64}), Config(8, 2, {"TILE": 32})
-_FP8: Shape = {"kv": "fp8", "least": 89}  # what the kernels load needs sm_89
 
-
-def _decode_cases() -> list[tuple[Key, Config]]:
-    heads: tuple[tuple[Shape, Config], ...] = (
-        ({}, _WIDE),
-        ({"kv": "int8"}, _WIDE),
-        (_FP8, _WIDE),
-        ({"dtype": "fp16"}, _WIDE),
-        ({"dtype": "fp16", "kv": "int8"}, _WIDE),
-        ({"dtype": "fp16", **_FP8}, _WIDE),
-        ({"dtype": "fp32"}, _NARROW),
-        ({"dtype": "fp32", "kv": "int8"}, _NARROW),
-        ({"head_size": 64, "group": 7}, _WIDE),
-        ({"head_size": 80, "group": 1}, _WIDE),
-        ({"kv": "int8", "head_size": 96, "group": 3}, _WIDE),
-        ({"head_size": 256, "group": 8}, _NARROW),
-        ({"group": 32}, _WIDE),
-    )
-    uses: tuple[Shape, ...] = ({"splits": 3}, {"window": 40, "splits": 1})
-    return [
-        (
-            {**shape, **use, "batch": 4, "context": 150, "ragged": at},
-            Config(config.num_warps, config.num_stages, {**config.sizes, "LEAST_SPLIT": 256}),
-        )
-        for at, (shape, config) in enumerate(heads)
-        for use in uses
+def _prefill_cases() -> list[Key]:
+    """Chunks that fill large tiles, every second kind of heads with a window; and short ones."""
+    long = [
+        {**heads, **(_WINDOW if at % 2 else {}), "tokens": 16 if "fp32" in heads.values() else 70}
+        for at, heads in enumerate(_HEADS)
     ]
-
-
-def _prefill_cases() -> list[tuple[Key, Config]]:
-    wide = Config(8, 3, {"TILE": 64})
-    few, exact = Config(4, 3, {"TILE": 64}), Config(8, 1, {"TILE": 16})
-    window: Shape = {"window": 40}
-    long: Shape = {"tokens": 70}
-    cases: tuple[tuple[Shape, Config], ...] = (
-        (long, wide),
-        ({**long, **window}, wide),
-        ({**long, "kv": "int8"}, wide),
-        ({**long, **_FP8}, wide),
-        ({**long, "dtype": "fp16", **window}, wide),
-        ({**long, "dtype": "fp16", "kv": "int8"}, wide),
-        ({**long, "dtype": "fp16", **_FP8}, wide),
-        ({"tokens": 16, "dtype": "fp32", **window}, exact),
-        ({"tokens": 16, "dtype": "fp32", "kv": "int8"}, exact),
-        ({**long, "head_size": 64, "group": 7}, wide),
-        ({**long, "head_size": 80, "group": 1, **window}, wide),
-        ({**long, "head_size": 256, "group": 8}, Config(8, 2, {"TILE": 32})),
-        ({"tokens": 16}, few),
-        ({"tokens": 4, "kv": "int8", **window}, few),
-    )
+    short: list[Key] = [{**_WINDOW, "tokens": 70}, {"tokens": 16}, {"tokens": 4, "kv": "int8"}]
     return [
-        ({**shape, "batch": 3, "context": 60, "ragged": at}, config)
-        for at, (shape, config) in enumerate(cases)
+        {**case, **_SIZES, "batch": 3, "context": 60, "ragged": at}
+        for at, case in enumerate(long + short)
     ]
 
 
 def _configs(
     warps: tuple[int, ...], stages: tuple[int, ...], **sizes: int
 ) -> Callable[[Key], list[Config]]:
-    made = [
-        Config(w, s, {"TILE": tile, **sizes})
-        for tile in (16, 32, 64, 128)
-        for w in warps
-        for s in stages
-    ]
-    return lambda key: _fitting(made, key)
+    """Those whose tiles of K and V in flight fit a multiprocessor's shared memory."""
+
+    def fitting(key: Key) -> list[Config]:
+        row_bytes = int(triton.next_power_of_2(int(key["head_size"]))) * int(key["kv_bytes"])
+        return [
+            {"num_warps": w, "num_stages": s, "TILE": tile, **sizes}
+            for tile in (16, 32, 64, 128)
+            for w in warps
+            for s in stages
+            if (s - 1) * 2 * tile * row_bytes <= 144 * 1024
+        ]
+
+    return fitting
 
 
 # The shapes of models as they are served: those of Llama 3, Qwen 2.5 and 3, and Gemma.
-_SHAPES: tuple[Shape, ...] = tuple(
+_SHAPES: list[Key] = [
     {"head_size": head_size, "kv": kv} for head_size in (64, 128, 256) for kv in ("bf16", "int8")
-)
+]
 
 SPECS = (
     KernelSpec(
-        decode.NAME, decode_trial, _decode_cases(),
-        _configs((2, 4, 8), (2, 3, 4, 5), LEAST_SPLIT=256), _SHAPES,
+        decode.NAME,
+        decode_trial,
+        cases=[
+            {**heads, **use, **_SIZES, "batch": 4, "context": 150, "ragged": at}
+            for at, heads in enumerate(_HEADS)
+            for use in ({"splits": 3}, {**_WINDOW, "splits": 1})
+        ],
+        configs=_configs((2, 4, 8), (2, 3, 4, 5), LEAST_SPLIT=256),
+        shapes=_SHAPES,
     ),
     KernelSpec(
-        prefill.NAME, prefill_trial, _prefill_cases(), _configs((4, 8), (1, 2, 3, 4)),
+        prefill.NAME,
+        prefill_trial,
+        cases=_prefill_cases(),
+        configs=_configs((4, 8), (1, 2, 3, 4)),
         # Short chunks with long contexts, and chunks of 2,048 tokens that fill the largest tiles.
-        tuple(
+        shapes=[
             {**shape, "batch": batch, "context": context, "tokens": tokens}
             for shape in _SHAPES
             for batch, context, tokens in ((64, 2048, 4), (64, 2048, 16), (4, 0, 2048))
-        ),
+        ],
     ),
-)  # fmt: skip
+)

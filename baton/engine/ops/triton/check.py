@@ -2,25 +2,22 @@
 
 Triton and its ptxas make machine code for any architecture. A kernel that does not compile, or
 needs more shared memory than a GPU has, is thus known before it runs on one. Launches of a kernel's
-cases on meta tensors take the same way as real ones up to the compiler, which then compiles what a
-worker would launch; results are kept in Triton's cache, so that a second check is quick.
+cases on meta tensors, with the configurations shipped for the architecture, take the same way as
+real ones up to the compiler; results are kept in Triton's cache, so that a second check is quick.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import torch
 import triton
@@ -29,8 +26,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from baton.engine.ops import triton as kernels
-from baton.engine.ops.triton.tuning import cache_folder
+from baton.engine.ops.triton import tuning
+from baton.engine.ops.triton.spec import KernelSpec, Key, text_of
 
 ARCHITECTURES = (80, 90, 100)
 
@@ -41,76 +38,14 @@ TENSOR_MEMORY_COLUMNS = 512  # of a Blackwell multiprocessor
 _COLUMNS = "{:<18} {:<22} {:>6} {:>9} {:>7} {:>6} {:>6}  {}  {}"
 
 
-Launch: TypeAlias = Callable[[torch.device], object]
-"""Launches a kernel on tensors that it makes on a device."""
-
-
-class Compilable(Protocol):
-    """A kernel's name and its cases."""
-
-    @property
-    def name(self) -> str:
-        """Of the kernel."""
-
-    @property
-    def launches(self) -> Mapping[str, tuple[int, Launch]]:
-        """By the case's name, with the compute capability that it needs, 80 for sm_80."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What came of a case for an architecture.
-
-    function: of the kernel · registers: of a thread · shared: bytes of a program · spilled: bytes
-    of a thread's local memory, for what found no register; registers and spilled are None where
-    cuobjdump is missing · complaint: why it cannot run, or empty.
-    """
-
-    kernel: str
-    case: str
-    architecture: int
-    ms: float
-    function: str = "-"
-    registers: int | None = None
-    shared: int = 0
-    spilled: int | None = None
-    ptx: str = ""
-    complaint: str = ""
-
-    def __str__(self) -> str:
-        registers, spilled = (
-            "-" if number is None else str(number) for number in (self.registers, self.spilled)
-        )
-        return _COLUMNS.format(
-            self.kernel, self.function, f"sm_{self.architecture}", registers,
-            self.shared, spilled, f"{self.ms:.0f}", self.case, self.complaint,
-        ).rstrip()  # fmt: skip
-
-
-def specs_in(names: Iterable[str]) -> list[Any]:
-    """The specs of this package's modules and of further ones, by their names.
-
-    ImportError, or ValueError if a further one has none.
-    """
-    own = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
-    found = []
-    for name in [*(name for name in own if not name.endswith("__main__")), *names]:
-        module = importlib.import_module(name)
-        specs = [*filter(None, [getattr(module, "SPEC", None)]), *getattr(module, "SPECS", ())]
-        if not specs and name not in own:
-            raise ValueError(f"{name} has neither SPEC nor SPECS")
-        found += specs
-    return found
-
-
 def check(
-    specs: Sequence[Compilable],
+    specs: Sequence[KernelSpec],
     architectures: Sequence[int],
     say: Callable[[str], None],
     ptx: Path | None = None,
     most: int | None = None,
-) -> list[Compiled]:
-    """Compiles all cases and prints a table of them; what failed has a complaint.
+) -> tuple[int, list[str]]:
+    """Compiles all cases and prints a table of them: how many, and complaints about what failed.
 
     ptx: a folder for the PTX of each, if it is wanted · most: so many cases of a kernel, the first
     and others at even distances. RuntimeError where kernels are interpreted.
@@ -118,51 +53,52 @@ def check(
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted and do not compile")
     say(_COLUMNS.format("kernel", "", "arch", "registers", "shared", "spill", "ms", "case", ""))
-    results = []
+    total, complaints = 0, []
     for spec in specs:
-        cases = list(spec.launches.items())
-        count = min(len(cases), most or len(cases))
-        for name, (least, launch) in (cases[at * len(cases) // count] for at in range(count)):
-            for architecture in (one for one in architectures if one >= least):
-                for result in compiled(spec.name, name, launch, architecture):
-                    results.append(result)
-                    say(str(result))
-                    if ptx:
-                        _keep(result, ptx)
-    return results
+        count = min(len(spec.cases), most or len(spec.cases))
+        for shape in (spec.cases[at * len(spec.cases) // count] for at in range(count)):
+            for architecture in architectures:
+                if architecture < int(shape.get("least", 80)):
+                    continue
+                for function, figures, complaint, text in _compiled(spec, shape, architecture):
+                    case, target = text_of(shape), f"sm_{architecture}"
+                    line = _COLUMNS.format(spec.name, function, target, *figures, case, complaint)
+                    say(line.rstrip())
+                    total += 1
+                    if complaint:
+                        complaints.append(f"{spec.name} ({case}) for {target}: {complaint}")
+                    elif ptx:
+                        name = re.sub(r"\W+", "-", f"{spec.name} {case} {function} {target}")
+                        ptx.mkdir(parents=True, exist_ok=True)
+                        (ptx / f"{name}.ptx").write_text(text, encoding="utf-8")
+    return total, complaints
 
 
-def compiled(kernel: str, case: str, launch: Launch, architecture: int) -> list[Compiled]:
-    """A case compiled for an architecture such as 90: a result for each kernel that it launches."""
+def _compiled(
+    spec: KernelSpec, shape: Key, architecture: int
+) -> Iterator[tuple[str, tuple[object, ...], str, str]]:
+    """A case compiled for an architecture such as 90, each kernel that it launches: its function;
+    registers, shared bytes, spilled bytes and ms; why it cannot run, or empty; and its PTX.
+    """
     begin = time.perf_counter()
     try:
         with _compiling_only(architecture) as launched:
-            launch(torch.device("meta"))
+            spec.trial(shape, torch.device("meta")).run(None)
     except Exception as error:  # whatever a compiler raises, others are compiled all the same
-        ms = 1e3 * (time.perf_counter() - begin)
         lines = str(error).strip().splitlines() or [""]
-        complaint = f"{type(error).__name__}: {lines[-1]}"
-        return [Compiled(kernel, case, architecture, ms, complaint=complaint)]
-    ms = 1e3 * (time.perf_counter() - begin)
-    results = []
+        yield "-", ("-", "-", "-", "-"), f"{type(error).__name__}: {lines[-1]}", ""
+        return
+    ms = f"{1e3 * (time.perf_counter() - begin):.0f}"
     for function, binary in launched:
         registers, spilled = _resources(binary.asm["cubin"])
-        shared, most = binary.metadata.shared, _SHARED_BYTES.get(architecture)
+        # Triton compiles what needs more columns to a trap, and says nothing.
+        shared, columns = binary.metadata.shared, getattr(binary.metadata, "tmem_size", 0) or 0
         complaint = ""
-        if most and shared > most:
+        if shared > (most := _SHARED_BYTES.get(architecture, shared)):
             complaint = f"needs {shared} bytes of shared memory, of {most}"
-        # Triton compiles what needs more to a trap, and says nothing.
-        columns = getattr(binary.metadata, "tmem_size", 0) or 0
-        if columns > TENSOR_MEMORY_COLUMNS:
+        elif columns > TENSOR_MEMORY_COLUMNS:
             complaint = f"needs {columns} columns of tensor memory, of {TENSOR_MEMORY_COLUMNS}"
-        results.append(
-            Compiled(
-                kernel, case, architecture, ms, function, registers, shared, spilled,
-                binary.asm["ptx"], complaint,
-            )
-        )  # fmt: skip
-        ms = 0.0
-    return results
+        yield function, (registers, shared, spilled, ms), complaint, binary.asm["ptx"]
 
 
 @contextmanager
@@ -178,7 +114,8 @@ def _compiling_only(architecture: int) -> Iterator[list[tuple[str, CompiledKerne
         launched.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
 
     if "TRITON_CACHE_DIR" not in os.environ:
-        triton.knobs.cache.dir = str(cache_folder() / "compiled")
+        triton.knobs.cache.dir = str(tuning.cache_folder() / "compiled")
+    tuning.forget()
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: architecture,
@@ -194,7 +131,7 @@ def _compiling_only(architecture: int) -> Iterator[list[tuple[str, CompiledKerne
         triton.knobs.cache.dir = cache
 
 
-def _resources(cubin: bytes) -> tuple[int | None, int | None]:
+def _resources(cubin: bytes) -> tuple[int | str, int | str]:
     """Registers and spilled bytes of a thread, as cuobjdump reports them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -205,14 +142,7 @@ def _resources(cubin: bytes) -> tuple[int | None, int | None]:
                 capture_output=True, text=True, check=True, timeout=60,
             ).stdout  # fmt: skip
         except (OSError, RuntimeError, subprocess.SubprocessError):
-            return None, None
+            return "-", "-"
     found = [re.findall(rf"\b{name}:(\d+)", usage) for name in ("REG", "STACK", "LOCAL")]
     registers, stack, local = (max(map(int, numbers), default=0) for numbers in found)
     return registers, stack + local
-
-
-def _keep(result: Compiled, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{result.kernel} {result.case} {result.function} sm_{result.architecture}"
-    name = re.sub(r"\W+", "-", name)
-    (folder / f"{name}.ptx").write_text(result.ptx, encoding="utf-8")

@@ -1,11 +1,9 @@
 """Paged attention of decode rows: one query a sequence, over all of its KV.
 
-What it costs is reading KV once, so the kernel is built around that: a program takes one row's one
-KV head, whose query heads are the rows of one product, and reads its keys tile by tile with the
-next tiles' loads under way. Long contexts are split over programs, whose parts a second kernel
-joins by their log-sum-exp (Flash-Decoding, Dao et al. 2023). The grid depends on shapes alone, so
-that a CUDA graph can hold it; how many splits have work depends on each row's length. Rows come
-first in the grid and KV is kept in caches as usual, as rows with a common prefix share its blocks.
+A program takes one row's one KV head, whose query heads are the rows of one product. Long contexts
+are split over programs, whose parts a second kernel joins by their log-sum-exp (Flash-Decoding, Dao
+et al. 2023). The grid depends on shapes alone, so that a CUDA graph can hold it. Rows come first in
+it, as rows with a common prefix share blocks in caches.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.ops.torch.attention import AttentionBatch
 from baton.engine.ops.triton.attention_common import (
     LOG2_E,
     LOWEST,
     NO_WINDOW,
+    attend_by_torch,
     attend_range,
     kernel_key,
-    pool_shape,
-    sequence_kv,
-    weigh,
+    pool_sizes,
 )  # fmt: skip
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
@@ -56,29 +54,31 @@ def decode_attention(
     """
     rows, heads, head_size = q.shape
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
-    shape = pool_shape(q, pool)
+    sizes = pool_sizes(q, pool)
+    kv_heads = sizes["KV_HEADS"]
     config = config or choose(NAME, kernel_key(q, pool), q.device)
     if not splits:
-        keys = block_tables.shape[1] * shape.block_size
+        keys = block_tables.shape[1] * sizes["BLOCK_SIZE"]
         longest = min(keys, window or keys)
-        programs = rows * shape.num_kv_heads
-        splits = splits_for(programs, longest // config["LEAST_SPLIT"], processors(q.device))
+        splits = splits_for(rows * kv_heads, longest // config["LEAST_SPLIT"], processors(q.device))
     out = torch.empty_like(q) if out is None else out
     # The weighted sums of the parts, and behind all of them their log-sum-exps.
     parts = None
     if splits > 1:
         size = rows * heads * splits * (head_size + 1)
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
-    decode_kernel[rows, shape.num_kv_heads, splits](
+    # Tensor cores take tiles of 16 rows at least.
+    group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
+    decode_kernel[rows, kv_heads, splits](
         q, pool, block_tables, seq_lens, out, parts, layer, block_tables.stride(0), pool.stride(0),
-        scale * LOG2_E, window or NO_WINDOW, splits, HEADS=heads, WINDOWED=window is not None,
-        GROUP_PAD=group_pad(heads // shape.num_kv_heads), **shape.constexprs, **config.launch,
+        scale * LOG2_E, window or NO_WINDOW, splits, WINDOWED=window is not None,
+        GROUP_PAD=group_pad, **sizes, **config,
     )  # fmt: skip
     if parts is not None:
         join_kernel[rows, heads](
             parts, seq_lens, out, window or NO_WINDOW, splits,
-            SPLITS_PAD=triton.next_power_of_2(splits), HEAD_SIZE=head_size, HEAD_PAD=shape.head_pad,
-            TILE=config["TILE"], LEAST_SPLIT=config["LEAST_SPLIT"],
+            SPLITS_PAD=triton.next_power_of_2(splits), HEAD_SIZE=head_size,
+            HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], LEAST_SPLIT=config["LEAST_SPLIT"],
         )  # fmt: skip
     return out
 
@@ -98,11 +98,6 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def group_pad(group: int) -> int:
-    """Rows of a tile of the query heads that share a KV head: tensor cores take 16 at least."""
-    return max(16, int(triton.next_power_of_2(group)))
 
 
 @triton.jit
@@ -214,19 +209,11 @@ def join_kernel(
 
 
 def decode_attention_reference(
-    q: Tensor,
-    pool: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    scale: float,
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None,
-) -> Tensor:
-    """The same as `decode_attention` in plain torch, in float32, row by row."""
-    out = torch.zeros_like(q)
-    for row, seq_len in enumerate(seq_lens.tolist()):
-        if seq_len:
-            first = max(0, seq_len - window) if window else 0
-            k, v = sequence_kv(pool, layer, block_tables[row], seq_len)
-            out[row] = weigh(q[row, None], k[first:], v[first:], scale)[0]
-    return out
+) -> Tensor:  # fmt: skip
+    """The same as `decode_attention` in plain torch."""
+    slots = torch.empty(0, device=q.device)
+    batch = AttentionBatch(slots, len(q), block_tables.long(), seq_lens.long(), ())
+    out = attend_by_torch(q, pool, layer, batch, scale, window)
+    return out.masked_fill_((seq_lens == 0)[:, None, None], 0)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.models.decoder import rms_norm
-from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 
 # A row lies in the registers of one program.
@@ -59,7 +59,7 @@ def add_rms_norm(
     if rows:
         _add_rms_norm_kernel[(rows,)](
             x, residual, weight, normed, size, x.stride(0), eps, ADD=residual is not None,
-            BLOCK=triton.next_power_of_2(size), **config.launch,
+            BLOCK=triton.next_power_of_2(size), **config,
         )  # fmt: skip
     return normed, x if residual is None else residual
 
@@ -97,7 +97,7 @@ def silu_mul(gate_up: Tensor, config: Config | None = None) -> Tensor:
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         grid = (rows, triton.cdiv(size, config["BLOCK"]))
-        _silu_mul_kernel[grid](gate_up, out, size, gate_up.stride(0), **config.launch)
+        _silu_mul_kernel[grid](gate_up, out, size, gate_up.stride(0), **config)
     return out
 
 
@@ -108,40 +108,21 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def _norm_trial(shape: Key, device: torch.device) -> Trial:
-    rows, size = int(shape["rows"]), int(shape["size"])
-    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
-    x, stream = torch.randn(2, rows, size, device=device).to(dtype).unbind()
+    rows, size, dtype = int(shape["rows"]), int(shape["size"]), dtype_of(shape)
+    x, residual = torch.randn(2, rows, size, device=device).to(dtype).unbind()
     weight = torch.rand(size, device=device).to(dtype)
-    residual = stream if shape.get("add", 1) else None
-    kept = stream.clone() if shape.get("add", 1) else None
+    added, kept = (residual, residual.clone()) if shape.get("add", 1) else (None, None)
     return Trial(
         {"rows": rows, "size": size},
-        lambda config: add_rms_norm(x, residual, weight, 1e-5, config),
+        lambda config: add_rms_norm(x, added, weight, 1e-5, config),
         lambda: add_rms_norm_reference(x, kept, weight, 1e-5),
         moved_bytes=4 * x.numel() * x.itemsize,
     )
 
 
-NORM = KernelSpec(
-    "add_rms_norm",
-    trial=_norm_trial,
-    cases=(
-        ({"rows": 5, "size": 4096}, Config(4, 1)),
-        ({"rows": 5, "size": 8192, "dtype": "fp16"}, Config(8, 1)),
-        ({"rows": 5, "size": 2048, "dtype": "fp32", "add": 0}, Config(4, 1)),
-        ({"rows": 3, "size": 16384}, Config(32, 1)),
-    ),
-    configs=lambda key: [Config(warps, 1) for warps in (1, 2, 4, 8, 16, 32)],
-    shapes=tuple(
-        {"rows": rows, "size": size} for size in (2048, 4096, 8192) for rows in (1, 32, 256, 8192)
-    ),
-)
-
-
 def _silu_trial(shape: Key, device: torch.device) -> Trial:
     rows, size = int(shape["rows"]), int(shape["size"])
-    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
-    gate_up = torch.randn(rows, 2 * size, device=device).to(dtype)
+    gate_up = torch.randn(rows, 2 * size, device=device).to(dtype_of(shape))
     return Trial(
         {"rows": rows, "size": size},
         lambda config: (silu_mul(gate_up, config),),
@@ -150,25 +131,34 @@ def _silu_trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
-SILU = KernelSpec(
-    "silu_mul",
-    trial=_silu_trial,
-    cases=(
-        ({"rows": 5, "size": 4096}, Config(4, 1, {"BLOCK": 1024})),
-        ({"rows": 7, "size": 1000, "dtype": "fp16"}, Config(2, 1, {"BLOCK": 512})),
-        ({"rows": 3, "size": 2048, "dtype": "fp32"}, Config(4, 1, {"BLOCK": 1024})),
+SPECS = (
+    KernelSpec(
+        "add_rms_norm",
+        _norm_trial,
+        cases=(
+            {"rows": 5, "size": 4096},
+            {"rows": 5, "size": 8192, "dtype": "fp16"},
+            {"rows": 5, "size": 2048, "dtype": "fp32", "add": 0},
+            {"rows": 3, "size": 16384},
+        ),
+        configs=lambda key: [{"num_warps": w, "num_stages": 1} for w in (1, 2, 4, 8, 16, 32)],
+        shapes=[{"rows": r, "size": s} for s in (2048, 4096, 8192) for r in (1, 32, 256, 8192)],
     ),
-    # 8 elements of two bytes are one load of a thread.
-    configs=lambda key: [
-        Config(warps, 1, {"BLOCK": block})
-        for block in (256, 512, 1024, 2048, 4096)
-        for warps in (1, 2, 4, 8)
-        if 4 <= block // (32 * warps) <= 32
-    ],
-    shapes=tuple(
-        {"rows": rows, "size": size} for size in (4096, 14336) for rows in (1, 32, 256, 8192)
+    KernelSpec(
+        "silu_mul",
+        _silu_trial,
+        cases=(
+            {"rows": 5, "size": 4096},
+            {"rows": 7, "size": 1000, "dtype": "fp16"},
+            {"rows": 3, "size": 2048, "dtype": "fp32"},
+        ),
+        # 8 elements of two bytes are one load of a thread.
+        configs=lambda key: [
+            {"num_warps": warps, "num_stages": 1, "BLOCK": block}
+            for block in (256, 512, 1024, 2048, 4096)
+            for warps in (1, 2, 4, 8)
+            if 4 <= block // (32 * warps) <= 32
+        ],
+        shapes=[{"rows": r, "size": s} for s in (4096, 14336) for r in (1, 32, 256, 8192)],
     ),
 )
-
-
-SPECS = (NORM, SILU)

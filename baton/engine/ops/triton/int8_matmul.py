@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 
 NAME = "int8_matmul"
@@ -20,7 +20,7 @@ NAME = "int8_matmul"
 # From more rows on a product is work for large tiles.
 MOST_ROWS = 64
 _LEAST_ROWS = 16  # of a tensor core's product
-_SCALE = Config(num_warps=4, num_stages=1, sizes={"ROWS": 1, "COLUMNS": 1024})
+_SCALE = {"num_warps": 4, "num_stages": 1, "ROWS": 1, "COLUMNS": 1024}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -43,11 +43,7 @@ def _scale_sums(
 
 
 def scale_sums(
-    sums: Tensor,
-    row_scales: Tensor,
-    column_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """`sums * row_scales * column_scales + bias`, of dtype: `[rows, columns]`.
 
@@ -60,17 +56,13 @@ def scale_sums(
     grid = (triton.cdiv(num_rows, _SCALE["ROWS"]), triton.cdiv(num_columns, _SCALE["COLUMNS"]))
     _scale_sums[grid](
         sums, row_scales, column_scales, bias, out, num_rows, num_columns,
-        HAS_BIAS=bias is not None, **_SCALE.launch,
+        HAS_BIAS=bias is not None, **_SCALE,
     )  # fmt: skip
     return out
 
 
 def scale_sums_reference(
-    sums: Tensor,
-    row_scales: Tensor,
-    column_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The same in torch."""
     out = sums.float() * (row_scales[:, None] * column_scales)
@@ -110,14 +102,9 @@ def _int8_matmul(
 
 
 def int8_matmul(
-    x: Tensor,
-    weight: Tensor,
-    row_scales: Tensor,
-    output_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    config: Config | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, row_scales: Tensor, output_scales: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, config: Config | None = None,
+) -> Tensor:  # fmt: skip
     """`(x * row_scales) @ (weight * output_scales).T + bias`, of dtype: `[rows, out]`.
 
     x: int8 `[rows, in]`, up to MOST_ROWS of them · weight: int8 `[out, in]`, both contiguous ·
@@ -134,7 +121,7 @@ def int8_matmul(
     _int8_matmul[(triton.cdiv(num_outputs, config["OUTPUTS"]),)](
         x, weight, row_scales, output_scales, bias, out, num_rows, num_outputs, depth,
         HAS_BIAS=bias is not None, WHOLE=depth % config["DEPTH"] == 0, ROWS=tile_rows(num_rows),
-        **config.launch,
+        **config,
     )  # fmt: skip
     return out
 
@@ -145,13 +132,9 @@ def tile_rows(num_rows: int) -> int:
 
 
 def int8_matmul_reference(
-    x: Tensor,
-    weight: Tensor,
-    row_scales: Tensor,
-    output_scales: Tensor,
-    bias: Tensor | None,
+    x: Tensor, weight: Tensor, row_scales: Tensor, output_scales: Tensor, bias: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`int8_matmul` in plain torch; float64 holds every sum."""
     sums = (x.double() @ weight.double().T).to(torch.int32)
     return scale_sums_reference(sums, row_scales, output_scales, bias, dtype)
@@ -159,7 +142,7 @@ def int8_matmul_reference(
 
 def _configs(key: Key) -> list[Config]:
     return [
-        Config(warps, stages, {"OUTPUTS": outputs, "DEPTH": depth})
+        {"num_warps": warps, "num_stages": stages, "OUTPUTS": outputs, "DEPTH": depth}
         for outputs in (16, 32, 64, 128)
         for depth in (128, 256)
         for warps in (4, 8)
@@ -168,71 +151,72 @@ def _configs(key: Key) -> list[Config]:
     ]
 
 
+def _scales(
+    shape: Key, rows: int, columns: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
+    """Scales of rows and of columns, a bias if the shape has one, and the result's type."""
+    dtype = dtype_of(shape)
+    row_scales, column_scales = (torch.rand(n, device=device) / 100 for n in (rows, columns))
+    bias = torch.randn(columns, device=device).to(dtype) if shape.get("bias") else None
+    return row_scales, column_scales, bias, dtype
+
+
 def _scale_trial(shape: Key, device: torch.device) -> Trial:
     rows, columns = int(shape["rows"]), int(shape["columns"])
-    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
     sums = torch.randint(-(2**20), 2**20, (rows, columns), dtype=torch.int32, device=device)
-    scales = (torch.rand(rows, device=device) / 100, torch.rand(columns, device=device) / 100)
-    bias = torch.randn(columns, device=device).to(dtype) if shape.get("bias") else None
+    scales = _scales(shape, rows, columns, device)
     return Trial(
         {},
-        lambda config: (scale_sums(sums, *scales, bias, dtype),),
-        lambda: (scale_sums_reference(sums, *scales, bias, dtype),),
-        moved_bytes=(4 + dtype.itemsize) * rows * columns,
+        lambda config: (scale_sums(sums, *scales),),
+        lambda: (scale_sums_reference(sums, *scales),),
+        moved_bytes=(4 + scales[-1].itemsize) * rows * columns,
     )
 
 
-SCALE_SUMS = KernelSpec(
-    "scale_sums",
-    trial=_scale_trial,
-    cases=tuple(
-        ({"rows": 5, "columns": 1040, "dtype": dtype, "bias": bias}, _SCALE)
-        for dtype in ("fp32", "bf16", "fp16")
-        for bias in (0, 1)
-    ),
-)
-
-
-def _trial(shape: Key, device: torch.device) -> Trial:
+def _matmul_trial(shape: Key, device: torch.device) -> Trial:
     rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
-    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
     x, weight = (
         torch.randint(-127, 128, (n, depth), dtype=torch.int8, device=device)
         for n in (rows, outputs)
     )
-    scales = (torch.rand(rows, device=device) / 100, torch.rand(outputs, device=device) / 100)
-    bias = torch.randn(outputs, device=device).to(dtype) if shape.get("bias") else None
+    scales = _scales(shape, rows, outputs, device)
     return Trial(
         {"rows": tile_rows(rows), "outputs": outputs, "depth": depth},
-        lambda config: (int8_matmul(x, weight, *scales, bias, dtype, config),),
-        lambda: (int8_matmul_reference(x, weight, *scales, bias, dtype),),
+        lambda config: (int8_matmul(x, weight, *scales, config),),
+        lambda: (int8_matmul_reference(x, weight, *scales),),
         moved_bytes=outputs * depth + rows * (depth + 2 * outputs),
     )
 
 
-INT8_MATMUL = KernelSpec(
-    NAME,
-    trial=_trial,
-    cases=tuple(
-        (
-            {"rows": rows, "outputs": 96, "depth": depth, "dtype": dtype, "bias": bias},
-            Config(4, 4, {"OUTPUTS": 32, "DEPTH": 256 if rows <= 32 else 128}),
-        )
-        for rows, depth, dtype, bias in (
-            (16, 512, "bf16", 0),
-            (32, 512, "bf16", 1),
-            (64, 512, "bf16", 0),
-            (9, 528, "bf16", 0),
-            (64, 512, "fp16", 1),
-            (16, 512, "fp32", 1),
-        )
+SPECS = (
+    KernelSpec(
+        "scale_sums",
+        _scale_trial,
+        cases=[
+            {"rows": 5, "columns": 1040, "dtype": dtype, "bias": bias}
+            for dtype in ("fp32", "bf16", "fp16")
+            for bias in (0, 1)
+        ],
     ),
-    configs=_configs,
-    shapes=tuple(
-        {"rows": rows, "outputs": outputs, "depth": depth}
-        for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-        for rows in (16, 64)
+    KernelSpec(
+        NAME,
+        _matmul_trial,
+        cases=[
+            {"rows": rows, "outputs": 96, "depth": depth, "dtype": dtype, "bias": bias}
+            for rows, depth, dtype, bias in (
+                (16, 512, "bf16", 0),
+                (32, 512, "bf16", 1),
+                (64, 512, "bf16", 0),
+                (9, 528, "bf16", 0),
+                (64, 512, "fp16", 1),
+                (16, 512, "fp32", 1),
+            )
+        ],
+        configs=_configs,
+        shapes=[
+            {"rows": rows, "outputs": outputs, "depth": depth}
+            for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+            for rows in (16, 64)
+        ],
     ),
 )
-
-SPECS = (SCALE_SUMS, INT8_MATMUL)

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import KernelSpec, Key, Trial
 
-CONFIG = Config(num_warps=4, num_stages=1, sizes={"ROWS": 128, "SEQUENCES": 32})
+CONFIG = {"num_warps": 4, "num_stages": 1, "ROWS": 128, "SEQUENCES": 32}
 
 # The three lie apart by multiples of so many elements: kernels would be compiled once more, in the
 # midst of serving, for addresses that are not aligned.
@@ -66,39 +66,31 @@ def _place_rows(
 
 
 def place_rows(
-    context_lens: Tensor,
-    query_lens: Tensor | None,
-    block_tables: Tensor,
-    num_rows: int,
+    context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
     block_size: int,
-) -> Placement:
+) -> Placement:  # fmt: skip
     """Rows of sequences, one after the other, over blocks of `block_size` tokens.
 
     context_lens: int32 `[sequences]`, tokens before a sequence's first row; -1 makes padding of a
     sequence of one row · query_lens: int32 `[sequences]`, rows of each; None is one each ·
     block_tables: int32 `[sequences, width]`, with the block of every row.
     """
-    assert block_tables.is_contiguous(), (
-        "a sequence's blocks are `width` entries behind the one before"
-    )
+    assert block_tables.is_contiguous()
     apart = -(-num_rows // _ALIGNED) * _ALIGNED
     held = torch.empty((3, apart), dtype=torch.int32, device=context_lens.device)
     positions, slots, lengths = held[:, :num_rows].unbind()
     ends = context_lens if query_lens is None else query_lens.cumsum(0, dtype=torch.int32)
     _place_rows[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
         context_lens, ends, block_tables, positions, slots, lengths, num_rows, len(context_lens),
-        block_tables.shape[1], block_size, ONE_EACH=query_lens is None, **CONFIG.launch,
+        block_tables.shape[1], block_size, ONE_EACH=query_lens is None, **CONFIG,
     )  # fmt: skip
     return Placement(positions, slots, lengths)
 
 
 def place_rows_reference(
-    context_lens: Tensor,
-    query_lens: Tensor | None,
-    block_tables: Tensor,
-    num_rows: int,
+    context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
     block_size: int,
-) -> Placement:
+) -> Placement:  # fmt: skip
     """The same in torch."""
     rows = torch.arange(num_rows, device=context_lens.device)
     each = torch.ones_like(context_lens) if query_lens is None else query_lens
@@ -136,8 +128,4 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
-SPEC = KernelSpec(
-    "placement",
-    trial=_trial,
-    cases=(({"rows": 70}, CONFIG), ({"rows": 40, "rows_each": 3}, CONFIG)),
-)
+SPECS = (KernelSpec("placement", _trial, cases=({"rows": 70}, {"rows": 40, "rows_each": 3})),)

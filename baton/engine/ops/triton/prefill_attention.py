@@ -15,15 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment
 from baton.engine.ops.triton.attention_common import (
     LOG2_E,
     LOWEST,
     NO_WINDOW,
+    attend_by_torch,
     attend_range,
     kernel_key,
-    pool_shape,
-    sequence_kv,
-    weigh,
+    pool_sizes,
 )  # fmt: skip
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
@@ -90,16 +90,14 @@ def prefill_attention(
     · out: where the result is put, contiguous; None makes it. Result like q.
     ValueError for heads, types or sizes that the kernel does not take.
     """
-    heads = q.shape[1]
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
-    shape = pool_shape(q, pool)
+    sizes = pool_sizes(q, pool)
     config = config or choose(NAME, {**kernel_key(q, pool), "rows": tiles.rows}, q.device)
     out = torch.empty_like(q) if out is None else out
-    prefill_kernel[shape.num_kv_heads, len(tiles.places)](
+    prefill_kernel[sizes["KV_HEADS"], len(tiles.places)](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
-        block_tables.stride(0), pool.stride(0), scale * LOG2_E, window or NO_WINDOW, HEADS=heads,
-        **shape.constexprs, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=window is not None,
-        **config.launch,
+        block_tables.stride(0), pool.stride(0), scale * LOG2_E, window or NO_WINDOW, **sizes,
+        TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=window is not None, **config,
     )  # fmt: skip
     return out
 
@@ -180,23 +178,15 @@ def prefill_attention_reference(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
     query_lens: Tensor, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """The same as `prefill_attention` in plain torch, in float32, sequence by sequence."""
-    out = torch.zeros_like(q)
-    row = 0
-    for block_table, context, count in zip(
-        block_tables, context_lens.tolist(), query_lens.tolist(), strict=True
+    """The same as `prefill_attention` in plain torch."""
+    segments, row = [], 0
+    for table, context, count in zip(
+        block_tables.long(), context_lens.tolist(), query_lens.tolist(), strict=True
     ):
-        if not count:
-            continue
-        end = context + count
-        first = max(0, context + 1 - window) if window else 0
-        k, v = sequence_kv(pool, layer, block_table, end)
-        position = torch.arange(context, end, device=q.device)[:, None]
-        key = torch.arange(first, end, device=q.device)
-        visible = key <= position
-        if window:
-            visible &= key > position - window
-        rows = slice(row, row + count)
-        out[rows] = weigh(q[rows], k[first:], v[first:], scale, visible)
+        blocks = -(-(context + count) // pool.shape[4])
+        if count:
+            segments.append(PrefillSegment(row, count, context, table[:blocks]))
         row += count
-    return out
+    nothing = torch.empty(0, device=q.device)
+    batch = AttentionBatch(nothing, 0, nothing, nothing, tuple(segments))
+    return attend_by_torch(q, pool, layer, batch, scale, window)

@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
 from baton.engine.ops.triton.row_quantize import bits_of, scale_of
-from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Outputs, Trial
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
@@ -24,16 +24,26 @@ NAME = "rope_and_write"
 
 
 @triton.jit
-def _normed(first, second, weights, columns, inside, eps, element, HEAD_SIZE: tl.constexpr):
-    """Halves of heads, float32 `[heads, HALF]`, at unit mean square and times weights."""
-    squares = tl.sum(first * first + second * second, 1)
-    inverse = tl.rsqrt(squares / HEAD_SIZE + eps)[:, None]
-    left = tl.load(weights + columns, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(weights + HEAD_SIZE // 2 + columns, mask=inside, other=0.0).to(tl.float32)
-    # Rounded where the model's own arithmetic rounds.
-    first = ((first * inverse).to(element).to(tl.float32) * left[None, :]).to(element)
-    second = ((second * inverse).to(element).to(tl.float32) * right[None, :]).to(element)
-    return first.to(tl.float32), second.to(tl.float32)
+def _turned(
+    qkv, at, mask, weights, columns, inside, cosines, sines, eps, HEAD_SIZE: tl.constexpr
+):  # fmt: skip
+    """Halves of heads `[heads, HALF]`, at unit mean square times weights (unless None), turned."""
+    element = qkv.dtype.element_ty
+    first = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0).to(tl.float32)
+    if weights is not None:
+        squares = tl.sum(first * first + second * second, 1)
+        inverse = tl.rsqrt(squares / HEAD_SIZE + eps)[:, None]
+        left = tl.load(weights + columns, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(weights + HEAD_SIZE // 2 + columns, mask=inside, other=0.0).to(tl.float32)
+        # Rounded where the model's own arithmetic rounds.
+        first = ((first * inverse).to(element).to(tl.float32) * left[None, :]).to(element)
+        second = ((second * inverse).to(element).to(tl.float32) * right[None, :]).to(element)
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
+    # To the model's type before it is quantised, as if it had been written whole.
+    turned = (first * cosines - second * sines).to(element)
+    return turned, (second * cosines + first * sines).to(element)
 
 
 @triton.jit
@@ -67,7 +77,6 @@ def _rope_and_write_kernel(
 ):  # fmt: skip
     """Program (row, part): HEADS heads of a row; first those of queries, then those of K and V."""
     q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    element = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     # HALF is a power of two, and may be more than half a head.
@@ -84,16 +93,12 @@ def _rope_and_write_kernel(
         heads = part * HEADS + tl.arange(0, HEADS)
         at = heads[:, None] * HEAD_SIZE + columns[None, :]
         mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
-        first = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0).to(tl.float32)
-        if q_weights is not None:
-            first, second = _normed(
-                first, second, q_weights, columns, inside, eps, element, HEAD_SIZE
-            )
+        first, second = _turned(
+            qkv, at, mask, q_weights, columns, inside, cosines, sines, eps, HEAD_SIZE
+        )
         q_out += row * (NUM_HEADS * HEAD_SIZE)
-        tl.store(q_out + at, (first * cosines - second * sines).to(element), mask=mask)
-        turned = (second * cosines + first * sines).to(element)
-        tl.store(q_out + at + HEAD_SIZE // 2, turned, mask=mask)
+        tl.store(q_out + at, first, mask=mask)
+        tl.store(q_out + at + HEAD_SIZE // 2, second, mask=mask)
     else:
         slot = tl.load(slots + row).to(tl.int64)
         if slot >= 0:
@@ -101,18 +106,12 @@ def _rope_and_write_kernel(
             live = heads < NUM_KV_HEADS
             at = (NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns[None, :]
             mask = live[:, None] & inside[None, :]
-            first = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0).to(tl.float32)
+            k_first, k_second = _turned(
+                qkv, at, mask, k_weights, columns, inside, cosines, sines, eps, HEAD_SIZE
+            )
             at += NUM_KV_HEADS * HEAD_SIZE
             v_first = tl.load(qkv + at, mask=mask, other=0.0)
             v_second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0)
-            if k_weights is not None:
-                first, second = _normed(
-                    first, second, k_weights, columns, inside, eps, element, HEAD_SIZE
-                )
-            # Rounded to the model's type before it is quantised, as if it had been written whole.
-            k_first = (first * cosines - second * sines).to(element)
-            k_second = (second * cosines + first * sines).to(element)
 
             block = slot // BLOCK_SIZE * num_layers + layer
             head = block * (2 * NUM_KV_HEADS) + heads
@@ -158,7 +157,7 @@ def rope_and_write(
         layer, num_layers, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
         HALF=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=block_size, ROW_SIZE=row_size,
-        QUANTIZED=quantized, FP8_POOL=pool.dtype == FP8, **config.launch,
+        QUANTIZED=quantized, FP8_POOL=pool.dtype == FP8, **config,
     )  # fmt: skip
     return q
 
@@ -184,21 +183,11 @@ def rope_and_write_reference(
     return q
 
 
-def _configs(key: Key) -> list[Config]:
-    most = triton.next_power_of_2(int(key["heads"]))
-    return [
-        Config(warps, 1, {"HEADS": heads})
-        for heads in (1, 2, 4, 8, 16, 32)
-        if heads <= most
-        for warps in (1, 2, 4, 8)
-    ]
-
-
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, heads, kv_heads = (int(shape[name]) for name in ("rows", "heads", "kv_heads"))
     head_size, block_size = int(shape.get("head_size", 128)), 16
-    dtype = DTYPES[str(shape.get("dtype", "bf16"))]
-    kv_dtype = DTYPES[str(shape["kv"])] if "kv" in shape else dtype
+    dtype = dtype_of(shape)
+    kv_dtype = dtype_of(shape, "kv") if "kv" in shape else dtype
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=device).to(dtype)
     angles = torch.randn(rows, head_size // 2, device=device).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -228,23 +217,30 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
-_HEADS: dict[str, int | str] = {"rows": 20, "heads": 32, "kv_heads": 8, "padding": 1}
+_HEADS: Key = {"rows": 20, "heads": 32, "kv_heads": 8, "padding": 1}
 
-SPEC = KernelSpec(
-    NAME,
-    trial=_trial,
-    cases=(
-        ({**_HEADS}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "kv": "int8", "norms": 1}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "kv": "fp8"}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "dtype": "fp16", "head_size": 64, "norms": 1}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "dtype": "fp32", "head_size": 80}, Config(4, 1, {"HEADS": 8})),
-        ({**_HEADS, "kv": "int8", "head_size": 256}, Config(8, 1, {"HEADS": 8})),
-    ),
-    configs=_configs,
-    shapes=tuple(
-        {"rows": rows, "heads": heads, "kv_heads": 8}
-        for heads in (32, 64)
-        for rows in (1, 32, 256, 8192)
+SPECS = (
+    KernelSpec(
+        NAME,
+        _trial,
+        cases=(
+            _HEADS,
+            {**_HEADS, "kv": "int8", "norms": 1},
+            {**_HEADS, "kv": "fp8"},
+            {**_HEADS, "dtype": "fp16", "head_size": 64, "norms": 1},
+            {**_HEADS, "dtype": "fp32", "head_size": 80},
+            {**_HEADS, "kv": "int8", "head_size": 256},
+        ),
+        configs=lambda key: [
+            {"num_warps": warps, "num_stages": 1, "HEADS": heads}
+            for heads in (1, 2, 4, 8, 16, 32)
+            if heads <= triton.next_power_of_2(int(key["heads"]))
+            for warps in (1, 2, 4, 8)
+        ],
+        shapes=[
+            {"rows": rows, "heads": heads, "kv_heads": 8}
+            for heads in (32, 64)
+            for rows in (1, 32, 256, 8192)
+        ],
     ),
 )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import DTYPES, Config, KernelSpec, Key, Trial
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights import quantize
 
@@ -99,7 +99,7 @@ def quantize_rows(
     if rows:
         _quantize_rows_kernel[(rows,)](
             x, values, scales, size, x.stride(0), WHOLE=whole, FP8=dtype == quantize.FP8,
-            **{**config.launch, "BLOCK": block},
+            **{**config, "BLOCK": block},
         )  # fmt: skip
     return values.view(dtype), scales
 
@@ -109,18 +109,10 @@ def quantize_rows_reference(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple
     return quantize.quantize_rows(x, dtype)
 
 
-def _configs(key: Key) -> list[Config]:
-    blocks = [0] if int(key["size"]) <= LARGEST_WHOLE else [2048, 4096, 8192]
-    return [
-        Config(warps, 1, {"BLOCK": block}) for block in blocks for warps in (1, 2, 4, 8, 16, 32)
-    ]
-
-
 def _trial(shape: Key, device: torch.device) -> Trial:
-    rows, size = int(shape["rows"]), int(shape["size"])
-    x = torch.randn(rows, size, device=device).to(DTYPES[str(shape.get("dtype", "bf16"))])
+    rows, size, to = int(shape["rows"]), int(shape["size"]), dtype_of(shape, "to", "int8")
+    x = torch.randn(rows, size, device=device).to(dtype_of(shape))
     x[0] = 0  # a scale of 0
-    to = DTYPES[str(shape.get("to", "int8"))]
     return Trial(
         {"rows": rows, "size": size},
         lambda config: quantize_rows(x, to, config),
@@ -130,18 +122,26 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
-SPEC = KernelSpec(
-    NAME,
-    trial=_trial,
-    cases=(
-        ({"rows": 5, "size": 4096}, Config(4, 1, {"BLOCK": 0})),
-        ({"rows": 5, "size": 4096, "to": "fp8"}, Config(4, 1, {"BLOCK": 0})),
-        ({"rows": 3, "size": 8192, "dtype": "fp16"}, Config(8, 1, {"BLOCK": 0})),
-        ({"rows": 5, "size": 2048, "dtype": "fp32"}, Config(4, 1, {"BLOCK": 0})),
-        ({"rows": 2, "size": 20000}, Config(8, 1, {"BLOCK": 4096})),
-    ),
-    configs=_configs,
-    shapes=tuple(
-        {"rows": rows, "size": size} for size in (4096, 14336, 28672) for rows in (1, 32, 256, 8192)
+SPECS = (
+    KernelSpec(
+        NAME,
+        _trial,
+        cases=(
+            {"rows": 5, "size": 4096},
+            {"rows": 5, "size": 4096, "to": "fp8"},
+            {"rows": 3, "size": 8192, "dtype": "fp16"},
+            {"rows": 5, "size": 2048, "dtype": "fp32"},
+            {"rows": 2, "size": 20000},
+        ),
+        configs=lambda key: [
+            {"num_warps": warps, "num_stages": 1, "BLOCK": block}
+            for block in ((0,) if int(key["size"]) <= LARGEST_WHOLE else (2048, 4096, 8192))
+            for warps in (1, 2, 4, 8, 16, 32)
+        ],
+        shapes=[
+            {"rows": rows, "size": size}
+            for size in (4096, 14336, 28672)
+            for rows in (1, 32, 256, 8192)
+        ],
     ),
 )

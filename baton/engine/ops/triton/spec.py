@@ -1,4 +1,4 @@
-"""What a kernel's module declares of it: `SPEC`, from which it is compiled, tuned and tested.
+"""What a kernel's module declares in `SPECS`: how it is compiled, tuned, tested and measured.
 
 Tensors for a launch are made in one place, `KernelSpec.trial`: on the meta device for compiling
 without a GPU, on a GPU for tuning and measuring, on either for comparison with the reference.
@@ -6,15 +6,22 @@ without a GPU, on a GPU for tuning and measuring, on either for comparison with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from baton.engine.ops import triton as kernels
+
 Key: TypeAlias = Mapping[str, int | str]
 """Sizes and types by name: a shape, or what a configuration depends on, as `{"rows": 64}`."""
+
+Config: TypeAlias = Mapping[str, int]
+"""Keyword arguments of a launch: `num_warps`, `num_stages`, and the kernel's own sizes by name."""
 
 Outputs: TypeAlias = tuple[Tensor, ...]
 
@@ -29,29 +36,11 @@ _BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 _INTERPRETED = 2  # Triton's interpreter cuts off what a GPU rounds to bfloat16
 _ONE_ROW = 4.0  # times as far may a single row be, which few elements make up
 
-
-@dataclass(frozen=True)
-class Config:
-    """How a kernel is launched.
-
-    num_warps: warps of a program · num_stages: loads of a loop in flight · sizes: the kernel's own
-    `constexpr` sizes by their names, such as `{"BLOCK_N": 64}`.
-    """
-
-    num_warps: int
-    num_stages: int
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def launch(self) -> dict[str, int]:
-        """As keyword arguments of a launch: `kernel[grid](..., **config.launch)`."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.sizes}
-
-    def __getitem__(self, name: str) -> int:
-        return self.sizes[name]
-
-    def __str__(self) -> str:
-        return text_of({**self.sizes, "warps": self.num_warps, "stages": self.num_stages})
+# Sizes at which a case is quickly interpreted.
+_SMALL = {
+    "rows": 3, "columns": 300, "size": 300, "heads": 4, "kv_heads": 2,
+    "batch": 3, "context": 40, "tokens": 18,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,45 +60,60 @@ class Trial:
     flops: float = 0.0
     tolerance: float | None = None
 
-    def error(self) -> float:
-        """The largest error of a launch as a share of what is allowed: over 1 is wrong."""
-        pairs = zip(self.run(None), self.reference(), strict=True)
-        return max(relative_error(*pair, self.tolerance) for pair in pairs)
-
 
 @dataclass(frozen=True)
 class KernelSpec:
     """A kernel, how it is compiled and what of it is tuned.
 
     name: as in `tuning.choose` and in the files of `configs/` · trial: tensors for a shape on a
-    device · cases: (shape, configuration) for each way in which the kernel is compiled ahead of
-    time and compared with its reference; "least": 89 in a shape is of one that needs sm_89 ·
-    configs: those to try for a key; None for a kernel with nothing to tune · shapes: what is tuned
-    unless a user names others, those of models and batches as they are served.
+    device · cases: a shape for each way in which the kernel is compiled ahead of time and compared
+    with its reference; "least": 89 in it is of one that needs sm_89 · configs: those to try for a
+    key; None for a kernel with nothing to tune · shapes: what is tuned unless a user names others,
+    those of models and batches as they are served.
     """
 
     name: str
     trial: Callable[[Key, torch.device], Trial]
-    cases: Sequence[tuple[Key, Config]]
+    cases: Sequence[Key]
     configs: Callable[[Key], Sequence[Config]] | None = None
     shapes: Sequence[Key] = ()
 
-    @property
-    def launches(self) -> dict[str, tuple[int, Callable[[torch.device], object]]]:
-        """The cases by name, as `baton.engine.ops.triton.check` compiles them."""
 
-        def launch(shape: Key, config: Config) -> Callable[[torch.device], object]:
-            return lambda device: self.trial(shape, device).run(config)
+def specs_in(names: Iterable[str] = ()) -> list[Any]:
+    """The specs of this package's modules and of further ones, by their names.
 
-        return {
-            f"{text_of(shape)} {config}": (int(shape.get("least", 80)), launch(shape, config))
-            for shape, config in self.cases
-        }
+    ImportError, or ValueError if a further one has none. (A package that cannot import this one
+    has specs of the same fields.)
+    """
+    own = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
+    found: list[Any] = []
+    for name in [*(name for name in own if not name.endswith("__main__")), *names]:
+        specs = getattr(importlib.import_module(name), "SPECS", ())
+        if not specs and name not in own:
+            raise ValueError(f"{name} has no SPECS")
+        found += specs
+    return found
+
+
+def dtype_of(shape: Key, name: str = "dtype", default: str = "bf16") -> torch.dtype:
+    """The type that a shape names."""
+    return DTYPES[str(shape.get(name, default))]
+
+
+def small(shape: Key) -> Key:
+    """The same case at sizes for Triton's interpreter."""
+    return {**shape, **{name: size for name, size in _SMALL.items() if name in shape}}
 
 
 def text_of(key: Mapping[str, object]) -> str:
     """As a user writes it: `rows=64 size=4096`."""
     return " ".join(f"{name}={value}" for name, value in key.items())
+
+
+def error_of(trial: Trial) -> float:
+    """The largest error of a launch as a share of what is allowed: over 1 is wrong."""
+    pairs = zip(trial.run(None), trial.reference(), strict=True)
+    return max(relative_error(*pair, trial.tolerance) for pair in pairs)
 
 
 def relative_error(found: Tensor, wanted: Tensor, tolerance: float | None = None) -> float:

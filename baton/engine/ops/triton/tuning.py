@@ -2,7 +2,8 @@
 
 Values come from `configs/`: one file for each compute capability, and one for the interpreter. They
 are reasoned, not measured; what `python -m baton.engine.ops.triton tune` measures on a GPU is kept
-in the user's cache and goes before them.
+in the user's cache and goes before them. A file has, for each kernel, pairs of the shape that a
+configuration is for, in which a field that is not named does not matter, and the configuration.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -23,54 +23,42 @@ import triton
 from baton.engine.ops.triton.spec import Config, Key
 
 SHIPPED = Path(__file__).parent / "configs"
-INTERPRETER = "interpreter"
 
 # What was measured is used up to so many doublings from its shape; then reasoned values are.
 REACH = 2.0
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A configuration and the shape that it is for; a field that is not named does not matter."""
-
-    when: Key
-    config: Config
-
-    def distance(self, key: Key) -> float | None:
-        """How far a key is, in doublings over all its numbers; None if it is another's."""
-        distance = 0.0
-        for name, wanted in self.when.items():
-            found = key.get(name)
-            if isinstance(found, int) and isinstance(wanted, int):
-                distance += abs(math.log2(max(found, 1) / max(wanted, 1)))
-            elif found != wanted:
-                return None
-        return distance
-
-
-@dataclass(frozen=True)
 class Configs:
-    """A file of configurations.
+    """A file of configurations: measured on a GPU, or reasoned."""
 
-    source: where they come from · measured: on a GPU; otherwise reasoned.
-    """
-
-    source: str
     measured: bool
-    kernels: dict[str, tuple[Entry, ...]]
+    kernels: dict[str, list[tuple[Key, Config]]]
 
     def nearest(self, kernel: str, key: Key) -> Config | None:
-        """That of the entry whose shape is nearest, the first of equals.
+        """That of the nearest shape, the first of equals.
 
         None without any, or where what was measured is too far to say anything.
         """
         near = [
-            (distance, entry.config)
-            for entry in self.kernels.get(kernel, ())
-            if (distance := entry.distance(key)) is not None
+            (distance, config)
+            for when, config in self.kernels.get(kernel, ())
+            if (distance := _distance(when, key)) is not None
+            and (distance <= REACH or not self.measured)
         ]
-        distance, config = min(near, key=lambda pair: pair[0], default=(0.0, None))
-        return None if self.measured and distance > REACH else config
+        return min(near, key=lambda pair: pair[0])[1] if near else None
+
+
+def _distance(when: Key, key: Key) -> float | None:
+    """How far a key is, in doublings over all its numbers; None if it is another's."""
+    distance = 0.0
+    for name, wanted in when.items():
+        found = key.get(name)
+        if isinstance(found, int) and isinstance(wanted, int):
+            distance += abs(math.log2(max(found, 1) / max(wanted, 1)))
+        elif found != wanted:
+            return None
+    return distance
 
 
 def choose(kernel: str, key: Key, device: torch.device) -> Config:
@@ -83,21 +71,24 @@ def choose(kernel: str, key: Key, device: torch.device) -> Config:
 
 @lru_cache(maxsize=4096)
 def _chosen(kernel: str, key: tuple[tuple[str, int | str], ...], device: torch.device) -> Config:
-    for configs in in_effect(device):
-        if found := configs.nearest(kernel, dict(key)):
+    for file in in_effect(device):
+        if found := read(file).nearest(kernel, dict(key)):
             return found
     raise LookupError(f"no configuration of {kernel} for {dict(key)}")
 
 
-@cache
-def in_effect(device: torch.device) -> Sequence[Configs]:
-    """Files in order of precedence: the user's, the GPU's, those of older GPUs."""
+def in_effect(device: torch.device) -> Sequence[Path]:
+    """Files in order of precedence: the user's, the GPU's, those of older GPUs.
+
+    Launches on the meta device are compiled for the architecture that Triton's driver names.
+    """
+    if device.type == "meta":
+        return shipped_for(triton.runtime.driver.active.get_current_target().arch)
     if device.type != "cuda":
-        return (read(SHIPPED / f"{INTERPRETER}.json"),)
+        return [SHIPPED / "interpreter.json"]
     major, minor = torch.cuda.get_device_capability(device)
     own = user_file(torch.cuda.get_device_name(device))
-    files = [own] if own.is_file() else []
-    return tuple(read(file) for file in [*files, *shipped_for(major * 10 + minor)])
+    return [*([own] if own.is_file() else []), *shipped_for(major * 10 + minor)]
 
 
 def shipped_for(capability: int) -> list[Path]:
@@ -119,47 +110,33 @@ def cache_folder() -> Path:
     return cache_home / "baton" / "kernels"
 
 
+@cache
 def read(file: Path) -> Configs:
     """ValueError, with the file's name, if it is not of the form that `write` gives."""
     try:
         text = json.loads(file.read_text(encoding="utf-8"))
-        kernels = {
-            name: tuple(_entry(entry) for entry in entries)
+        kernels: dict[str, list[tuple[Key, Config]]] = {
+            name: [
+                (dict(when), {size: int(value) for size, value in config.items()})
+                for when, config in entries
+            ]
             for name, entries in text["kernels"].items()
         }
-        return Configs(str(file), bool(text["measured"]), kernels)
+        return Configs(bool(text["measured"]), kernels)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{file} is no file of kernel configurations: {error!r}") from error
 
 
 def write(file: Path, configs: Configs) -> None:
-    """Keeps configurations as `read` takes them; a reader sees the old file or all of the new."""
-    kernels = {
-        name: [
-            {
-                "when": dict(entry.when),
-                "num_warps": entry.config.num_warps,
-                "num_stages": entry.config.num_stages,
-                "sizes": dict(entry.config.sizes),
-            }
-            for entry in entries
-        ]
-        for name, entries in configs.kernels.items()
-    }
+    """As `read` takes them; a reader sees the old file or all of the new."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    lines = json.dumps({"measured": configs.measured, "kernels": kernels}, indent=2)
-    partial.write_text(lines + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(asdict(configs), indent=2) + "\n", encoding="utf-8")
     partial.replace(file)
+    forget()
 
 
 def forget() -> None:
-    """Files are read again at the next launch: after one was written."""
+    """Files are read again at the next launch."""
     _chosen.cache_clear()
-    in_effect.cache_clear()
-
-
-def _entry(entry: dict[str, Any]) -> Entry:
-    sizes = {name: int(size) for name, size in entry.get("sizes", {}).items()}
-    config = Config(int(entry["num_warps"]), int(entry["num_stages"]), sizes)
-    return Entry(dict(entry.get("when", {})), config)
+    read.cache_clear()

@@ -16,7 +16,6 @@ from baton.engine.ops.triton.int8_matmul import (
     scale_sums_reference,
 )
 from baton.engine.ops.triton.row_quantize import quantize_rows as quantize_rows_by_kernel
-from baton.engine.ops.triton.spec import Config
 from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +71,7 @@ def test_few_int8_rows_in_several_tiles(dtype):
     )
     scales = random(20, seed=1).abs() * 1e-3, random(104, seed=2).abs()
     bias = random(104, seed=3, dtype=dtype)
-    config = Config(4, 1, {"OUTPUTS": 32, "DEPTH": 32})
+    config = {"num_warps": 4, "num_stages": 1, "OUTPUTS": 32, "DEPTH": 32}
     got = int8_matmul(x, values, *scales, bias, dtype, config)
     expected = int8_matmul_reference(x, values, *scales, bias, dtype)
     # The interpreter cuts what bfloat16 cannot hold, where a GPU rounds.

@@ -8,75 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-ARCHITECTURES = (80, 90, 100)
-
-
-def check(*arguments: str, environment: dict[str, str] | None = None) -> str:
-    """What the command prints; its error and status as an exception.
-
-    Compiled kernels are kept in the user's cache: a second run takes seconds.
-    """
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "baton.engine.ops.triton", "check", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=170,
-        env={**kept, **(environment or {})},
-    )
-    if done.returncode:
-        raise AssertionError(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def ptx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PTX of some cases of every kernel, a file each; all would take minutes."""
-    folder = tmp_path_factory.mktemp("compiled")
-    module = ("--module", "kvtransfer.kernels.blocks")
-    told = check("--most", "3", "--ptx", str(folder / "ptx"), *module)
-    compiled = re.search(r"^(\d+) of (\d+) compiled$", told, re.MULTILINE)
-    assert compiled and compiled[1] == compiled[2]
-    files = list((folder / "ptx").iterdir())
-    assert len(files) == int(compiled[1]), "two cases have one name"
-    return folder / "ptx"
-
-
-def test_all_kernels_compile_for_all_architectures(ptx: Path) -> None:
-    for architecture in ARCHITECTURES:
-        files = list(ptx.glob(f"*-sm_{architecture}.ptx"))
-        assert files
-        for file in files:
-            assert f".target sm_{architecture}" in file.read_text(), file.name
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_quantised_values_are_rounded_twice_as_torch_does(ptx: Path, architecture: int) -> None:
-    """A product and a sum fused into one instruction would round once, and miss ties."""
-    files = list(ptx.glob(f"quantize_rows-*-sm_{architecture}.ptx"))
-    assert files
-    for file in files:
-        text = file.read_text()
-        assert "fma." not in text and "div.rn.f32" in text
-
-
-def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path) -> None:
-    (tmp_path / "broken_kernels.py").write_text(BROKEN)
-    with pytest.raises(AssertionError) as failed:
-        check(
-            "--module", "broken_kernels", "--kernel", "broken", "--arch", "90",
-            environment={"PYTHONPATH": str(tmp_path)},
-        )  # fmt: skip
-    lines = str(failed.value).splitlines()
-    assert lines[0] == "1"
-    assert "0 of 2 compiled" in lines
-    assert any(line.startswith("broken (of itself) for sm_90: ") for line in lines)
-    assert any("missing" in line and "(by its call)" in line for line in lines)
-
-
 BROKEN = """
 from types import SimpleNamespace
 import torch, triton
@@ -86,8 +17,51 @@ import triton.language as tl
 def broken(x, SIZE: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), nothing)
 
-SPEC = SimpleNamespace(name="broken", launches={
-    "of itself": (80, lambda device: broken[(1,)](torch.empty(16, device=device), SIZE=16)),
-    "by its call": (80, lambda device: broken[(1,)](SIZE=16)),
-})
+def trial(shape, device):
+    arguments = [torch.empty(16, device=device)] if shape["called"] == "well" else []
+    return SimpleNamespace(run=lambda config: broken[(1,)](*arguments, SIZE=16))
+
+SPECS = [SimpleNamespace(name="broken", trial=trial, cases=[{"called": "well"}, {"called": "ill"}])]
 """
+
+
+def check(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs the command. Compiled kernels are kept in the user's cache: a second run is quick."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "baton.engine.ops.triton", "check", *arguments],
+        capture_output=True, text=True, check=False, timeout=170, env={**kept, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
+    """Some cases of each: all would take minutes."""
+    done = check("--most", "3", "--ptx", str(tmp_path), "--module", "kvtransfer.kernels.blocks")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"^(\d+) of (\d+) compiled$", done.stdout, re.MULTILINE)
+    files = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert found and found[1] == found[2] == str(len(files)), "two cases have one name"
+    for architecture in (80, 90, 100):
+        its = {name: text for name, text in files.items() if f"-sm_{architecture}." in name}
+        assert its and all(f".target sm_{architecture}" in text for text in its.values())
+        # A product and a sum fused into one instruction would round once, and miss ties.
+        quantized = [text for name, text in its.items() if name.startswith("quantize_rows-")]
+        assert quantized
+        assert not any("fma." in text or "div.rn.f32" not in text for text in quantized)
+        moved = {name: text for name, text in its.items() if name.startswith("move_blocks-")}
+        assert moved
+        for name, text in moved.items():  # 16 bytes at a time
+            assert text.count("ld.global.v4.b32") >= 4, name
+            assert (text.count("st.global.v4.b32") >= 4) != ("use-checksum" in name), name
+    assert not re.search(r"^move_blocks( +\S+){4} +[1-9]", done.stdout, re.MULTILINE), "it spills"
+
+
+def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken_kernels.py").write_text(BROKEN)
+    arguments = ("--module", "broken_kernels", "--kernel", "broken", "--arch", "90")
+    done = check(*arguments, path=str(tmp_path))
+    assert done.returncode == 1
+    assert "0 of 2 compiled" in done.stdout.splitlines()
+    lines = done.stderr.splitlines()
+    assert any(line.startswith("broken (called=well) for sm_90: ") for line in lines)
+    assert any("missing" in line and "(called=ill)" in line for line in lines)

@@ -13,21 +13,19 @@ from baton.engine.batch import StepBatch
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import Pool
 from baton.engine.ops.torch.attention import RowPositions, attend, place
+from baton.engine.weights.quantize import pack_rows, unpack_rows
 
 native = library.load()
 
 LAYERS, LAYER = 2, 1
 EPS = 1e-5
-SCALE_BYTES = 4
 
 
 class CSpan(Structure):
     """`Span` of kernels.h."""
 
     _fields_ = (
-        ("first_row", c_int32),
-        ("count", c_int32),
-        ("context", c_int32),
+        *((name, c_int32) for name in ("first_row", "count", "context")),
         ("table", c_void_p),
     )
 
@@ -36,15 +34,9 @@ class CShape(Structure):
     """`AttentionShape` of kernels.h."""
 
     _fields_ = (
-        ("heads", c_int32),
-        ("layer", c_int32),
-        ("window", c_int32),
-        ("scale", c_float),
-        ("eps", c_float),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
+        *((name, c_int32) for name in ("heads", "layer", "window")),
+        *((name, c_float) for name in ("scale", "eps")),
+        *((name, c_void_p) for name in ("cos", "sin", "q_norm", "k_norm")),
     )
 
 
@@ -87,9 +79,9 @@ def random_tensor(*shape: int, seed: int = 0) -> Tensor:
 
 
 class PagedRows:
-    """A pool in which some sequences own scattered blocks; block 0 is nobody's.
+    """A pool in which some sequences own scattered blocks; block 0 is no one's.
 
-    What nobody owns is NaN, so that reading it shows.
+    What is in no sequence is NaN, so that reading it shows.
     """
 
     def __init__(self, heads: Heads, spans: list[tuple[int, int]], seed: int = 0) -> None:
@@ -104,14 +96,13 @@ class PagedRows:
         self.owned = torch.tensor(sorted(block for span in self.spans for block in span.blocks))
         shape = (sum(needed) + 9, LAYERS, 2, heads.kv_heads, size, heads.head_size)
         values = random_tensor(*shape, seed=seed).to(heads.dtype)
-        self.pool = quantised(values) if heads.int8 else torch.full_like(values, torch.nan)
-        if not heads.int8:
+        if heads.int8:
+            self.pool = pack_rows(values, torch.int8)
+        else:
+            self.pool = torch.full_like(values, torch.nan)
             self.pool[self.owned] = values[self.owned]
-        self.qkv = random_tensor(
-            sum(span.count for span in self.spans),
-            (heads.heads + 2 * heads.kv_heads) * heads.head_size,
-            seed=seed + 1,
-        ).to(heads.dtype)
+        rows, width = sum(span.count for span in self.spans), heads.heads + 2 * heads.kv_heads
+        self.qkv = random_tensor(rows, width * heads.head_size, seed=seed + 1).to(heads.dtype)
 
     def attend(
         self, spans: list[Span] | None = None, qkv: Tensor | None = None, threads: int = 1
@@ -125,14 +116,9 @@ class PagedRows:
         return out
 
     def rotate(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: tuple[Tensor, Tensor] | None = None,
-        spans: list[Span] | None = None,
-        threads: int = 1,
-    ) -> None:
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None = None,
+        spans: list[Span] | None = None, threads: int = 1,
+    ) -> None:  # fmt: skip
         """Turns q of qkv in place and writes K and V to the pool, natively."""
         shape = CShape(heads=self.heads.heads, eps=EPS, cos=cos.data_ptr(), sin=sin.data_ptr())
         if norms is not None:
@@ -141,59 +127,47 @@ class PagedRows:
 
     def reference(self) -> Tensor:
         """`[rows, heads * head_size]` float32: the torch path over the same numbers."""
-        pool = dequantised(self.pool) if self.heads.int8 else self.pool.float()
-        q = self.qkv[:, : self.heads.heads * self.heads.head_size].float()
-        q = q.view(len(q), self.heads.heads, self.heads.head_size)
-        window = self.heads.window or None
+        heads = self.heads
+        pool = unpack_rows(self.pool, torch.float32) if heads.int8 else self.pool.float()
+        q = self.qkv[:, : heads.heads * heads.head_size].float()
+        q = q.view(len(q), heads.heads, heads.head_size)
         pool = pool.nan_to_num()  # the reference pads block_tables with block 0
-        return attend(q, pool, LAYER, self.placed().attention, self.heads.scale, window)
+        attention = self.placed().attention
+        return attend(q, pool, LAYER, attention, heads.scale, heads.window or None)
 
     def placed(self) -> RowPositions:
         """Where the torch path finds the rows; sequences of one row come first."""
         width = max(len(span.blocks) for span in self.spans)
         query_lens = [span.count for span in self.spans]
-        rows = sum(query_lens)
+        tables = [span.blocks + [0] * (width - len(span.blocks)) for span in self.spans]
         batch = StepBatch(
-            token_ids=torch.zeros(rows, dtype=torch.int32),
+            token_ids=torch.zeros(sum(query_lens), dtype=torch.int32),
             context_lens=torch.tensor([span.context for span in self.spans], dtype=torch.int32),
             query_lens=torch.tensor(query_lens, dtype=torch.int32),
-            block_tables=torch.tensor(
-                [span.blocks + [0] * (width - len(span.blocks)) for span in self.spans],
-                dtype=torch.int32,
-            ),
-            logit_rows=torch.arange(rows, dtype=torch.int32),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            logit_rows=torch.arange(sum(query_lens), dtype=torch.int32),
             num_decodes=query_lens.count(1),
         )
         return place(batch, self.heads.block_size)
 
     def _call(
-        self,
-        name: str,
-        threads: int,
-        qkv: Tensor,
-        spans: list[Span],
-        shape: CShape,
+        self, name: str, threads: int, qkv: Tensor, spans: list[Span], shape: CShape,
         out: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         shape.layer = LAYER
+        heads = self.heads
+        needed = [-(-(span.context + span.count) // heads.block_size) for span in spans]
         # An entry behind those needed is no block at all.
-        block_tables = [
-            torch.tensor([*self._needed(span), 1 << 30], dtype=torch.int32) for span in spans
+        tables = [
+            torch.tensor([*span.blocks[:count], 1 << 30], dtype=torch.int32)
+            for span, count in zip(spans, needed, strict=True)
         ]
         structs, row = (CSpan * len(spans))(), 0
-        for struct, span, table in zip(structs, spans, block_tables, strict=True):
-            struct.first_row, struct.count, struct.context = row, span.count, span.context
-            struct.table = table.data_ptr()
+        for at, (span, table) in enumerate(zip(spans, tables, strict=True)):
+            structs[at] = CSpan(row, span.count, span.context, table.data_ptr())
             row += span.count
-        heads = self.heads
-        pool = Pool(
-            self.pool.data_ptr(),
-            LAYERS,
-            heads.kv_heads,
-            heads.block_size,
-            heads.head_size,
-            heads.int8,
-        )
+        sizes = (LAYERS, heads.kv_heads, heads.block_size, heads.head_size, heads.int8)
+        pool = Pool(self.pool.data_ptr(), *sizes)
         function = library.require(heads.dtype)[f"baton_{name}"]
         results = [out.data_ptr()] if out is not None else []
         function.argtypes = (
@@ -202,22 +176,3 @@ class PagedRows:
         )
         function.restype = None
         function(threads, qkv.data_ptr(), structs, len(spans), shape, pool, *results)
-
-    def _needed(self, span: Span) -> list[int]:
-        return span.blocks[: -(-(span.context + span.count) // self.heads.block_size)]
-
-
-def quantised(values: Tensor) -> Tensor:
-    """int8 `[..., size + 4]` of `[..., size]`: rows as int8 and their scale's bytes behind them."""
-    wide = values.float()
-    peaks = wide.abs().amax(-1, keepdim=True)
-    # Not `127 / peaks`, which torch computes as a product with the reciprocal.
-    inverse = torch.where(peaks > 0, torch.tensor(127.0) / peaks, 0)
-    units = (wide * inverse).round().to(torch.int8)
-    return torch.cat((units, (peaks / 127).view(torch.int8)), dim=-1)
-
-
-def dequantised(pool: Tensor) -> Tensor:
-    """float32 `[..., size]` of int8 `[..., size + 4]`."""
-    units, scales = pool[..., :-SCALE_BYTES], pool[..., -SCALE_BYTES:]
-    return units.float() * scales.contiguous().view(torch.float32)

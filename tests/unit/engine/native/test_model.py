@@ -16,7 +16,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import PHASES, NativeModel
 from baton.engine.weights.quantize import Int8Weight
-from baton.engine.weights.weights import random_weights
+from baton.engine.weights.weights import Weights, random_weights
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_config import small_config
 
@@ -40,8 +40,9 @@ CONFIG = small_config(
 TOKENS = torch.randint(0, 301, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def as_is(matrix: Tensor) -> Tensor:
-    return matrix
+def weights_of(dtype: torch.dtype, int8: bool = False) -> Weights:
+    prepare = {"prepare": Int8Weight.of} if int8 else {}
+    return random_weights(CONFIG, dtype, CPU, seed=3, **prepare)
 
 
 def logits(
@@ -58,29 +59,19 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("int8_kv", [False, True])
 @pytest.mark.parametrize("int8", [False, True])
-def test_float32_equals_torch(int8: bool, int8_kv: bool) -> None:
-    weights = random_weights(
-        CONFIG, torch.float32, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
-    )
-    expected = logits(Model(CONFIG, weights, torch.float32, CPU), (90,), int8_kv)
-    got = logits(NativeModel(CONFIG, weights, torch.float32), (37, 1, 52), int8_kv)
+def test_it_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> None:
+    def by_torch(dtype: torch.dtype) -> Tensor:
+        return logits(Model(CONFIG, weights_of(dtype, int8), dtype, CPU), (90,), int8_kv)
+
+    def by_native(dtype: torch.dtype) -> Tensor:
+        return logits(NativeModel(CONFIG, weights_of(dtype, int8), dtype), (37, 1, 52), int8_kv)
+
+    exact = by_torch(torch.float32)
     # A last bit may round an int8 to its neighbour, which is a hundredth of a row's largest.
-    assert relative_error(got, expected) < (3e-3 if int8 or int8_kv else 2e-6)
-
-
-@pytest.mark.parametrize("int8_kv", [False, True])
-@pytest.mark.parametrize("int8", [False, True])
-def test_bfloat16_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> None:
-    halves = random_weights(
-        CONFIG, torch.bfloat16, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
-    )
-    floats = random_weights(
-        CONFIG, torch.float32, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
-    )
-    exact = logits(Model(CONFIG, floats, torch.float32, CPU), (90,), int8_kv)
-    by_torch = logits(Model(CONFIG, halves, torch.bfloat16, CPU), (90,), int8_kv)
-    native = logits(NativeModel(CONFIG, halves, torch.bfloat16), (37, 1, 52), int8_kv)
-    assert relative_error(native, exact) < 1.2 * relative_error(by_torch, exact) < 0.05
+    limit = 3e-3 if int8 or int8_kv else 2e-6
+    assert relative_error(by_native(torch.float32), exact) < limit
+    of_torch = relative_error(by_torch(torch.bfloat16), exact)
+    assert relative_error(by_native(torch.bfloat16), exact) < 1.2 * of_torch < 0.05
 
 
 @pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
@@ -92,9 +83,7 @@ def test_every_kind_of_cpu_computes_the_same(target: library.Target) -> None:
         (torch.bfloat16, False, 2e-2),
         (torch.float32, True, 3e-3),
     ):
-        weights = random_weights(
-            CONFIG, dtype, CPU, seed=3, prepare=Int8Weight.of if int8 else as_is
-        )
+        weights = weights_of(dtype, int8)
         expected = logits(NativeModel(CONFIG, weights, dtype), (90,))
         other = library.load_target(target, dtype)
         got = logits(NativeModel(CONFIG, weights, dtype, other), (50, 1, 39))
@@ -102,7 +91,7 @@ def test_every_kind_of_cpu_computes_the_same(target: library.Target) -> None:
 
 
 def test_time_is_counted_by_phase() -> None:
-    model = NativeModel(CONFIG, random_weights(CONFIG, torch.float32, CPU, 3), torch.float32)
+    model = NativeModel(CONFIG, weights_of(torch.float32), torch.float32)
     assert model.measure() == {}
     logits(model, (90,))
     seconds = model.measure()
@@ -121,7 +110,7 @@ def scores_of(run: PagedRun, sequence: PagedSequence, count: int, rows: list[int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_whose_scores_nobody_wants_change_nothing(dtype: torch.dtype) -> None:
-    model = NativeModel(CONFIG, random_weights(CONFIG, dtype, CPU, 3), dtype)
+    model = NativeModel(CONFIG, weights_of(dtype), dtype)
     whole = logits(model, (90,))
     run = PagedRun(model)
     sequence, other = run.add(TOKENS), run.add(TOKENS)
@@ -141,7 +130,7 @@ print(digest())
 
 def digest() -> str:
     """Of the bits of all logits of a prompt in three chunks."""
-    model = NativeModel(CONFIG, random_weights(CONFIG, torch.float32, CPU, 3), torch.float32)
+    model = NativeModel(CONFIG, weights_of(torch.float32), torch.float32)
     return hashlib.sha256(logits(model, (37, 1, 52)).numpy().tobytes()).hexdigest()
 
 

@@ -6,7 +6,6 @@
 #include "kernels.h"
 
 #include <limits>
-#include <type_traits>
 
 #include "key_tile.h"
 
@@ -61,9 +60,8 @@ typedef float TileScores[TILE_KEYS];
 }
 
 // Turns a query's scores into weights; their sum is added to what was before, corrected.
-template <class Element>
 [[gnu::noinline]] inline void weigh(const TileScores& scores, const float* value_scales,
-                                    float correction, Softmax& state, Element* weights) {
+                                    float correction, Softmax& state, Activation* weights) {
     f32x16 total = state.total * correction;
     for (int i = 0; i < TILE_KEYS; i += LANES) {
         const f32x16 weight = power_of_two(load<f32x16>(scores + i) - state.peak);
@@ -74,10 +72,10 @@ template <class Element>
 }
 
 // Scores of some queries -> their weights, and what their earlier sums are to be multiplied by.
-template <int ROWS, class Element>
+template <int ROWS>
 inline void softmax(TileScores (&scores)[ROWS], const Visible (&visible)[ROWS],
-                    const KeyTile<Element>& tile, Softmax* states, float* corrections,
-                    Element (&weights)[ROWS][TILE_KEYS]) {
+                    const KeyTile& tile, Softmax* states, float* corrections,
+                    Activation (&weights)[ROWS][TILE_KEYS]) {
     static_assert(ROWS <= LANES);
     float lag[LANES] = {};
     for (int i = 0; i < ROWS; i++) {
@@ -94,14 +92,6 @@ inline void softmax(TileScores (&scores)[ROWS], const Visible (&visible)[ROWS],
 // Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
 
-template <int MAX, class Work>
-inline void with_constant(int size, const Work& work) {
-    if constexpr (MAX > 0) {
-        if (size == MAX) return work(std::integral_constant<int, MAX>{});
-        with_constant<MAX - 1>(size, work);
-    }
-}
-
 // Calls work(size, first) for all of [first, end) in as few parts as a size of MAX allows, all
 // about equal; `size` is a constant.
 template <int MAX, class Work>
@@ -114,14 +104,12 @@ inline void in_parts(int first, int end, const Work& work) {
 }
 
 // The queries of a piece that share a KV head, and what attention has made of them so far.
-template <class Element>
 struct Queries {
-    alignas(64) Element rows[MAX_QUERIES * MAX_HEAD_SIZE];
+    alignas(64) Activation rows[MAX_QUERIES * MAX_HEAD_SIZE];
     alignas(64) float sums[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
     Softmax states[MAX_QUERIES];
 };
 
-template <class Element>
 class PieceAttention {
    public:
     PieceAttention(const AttentionShape& shape, const Pool& pool)
@@ -132,7 +120,7 @@ class PieceAttention {
           tile_(pool.head_size, pool.int8, shape.scale * LOG2_E) {}
 
     // Computes a piece; meanwhile fetches the first keys of the one that comes next.
-    void run(const Piece& piece, const Piece& next, const Element* qkv, Element* out) {
+    void run(const Piece& piece, const Piece& next, const Activation* qkv, Activation* out) {
         first_ = piece.span->context + piece.first;
         count_ = piece.count;
         const size_t stride = size_t(shape_.heads + 2 * pool_.kv_heads) * size_;
@@ -145,9 +133,9 @@ class PieceAttention {
     }
 
    private:
-    static constexpr int GROUP = Product<Element>::GROUP;
+    static constexpr int GROUP = Product<Activation>::GROUP;
 
-    void take_queries(const Element* from, size_t stride) {
+    void take_queries(const Activation* from, size_t stride) {
         const size_t elements = group_ * size_;
         for (int i = 0; i < count_; i++)
             std::copy_n(from + i * stride, elements, queries_.rows + i * elements);
@@ -158,7 +146,7 @@ class PieceAttention {
     HeadRows rows_of(const Piece& piece) const {
         const Span& span = *piece.span;
         const auto part = [&](Part which) {
-            return PagedRows::of(pool_, shape_.layer, piece.kv_head, which, span.table, queries_.rows);
+            return PagedRows::of(pool_, shape_.layer, piece.kv_head, which, span.table);
         };
         return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
     }
@@ -190,7 +178,7 @@ class PieceAttention {
     template <int ROWS>
     void visit(int query, int key) {
         alignas(64) TileScores scores[ROWS];
-        alignas(64) Element weights[ROWS][TILE_KEYS];
+        alignas(64) Activation weights[ROWS][TILE_KEYS];
         float corrections[LANES];
         Visible visible[ROWS];
         for (int i = 0; i < ROWS; i++) {
@@ -203,7 +191,7 @@ class PieceAttention {
     }
 
     template <int ROWS>
-    void score(const Element* rows, TileScores (&scores)[ROWS]) {
+    void score(const Activation* rows, TileScores (&scores)[ROWS]) {
         in_parts<TILE_VECTORS>(0, TILE_KEYS / LANES, [&](auto vectors, int first) {
             f32x16 sums[ROWS][vectors()] = {};
             fetch_and_multiply(rows, size_, tile_.keys + first * LANES * GROUP, TILE_KEYS,
@@ -215,7 +203,7 @@ class PieceAttention {
     }
 
     template <int ROWS>
-    void gather(const Element* weights, const float* corrections, float* to) {
+    void gather(const Activation* weights, const float* corrections, float* to) {
         in_parts<TILE_VECTORS>(0, size_ / LANES, [&](auto vectors, int first) {
             f32x16 sums[ROWS][vectors()];
             for (int i = 0; i < ROWS; i++)
@@ -233,7 +221,7 @@ class PieceAttention {
 
     // `multiply`, with the keys that are needed next on their way to the cache.
     template <int ROWS, int VECTORS>
-    void fetch_and_multiply(const Element* a, size_t a_stride, const Element* b, size_t columns,
+    void fetch_and_multiply(const Activation* a, size_t a_stride, const Activation* b, size_t columns,
                             int groups, f32x16 (&sums)[ROWS][VECTORS]) {
         constexpr int STEP = 8;  // head_size / GROUP is a multiple of it
         for (int g = 0; g < groups; g += STEP) {
@@ -242,10 +230,10 @@ class PieceAttention {
         }
     }
 
-    void give_results(Element* out, size_t stride) {
+    void give_results(Activation* out, size_t stride) {
         for (int query = 0; query < count_ * group_; query++) {
             const float* sums = queries_.sums + query * size_;
-            Element* to = out + query / group_ * stride + query % group_ * size_;
+            Activation* to = out + query / group_ * stride + query % group_ * size_;
             const float total = sum(queries_.states[query].total);
             // A weight of 0 times an unseen value may turn -0 into 0; adding 0 makes both 0.
             for (int i = 0; i < size_; i += LANES)
@@ -257,19 +245,18 @@ class PieceAttention {
     const Pool& pool_;
     const int group_, size_;
     int first_, count_;  // positions of the piece's rows
-    Queries<Element> queries_;
-    KeyTile<Element> tile_;
+    Queries queries_;
+    KeyTile tile_;
 };
 
 }  // namespace
 
-template <class Element>
-void attend(Team& team, const Element* qkv, const Span* spans, int num_spans,
-            const AttentionShape& shape, const Pool& pool, Element* out) {
+void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
+            const AttentionShape& shape, const Pool& pool, Activation* out) {
     const int group = shape.heads / pool.kv_heads;
     Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads);
     Pieces upcoming = pieces;
-    PieceAttention<Element> attention(shape, pool);
+    PieceAttention attention(shape, pool);
     team.share(pieces.count(), [&](int i) {
         // The next piece is most likely this one if all threads advance alike.
         const Piece next = upcoming.at(std::min(i + team.threads(), pieces.count() - 1));
@@ -277,15 +264,9 @@ void attend(Team& team, const Element* qkv, const Span* spans, int num_spans,
     });
 }
 
-template void attend(Team&, const Activation*, const Span*, int, const AttentionShape&, const Pool&,
-                     Activation*);
+extern "C" void baton_attend(int threads, const Activation* qkv, const Span* spans, int num_spans,
+                             const AttentionShape* shape, const Pool* pool, Activation* out) {
+    with_team(threads, [&](Team& team) { attend(team, qkv, spans, num_spans, *shape, *pool, out); });
+}
 
 }  // namespace baton
-
-extern "C" void baton_attend(int threads, const baton::Activation* qkv, const baton::Span* spans,
-                             int num_spans, const baton::AttentionShape* shape,
-                             const baton::Pool* pool, baton::Activation* out) {
-    baton::with_team(threads, [&](baton::Team& team) {
-        baton::attend(team, qkv, spans, num_spans, *shape, *pool, out);
-    });
-}

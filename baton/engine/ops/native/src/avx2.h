@@ -49,12 +49,6 @@ struct Lanes<int8_t> {
     static constexpr int COUNT = 8;
     typedef __m256i Sum;
     typedef __m256i Factor;
-#ifdef __AVXVNNI__
-    static constexpr int PARTS = 1;
-    static Factor left(const int8_t* from, int) { return _mm256_set1_epi32(load<int32_t>(from)); }
-    static Factor right(const int8_t* from, int) { return _mm256_loadu_si256((const __m256i*)from); }
-    static Sum add(Sum sum, Factor a, Factor b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
-#else
     // As pairs of 16 bits, bytes 0 and 2, then 1 and 3: products of bytes would saturate.
     static constexpr int PARTS = 2;
     static Factor left(const int8_t* from, int part) {
@@ -68,7 +62,6 @@ struct Lanes<int8_t> {
     static Sum add(Sum sum, Factor a, Factor b) {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
     }
-#endif
 };
 
 }  // namespace baton

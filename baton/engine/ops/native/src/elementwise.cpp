@@ -7,9 +7,7 @@ namespace {
 
 inline f32x16 rounded(f32x16 value, const float*) { return value; }
 
-inline f32x16 rounded(f32x16 value, const bf16*) {
-    return (f32x16)(__builtin_convertvector(round_bf16(value), u32x16) << 16);
-}
+inline f32x16 rounded(f32x16 value, const bf16*) { return widen_bf16(round_bf16(value)); }
 
 // 1 / (1 + e^-x), by the power of the negative magnitude alone, which cannot overflow.
 inline f32x16 sigmoid(f32x16 x) {
@@ -19,18 +17,16 @@ inline f32x16 sigmoid(f32x16 x) {
 
 }  // namespace
 
-template <class Element>
-void embed(Team& team, const Element* table, const int32_t* token_ids, int rows, int size,
-           Element* hidden) {
+void embed(Team& team, const Activation* table, const int32_t* token_ids, int rows, int size,
+           Activation* hidden) {
     team.share(rows, [&](int row) {
         std::memcpy(hidden + size_t(row) * size, table + size_t(token_ids[row]) * size,
-                    size * sizeof(Element));
+                    size * sizeof(Activation));
     });
 }
 
-template <class Element>
-void add_rms_norm(Team& team, Element* hidden, const Element* added, const Element* weight, float eps,
-                  int rows, int size, Element* out) {
+void add_rms_norm(Team& team, Activation* hidden, const Activation* added, const Activation* weight,
+                  float eps, int rows, int size, Activation* out) {
     team.share(rows, [&](int row) {
         const size_t begin = size_t(row) * size;
         f32x16 squares{};
@@ -50,11 +46,10 @@ void add_rms_norm(Team& team, Element* hidden, const Element* added, const Eleme
     });
 }
 
-template <class Element>
-void silu_mul(Team& team, const Element* gate_up, int rows, int size, Element* out) {
+void silu_mul(Team& team, const Activation* gate_up, int rows, int size, Activation* out) {
     team.share(rows, [&](int row) {
-        const Element* gate = gate_up + size_t(row) * 2 * size;
-        const Element* up = gate + size;
+        const Activation* gate = gate_up + size_t(row) * 2 * size;
+        const Activation* up = gate + size;
         for (int i = 0; i < size; i += LANES) {
             const f32x16 x = load_floats(gate + i, size - i);
             const f32x16 silu = rounded(x * sigmoid(x), out);
@@ -63,25 +58,16 @@ void silu_mul(Team& team, const Element* gate_up, int rows, int size, Element* o
     });
 }
 
-template void embed(Team&, const Activation*, const int32_t*, int, int, Activation*);
-template void add_rms_norm(Team&, Activation*, const Activation*, const Activation*, float, int, int,
-                           Activation*);
-template void silu_mul(Team&, const Activation*, int, int, Activation*);
-
-}  // namespace baton
-
-using baton::Activation;
-
 extern "C" {
 void baton_add_rms_norm(int threads, Activation* hidden, const Activation* added,
                         const Activation* weight, float eps, int rows, int size, Activation* out) {
-    baton::with_team(threads, [&](baton::Team& team) {
-        baton::add_rms_norm(team, hidden, added, weight, eps, rows, size, out);
-    });
+    with_team(threads,
+              [&](Team& team) { add_rms_norm(team, hidden, added, weight, eps, rows, size, out); });
 }
 
 void baton_silu_mul(int threads, const Activation* gate_up, int rows, int size, Activation* out) {
-    baton::with_team(threads,
-                     [&](baton::Team& team) { baton::silu_mul(team, gate_up, rows, size, out); });
+    with_team(threads, [&](Team& team) { silu_mul(team, gate_up, rows, size, out); });
 }
 }
+
+}  // namespace baton

@@ -12,21 +12,20 @@ namespace baton {
 // The structures are mirrored in baton/engine/ops/native/model.py.
 
 struct Layer {
-    const void* input_norm;
-    const void* post_norm;
-    const void* q_norm;  // or null
-    const void* k_norm;
+    const Activation* input_norm;
+    const Activation* post_norm;
+    const Activation* q_norm;  // or null
+    const Activation* k_norm;
     Linear qkv;
     Linear o;
     Linear gate_up;
     Linear down;
     int32_t window;  // tokens a row sees; 0: all
-    int32_t unused;
 };
 
 struct Model {
-    const void* embedding;  // [vocab][hidden]
-    const void* final_norm;
+    const Activation* embedding;  // [vocab][hidden]
+    const Activation* final_norm;
     const float* cos;  // [max_context][head_size]
     const float* sin;
     const Layer* layers;
@@ -82,20 +81,19 @@ class Workspace {
     uintptr_t next_;
 };
 
-template <class Element>
 struct Buffers {
-    Element *hidden, *normed, *branch, *qkv, *mixed, *gate_up, *inner;
+    Activation *hidden, *normed, *branch, *qkv, *mixed, *gate_up, *inner;
     void* scratch;
 
     Buffers(Workspace& space, const Model& model, size_t rows) {
         const size_t q_size = size_t(model.heads) * model.head_size;
-        hidden = space.take<Element>(rows * model.hidden);
-        normed = space.take<Element>(rows * model.hidden);
-        branch = space.take<Element>(rows * model.hidden);
-        qkv = space.take<Element>(rows * (q_size + 2 * size_t(model.kv_heads) * model.head_size));
-        mixed = space.take<Element>(rows * q_size);
-        gate_up = space.take<Element>(rows * 2 * model.inner);
-        inner = space.take<Element>(rows * model.inner);
+        hidden = space.take<Activation>(rows * model.hidden);
+        normed = space.take<Activation>(rows * model.hidden);
+        branch = space.take<Activation>(rows * model.hidden);
+        qkv = space.take<Activation>(rows * (q_size + 2 * size_t(model.kv_heads) * model.head_size));
+        mixed = space.take<Activation>(rows * q_size);
+        gate_up = space.take<Activation>(rows * 2 * model.inner);
+        inner = space.take<Activation>(rows * model.inner);
         size_t scratch_size = linear_scratch(model.lm_head, int(rows));
         for (int i = 0; i < model.num_layers; i++) {
             const Layer& layer = model.layers[i];
@@ -150,12 +148,11 @@ std::vector<Span> wanted_spans(const Step& step, const std::vector<Span>& spans)
 }
 
 // Moves the wanted rows to the front; they are ascending, so none is overwritten before.
-template <class Element>
-void keep_wanted(const Step& step, int size, Element* rows) {
+void keep_wanted(const Step& step, int size, Activation* rows) {
     for (int i = 0; i < step.num_logits; i++)
         if (step.logit_rows[i] != i)
             std::memcpy(rows + size_t(i) * size, rows + size_t(step.logit_rows[i]) * size,
-                        size * sizeof(Element));
+                        size * sizeof(Activation));
 }
 
 AttentionShape shape_of(const Model& model, int index) {
@@ -165,12 +162,11 @@ AttentionShape shape_of(const Model& model, int index) {
 }
 
 // A layer up to the point where all its K and V are in the pool.
-template <class Element>
 void store_keys(Team& team, const Model& model, int index, const Step& step,
-                const std::vector<Span>& spans, const Buffers<Element>& at, Clock& clock) {
+                const std::vector<Span>& spans, const Buffers& at, Clock& clock) {
     const Layer& layer = model.layers[index];
-    add_rms_norm(team, at.hidden, index ? at.branch : nullptr, (const Element*)layer.input_norm,
-                 model.eps, step.rows, model.hidden, at.normed);
+    add_rms_norm(team, at.hidden, index ? at.branch : nullptr, layer.input_norm, model.eps, step.rows,
+                 model.hidden, at.normed);
     clock.lap(NORMS);
     linear(team, at.normed, step.rows, layer.qkv, at.qkv, at.scratch);
     clock.lap(QKV);
@@ -180,17 +176,16 @@ void store_keys(Team& team, const Model& model, int index, const Step& step,
 }
 
 // The rest of the layer: attention and MLP. What they add last is left in `branch`.
-template <class Element>
 void attend_and_mix(Team& team, const Model& model, int index, int rows, const Step& step,
-                    const std::vector<Span>& spans, const Buffers<Element>& at, Clock& clock) {
+                    const std::vector<Span>& spans, const Buffers& at, Clock& clock) {
     const Layer& layer = model.layers[index];
     attend(team, at.qkv, spans.data(), int(spans.size()), shape_of(model, index), step.pool,
            at.mixed);
     clock.lap(ATTENTION);
     linear(team, at.mixed, rows, layer.o, at.branch, at.scratch);
     clock.lap(O);
-    add_rms_norm(team, at.hidden, at.branch, (const Element*)layer.post_norm, model.eps, rows,
-                 model.hidden, at.normed);
+    add_rms_norm(team, at.hidden, at.branch, layer.post_norm, model.eps, rows, model.hidden,
+                 at.normed);
     clock.lap(NORMS);
     linear(team, at.normed, rows, layer.gate_up, at.gate_up, at.scratch);
     clock.lap(GATE_UP);
@@ -200,17 +195,15 @@ void attend_and_mix(Team& team, const Model& model, int index, int rows, const S
     clock.lap(DOWN);
 }
 
-template <class Element>
 void run(int threads, const Model& model, const Step& step) {
     Workspace space(step.workspace);
-    const Buffers<Element> at(space, model, step.rows);
+    const Buffers at(space, model, step.rows);
     const std::vector<Span> spans = spans_of(step), wanted = wanted_spans(step, spans);
     const int last = model.num_layers - 1;
     const int qkv_size = (model.heads + 2 * model.kv_heads) * model.head_size;
     with_team(threads, [&](Team& team) {
         Clock clock(team.thread == 0 ? step.seconds : nullptr);
-        embed(team, (const Element*)model.embedding, step.token_ids, step.rows, model.hidden,
-              at.hidden);
+        embed(team, model.embedding, step.token_ids, step.rows, model.hidden, at.hidden);
         for (int i = 0; i < last; i++) {
             store_keys(team, model, i, step, spans, at, clock);
             attend_and_mix(team, model, i, step.rows, step, spans, at, clock);
@@ -224,29 +217,24 @@ void run(int threads, const Model& model, const Step& step) {
         }
         team.barrier();
         attend_and_mix(team, model, last, step.num_logits, step, wanted, at, clock);
-        add_rms_norm(team, at.hidden, at.branch, (const Element*)model.final_norm, model.eps,
-                     step.num_logits, model.hidden, at.normed);
+        add_rms_norm(team, at.hidden, at.branch, model.final_norm, model.eps, step.num_logits,
+                     model.hidden, at.normed);
         linear(team, at.normed, step.num_logits, model.lm_head, step.logits, at.scratch);
         clock.lap(LOGITS);
     });
 }
 
-template <class Element>
-size_t workspace(const Model& model, int rows) {
-    Workspace space(nullptr);
-    Buffers<Element>(space, model, rows);
-    return space.size() + ALIGNMENT;
-}
-
 }  // namespace
-}  // namespace baton
 
 extern "C" {
-void baton_step(int threads, const baton::Model* model, const baton::Step* step) {
-    baton::run<baton::Activation>(threads, *model, *step);
+void baton_step(int threads, const Model* model, const Step* step) { run(threads, *model, *step); }
+
+// Bytes of `Step::workspace` for so many rows.
+size_t baton_workspace(const Model* model, int rows) {
+    Workspace space(nullptr);
+    Buffers(space, *model, rows);
+    return space.size() + ALIGNMENT;
+}
 }
 
-size_t baton_workspace(const baton::Model* model, int rows) {
-    return baton::workspace<baton::Activation>(*model, rows);
-}
-}
+}  // namespace baton

@@ -12,7 +12,7 @@ struct Linear {
     const void* packed;      // [panels][groups][PANEL][GROUP]; depth and columns padded with zeros
     const float* scales;     // int8 weights: [out], of each output; otherwise null
     const int32_t* offsets;  // int8 weights: [out], 128 times the sum of an output's weights
-    const void* bias;        // [out] in the type of the activations, or null
+    const Activation* bias;  // [out], or null
     int32_t in;
     int32_t out;
 };
@@ -22,24 +22,22 @@ constexpr int PANEL = 64;  // columns packed side by side
 // Bytes of scratch that `linear` needs for int8 weights; 0 for others.
 size_t linear_scratch(const Linear& weights, int rows);
 
-// x [rows][in] of Element -> y [rows][out] of Output (Element or float). Rows do not
-// influence each other's bits.
-template <class Element, class Output>
-void linear(Team& team, const Element* x, int rows, const Linear& weights, Output* y, void* scratch);
+// x [rows][in] -> y [rows][out] of Output (Activation or float). Rows do not influence each other's
+// bits.
+template <class Output>
+void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+            void* scratch);
 
 // hidden[row] = table[token_ids[row]], rows of `size` elements.
-template <class Element>
-void embed(Team& team, const Element* table, const int32_t* token_ids, int rows, int size,
-           Element* hidden);
+void embed(Team& team, const Activation* table, const int32_t* token_ids, int rows, int size,
+           Activation* hidden);
 
 // hidden += added (unless null); out = hidden scaled to unit mean square, times weight.
-template <class Element>
-void add_rms_norm(Team& team, Element* hidden, const Element* added, const Element* weight, float eps,
-                  int rows, int size, Element* out);
+void add_rms_norm(Team& team, Activation* hidden, const Activation* added, const Activation* weight,
+                  float eps, int rows, int size, Activation* out);
 
 // out = silu(gate) * up, of gate_up [rows][2 * size], gate first.
-template <class Element>
-void silu_mul(Team& team, const Element* gate_up, int rows, int size, Element* out);
+void silu_mul(Team& team, const Activation* gate_up, int rows, int size, Activation* out);
 
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
@@ -67,26 +65,24 @@ struct Span {
 struct AttentionShape {
     int32_t heads;
     int32_t layer;
-    int32_t window;        // tokens a row sees, its own included; 0: all
+    int32_t window;  // tokens a row sees, its own included; 0: all
     float scale;
-    float eps;             // of q_norm and k_norm
-    const float* cos;      // [max_context][head_size]
+    float eps;         // of q_norm and k_norm
+    const float* cos;  // [max_context][head_size]
     const float* sin;
-    const void* q_norm;    // [head_size] of Element, or null
-    const void* k_norm;
+    const Activation* q_norm;  // [head_size], or null
+    const Activation* k_norm;
 };
 
 // qkv [rows][(heads + 2 * kv_heads) * head_size]: normalises and turns q in place, and writes k
 // (normalised, turned) and v to the pool.
-template <class Element>
-void rotate_and_store(Team& team, Element* qkv, const Span* spans, int num_spans,
+void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
                       const AttentionShape& shape, const Pool& pool);
 
 // Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size].
 // A row's bits depend on its own query and its sequence's KV alone, not
 // on how many rows share its span, batch or chunk.
-template <class Element>
-void attend(Team& team, const Element* qkv, const Span* spans, int num_spans,
-            const AttentionShape& shape, const Pool& pool, Element* out);
+void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
+            const AttentionShape& shape, const Pool& pool, Activation* out);
 
 }  // namespace baton

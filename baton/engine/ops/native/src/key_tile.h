@@ -48,13 +48,12 @@ class Prefetcher {
 };
 
 // The 64 keys from a multiple of 64 on; those behind a sequence's end are zeros.
-template <class Element>
 class KeyTile {
    public:
-    static constexpr int GROUP = Product<Element>::GROUP;
+    static constexpr int GROUP = Product<Activation>::GROUP;
 
-    alignas(64) Element keys[MAX_HEAD_SIZE * TILE_KEYS];    // [head_size / GROUP][keys][GROUP]
-    alignas(64) Element values[TILE_KEYS * MAX_HEAD_SIZE];  // [keys / GROUP][head_size][GROUP]
+    alignas(64) Activation keys[MAX_HEAD_SIZE * TILE_KEYS];    // [head_size / GROUP][keys][GROUP]
+    alignas(64) Activation values[TILE_KEYS * MAX_HEAD_SIZE];  // [keys / GROUP][head_size][GROUP]
     alignas(64) float key_scales[TILE_KEYS];                // what scores are to be multiplied by
     alignas(64) float value_scales[TILE_KEYS];              // and weights
     Prefetcher prefetcher;                                  // of the tile that comes next
@@ -79,8 +78,8 @@ class KeyTile {
                 pack_keys<int8_t>(k, stride, run);
                 pack_values<int8_t>(v, stride, run);
             } else {
-                pack_keys<Element>(k, stride, run);
-                pack_values<Element>(v, stride, run);
+                pack_keys<Activation>(k, stride, run);
+                pack_values<Activation>(v, stride, run);
             }
         }
     }
@@ -110,7 +109,7 @@ class KeyTile {
                 prefetcher.fetch(4);
                 Words columns[4];
                 transpose(rows + row * stride + i * sizeof(Row), stride, columns);
-                Element* to = keys + i * TILE_KEYS + (run + row) * GROUP;
+                Activation* to = keys + i * TILE_KEYS + (run + row) * GROUP;
                 for (int j = 0; j < 4; j++)
                     store_words<Row>(columns[j], to + j * PER_WORD * TILE_KEYS, TILE_KEYS * GROUP);
             }
@@ -128,8 +127,8 @@ class KeyTile {
 
     void clear(int run) {
         for (int word = 0; word < size_ / GROUP; word++)
-            std::memset(keys + (word * TILE_KEYS + run) * GROUP, 0, RUN * GROUP * sizeof(Element));
-        std::memset(values + run * size_, 0, RUN * size_ * sizeof(Element));
+            std::memset(keys + (word * TILE_KEYS + run) * GROUP, 0, RUN * GROUP * sizeof(Activation));
+        std::memset(values + run * size_, 0, RUN * size_ * sizeof(Activation));
     }
 
     const int size_;

@@ -63,9 +63,8 @@ struct Finish {
     f32x16 bias{}, scales{};
     i32x16 offsets{};
 
-    template <class Element>
-    Finish(const Linear& weights, const Element* biases, int column, int count) {
-        if (biases) bias = load_floats(biases + column, count);
+    Finish(const Linear& weights, int column, int count) {
+        if (weights.bias) bias = load_floats(weights.bias + column, count);
         if (!weights.scales) return;
         scales = load_floats(weights.scales + column, count);
         offsets = load_some<i32x16>(weights.offsets + column, count);
@@ -77,7 +76,7 @@ struct Finish {
 };
 
 // Sixty-four columns of the weights, and a block of rows to go through them.
-template <class Weight, class Element, class Output>
+template <class Weight, class Output>
 struct Panel {
     typedef Product<Weight> P;
     typedef typename P::Sum Sum;
@@ -99,15 +98,9 @@ struct Panel {
         Fetch fetch{(const char*)next, (const char*)next + bytes, lines};
         for (int row = begin, tile = 0; tile < tiles; tile++) {
             const int rows = (end - row) / (tiles - tile);
-            strips_of<TILE_ROWS>(rows, row, chunk, fetch);
+            with_constant<TILE_ROWS>(rows, [&](auto size) { strips<size()>(row, chunk, fetch); });
             row += rows;
         }
-    }
-
-    template <int ROWS>
-    void strips_of(int rows, int row, const Chunk& chunk, Fetch& fetch) const {
-        if (rows == ROWS) return strips<ROWS>(row, chunk, fetch);
-        if constexpr (ROWS > 1) strips_of<ROWS - 1>(rows, row, chunk, fetch);
     }
 
     template <int ROWS>
@@ -151,7 +144,7 @@ struct Panel {
     [[gnu::noinline]] void write(const Sum (&sums)[ROWS][VECTORS], int v, int row, int first) const {
         const int count = weights.out - first;
         if (count <= 0) return;
-        const Finish finish(weights, (const Element*)weights.bias, first, count);
+        const Finish finish(weights, first, count);
         for (int r = 0; r < ROWS; r++) {
             const float row_scale = left.scales ? left.scales[row + r] : 1.0f;
             Output* to = y + size_t(row + r) * weights.out + first;
@@ -172,7 +165,7 @@ inline int block_rows(int rows, int panels, int threads) {
     return parts(rows, blocks > needed ? blocks : needed);
 }
 
-template <class Weight, class Element, class Output>
+template <class Weight, class Output>
 void product(Team& team, const Left<Weight>& left, int rows, const Linear& weights, Output* y) {
     typedef Product<Weight> P;
     if (rows == 0) return;
@@ -184,7 +177,7 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
         const int begin = i / panels * block, end = begin + block < rows ? begin + block : rows;
         const Weight* b = (const Weight*)weights.packed + i % panels * panel_size;
         const Weight* following = b + team.threads() * panel_size;  // most likely this thread's
-        const Panel<Weight, Element, Output> panel{weights, left, b,    i % panels * PANEL,
+        const Panel<Weight, Output> panel{weights, left, b,    i % panels * PANEL,
                                                    begin,   end,  y, kept};
         for (int first = 0; first == 0 || first < whole; first += groups) {
             const int now = whole - first < groups ? whole - first : groups;
@@ -200,21 +193,14 @@ inline size_t quantized_stride(int in) {
 }
 
 // One row as bytes 128 + q, where x is about q times the scale that is returned.
-template <class Element>
-float quantize(const Element* x, int size, uint8_t* to) {
-    f32x16 peak{};
-    for (int i = 0; i < size; i += LANES) {
-        const f32x16 value = load_floats(x + i, size - i);
-        const f32x16 magnitude = (f32x16)((u32x16)value & 0x7fffffffu);
-        peak = peak > magnitude ? peak : magnitude;
-    }
-    const float top = largest(peak);
-    const float inverse = 127.0f / (top > 1e-36f ? top : 1e-36f);  // of less it would be infinite
+float quantize(const Activation* x, int size, uint8_t* to) {
+    const float peak = largest_magnitude(x, size);
+    const float inverse = 127.0f / (peak > 1e-36f ? peak : 1e-36f);  // of less it would be infinite
     for (int i = 0; i < size; i += LANES) {
         const i32x16 bytes = round_whole(load_floats(x + i, size - i) * inverse) + 128;
         store_some(to + i, __builtin_convertvector(bytes, u8x16), size - i);
     }
-    return top / 127.0f;
+    return peak / 127.0f;
 }
 
 }  // namespace
@@ -224,11 +210,12 @@ size_t linear_scratch(const Linear& weights, int rows) {
     return size_t(rows) * (quantized_stride(weights.in) + sizeof(float));
 }
 
-template <class Element, class Output>
-void linear(Team& team, const Element* x, int rows, const Linear& weights, Output* y, void* scratch) {
+template <class Output>
+void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+            void* scratch) {
     if (!weights.scales) {
-        const Left<Element> left{x, size_t(weights.in), nullptr};
-        return product<Element, Element>(team, left, rows, weights, y);
+        const Left<Activation> left{x, size_t(weights.in), nullptr};
+        return product(team, left, rows, weights, y);
     }
     const size_t stride = quantized_stride(weights.in);
     float* scales = (float*)scratch;
@@ -241,28 +228,28 @@ void linear(Team& team, const Element* x, int rows, const Linear& weights, Outpu
     Linear padded = weights;
     padded.in = int(stride);  // as the bytes and the weights are
     const Left<int8_t> left{(const int8_t*)bytes, stride, scales};
-    product<int8_t, Element>(team, left, rows, padded, y);
+    product(team, left, rows, padded, y);
 }
 
 template void linear(Team&, const Activation*, int, const Linear&, Activation*, void*);
 #ifdef BATON_BF16
-template void linear(Team&, const bf16*, int, const Linear&, float*, void*);
+template void linear(Team&, const Activation*, int, const Linear&, float*, void*);
 #endif
 
-}  // namespace baton
-
-#define EXPORT(name, Output)                                                                        \
-    void name(int threads, const baton::Activation* x, int rows, const baton::Linear* weights,      \
-              Output* y, void* scratch) {                                                           \
-        baton::with_team(threads, [&](baton::Team& team) {                                          \
-            baton::linear(team, x, rows, *weights, y, scratch);                                     \
-        });                                                                                         \
-    }
-
 extern "C" {
-EXPORT(baton_linear, baton::Activation)
-EXPORT(baton_linear_floats, float)
-size_t baton_linear_scratch(const baton::Linear* weights, int rows) {
-    return baton::linear_scratch(*weights, rows);
+void baton_linear(int threads, const Activation* x, int rows, const Linear* weights, Activation* y,
+                  void* scratch) {
+    with_team(threads, [&](Team& team) { linear(team, x, rows, *weights, y, scratch); });
+}
+
+void baton_linear_floats(int threads, const Activation* x, int rows, const Linear* weights, float* y,
+                         void* scratch) {
+    with_team(threads, [&](Team& team) { linear(team, x, rows, *weights, y, scratch); });
+}
+
+size_t baton_linear_scratch(const Linear* weights, int rows) {
+    return linear_scratch(*weights, rows);
 }
 }
+
+}  // namespace baton

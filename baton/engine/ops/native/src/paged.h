@@ -15,14 +15,12 @@ enum Part { KEYS, VALUES };
 // The K or V rows of one sequence, layer and KV head.
 class PagedRows {
    public:
-    template <class Element>
-    static PagedRows of(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table,
-                        const Element*) {
+    static PagedRows of(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table) {
         PagedRows rows;
         rows.table_ = table;
         rows.block_size_ = pool.block_size;
         const size_t size = pool.head_size;
-        rows.stride_ = pool.int8 ? size + sizeof(float) : size * sizeof(Element);
+        rows.stride_ = pool.int8 ? size + sizeof(float) : size * sizeof(Activation);
         const size_t head_bytes = rows.stride_ * pool.block_size;
         rows.block_bytes_ = head_bytes * pool.kv_heads * 2 * pool.layers;
         rows.begin_ = static_cast<char*>(pool.data) +

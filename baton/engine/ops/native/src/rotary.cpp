@@ -11,8 +11,7 @@ namespace {
 constexpr int ROWS_AT_ONCE = 16;
 
 // Scales a head to unit mean square, times weight; rounds where `rms_norm` of decoder.py does.
-template <class Element>
-void normalise(Element* head, const Element* weight, float eps, int size) {
+void normalise(Activation* head, const Activation* weight, float eps, int size) {
     f32x16 squares{};
     for (int i = 0; i < size; i += LANES) {
         const f32x16 value = load_floats(head + i);
@@ -26,8 +25,7 @@ void normalise(Element* head, const Element* weight, float eps, int size) {
 }
 
 // Turns each pair (d, d + size / 2) of a head by its angle.
-template <class Element>
-void turn(Element* head, const float* cos, const float* sin, int size) {
+void turn(Activation* head, const float* cos, const float* sin, int size) {
     const int half = size / 2;
     for (int i = 0; i < half; i += LANES) {
         const int count = std::min(LANES, half - i);
@@ -39,15 +37,8 @@ void turn(Element* head, const float* cos, const float* sin, int size) {
 }
 
 // A head as int8, and behind it the float that one unit stands for.
-template <class Element>
-void quantise(const Element* head, int size, char* row) {
-    f32x16 magnitudes{};
-    for (int i = 0; i < size; i += LANES) {
-        const f32x16 value = load_floats(head + i);
-        const f32x16 magnitude = (f32x16)((u32x16)value & 0x7fffffffu);
-        magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
-    }
-    const float peak = largest(magnitudes);
+void quantise(const Activation* head, int size, char* row) {
+    const float peak = largest_magnitude(head, size);
     const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
     for (int i = 0; i < size; i += LANES) {
         const i32x16 units = round_whole(load_floats(head + i) * inverse);
@@ -56,38 +47,35 @@ void quantise(const Element* head, int size, char* row) {
     std::memcpy(row + size, &scale, sizeof scale);
 }
 
-template <class Element>
-void store_head(const Element* head, const Pool& pool, char* row) {
+void store_head(const Activation* head, const Pool& pool, char* row) {
     if (pool.int8)
         quantise(head, pool.head_size, row);
     else
-        std::memcpy(row, head, pool.head_size * sizeof(Element));
+        std::memcpy(row, head, pool.head_size * sizeof(Activation));
 }
 
 // One row of the batch: `heads` [q of all heads, k, v], at a position of the sequence of `table`.
-template <class Element>
-void rotate_row(Element* heads, int position, const int32_t* table, const AttentionShape& shape,
+void rotate_row(Activation* heads, int position, const int32_t* table, const AttentionShape& shape,
                 const Pool& pool) {
     const int size = pool.head_size, turned = shape.heads + pool.kv_heads;
     const float* cos = shape.cos + size_t(position) * size;
     const float* sin = shape.sin + size_t(position) * size;
     for (int i = 0; i < turned; i++) {
-        const void* weight = i < shape.heads ? shape.q_norm : shape.k_norm;
-        if (weight) normalise(heads + i * size, (const Element*)weight, shape.eps, size);
+        const Activation* weight = i < shape.heads ? shape.q_norm : shape.k_norm;
+        if (weight) normalise(heads + i * size, weight, shape.eps, size);
         turn(heads + i * size, cos, sin, size);
     }
-    const Element* kv[] = {heads + shape.heads * size, heads + turned * size};
+    const Activation* kv[] = {heads + shape.heads * size, heads + turned * size};
     for (int i = 0; i < pool.kv_heads; i++)
         for (Part part : {KEYS, VALUES}) {
-            const PagedRows rows = PagedRows::of(pool, shape.layer, i, part, table, heads);
+            const PagedRows rows = PagedRows::of(pool, shape.layer, i, part, table);
             store_head(kv[part] + i * size, pool, rows.at(position));
         }
 }
 
 }  // namespace
 
-template <class Element>
-void rotate_and_store(Team& team, Element* qkv, const Span* spans, int num_spans,
+void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
                       const AttentionShape& shape, const Pool& pool) {
     const size_t stride = size_t(shape.heads + 2 * pool.kv_heads) * pool.head_size;
     Pieces pieces(spans, num_spans, ROWS_AT_ONCE, 1);
@@ -100,15 +88,11 @@ void rotate_and_store(Team& team, Element* qkv, const Span* spans, int num_spans
     });
 }
 
-template void rotate_and_store(Team&, Activation*, const Span*, int, const AttentionShape&,
-                               const Pool&);
-
-}  // namespace baton
-
-extern "C" void baton_rotate(int threads, baton::Activation* qkv, const baton::Span* spans,
-                             int num_spans, const baton::AttentionShape* shape,
-                             const baton::Pool* pool) {
-    baton::with_team(threads, [&](baton::Team& team) {
-        baton::rotate_and_store(team, qkv, spans, num_spans, *shape, *pool);
+extern "C" void baton_rotate(int threads, Activation* qkv, const Span* spans, int num_spans,
+                             const AttentionShape* shape, const Pool* pool) {
+    with_team(threads, [&](Team& team) {
+        rotate_and_store(team, qkv, spans, num_spans, *shape, *pool);
     });
 }
+
+}  // namespace baton

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace baton {
 
@@ -45,38 +46,6 @@ inline void store(Element* to, Vector value) {
 
 inline f32x16 splat(float value) { return f32x16{} + value; }
 
-inline float to_float(bf16 value) {
-    const uint32_t bits = uint32_t(value.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
-inline float to_float(float value) { return value; }
-
-// Sixteen elements as floats.
-inline f32x16 load_floats(const float* from) { return load<f32x16>(from); }
-
-inline f32x16 load_floats(const bf16* from) {
-    return (f32x16)(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
-}
-
-// Sixteen floats as elements, rounded to the nearest, ties to even.
-inline void store_floats(float* to, f32x16 value) { store(to, value); }
-
-inline u16x16 round_bf16(f32x16 value) {
-#ifdef __AVX512BF16__
-    return (u16x16)_mm512_cvtneps_pbh((__m512)value);
-#else
-    const u32x16 bits = (u32x16)value;
-    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const u32x16 quiet = (bits >> 16) | 0x40;  // a NaN stays one
-    return __builtin_convertvector(value == value ? rounded : quiet, u16x16);
-#endif
-}
-
-inline void store_floats(bf16* to, f32x16 value) { store(to, round_bf16(value)); }
-
 // The first `count` lanes of a vector; the others are zeros.
 template <class Vector, class Element>
 inline Vector load_some(const Element* from, int count) {
@@ -92,15 +61,34 @@ inline void store_some(Element* to, Vector value, int count) {
     std::memcpy(to, &value, count * sizeof(Element));
 }
 
-inline f32x16 load_floats(const float* from, int count) { return load_some<f32x16>(from, count); }
-
-inline f32x16 load_floats(const bf16* from, int count) {
-    return (f32x16)(__builtin_convertvector(load_some<u16x16>(from, count), u32x16) << 16);
+inline f32x16 widen_bf16(u16x16 bits) {
+    return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
 }
 
-inline void store_floats(float* to, f32x16 value, int count) { store_some(to, value, count); }
+// To the nearest, ties to even.
+inline u16x16 round_bf16(f32x16 value) {
+#ifdef __AVX512BF16__
+    return (u16x16)_mm512_cvtneps_pbh((__m512)value);
+#else
+    const u32x16 bits = (u32x16)value;
+    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const u32x16 quiet = (bits >> 16) | 0x40;  // a NaN stays one
+    return __builtin_convertvector(value == value ? rounded : quiet, u16x16);
+#endif
+}
 
-inline void store_floats(bf16* to, f32x16 value, int count) {
+// Elements as floats, and floats as elements: sixteen, or the first `count`.
+inline f32x16 load_floats(const float* from, int count = LANES) {
+    return load_some<f32x16>(from, count);
+}
+
+inline f32x16 load_floats(const bf16* from, int count = LANES) {
+    return widen_bf16(load_some<u16x16>(from, count));
+}
+
+inline void store_floats(float* to, f32x16 value, int count = LANES) { store_some(to, value, count); }
+
+inline void store_floats(bf16* to, f32x16 value, int count = LANES) {
     store_some(to, round_bf16(value), count);
 }
 
@@ -132,6 +120,16 @@ inline float largest(f32x16 value) {
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline float largest_magnitude(const auto* from, int size) {
+    f32x16 peak{};
+    for (int i = 0; i < size; i += LANES) {
+        const f32x16 value = load_floats(from + i, size - i);
+        const f32x16 magnitude = (f32x16)((u32x16)value & 0x7fffffffu);
+        peak = peak > magnitude ? peak : magnitude;
+    }
+    return largest(peak);
 }
 
 // How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane.
@@ -191,6 +189,15 @@ inline void multiply(const Element* a, size_t a_stride, const Element* b, size_t
         b += b_stride;
     }
     std::memcpy(sums, held, sizeof held);
+}
+
+// Calls work with a size of 1 to MAX as a constant.
+template <int MAX, class Work>
+inline void with_constant(int size, const Work& work) {
+    if constexpr (MAX > 0) {
+        if (size == MAX) return work(std::integral_constant<int, MAX>{});
+        with_constant<MAX - 1>(size, work);
+    }
 }
 
 constexpr float LOG2_E = 1.44269504f;

