@@ -86,6 +86,7 @@ class Started(NamedTuple):
 
 
 def now() -> Started:
+    """A step that begins now."""
     return Started(time.time_ns(), time.monotonic_ns())
 
 

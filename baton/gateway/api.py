@@ -70,6 +70,8 @@ _TEMPLATE: Unsupported = {
 
 
 class StreamOptions(Struct):
+    """What the last chunks of a stream hold besides."""
+
     include_usage: bool | None = None
 
 
@@ -104,6 +106,8 @@ class GenerateOptions(Struct, kw_only=True):
 
 
 class CompletionRequest(GenerateOptions, kw_only=True):
+    """A text completion of one prompt or several."""
+
     unsupported: ClassVar[Unsupported] = {
         **_UNSUPPORTED,
         "suffix": ("",),
@@ -118,6 +122,8 @@ class CompletionRequest(GenerateOptions, kw_only=True):
 
 
 class TextPart(Struct):
+    """A part of a message; only text is supported."""
+
     type: Literal["text"]
     text: str
 
@@ -136,6 +142,8 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(GenerateOptions, kw_only=True):
+    """The next message of a conversation."""
+
     unsupported: ClassVar[Unsupported] = {
         **_UNSUPPORTED,
         **_TEMPLATE,
@@ -157,6 +165,8 @@ class ChatRequest(GenerateOptions, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
+    """A prompt, or messages by the chat template, to be turned into tokens."""
+
     unsupported: ClassVar[Unsupported] = _TEMPLATE
 
     model: str | None = None
@@ -170,6 +180,8 @@ FinishReason = Literal["stop", "length"]
 
 
 class PromptTokensDetails(Struct):
+    """How much of the prompt was cached."""
+
     cached_tokens: Count
 
 
@@ -192,12 +204,16 @@ class CompletionLogprobs(Struct):
 
 
 class TopToken(Struct):
+    """A likely token; `bytes` is its UTF-8."""
+
     token: str
     logprob: Logprob
     bytes: list[int]
 
 
 class ChatToken(TopToken):
+    """The token of one position, and the likeliest there."""
+
     top_logprobs: list[TopToken]
 
 
@@ -218,11 +234,15 @@ class Choice(Struct, kw_only=True):
 
 
 class CompletionChoice(Choice, kw_only=True):
+    """One output of a completion."""
+
     text: str
     logprobs: CompletionLogprobs | None
 
 
 class AssistantMessage(Struct):
+    """The whole answer of a chat."""
+
     content: str
     role: Literal["assistant"] = "assistant"
     refusal: None = None
@@ -253,16 +273,22 @@ class Answer(Struct, kw_only=True):
 
 
 class Completion(Answer, kw_only=True):
+    """The answer to a completion."""
+
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
 
 
 class ChatCompletion(Answer, kw_only=True):
+    """The answer to a chat."""
+
     object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
     choices: list[ChatChoice]
 
 
 class Tokens(Struct):
+    """A prompt in tokens."""
+
     count: Count
     max_model_len: Count
     tokens: list[Count]
@@ -270,6 +296,8 @@ class Tokens(Struct):
 
 
 class Model(Struct):
+    """A model that can be asked for."""
+
     id: str
     max_model_len: Count
     object: Literal["model"] = "model"
@@ -278,15 +306,21 @@ class Model(Struct):
 
 
 class Models(Struct):
+    """What this router serves."""
+
     data: list[Model]
     object: Literal["list"] = "list"
 
 
 class Status(Struct):
+    """Whether requests are served."""
+
     status: str
 
 
 class Version(Struct):
+    """The program's version."""
+
     version: str
 
 
@@ -300,6 +334,8 @@ class ErrorDetails(Struct):
 
 
 class Error(Struct):
+    """What every status of 400 and above has as its body."""
+
     error: ErrorDetails
 
 

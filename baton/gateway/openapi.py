@@ -92,7 +92,7 @@ def _post(text: str, body: type, answer: type, *, streams: bool = False) -> Part
     timeout = {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}
     operation = _operation(text, answer, _ERRORS)
     if streams:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _STRING}
+        operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return {
         "post": {
             **operation,
