@@ -19,10 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/baton demo
 
-# Unit and contract tests side by side, a thread each; then real clusters, which need the machine.
+# Unit and contract tests side by side, a thread each; then real clusters, two at a time.
 test: $(STAMP)
-	@$(BIN)/python -m pytest --numprocesses $(shell nproc) --dist worksteal tests/unit tests/contract tests/chaos
-	@$(BIN)/python -m pytest tests/gpu tests/cluster tests/compose
+	@$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --dist worksteal tests/unit tests/contract tests/chaos
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/gpu tests/cluster tests/compose
 
 # And what takes long or needs more: chaos for ten minutes, the stack in containers.
 test-all: test chaos compose-test
