@@ -228,7 +228,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
         self.requests = []
         self.held = set()  # handoff ids
         self.streams = {}
-        self.refuses_streams = False
         self.cancelled = asyncio.Queue()  # handoff ids, as Cancel named them
         self.freed = asyncio.Event()  # pulsed whenever the last handoff is gone
         self.stream_opened = asyncio.Event()
@@ -271,8 +270,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
 
     @rpc.streaming
     async def StreamEvents(self, request, context):
-        if self.refuses_streams:
-            raise Unavailable("no event streams here")
         await self._awake["StreamEvents"].wait()
         stream = self.streams[request.stream_id] = asyncio.Queue()
         await context.send_initial_metadata(())

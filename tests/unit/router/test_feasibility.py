@@ -14,15 +14,7 @@ from router.admission.feasibility import DOUBT, SAFETY, check, explain, prefill_
 from router.admission.wait_queue import RETRY_AFTER_S, QueueEntry, WaitQueue
 from router.placement.placement import rank_all
 
-from .simulated import (
-    NOW,
-    RATE,
-    SimulatedFleet,
-    placement_request,
-    poisson,
-    tokenized,
-    worker,
-)
+from .simulated import NOW, RATE, SimulatedFleet, placement_request, poisson, tokenized, worker
 from .snapshots import fleet, needs
 from .snapshots import worker as view
 
