@@ -226,38 +226,6 @@ async def test_a_try_that_hangs_neither_holds_up_others_nor_misses_a_change(room
         assert await hanging == "placed"
 
 
-@pytest.mark.parametrize("during_try", [False, True])
-async def test_a_cancelled_request_leaves_and_the_next_goes_on(room, during_try):
-    blocked = False
-
-    async def attempt():
-        if blocked:
-            await asyncio.Event().wait()
-        raise Overloaded("no room")
-
-    first = await room.add(room.attempt(0.0, attempt))
-    second = await room.add(room.place(1.0))
-    blocked = during_try
-    await room.give(1)
-    first.cancel()
-    assert await second == 1.0
-    with pytest.raises(asyncio.CancelledError):
-        await first
-
-
-async def test_a_change_during_a_failing_try_is_not_lost(room):
-    async def attempt():
-        found = room.room > 0
-        room.change(1)  # room comes after the look, before the refusal
-        await asyncio.sleep(0)
-        if not found:
-            raise Overloaded("no room")
-        return "placed"
-
-    async with asyncio.timeout(30):
-        assert await room.attempt(0.0, attempt) == "placed"
-
-
 @pytest.mark.parametrize("seed", range(6))
 async def test_with_random_cancels_all_others_are_placed(room_of, seed):
     """Room goes round; no request may be forgotten, whichever is cancelled at whatever moment."""
