@@ -62,7 +62,7 @@ class Member:
         self._mismatch = mismatch
         self._liveness = liveness
         self._on_change = on_change
-        self._draining = False
+        self._draining = False  # the registry or the worker says so; no worker comes back from it
         self._closed = False
         self._replaced = ""  # by which process
         self._subscribers: dict[str, Callable[[Event], None]] = {}
@@ -96,7 +96,7 @@ class Member:
     def update(self, record: common_pb2.WorkerRecord) -> None:
         """The registry has a newer record of the same incarnation."""
         self.record = record
-        self._note_state(record.state)
+        self._draining |= record.state == common_pb2.WORKER_STATE_DRAINING
 
     def subscribe(self, handoff_id: str, deliver: Callable[[Event], None]) -> None:
         """Sends events of a sequence to `deliver`, in order; an error is the last one.
@@ -204,7 +204,7 @@ class Member:
                     self.cached.clear()
                 self.cached.difference_update(update.cache.evicted)
                 self.cached.update(update.cache.stored)
-                self._note_state(update.state)
+                self._draining |= update.state == common_pb2.WORKER_STATE_DRAINING
                 if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
                     self._fail_all(f"worker {self._name} is stalled: {stalled}")
 
@@ -261,10 +261,6 @@ class Member:
         self._orphans_before, self._orphans = self._orphans, set()
         if lasting and (self._cancelling is None or self._cancelling.done()):
             self._cancelling = asyncio.create_task(self.cancel(lasting))
-
-    def _note_state(self, state: common_pb2.WorkerState) -> None:
-        """From registry and worker; no worker comes back from DRAINING."""
-        self._draining |= state == common_pb2.WORKER_STATE_DRAINING
 
     def _watch_lost(self, changed: bool) -> None:
         if changed:

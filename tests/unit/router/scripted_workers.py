@@ -487,10 +487,12 @@ async def seen(good):
 
 async def until_stuck(stats):
     """Waits until no more is taken of output that does not end."""
-    taken = 0
-    while not taken or taken != stats.counts.output_tokens:
-        taken = stats.counts.output_tokens
+    taken = still = 0
+    while still < 3:  # on a busy machine the sender, too, may pause
         await asyncio.sleep(0.1)
+        now = stats.counts.output_tokens
+        still = still + 1 if now and now == taken else 0
+        taken = now
 
 
 def tokenized(prompt=(1, 2, 3), timeout_s=10.0, **fields):

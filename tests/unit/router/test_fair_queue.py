@@ -134,12 +134,6 @@ def test_removing_twice_is_removing_once_and_a_preview_adds_nothing(fair_queue, 
     assert previews == [added[0], added[0], added[1], added[1]]
 
 
-def test_a_newcomer_goes_before_a_flood_that_is_late(fair_queue, clock):
-    flood = [fair_queue.add(A, 1.0) for _ in range(100)]
-    clock.now += 500.0
-    assert fair_queue.add(B, 1.0).virtual_finish < flood[1].virtual_finish
-
-
 def test_priorities_order_one_tenants_requests_and_buy_no_other_tenants_share(finish):
     finish(B, 1.0, computed=True)
     finish(A, 1.0)
