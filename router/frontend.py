@@ -9,10 +9,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TypeVar
 
 from opentelemetry.trace import SpanKind, Tracer
 
@@ -30,8 +28,6 @@ from router.dispatch.request_state import RequestState, TextStream
 from router.fleet.fleet import Fleet
 from router.placement.placement import RETRY_AFTER_S
 from router.telemetry.stats import RequestRecord, RouterStats
-
-T = TypeVar("T")
 
 UNREAD_S = 10.0  # that one response may wait for a caller that does not read
 _STOP = common_pb2.FINISH_REASON_STOP
@@ -89,18 +85,12 @@ class _Sending:
             self._error = error
             self._scope.reschedule(asyncio.get_running_loop().time())
 
-    async def __aenter__(self) -> Self:
-        await self._scope.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    @contextlib.asynccontextmanager
+    async def until_deadline(self) -> AsyncIterator[None]:
+        """Around all that the request does."""
         try:
-            await self._scope.__aexit__(kind, error, trace)
+            async with self._scope:
+                yield
         except TimeoutError:
             late = DeadlineExceeded(f"the deadline passed {self.after}")
             raise self._error or late from None
@@ -117,7 +107,7 @@ class GenerationService:
         fleet: Fleet,
         tracer: Tracer,
     ) -> None:
-        self._admission = admission
+        self.admission = admission
         self.wait_queue = wait_queue
         self._dispatch = dispatch
         self.fleet = fleet
@@ -132,12 +122,7 @@ class GenerationService:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._admission.tokenizer
-
-    @property
-    def default_timeout_s(self) -> float:
-        """The deadline of requests that bring none."""
-        return self._admission.default_timeout_s
+        return self.admission.tokenizer
 
     @property
     def stats(self) -> RouterStats:
@@ -151,16 +136,12 @@ class GenerationService:
     @property
     def max_context(self) -> int:
         """Longest sequence, tokens; 0 while no limit is known."""
-        own, workers = self._admission.tokenizer.max_context, self.fleet.snapshot().max_context
+        own, workers = self.admission.tokenizer.max_context, self.fleet.snapshot().max_context
         return min(own, workers) if own and workers else own or workers
 
     def check_key(self, caller: Caller) -> None:
         """Raises Unauthenticated unless the caller has a tenant."""
-        self._admission.tenants.of(caller.metadata)
-
-    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Runs long work on one of the few threads that texts are tokenized on."""
-        return await self._admission.in_thread(work, *args)
+        self.admission.tenants.of(caller.metadata)
 
     async def generate(
         self,
@@ -190,7 +171,7 @@ class GenerationService:
                 state, lease = await self._admit(
                     request, caller, record, choices or Choices(), number
                 )
-            span.set_attribute("gen_ai.request.model", self._admission.model)
+            span.set_attribute("gen_ai.request.model", self.admission.model)
             span.set_attribute("baton.request_id", record.request_id)
             span.set_attribute("baton.tenant", record.tenant)
             span.set_attribute("gen_ai.usage.input_tokens", len(state.request.prompt))
@@ -203,7 +184,8 @@ class GenerationService:
                         self.wait_queue,
                         time.monotonic(),
                     )
-                async with _Sending(state, send) as sending:
+                sending = _Sending(state, send)
+                async with sending.until_deadline():
                     self._sending.add(sending)
                     try:
                         await self._deliver(state, lease, record, sending)
@@ -213,18 +195,18 @@ class GenerationService:
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
     ) -> inference_pb2.TokenizeResponse:
-        tenant = self._admission.tenants.of(caller.metadata)
-        self._admission.check_model(request.model)
+        tenant = self.admission.tenants.of(caller.metadata)
+        self.admission.check_model(request.model)
         tenant.check(tokens=0)
         tenant.charge(1, 0)
-        token_ids = await self._admission.tokenize(request, self.fleet.snapshot().max_context)
+        token_ids = await self.admission.tokenize(request, self.fleet.snapshot().max_context)
         tenant.charge(0, len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
     def models(self, caller: Caller) -> list[inference_pb2.Model]:
         self.check_key(caller)
         model = inference_pb2.Model(
-            name=self._admission.model,
+            name=self.admission.model,
             max_context=self.max_context,
             vocab_size=self.tokenizer.vocab_size,
             chat=self.tokenizer.has_chat_template,
@@ -236,11 +218,11 @@ class GenerationService:
     ) -> fleet_pb2.ExplainResponse:
         """Where a request would run now; nothing is charged and nothing is run."""
         snapshot = self.fleet.snapshot()
-        tenant = self._admission.tenants.of(caller.metadata)
-        admitted = await self._admission.admit(
+        tenant = self.admission.tenants.of(caller.metadata)
+        admitted = await self.admission.admit(
             request, caller.time_left_s, snapshot.max_context, "explained", tenant, Choices()
         )
-        admitted = self._admission.preview(admitted, tenant, request.priority)
+        admitted = self.admission.preview(admitted, tenant, request.priority)
         needs = self._dispatch.placement_request(RequestState(admitted))
         return feasibility.explain(admitted, needs, snapshot, self.wait_queue, time.monotonic())
 
@@ -265,9 +247,9 @@ class GenerationService:
             raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
         if not request.resumed_token_ids:  # that one was admitted before
             self.wait_queue.check_room()
-        tenant = self._admission.tenants.of(caller.metadata)
+        tenant = self.admission.tenants.of(caller.metadata)
         record.tenant = tenant.name
-        admitted = await self._admission.admit(
+        admitted = await self.admission.admit(
             request,
             caller.time_left_s,
             self.fleet.snapshot().max_context,
@@ -279,7 +261,7 @@ class GenerationService:
         # No request enters while none could be served; those admitted wait for workers.
         if why_not := self.fleet.snapshot().why_not_ready:
             raise Unavailable(why_not, RETRY_AFTER_S)
-        admitted, lease = self._admission.enter(admitted, tenant, request.priority, choices, number)
+        admitted, lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
         state = RequestState(admitted, record.arrived, record.arrived_ns)
         self.stats.admitted(record, state)
         return state, lease
@@ -297,7 +279,7 @@ class GenerationService:
                 resumed_tokens=len(state.request.resumed),
             )
             await sending(started=started)
-        text = TextStream(self._admission.tokenizer, state.request)
+        text = TextStream(self.admission.tokenizer, state.request)
         reason = common_pb2.FINISH_REASON_UNSPECIFIED
         async with contextlib.aclosing(self._dispatch.run(state, trace)) as outputs:
             async for output in outputs:

@@ -86,7 +86,7 @@ class Endpoint(Generic[T]):
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
-            return await self.service.in_thread(self.parse, body)
+            return await self.service.admission.in_thread(self.parse, body)
         except InvalidRequest as error:
             kind = exchange.header(b"content-type").decode("latin-1")
             if error.field or "json" in kind.lower():
@@ -231,7 +231,9 @@ async def run_choices(
         await service.generate(requests[0], caller, partial(send, 0), Choices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
-    left_s = service.default_timeout_s if caller.time_left_s is None else caller.time_left_s
+    left_s = (
+        service.admission.default_timeout_s if caller.time_left_s is None else caller.time_left_s
+    )
     deadline = loop.time() + left_s  # one for all, also for those that begin later
     computed = [asyncio.Event() for _ in requests]
     shared = [Choices(total, first=i == 0, cut_output=cut) for i in range(len(requests))]

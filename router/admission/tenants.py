@@ -1,19 +1,7 @@
 """Tenants: API keys, limits, share of the fleet and cache isolation.
 
-Tenants come from a TOML file, read once at start. Without a file there is one tenant, "default",
-without limits, and keys are ignored.
-
-    [tenants.search]
-    keys = ["sha256:…"]            # printf %s KEY | sha256sum
-    key_files = ["search.key"]     # or the key itself in a file, found from this file's directory
-    weight = 2.0                   # share of the fleet next to other active tenants
-    priority = "high"              # low: a quarter of the share; high: four times
-    requests_per_minute = 600
-    tokens_per_minute = 1000000    # prompt and output
-    burst_seconds = 60             # so many seconds' worth may come at once
-    max_prompt_tokens = 8192
-    max_running = 32               # choices count one by one
-    [default]                      # callers without a key; without this table they are refused
+Tenants come from a TOML file, read once at start; docs/security.md lists its fields. Without a file
+there is one tenant, "default", without limits, and keys are ignored.
 
 A body with several prompts or choices is one request. Its tokens are charged as they are used:
 each prompt once, and every choice's output, of which a little is reserved beforehand.
@@ -31,7 +19,6 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError, Unauthenticated
@@ -203,12 +190,7 @@ class AdmissionLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         tenant = self._tenant
         tenant.running -= 1
         tenant.fair_queue.remove(self._prompt)

@@ -22,14 +22,7 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
-from router.fleet.snapshot import (
-    MISMATCH,
-    READY,
-    SILENT,
-    STALLED,
-    AssignedPrompt,
-    WorkerView,
-)
+from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, AssignedPrompt, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -39,29 +32,6 @@ _CONNECT_TIMEOUT_S = 2.0
 _ORPHANS_ROUND_S = 1.0  # a Cancel under way has arrived by then
 MOST_ORPHANS = 1024  # remembered at a time; the others are seen again
 CANCEL_BATCH = 256  # named in one Cancel
-
-
-class Orphans:
-    """Sequences that a worker still sends tokens of though no request here waits for them.
-
-    Their Cancel was lost; without another they would hold blocks until their last token. A lost
-    Cancel is told from one that is still on its way: events come in two rounds.
-    """
-
-    def __init__(self) -> None:
-        self._before: set[str] = set()
-        self._now: set[str] = set()
-
-    def saw(self, handoff_id: str) -> None:
-        """An event came for a sequence that no request waits for."""
-        if len(self._now) < MOST_ORPHANS:
-            self._now.add(handoff_id)
-
-    def end_round(self) -> list[str]:
-        """Those to cancel, at most a batch."""
-        lasting = sorted(self._before & self._now)[:CANCEL_BATCH]
-        self._before, self._now = self._now, set()
-        return lasting
 
 
 class Member:
@@ -92,11 +62,14 @@ class Member:
         self._mismatch = mismatch
         self._liveness = liveness
         self._on_change = on_change
-        self._draining = False
+        self._draining = False  # the registry or the worker says so; no worker comes back from it
         self._closed = False
         self._replaced = ""  # by which process
         self._subscribers: dict[str, Callable[[Event], None]] = {}
-        self._orphans = Orphans()
+        # Sequences that the worker sends tokens of though no request here waits for them: their
+        # Cancel was lost, or is on its way. The former are those of two rounds.
+        self._orphans: set[str] = set()
+        self._orphans_before: set[str] = set()
         self._ticks = 0
         self._cancelling: asyncio.Task[None] | None = None
         self._channel = rpc.channel(record.address)
@@ -123,7 +96,7 @@ class Member:
     def update(self, record: common_pb2.WorkerRecord) -> None:
         """The registry has a newer record of the same incarnation."""
         self.record = record
-        self._note_state(record.state)
+        self._draining |= record.state == common_pb2.WORKER_STATE_DRAINING
 
     def subscribe(self, handoff_id: str, deliver: Callable[[Event], None]) -> None:
         """Sends events of a sequence to `deliver`, in order; an error is the last one.
@@ -231,7 +204,7 @@ class Member:
                     self.cached.clear()
                 self.cached.difference_update(update.cache.evicted)
                 self.cached.update(update.cache.stored)
-                self._note_state(update.state)
+                self._draining |= update.state == common_pb2.WORKER_STATE_DRAINING
                 if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
                     self._fail_all(f"worker {self._name} is stalled: {stalled}")
 
@@ -279,18 +252,15 @@ class Member:
     def _deliver(self, event: decode_pb2.SequenceEvent) -> None:
         if deliver := self._subscribers.get(event.handoff_id):
             deliver(event)
-        elif not (event.finish_reason or event.abort_reason):
-            self._orphans.saw(event.handoff_id)
+        elif not (event.finish_reason or event.abort_reason) and len(self._orphans) < MOST_ORPHANS:
+            self._orphans.add(event.handoff_id)
 
     def _cancel_orphans(self) -> None:
         """One Cancel at a time; those it does not reach are seen again."""
-        orphans = self._orphans.end_round()
-        if orphans and (self._cancelling is None or self._cancelling.done()):
-            self._cancelling = asyncio.create_task(self.cancel(orphans))
-
-    def _note_state(self, state: common_pb2.WorkerState) -> None:
-        """From registry and worker; no worker comes back from DRAINING."""
-        self._draining |= state == common_pb2.WORKER_STATE_DRAINING
+        lasting = sorted(self._orphans_before & self._orphans)[:CANCEL_BATCH]
+        self._orphans_before, self._orphans = self._orphans, set()
+        if lasting and (self._cancelling is None or self._cancelling.done()):
+            self._cancelling = asyncio.create_task(self.cancel(lasting))
 
     def _watch_lost(self, changed: bool) -> None:
         if changed:

@@ -244,7 +244,7 @@ async def test_a_body_is_one_request_to_its_tenant_however_many_choices(gateway_
     assert len((await gateway.complete(n=10)).json()["choices"]) == 10
     assert len((await gateway.complete(prompt=["a", "b"], n=2)).json()["choices"]) == 4
     assert (await gateway.post("/tokenize", {"prompt": "a" * 50})).status_code == 200
-    tenant = gateway.service._admission.tenants.of(None)
+    tenant = gateway.service.admission.tenants.of(None)
     used = (len(PROMPT) + 10 * 5) + (2 + 4 * 5) + 50
     assert tenant._tokens._level == pytest.approx(1000 - used, abs=20)
     for response in (await gateway.complete(), await gateway.post("/tokenize", {"prompt": "a"})):

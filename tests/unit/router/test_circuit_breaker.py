@@ -5,7 +5,7 @@ import copy
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.errors import DeadlineExceeded, InternalError, TransferFailed
 from router.fleet.circuit_breaker import (
@@ -143,13 +143,6 @@ def test_a_call_in_the_cool_down_for_want_of_others_is_a_probe(breaker, well):
     assert breaker.why_open == ("" if well else "its probe failed with: it broke again")
 
 
-def test_workers_that_left_are_forgotten_with_their_pairs(breakers):
-    for key in ("p0", "d0", "d1", PAIR, ("p0", "d1")):
-        fail(breakers[key])
-    breakers.retain({"p0", "d1"})
-    assert breakers.all_open().keys() == {"p0", "d1", ("p0", "d1")}
-
-
 @pytest.mark.parametrize(
     ("error", "suspects", "avoided", "counted"),
     [
@@ -171,8 +164,8 @@ def test_a_failed_attempt_counts_against_a_worker_or_the_pair(
 class Calls(RuleBasedStateMachine):
     """Any sequence of calls and pauses."""
 
-    @initialize()
-    def start(self):
+    def __init__(self):
+        super().__init__()
         self.clock = Clock()
         self.breaker = CircuitBreakers(self.clock)["d0"]
 
@@ -231,21 +224,15 @@ def ejected(breakers, snapshot, *failed):
     return after, {(p.incarnation, d.incarnation) for p, d in after.usable_pairs()}
 
 
-def test_a_worker_that_fails_is_ejected_and_says_why(breakers):
-    decode = [worker("d0"), worker("d1"), worker("d2", SILENT, "still")]
-    snapshot, usable = ejected(breakers, fleet([worker("p0")], decode), "d1", "d2")
-    assert [w.state for w in snapshot.decode] == ["READY", "EJECTED", SILENT]
+def test_a_worker_that_fails_is_ejected_and_a_pair_is_excluded(breakers):
+    decode = [worker("d0"), worker("d1"), worker("d2"), worker("d3", SILENT, "still")]
+    before = fleet([worker("p0"), worker("p1")], decode)
+    snapshot, usable = ejected(breakers, before, "d1", "d3", ("p0", "d2"))
+    assert [w.state for w in snapshot.decode] == ["READY", "EJECTED", "READY", SILENT]
     assert "it broke" in snapshot.decode[1].reason
-    assert snapshot.decode[2].reason == "still", "what is not ready keeps its own state"
-    assert usable == {("p0", "d0")}
-
-
-def test_a_pair_that_fails_is_excluded_and_its_workers_stay(breakers):
-    two_by_two = fleet([worker("p0"), worker("p1")], [worker("d0"), worker("d1")])
-    snapshot, usable = ejected(breakers, two_by_two, ("p0", "d1"))
-    assert {w.state for w in (*snapshot.prefill, *snapshot.decode)} == {"READY"}
-    assert "it broke" in snapshot.excluded_pairs["p0", "d1"]
-    assert usable == {("p0", "d0"), ("p1", "d0"), ("p1", "d1")}
+    assert snapshot.decode[3].reason == "still", "what is not ready keeps its own state"
+    assert "it broke" in snapshot.excluded_pairs["p0", "d2"]
+    assert usable == {("p0", "d0"), ("p1", "d0"), ("p1", "d2")}
 
 
 @pytest.mark.parametrize(
@@ -262,9 +249,3 @@ def test_of_the_last_pairs_the_one_that_failed_longest_ago_is_used(breakers, fai
     snapshot, usable = ejected(breakers, fleet([worker("p0")], decode), *failed)
     assert usable == {used}
     assert all(view.reason == "" for view in snapshot.decode if view.incarnation == used[1])
-
-
-def test_a_pair_that_the_worker_itself_excludes_is_no_last_resort(breakers):
-    before = fleet([worker("p0")], [worker("d0")], {PAIR: "quarantined"})
-    snapshot, usable = ejected(breakers, before, "p0", "d0")
-    assert not usable and snapshot.excluded_pairs == {PAIR: "quarantined"}

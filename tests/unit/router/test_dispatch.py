@@ -11,7 +11,6 @@ from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
 
 from .scripted_workers import (
-    DRAINING,
     LENGTH,
     TIMEOUT_S,
     committed,
@@ -20,7 +19,6 @@ from .scripted_workers import (
     received,
     request_state,
     started,
-    token,
 )
 
 LOGPROBS = common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=100))
@@ -28,12 +26,6 @@ LOGPROBS = common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=1
 
 async def refuse(request):
     raise Overloaded("no blocks")
-
-
-async def cancelled(task):
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 async def test_a_request_is_reserved_prefilled_and_decoded(cluster):
@@ -157,41 +149,37 @@ async def test_two_workers_messages_become_one_stream_in_order(messages, outputs
 # The end.
 
 
-async def test_cancelling_closes_the_prefill_call_and_frees_the_decode_blocks(cluster):
-    began = asyncio.Event()
-
-    async def endless(request):
-        yield started()
-        began.set()
-        await asyncio.Event().wait()
-
-    cluster.prefills[0].scripts = [endless]
-    running = asyncio.create_task(cluster.run(request_state()))
-    async with asyncio.timeout(TIMEOUT_S):
-        await began.wait()
-        await cancelled(running)
-        assert await cluster.prefills[0].ended.get() == "r-1"
-        assert await cluster.decodes[0].cancelled.get() == "r-1"
-    view = cluster.fleet.snapshot()
-    assert (view.prefill[0].assigned_tokens, view.decode[0].assigned_sequences) == (0, 0)
-
-
-async def test_a_reserve_cancelled_in_flight_strands_no_blocks(cluster):
-    decode, arrived = cluster.decodes[0], asyncio.Event()
+@pytest.mark.parametrize("where", ["reserve", "prefill"])
+async def test_a_request_cancelled_in_flight_strands_no_blocks(cluster, where):
+    prefill, decode, arrived = cluster.prefills[0], cluster.decodes[0], asyncio.Event()
 
     async def accept_too_late(request):
         await decode.accept(request)
         arrived.set()
         await asyncio.Event().wait()
 
-    decode.reserves = [accept_too_late]
-    running = asyncio.create_task(cluster.run(request_state()))
+    async def endless(request):
+        yield started()
+        arrived.set()
+        await asyncio.Event().wait()
+
+    prefill.scripts = [endless]
+    if where == "reserve":
+        decode.reserves = [accept_too_late]
+    prompt = tuple(range(8))  # more than decode computes by itself
+    running = asyncio.create_task(cluster.run(request_state(prompt=prompt)))
     async with asyncio.timeout(TIMEOUT_S):
         await arrived.wait()
-        await cancelled(running)
+        assert cluster.fleet.snapshot().prefill[0].assigned_tokens == len(prompt)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
         assert await decode.cancelled.get() == "r-1"
-    assert decode.held == set()
-    assert cluster.wait_queue.depth == 0
+        if where == "prefill":
+            assert await prefill.ended.get() == "r-1"
+    view = cluster.fleet.snapshot()
+    assert (view.prefill[0].assigned_tokens, view.decode[0].assigned_sequences) == (0, 0)
+    assert (cluster.wait_queue.depth, decode.held) == (0, set())
 
 
 @pytest.mark.parametrize("where", ["reserve", "prefill"])
@@ -265,17 +253,6 @@ async def test_waiting_requests_get_room_in_order_of_virtual_finish(cluster):
     assert order == ["1-1", "2-1", "3-1", "4-1", "5-1"]
 
 
-async def test_without_a_worker_a_request_is_unavailable_after_the_recovery_timeout(cluster_of):
-    cluster = await cluster_of(max_attempts=2, recovery_s=0.1)
-    cluster.decodes[0].tell(state=DRAINING)
-    await cluster.until_state(cluster.decodes[0], "DRAINING")
-    state = request_state()
-    with pytest.raises(Unavailable, match=r"no decode worker is ready.*DRAINING") as caught:
-        await cluster.run(state)
-    assert caught.value.retry_after_s > 0
-    assert state.attempts == 2
-
-
 async def test_the_recovery_timeout_stops_when_workers_are_back_though_full(cluster_of):
     cluster = await cluster_of(recovery_s=0.3, max_attempts=1)
     decode = cluster.decodes[0]
@@ -289,30 +266,3 @@ async def test_the_recovery_timeout_stops_when_workers_are_back_though_full(clus
     await asyncio.sleep(0.4)
     decode.tell()
     assert await running == (counting(5), LENGTH)
-
-
-async def test_tokens_sent_to_prefill_count_until_the_first_token(cluster):
-    prefill, asked_for, go_on = cluster.prefills[0], asyncio.Event(), asyncio.Event()
-
-    async def paused(request):
-        asked_for.set()
-        await go_on.wait()
-        yield first_token(token(request.sequence)[0])
-        prefill.commit(request)
-        yield committed()
-
-    prefill.scripts = [paused]
-    running = asyncio.create_task(cluster.run(request_state()))
-    await asked_for.wait()
-    assert cluster.fleet.snapshot().prefill[0].assigned_tokens == 3
-    go_on.set()
-    await running
-    assert cluster.fleet.snapshot().prefill[0].assigned_tokens == 0
-
-
-async def test_a_burst_is_spread_before_any_load_is_reported(cluster_of):
-    cluster = await cluster_of(prefill=2, decode=2)
-    prompt = tuple(range(1, 9))  # longer than what decode computes by itself
-    states = [request_state(request_id=f"r{number}", prompt=prompt) for number in range(6)]
-    await asyncio.gather(*(cluster.run(one) for one in states))
-    assert [len(prefill.requests) for prefill in cluster.prefills] == [3, 3]

@@ -12,7 +12,6 @@ from baton.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
-    KvCorrupted,
     Stale,
     TransferFailed,
     Unavailable,
@@ -257,7 +256,7 @@ async def test_a_returning_decode_worker_is_waited_for_but_not_without_end(clust
         cluster.background = asyncio.create_task(comes_back())
 
     tokens = []
-    with pytest.raises(Unavailable, match="no decode worker is ready"):
+    with pytest.raises(Unavailable, match="no decode worker is ready") as caught:
         async for output in cluster.dispatch.run(state, Context()):
             tokens += output.token_ids
             if tokens[-1] == 102:
@@ -265,6 +264,7 @@ async def test_a_returning_decode_worker_is_waited_for_but_not_without_end(clust
             elif tokens[-1] == 105:
                 await cluster.leave(cluster.decodes[1])
     assert tokens == counting(6)
+    assert caught.value.retry_after_s > 0
 
 
 # Attempts.
@@ -308,11 +308,3 @@ async def test_an_abandoned_attempt_adds_neither_tokens_nor_numbers(cluster_of):
     state = await assert_goes_on(cluster, after=after)
     assert state.usage().cached_tokens == 2
     assert state.prefill_queue_ms == 3.0  # waiting after the first token is no queueing
-
-
-async def test_failed_handoffs_exclude_the_pair_and_neither_worker(cluster):
-    cluster.prefills[0].scripts = [failing(KvCorrupted("checksum"))] * 4
-    with pytest.raises(KvCorrupted):
-        await cluster.run(request_state())
-    opened = cluster.fleet.breakers.all_open()
-    assert opened.keys() == {("p0", "d0")} and "checksum" in opened["p0", "d0"]

@@ -4,14 +4,13 @@ Workers answer over real connections. Time that must not matter passes in ticks 
 """
 
 import asyncio
-import time
 
 import pytest
 
 from baton.errors import Stale, Unavailable
-from baton.v1 import worker_pb2
+from baton.v1 import decode_pb2, worker_pb2
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
-from router.fleet.member import CANCEL_BATCH, MOST_ORPHANS, Orphans
+from router.fleet.member import CANCEL_BATCH, MOST_ORPHANS
 from router.fleet.snapshot import AssignedPrompt
 
 from .scripted_workers import TIMEOUT_S, DecodeWorker, PrefillWorker, received, seen
@@ -99,16 +98,6 @@ async def test_a_decode_worker_needs_both_streams(cluster, mute):
     assert state(cluster, worker) == "SILENT"  # one of two is not enough
     worker.wake()
     await cluster.until_state(worker, "READY")
-
-
-async def test_a_router_that_was_itself_asleep_suspects_no_worker(cluster_of):
-    liveness = LivenessConfig(silence_s=1.0)
-    cluster = await cluster_of(liveness=liveness)
-    waiting = [cluster.subscribe(worker) for worker in cluster.workers]
-    time.sleep(1.5 * liveness.silence_s)  # noqa: ASYNC251 - nothing of this process runs
-    await asyncio.sleep(liveness.tick_s)  # the late tick
-    assert [state(cluster, worker) for worker in cluster.workers] == ["READY", "READY"]
-    assert all(queue.empty() for queue in waiting)
 
 
 async def test_heartbeats_reset_the_count_of_silence_and_are_no_change(cluster):
@@ -213,23 +202,12 @@ async def test_a_worker_that_never_answered_is_called_rarely(remote):
     await stream.close()
 
 
-async def test_events_of_an_earlier_stream_are_not_waited_for(cluster):
-    """What was subscribed while no stream was open is gone on the worker when one is."""
-    worker = cluster.decodes[0]
-    worker.stop_still("StreamEvents")
-    worker.break_streams()
-    worker.wake()
-    await cluster.until_state(worker, "UNREACHABLE")
-    between = cluster.subscribe(worker)
-    assert "opened anew" in str(await received(between))
-    await cluster.until_state(worker, "READY")
-
-
 async def test_a_new_watch_replaces_what_was_known_of_the_cache(cluster, worker):
     worker.cached = [1, 2]
     for _ in range(2):
         worker.break_watches()
-        await cluster.until_state(worker, "UNREACHABLE")
+        view = await cluster.until_state(worker, "UNREACHABLE")
+        assert view.reason == "the watch broke"
         await cluster.until_state(worker, "READY")
         assert cluster.member(worker).view.cached == set(worker.cached)
         worker.cached = [3]
@@ -262,14 +240,16 @@ async def test_another_process_at_the_same_address_is_not_taken_for_the_old_one(
 # Sequences whose Cancel was lost.
 
 
-async def test_a_sequence_without_a_request_is_cancelled_if_it_goes_on(cluster):
+async def test_events_go_to_their_request_and_one_without_a_request_is_cancelled(cluster):
     worker, member = cluster.decodes[0], cluster.member(cluster.decodes[0])
-    mine = cluster.subscribe(worker, "mine")
+    mine, other = cluster.subscribe(worker, "mine"), cluster.subscribe(worker, "other")
     worker.send("done", 1, reason=1)  # its end is no orphan's
     worker.send("given up", abort="no room")
-    worker.send("mine", 2)
-    assert list((await received(mine)).token_ids) == [2]
-    assert not member._orphans._now
+    for handoff_id, token in (("mine", 1), ("other", 3), ("mine", 2)):
+        worker.send(handoff_id, token)
+    assert [list((await received(mine)).token_ids) for _ in range(2)] == [[1], [2]]
+    assert list((await received(other)).token_ids) == [3] and other.empty()
+    assert not member._orphans
     async with asyncio.timeout(TIMEOUT_S):
         while worker.cancelled.empty():
             worker.send("lost", 1)
@@ -279,35 +259,31 @@ async def test_a_sequence_without_a_request_is_cancelled_if_it_goes_on(cluster):
     assert worker.cancelled.empty()
 
 
-async def test_one_cancel_of_orphans_at_a_time(cluster):
-    worker, member = cluster.decodes[0], cluster.member(cluster.decodes[0])
-    stuck, calls = asyncio.Event(), []
+async def test_orphans_are_of_two_rounds_bounded_and_cancelled_once_at_a_time(cluster, monkeypatch):
+    member, go_on, calls = cluster.member(cluster.decodes[0]), asyncio.Event(), []
 
-    async def on_cancel(handoff_id):
-        calls.append(handoff_id)
-        await stuck.wait()
+    async def cancel(handoff_ids):
+        calls.append(handoff_ids)
+        await go_on.wait()
 
-    worker.on_cancel, member._orphans = on_cancel, Orphans()
-    for _ in range(4):
-        member._orphans.saw("lost")
-        member._cancel_orphans()
-    await seen(lambda: calls)
-    stuck.set()
-    assert await received(worker.cancelled) == "lost"
-    assert calls == ["lost"]
-
-
-def test_events_of_two_rounds_make_an_orphan_and_their_number_is_bounded():
-    orphans, names = Orphans(), [f"h{i}" for i in range(2 * MOST_ORPHANS)]
-
-    def see(*handoff_ids):
+    async def cancelled_after(*handoff_ids):
+        calls.clear()
         for handoff_id in handoff_ids:
-            orphans.saw(handoff_id)
-        return orphans.end_round()
+            member._deliver(decode_pb2.SequenceEvent(handoff_id=handoff_id, token_ids=[1]))
+        member._cancel_orphans()
+        await asyncio.sleep(0)
+        return [*calls]
 
+    monkeypatch.setattr(member, "cancel", cancel)
     # A Cancel under way crosses the events of one round.
-    assert [see("h1"), see(), see("h1"), see()] == [[], [], [], []]
-    assert [see("h1", "h2"), see("h2", "h3"), see("h2"), see()] == [[], ["h2"], ["h2"], []]
-    see(*names)
-    assert len(orphans._before) == MOST_ORPHANS
-    assert len(see(*names)) == CANCEL_BATCH
+    for names in (("h1",), (), ("h1",), (), ("h1", "h2")):
+        assert await cancelled_after(*names) == []
+    assert await cancelled_after("h2", "h3") == [["h2"]]
+    assert await cancelled_after("h2") == [], "one Cancel is under way"
+    go_on.set()
+    await member._cancelling
+    many = [f"h{i}" for i in range(2 * MOST_ORPHANS)]
+    await cancelled_after(*many)
+    assert len(member._orphans_before) == MOST_ORPHANS
+    (batch,) = await cancelled_after(*many)
+    assert len(batch) == CANCEL_BATCH

@@ -22,6 +22,8 @@ def test_a_later_attempt_continues_where_the_caller_is():
     later = state.spec("r-2")
     assert list(later.token_ids) == [1, 2, 3, 7, 8, 9]
     assert (later.prompt_tokens, later.sampling) == (3, first.sampling)
+    resumed = request_state(resumed=(7,)).spec("r-1")
+    assert (list(resumed.token_ids), resumed.prompt_tokens) == ([1, 2, 3, 7], 3)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,8 @@ def test_half_characters_at_the_ends_of_a_stream(tokenizer):
     first, second = tokenizer.encode("é")
     begun = TextStream(tokenizer, tokenized(prompt=(first,)))  # by the prompt
     assert begun.advance([second], "length") == "é"
+    resumed = TextStream(tokenizer, tokenized(resumed=(first,)))
+    assert resumed.advance([second], "length") == "é"
     unfinished = TextStream(tokenizer, tokenized())
     assert [unfinished.advance([first], None), unfinished.advance([], "length")] == ["", "\ufffd"]
     stopped = TextStream(tokenizer, tokenized(stop=("a\ufffd",)))

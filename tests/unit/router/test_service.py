@@ -15,20 +15,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from baton import rpc
-from baton.errors import Overloaded
-from baton.v1 import (
-    common_pb2,
-    fleet_pb2,
-    fleet_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-)
+from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router import frontend
-from router.admission import feasibility
-from router.admission.admission import Admission, Choices
+from router.admission.admission import Admission
 from router.dispatch import attempt
-from router.dispatch.request_state import RequestState
-from router.frontend import Caller, GenerationService
+from router.frontend import GenerationService
 from router.service import FleetServicer, InferenceServicer
 
 from .scripted_workers import (
@@ -108,9 +99,6 @@ class Router:
     async def status(self):
         return await self.fleet_stub.GetStatus(fleet_pb2.GetStatusRequest())
 
-    async def explain(self):
-        return await self.fleet_stub.Explain(fleet_pb2.ExplainRequest(request=request_of()))
-
 
 @pytest.fixture
 def spans():
@@ -179,6 +167,11 @@ async def test_a_stream_is_started_deltas_and_a_finish(router_of):
     assert (model.name, model.max_context, model.vocab_size, model.chat) == ("tiny", 32, 257, True)
     answer = await router.stub.Tokenize(inference_pb2.TokenizeRequest(text="Hi"))
     assert (len(answer.token_ids), answer.max_context) == (2, 32)
+    explain = fleet_pb2.ExplainRequest(request=request_of())
+    answer = await router.fleet_stub.Explain(explain)
+    assert (answer.refused, answer.prompt_tokens, answer.tenant) == ("", len(PROMPT), "default")
+    assert [(c.prefill, c.decode) for c in answer.candidates] == [("p0", "d0")]
+    assert len(router.decode.requests) == 1, "explaining runs nothing"
 
 
 @pytest.mark.parametrize(
@@ -208,15 +201,6 @@ async def test_several_tokens_of_a_step_are_one_delta_up_to_a_stop_string(
     assert finish.usage.completion_tokens == sum(map(len, tokens))
     if max_tokens == 20:  # otherwise the worker has ended it by itself
         assert (await received(router.decode.cancelled)).endswith("-1")
-
-
-async def test_a_broken_stream_is_resumed_behind_its_tokens(router_of):
-    router = await router_of()
-    *_, finish = await router.complete(resumed_token_ids=[100, 101])
-    assert finish.usage.completion_tokens == 5
-    sequence = router.cluster.prefills[0].requests[0].sequence
-    assert list(sequence.token_ids) == [*PROMPT, 100, 101]
-    assert sequence.prompt_tokens == len(PROMPT)
 
 
 # The end, before the last token.
@@ -343,32 +327,24 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
     assert "no prefill worker" in error.details()
     assert retry_after_s(error) == 1.0
     assert router.decode.requests == []
+    router.service.draining = True
+    error = await failure_of(router.generate())
+    assert error.code() is grpc.StatusCode.UNAVAILABLE and retry_after_s(error) > 0
+    assert "draining" in error.details()
+    assert (await router.status()).router.state == "NOT_SERVING"
 
 
-async def test_a_full_queue_refuses_at_once_with_retry_info(router_of):
+async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypatch):
     router = await router_of(cluster={"max_queue": 1})
     await router.cluster.fill()
     waiting = router.generate()
     await router.cluster.until_waiting(1)
+    monkeypatch.setattr(Admission, "admit", lambda *_: pytest.fail("a refusal must cost nothing"))
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert retry_after_s(error) > 0
     router.decode.tell()
     assert (await finish_of(waiting)).usage.completion_tokens == 5
-
-
-async def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new(router_of):
-    router, paused = await router_of(), []
-    router.decode.runs = [lambda *run: paused.append(run)]
-    running = await router.begun()
-    router.service.draining = True
-    error = await failure_of(router.generate())
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert retry_after_s(error) > 0
-    status = (await router.status()).router
-    assert (status.state, status.running) == ("NOT_SERVING", 1)
-    router.decode.run_to_end(*paused.pop())
-    assert (await finish_of(running)).usage.completion_tokens == 5
 
 
 # What operators see.
@@ -422,75 +398,18 @@ async def test_status_and_spans_of_a_request_that_fails_over(router_of, spans):
     assert seen.latency.requests == 1 and seen.latency.ttft_p50_ms > 0
 
 
-async def test_explain_says_where_a_request_would_run_and_runs_nothing(router_of):
-    router = await router_of(decode=2)
-    answer = await router.explain()
-    assert (answer.refused, answer.prompt_tokens, answer.tenant) == ("", len(PROMPT), "default")
-    assert [(c.prefill, c.decode) for c in answer.candidates] == [("p0", "d0"), ("p0", "d1")]
-    router.decode.tell(blocks_free=0)
-    await router.cluster.until(lambda s: not s.decode[0].load.blocks_free)
-    answer = await router.explain()
-    assert [(c.decode, bool(c.refused)) for c in answer.candidates] == [("d1", False), ("d0", True)]
-    assert not any(decode.requests for decode in router.cluster.decodes)
-
-
-# What it costs, as ratios of CPU time, which hold on any machine.
-
-
-def cpu_s(began=0.0):
-    return time.process_time() - began
-
-
-@pytest.mark.parametrize("why", ["full", "late"])
-async def test_a_refusal_costs_no_more_than_a_small_multiple_of_an_admission(router_of, why):
-    router, calls = await router_of(cluster={"max_queue": 1}, max_context=8192), 100
-    service, admission, cluster = router.service, router.admission, router.cluster
-    asked, tenant = request_of(prompt=[1] * 4000), admission.tenants.of(())
-    for worker in cluster.prefills:
-        worker.tell(prefill_tokens_per_s=1000, queue_tokens=100)
-    await cluster.until(lambda s: s.prefill[0].load.queue_tokens)
-
-    async def admit():
-        admitted = await admission.admit(asked, None, 8192, "r", tenant, Choices())
-        admitted, lease = admission.enter(admitted, tenant, 0, Choices())
-        with lease:
-            needs = cluster.dispatch.placement_request(RequestState(admitted))
-            now = time.monotonic()
-            feasibility.check(admitted, needs, cluster.fleet.snapshot(), cluster.wait_queue, now)
-
-    async def refuse():
-        with pytest.raises(Overloaded):
-            await service.generate(asked, Caller(time_left_s=1.0), None)
-
-    waiting = None
-    if why == "full":
-        await cluster.fill()
-        waiting = router.generate()
-        await cluster.until_waiting(1)
-    cost = []
-    for call in (admit, refuse):
-        await call()
-        began = cpu_s()
-        for _ in range(calls):
-            await call()
-        cost.append(cpu_s(began))
-    if waiting:
-        waiting.cancel()
-    assert cost[1] <= 5 * cost[0]
-
-
 async def test_a_streamed_token_costs_no_more_than_200_dumps_of_a_chunk(router_of):
     """Here the scripted worker and the client are in the same process, and counted."""
     tokens = 2000
     router = await router_of(max_context=2 * tokens)
     await router.complete()
-    began = cpu_s()
+    began = time.process_time()
     *_, finish = await router.complete(max_tokens=tokens)
-    streamed_s = cpu_s(began)
+    streamed_s = time.process_time() - began
     assert finish.usage.completion_tokens == tokens
     choice = {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None}
     chunk = {"id": "chatcmpl-0", "object": "chat.completion.chunk", "created": 0, "model": "tiny"}
-    began = cpu_s()
+    began = time.process_time()
     for _ in range(tokens):
         json.dumps({**chunk, "choices": [choice]})
-    assert streamed_s <= 200 * cpu_s(began)
+    assert streamed_s <= 200 * (time.process_time() - began)

@@ -13,7 +13,6 @@ from router.admission.wait_queue import (
     MOST_TRYING,
     PASSING_S,
     RETRY_AFTER_S,
-    DrainRate,
     QueueEntry,
     WaitQueue,
 )
@@ -171,28 +170,14 @@ async def test_one_change_costs_a_bounded_number_of_tries(room):
     assert room.tried == [str(finish) for finish in range(MOST_REFUSED)]
 
 
-async def test_tries_run_one_at_a_time(room, monkeypatch):
-    monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", 60.0)
-    running, most = 0, 0
-
-    async def attempt():
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0)
-        running -= 1
-        if room.room < 1:
-            raise Overloaded("no room")
-
-    for finish in range(20):
-        await room.add(room.attempt(float(finish), attempt))
-    room.change(100)
-    await asyncio.gather(*room.tasks)
-    assert most == 1
-
-
-async def test_while_workers_answer_slowly_the_next_try_up_to_a_bound(room):
+@pytest.mark.parametrize(
+    ("slow_s", "at_once"), [(60.0, 1), (wait_queue_module.SLOW_TRY_S, MOST_TRYING)]
+)
+async def test_tries_run_one_at_a_time_or_up_to_a_bound_while_workers_answer_slowly(
+    room, monkeypatch, slow_s, at_once
+):
     """A worker answers after a step of its engine; one answer after the other would be too slow."""
+    monkeypatch.setattr(wait_queue_module, "SLOW_TRY_S", slow_s)
     enough, answer, asked, placed = asyncio.Event(), asyncio.Event(), [], []
 
     def trying(finish):
@@ -200,7 +185,7 @@ async def test_while_workers_answer_slowly_the_next_try_up_to_a_bound(room):
             if room.room < 1:
                 raise Overloaded("no room")
             asked.append(finish)
-            if len(asked) == MOST_TRYING:
+            if len(asked) == at_once:
                 enough.set()
             await answer.wait()
             placed.append(finish)
@@ -213,7 +198,7 @@ async def test_while_workers_answer_slowly_the_next_try_up_to_a_bound(room):
     async with asyncio.timeout(30):
         await enough.wait()
         await asyncio.sleep(0.05)
-        assert asked == list(range(MOST_TRYING))
+        assert asked == list(range(at_once))
         answer.set()
         await asyncio.gather(*room.tasks)
     assert placed == sorted(placed) and len(placed) == 2 * MOST_TRYING
@@ -239,38 +224,6 @@ async def test_a_try_that_hangs_neither_holds_up_others_nor_misses_a_change(room
     silent.set()
     async with asyncio.timeout(15):
         assert await hanging == "placed"
-
-
-@pytest.mark.parametrize("during_try", [False, True])
-async def test_a_cancelled_request_leaves_and_the_next_goes_on(room, during_try):
-    blocked = False
-
-    async def attempt():
-        if blocked:
-            await asyncio.Event().wait()
-        raise Overloaded("no room")
-
-    first = await room.add(room.attempt(0.0, attempt))
-    second = await room.add(room.place(1.0))
-    blocked = during_try
-    await room.give(1)
-    first.cancel()
-    assert await second == 1.0
-    with pytest.raises(asyncio.CancelledError):
-        await first
-
-
-async def test_a_change_during_a_failing_try_is_not_lost(room):
-    async def attempt():
-        found = room.room > 0
-        room.change(1)  # room comes after the look, before the refusal
-        await asyncio.sleep(0)
-        if not found:
-            raise Overloaded("no room")
-        return "placed"
-
-    async with asyncio.timeout(30):
-        assert await room.attempt(0.0, attempt) == "placed"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -336,29 +289,3 @@ async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(room
     assert slack_s(0, "a", 100.0, safety=1.5) == pytest.approx(1.0)
     assert slack_s(0, "a") == math.inf  # no rate is known
     assert slack_s(3.5, "a", 100.0) == slack_s(0, "c", 100.0) == math.inf
-
-
-def test_the_drain_rate_counts_waiting_time_only(clock):
-    """How it follows a fleet is tested with feasibility's predictions, in simulated time."""
-    rate, queued = DrainRate(clock, lambda: queued), 0
-    rate.waiting(True)
-
-    def place(tokens, times):
-        for _ in range(times):
-            clock.now += 0.1
-            rate.placed(tokens)
-
-    place(50, 1)
-    assert (rate.value(50), rate.value(50, assumed=7.0)) == (0.0, 7.0), "too short to tell"
-    place(50, 100)
-    rate.waiting(False)
-    clock.now += 1000.0
-    assert rate.value(50) == pytest.approx(500, rel=0.05)
-    rate.waiting(True)
-    place(10, 400)
-    assert rate.value(10) == pytest.approx(100, rel=0.05)
-    queued = 1000  # it computes for ten seconds, and nothing is placed meanwhile
-    rate.placed(1000)
-    for _ in range(9):
-        clock.now += 1.0
-        assert rate.value(10, 100.0) == pytest.approx(100, rel=0.1)
