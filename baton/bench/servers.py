@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+from aiohttp.http_exceptions import LineTooLong
 
 from baton import config, rpc
 from baton.bench.request import Demand, IdRange, Outcome, Phases, text_of
@@ -192,10 +193,12 @@ class HttpServer(Server):
         kept: Any = (
             {"keepalive_timeout": _KEEP_ALIVE_S} if options.keep_alive else {"force_close": True}
         )
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_start.append(_note_connection)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, **kept),
             headers={"Content-Type": "application/json", **key},
-            trace_configs=[_connection_trace()],
+            trace_configs=[trace],
             auto_decompress=False,
             skip_auto_headers=("Accept-Encoding",),
         )
@@ -248,7 +251,7 @@ class HttpServer(Server):
             outcome.fail("UNREACHABLE", str(error))
         except aiohttp.ClientError as error:
             outcome.fail("BROKEN", str(error) or type(error).__name__)
-        except ValueError as error:  # a line longer than any event of a completion
+        except (ValueError, LineTooLong) as error:  # a line longer than any event of a completion
             outcome.fail("GARBLED", str(error))
 
     async def close(self) -> None:
@@ -308,13 +311,7 @@ def _error_message(text: str) -> str:
         return text
 
 
-def _connection_trace() -> aiohttp.TraceConfig:
+async def _note_connection(session: Any, context: SimpleNamespace, params: Any) -> None:
     """Records in an outcome that its request had to open a connection."""
-
-    async def opened(session: Any, context: SimpleNamespace, params: Any) -> None:
-        if isinstance(outcome := context.trace_request_ctx, Outcome):
-            outcome.opened_connection = True
-
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_create_start.append(opened)
-    return trace
+    if isinstance(outcome := context.trace_request_ctx, Outcome):
+        outcome.opened_connection = True
