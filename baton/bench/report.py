@@ -93,14 +93,10 @@ def report_of(
         if any(stage.value is not None for stage in stages)
     }
     runs = [run for stage in stages for block in stage.blocks for run in block]
-    try:
-        version = metadata.version("baton-serving")
-    except metadata.PackageNotFoundError:
-        version = "unknown"
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "baton_version": version,
+        "baton_version": metadata.version("baton-serving"),
         "partial": partial,
         "workload": workload,
         "slo": limits_of(slo) if slo else None,

@@ -16,7 +16,6 @@ from baton.bench.generator import Generator, Run
 from baton.bench.interference import Interference, interference
 from baton.bench.page import page_of
 from baton.bench.report import Report, Stage, report_of, stitched
-from baton.bench.request import Outcome
 from baton.bench.servers import RequestOptions, Server, connected
 from baton.bench.terminal import Progress
 from baton.bench.workload import Workload
@@ -54,12 +53,11 @@ async def run(settings: Settings, progress: Progress) -> Report:
     when a server does not answer.
     """
     async with contextlib.AsyncExitStack() as stack:
-        servers: list[Server] = []
-        infos = []
-        for name, target in zip("AB", settings.targets, strict=False):
-            servers.append(server := await stack.enter_async_context(connected(*target)))
-            address = {"name": name, "url": server.url, "protocol": server.protocol}
-            infos.append({**address, "model": server.model})
+        servers = [await stack.enter_async_context(connected(*one)) for one in settings.targets]
+        infos = [
+            {"name": name, "url": one.url, "protocol": one.protocol, "model": one.model}
+            for name, one in zip("AB", servers, strict=False)
+        ]
         if settings.output:  # before the run, which would otherwise be for nothing
             try:
                 settings.output.mkdir(parents=True, exist_ok=True)
@@ -177,16 +175,14 @@ def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
         for place, stage in enumerate(stages):
             for i, server in enumerate(report["servers"]):
                 for outcome in stitched(stage.runs_of(i)):
-                    line = {"stage": place, "server": server["name"], **_line_of(outcome)}
+                    line = {
+                        "stage": place,
+                        "server": server["name"],
+                        **{name: getattr(outcome, name) for name in _WRITTEN},
+                        "token_times_s": [round(time_s, 6) for time_s in outcome.token_times_s],
+                        "token_counts": list(outcome.token_counts),
+                    }
                     lines.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-def _line_of(outcome: Outcome) -> dict[str, Any]:
-    return {
-        **{name: getattr(outcome, name) for name in _WRITTEN},
-        "token_times_s": [round(time_s, 6) for time_s in outcome.token_times_s],
-        "token_counts": list(outcome.token_counts),
-    }
 
 
 @contextlib.contextmanager

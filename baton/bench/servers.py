@@ -5,23 +5,24 @@ One attempt a request, no retries, no SDK between; what comes back goes into the
 
 from __future__ import annotations
 
+import abc
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import grpc
+from aiohttp.http_exceptions import LineTooLong
 
 from baton import config, rpc
 from baton.bench.request import Demand, IdRange, Outcome, Phases, text_of
 from baton.errors import ConfigError, DeadlineExceeded, RetryableError, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
-PROMPT_FORMS = ("ids", "text", "chat")
 _GENERATE = "/baton.v1.InferenceService/Generate"
 _MODELS_TIMEOUT_S = 10.0
 _KEEP_ALIVE_S = 600.0
@@ -42,29 +43,35 @@ class RequestOptions:
     ttft_target_ms: int = 0  # over gRPC; 0: the router's own
 
 
-class Server(Protocol):
-    """One server under load."""
+class Server(abc.ABC):
+    """One server under load. Must be made where an event loop runs."""
 
-    @property
-    def url(self) -> str: ...
+    protocol: str  # "grpc" or "openai"
 
-    @property
-    def protocol(self) -> str:
-        """ "grpc" or "openai"."""
+    def __init__(self, url: str, options: RequestOptions) -> None:
+        self.url, self._options = url, options
+        self.model = options.model  # the one that is used; known when it is connected
 
-    @property
-    def model(self) -> str:
-        """Which one is used; known when it is connected."""
-
+    @abc.abstractmethod
     async def connect(self) -> None:
         """Raises BatonError if the server does not answer."""
 
+    @abc.abstractmethod
     def body(self, demand: Demand) -> bytes:
         """The request as it is sent: made before its time, so that making it delays nothing."""
 
     async def send(self, body: bytes, outcome: Outcome) -> None:
         """Sends it and records the outcome, errors too; only its own cancellation is raised."""
+        began = time.monotonic()
+        try:
+            await self._send(body, outcome, began)
+        finally:
+            outcome.ended_s = time.monotonic() - began
 
+    @abc.abstractmethod
+    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None: ...
+
+    @abc.abstractmethod
     async def close(self) -> None: ...
 
 
@@ -87,14 +94,13 @@ async def connected(url: str, options: RequestOptions) -> AsyncIterator[Server]:
         await server.close()
 
 
-class GrpcServer:
-    """A Baton router. Must be made where an event loop runs."""
+class GrpcServer(Server):
+    """A Baton router."""
 
     protocol = "grpc"
 
     def __init__(self, address: str, options: RequestOptions) -> None:
-        self.url = f"grpc://{address}"
-        self.model, self._options = options.model, options
+        super().__init__(f"grpc://{address}", options)
         self._channel = rpc.channel(address)
         key = (("authorization", f"Bearer {options.api_key}"),)
         self._metadata = key if options.api_key else None
@@ -134,8 +140,7 @@ class GrpcServer:
         request.sampling.ignore_eos = options.ignore_eos
         return request.SerializeToString()
 
-    async def send(self, body: bytes, outcome: Outcome) -> None:
-        began = time.monotonic()
+    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None:
         call = self._generate(body, timeout=self._options.timeout_s, metadata=self._metadata)
         try:
             while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
@@ -151,7 +156,6 @@ class GrpcServer:
             if isinstance(translated := rpc.error_of(error), RetryableError):
                 outcome.retry_after_s = translated.retry_after_s
         finally:
-            outcome.ended_s = time.monotonic() - began
             call.cancel()
 
     async def close(self) -> None:
@@ -174,26 +178,27 @@ def _record_finish(finish: inference_pb2.Finish, outcome: Outcome) -> None:
     )
 
 
-class HttpServer:
-    """An OpenAI-compatible server. Must be made where an event loop runs."""
+class HttpServer(Server):
+    """An OpenAI-compatible server."""
 
     protocol = "openai"
 
     def __init__(self, url: str, options: RequestOptions) -> None:
-        self.url = url.rstrip("/")
+        super().__init__(url.rstrip("/"), options)
         base = self.url if self.url.endswith("/v1") else f"{self.url}/v1"
         path = "chat/completions" if options.prompt_form == "chat" else "completions"
         self._models, self._completions = f"{base}/models", f"{base}/{path}"
-        self.model, self._options = options.model, options
         self._timeout = aiohttp.ClientTimeout(total=options.timeout_s)
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         kept: Any = (
             {"keepalive_timeout": _KEEP_ALIVE_S} if options.keep_alive else {"force_close": True}
         )
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_start.append(_note_connection)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, **kept),
             headers={"Content-Type": "application/json", **key},
-            trace_configs=[_connection_trace()],
+            trace_configs=[trace],
             auto_decompress=False,
             skip_auto_headers=("Accept-Encoding",),
         )
@@ -230,8 +235,7 @@ class HttpServer:
             body["prompt"] = ids if options.prompt_form == "ids" else text_of(ids)
         return json.dumps(body, separators=(",", ":")).encode()
 
-    async def send(self, body: bytes, outcome: Outcome) -> None:
-        began = time.monotonic()
+    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None:
         try:
             async with self._session.post(
                 self._completions, data=body, timeout=self._timeout, trace_request_ctx=outcome
@@ -247,23 +251,28 @@ class HttpServer:
             outcome.fail("UNREACHABLE", str(error))
         except aiohttp.ClientError as error:
             outcome.fail("BROKEN", str(error) or type(error).__name__)
-        finally:
-            outcome.ended_s = time.monotonic() - began
+        except (ValueError, LineTooLong) as error:  # a line longer than any event of a completion
+            outcome.fail("GARBLED", str(error))
 
     async def close(self) -> None:
         await self._session.close()
 
 
 async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome, began: float) -> None:
-    """Reads a stream to its end; each event has the time at which its last bytes were read."""
-    events, is_done = EventReader(), False
-    while chunk := await response.content.readany():
-        now_s = time.monotonic() - began
-        for data in events.feed(chunk):
-            if data == b"[DONE]":
+    """Reads server-sent events to their end; each is timed when its last line has been read.
+
+    Source: WHATWG HTML Living Standard, section 9.2; only `data` fields matter to completions.
+    """
+    is_done, data = False, list[bytes]()
+    async for line in response.content:
+        if line.startswith(b"data:"):
+            data.append(line[5:].rstrip(b"\r\n").removeprefix(b" "))
+        elif data and not line.strip(b"\r\n"):
+            event, data = b"\n".join(data), []
+            if event == b"[DONE]":
                 is_done = True
             else:
-                _record_event(data, outcome, now_s)
+                _record_event(event, outcome, time.monotonic() - began)
     if outcome.ok and not is_done:
         outcome.fail("INCOMPLETE", "the stream ended without [DONE]")
     outcome.output_tokens = outcome.output_tokens or sum(outcome.token_counts)
@@ -302,36 +311,7 @@ def _error_message(text: str) -> str:
         return text
 
 
-def _connection_trace() -> aiohttp.TraceConfig:
+async def _note_connection(session: Any, context: SimpleNamespace, params: Any) -> None:
     """Records in an outcome that its request had to open a connection."""
-
-    async def opened(session: Any, context: SimpleNamespace, params: Any) -> None:
-        if isinstance(outcome := context.trace_request_ctx, Outcome):
-            outcome.opened_connection = True
-
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_create_start.append(opened)
-    return trace
-
-
-class EventReader:
-    """Server-sent events out of a byte stream, however it is cut into chunks.
-
-    Source: WHATWG HTML Living Standard, section 9.2 (only `data` fields matter to completions).
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The data of the events that end in this chunk."""
-        lines = (self._rest + chunk).splitlines(keepends=True)  # ended by LF, CR LF or CR
-        # The last one may go on; after a CR an LF may follow.
-        self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].rstrip(b"\r\n").removeprefix(b" "))
-            elif not line.strip(b"\r\n") and self._data:
-                yield b"\n".join(self._data)
-                self._data = []
+    if isinstance(outcome := context.trace_request_ctx, Outcome):
+        outcome.opened_connection = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -228,20 +229,16 @@ class Progress:
     @asynccontextmanager
     async def of(self, what: str, run: Run) -> AsyncIterator[None]:
         """Shows the run's counts as long as the block lasts."""
+        is_terminal, status = self._console.is_terminal, self._console.status(what)
 
-        async def rewrite(step_s: float, write: Any) -> None:
-            elapsed_s = 0.0
-            while True:
+        async def rewrite(step_s: float) -> None:
+            for number in itertools.count(1):
                 await asyncio.sleep(step_s)
-                elapsed_s += step_s
-                write(f"{what}, {elapsed_s:.0f} s: {status_of(run)}")
+                text = f"{what}, {number * step_s:.0f} s: {status_of(run)}"
+                status.update(Text(text)) if is_terminal else self.say(text)
 
-        with contextlib.ExitStack() as stack:
-            if self._console.is_terminal:
-                status = stack.enter_context(self._console.status(what))
-                task = asyncio.create_task(rewrite(_REWRITE_S, lambda t: status.update(Text(t))))
-            else:
-                task = asyncio.create_task(rewrite(_LOG_S, self.say))
+        with status if is_terminal else contextlib.nullcontext():
+            task = asyncio.create_task(rewrite(_REWRITE_S if is_terminal else _LOG_S))
             try:
                 yield
             finally:

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from baton.bench.request import Demand
 from baton.bench.trace import Scale
 from baton.errors import ConfigError
 
-ARRIVALS = ("poisson", "constant", "bursty")
 _FORMS = "512, 100-200, lognormal:MEDIAN,SIGMA or lognormal:MEDIAN,SIGMA,MOST"
 _SALT_SHIFT = 128  # above the seeds of parts
 _PREFIX_SEED = 1 << 80  # apart from the seeds of prompts' own parts
@@ -29,16 +28,12 @@ def arrival_times_s(
     "bursty" draws gaps from a gamma distribution of shape `burstiness`: 1 is a Poisson process,
     smaller is burstier (the gaps' variance is 1/burstiness of a Poisson process's).
     """
-    assert kind in ARRIVALS, kind
-    at_s = 0.0
-    while True:
-        if kind == "poisson":
-            at_s += rng.expovariate(rate)
-        elif kind == "bursty":
-            at_s += rng.gammavariate(burstiness, 1 / (rate * burstiness))
-        else:
-            at_s += 1 / rate
-        yield at_s
+    gap_s: Callable[[], float] = {
+        "poisson": lambda: rng.expovariate(rate),
+        "bursty": lambda: rng.gammavariate(burstiness, 1 / (rate * burstiness)),
+        "constant": lambda: 1 / rate,
+    }[kind]
+    return itertools.accumulate(iter(gap_s, None))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.engine/2"
 ADAPTERS = "benchmarks.engine.adapters."
-_READY_S, _ANSWER_S, _END_S = 600.0, 900.0, 10.0
+_READY_S, _ANSWER_S = 600.0, 900.0
 _SPARE_TOKENS = 16
 _DECODED_TOKENS, _FEWEST_STEPS, _MOST_STEPS = 384, 12, 48
 
@@ -123,13 +123,9 @@ class EngineProcess:
         answer = self._read(timeout_s)
         return float(answer["seconds"]), str(answer["note"])
 
-    def close(self, at_once: bool = True) -> None:
-        """Ends the process and what it started; not `at_once`: first by the end of its input."""
-        with self._process as process:
-            if not at_once and process.stdin:
-                process.stdin.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
+    def close(self) -> None:
+        """Ends the process and what it started."""
+        with self._process:  # which closes its pipes
             self._kill()
 
     def _kill(self) -> None:
@@ -233,7 +229,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     engines: dict[str, EngineProcess] = {}
     about: dict[str, dict[str, str]] = {}
     absent: dict[str, str] = {}
-    at_once = True
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
         try:
             for name in args.candidates:
@@ -258,10 +253,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             measured = measure(
                 list(about), todo, args.rounds, lambda name, work: engines[name].run(work)
             )
-            at_once = False
         finally:
             for engine in engines.values():
-                engine.close(at_once)
+                engine.close()
     return {
         "schema": SCHEMA,
         "machine": machine,

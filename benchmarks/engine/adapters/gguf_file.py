@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.checkpoint import word
 from benchmarks.shapes import SHAPES, Shape
@@ -61,23 +60,6 @@ def write(directory: Path, shape: Shape, kind: str, file: Path) -> None:
 
     part = file.with_name(f"{file.name}.part")
     writer = gguf.GGUFWriter(part, "qwen2" if shape.biased else "llama")
-    _describe(writer, shape)
-    types = gguf.GGMLQuantizationType
-    wanted = {"bf16": types.BF16, "q8_0": types.Q8_0}[kind]
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        values = tensor.float().numpy()
-        if values.ndim == 1:
-            writer.add_tensor(name_of(name), values)
-        else:
-            writer.add_tensor(name_of(name), gguf.quantize(values, wanted), raw_dtype=wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    part.rename(file)
-
-
-def _describe(writer: Any, shape: Shape) -> None:
     config = shape.config()
     for field, value in {
         "name": shape.name,
@@ -102,6 +84,19 @@ def _describe(writer: Any, shape: Shape) -> None:
         "add_bos_token": False,
     }.items():
         getattr(writer, f"add_{field}")(value)
+    types = gguf.GGMLQuantizationType
+    wanted = {"bf16": types.BF16, "q8_0": types.Q8_0}[kind]
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        values = tensor.float().numpy()
+        if values.ndim == 1:
+            writer.add_tensor(name_of(name), values)
+        else:
+            writer.add_tensor(name_of(name), gguf.quantize(values, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part.rename(file)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Outcomes with times that a test can compute with, and a server that a test writes."""
 
-from __future__ import annotations
-
 from array import array
-from typing import Any
 
-from baton.bench.request import Demand, Outcome
+from baton.bench.request import Outcome
+from baton.bench.servers import RequestOptions, Server
+
+NO_SERVER = "127.0.0.1:1"  # an address at which nothing listens
 
 
-def outcome(*token_times_s: float, sent_s: float = 0.0, **fields: Any) -> Outcome:
+def outcome(*token_times_s, sent_s=0.0, **fields):
     """One that ended OK with a token at each time."""
-    defaults: dict[str, Any] = {
+    defaults = {
         "at_s": sent_s,
         "planned_output_tokens": len(token_times_s),
         "output_tokens": len(token_times_s),
@@ -22,32 +22,28 @@ def outcome(*token_times_s: float, sent_s: float = 0.0, **fields: Any) -> Outcom
     return Outcome(**{**defaults, "sent_s": sent_s, **fields})
 
 
-def failed(status: str, message: str = "no", **fields: Any) -> Outcome:
+def failed(status, message="no", **fields):
     """One that brought nothing."""
     defaults = {"status": status, "message": message, "ended_s": 0.1, "prompt_tokens": 0}
     return outcome(**{**defaults, **fields})
 
 
-class FakeServer:
+class FakeServer(Server):
     """Hands each request to `answer`; `demands` are those that were sent, in order."""
 
-    url, protocol, model = "fake://", "fake", "fake"
+    def __init__(self):
+        super().__init__("fake://", RequestOptions())
+        self._bodies = []
+        self.demands = []
 
-    def __init__(self) -> None:
-        self._bodies: list[Demand] = []
-        self.demands: list[Demand] = []
+    async def connect(self): ...
 
-    async def connect(self) -> None: ...
-
-    def body(self, demand: Demand) -> bytes:
+    def body(self, demand):
         self._bodies.append(demand)
         return str(len(self._bodies) - 1).encode()
 
-    async def send(self, body: bytes, outcome: Outcome) -> None:
+    async def _send(self, body, outcome, began):
         self.demands.append(self._bodies[int(body)])
         await self.answer(self.demands[-1], outcome)
 
-    async def answer(self, demand: Demand, outcome: Outcome) -> None:
-        raise NotImplementedError
-
-    async def close(self) -> None: ...
+    async def close(self): ...

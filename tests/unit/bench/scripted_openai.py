@@ -1,29 +1,23 @@
 """A real HTTP server with OpenAI's completions API whose answers a test writes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
-from typing import Any
 
 from aiohttp import web
 
-Step = bytes | asyncio.Event
 
-
-def event(**fields: Any) -> bytes:
+def event(**fields):
     """One server-sent event."""
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
-def text(token: str) -> bytes:
+def text(token):
     """A chunk of a completion."""
     return event(choices=[{"text": token}])
 
 
-def usage(prompt: int, completion: int, cached: int | None = None) -> bytes:
+def usage(prompt, completion, cached=None):
     """The last chunk before the end."""
     details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
     told = {"prompt_tokens": prompt, "completion_tokens": completion, **details}
@@ -40,17 +34,17 @@ class ScriptedOpenAI:
     A script is a list of bytes to write and events to wait for, or a status with a body.
     """
 
-    def __init__(self, *scripts: list[Step] | tuple[int, str]) -> None:
+    def __init__(self, *scripts):
         self.scripts = list(scripts)
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.peers: list[Any] = []
+        self.bodies = []
+        self.keys = []
+        self.peers = []
         self.begun = asyncio.Event()
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request):
         return web.json_response({"data": [{"id": "scripted"}]})
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request):
         assert request.transport is not None
         self.peers.append(request.transport.get_extra_info("peername"))
         self.keys.append(request.headers.get("Authorization"))
@@ -72,7 +66,7 @@ class ScriptedOpenAI:
 
 
 @contextlib.asynccontextmanager
-async def serving(server: ScriptedOpenAI) -> AsyncIterator[str]:
+async def serving(server):
     """Serves it; gives the base URL."""
     app = web.Application()
     app.router.add_get("/v1/models", server.models)

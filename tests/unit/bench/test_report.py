@@ -1,14 +1,10 @@
 """The report's form, and what is made of it: a table and a page."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,7 +12,7 @@ from rich.console import Console
 
 from baton.bench.generator import Run
 from baton.bench.page import page_of
-from baton.bench.report import SCHEMA, Report, Stage, generator_stats, report_of
+from baton.bench.report import SCHEMA, Stage, generator_stats, report_of
 from baton.bench.request import Phases
 from baton.bench.terminal import show
 from baton.bench.workload import Workload
@@ -31,14 +27,14 @@ SERVERS = [
 SWEEP = (1.0, 2.0, 4.0)
 
 
-def text_of(found: Report) -> str:
+def text_of(found):
     """What a terminal shows."""
     out = io.StringIO()
     show(found, Console(file=out, width=100))
     return out.getvalue()
 
 
-def run(scale: float = 1.0) -> Run:
+def run(scale=1.0):
     """Three answers and an error."""
     outcomes = [
         outcome(
@@ -51,9 +47,7 @@ def run(scale: float = 1.0) -> Run:
     return Run([*outcomes, error], 2.0, [0.002] * 9, 0.5)
 
 
-def report(
-    servers: int = 2, sweep: Sequence[float | None] = SWEEP, partial: bool = False
-) -> Report:
+def report(servers=2, sweep=SWEEP, partial=False):
     """One with everything in it."""
     stages = [
         Stage(Workload(rate=v or 2.0), v, [[run(1 + i) for i in range(servers)] for _ in range(4)])
@@ -64,7 +58,7 @@ def report(
     )
 
 
-def names_in(value: Any, data: Sequence[str]) -> Iterator[str]:
+def names_in(value, data):
     """All field names, except in the dictionaries `data`, whose keys are data themselves."""
     for one in value if isinstance(value, list) else ():
         yield from names_in(one, data)
@@ -73,7 +67,7 @@ def names_in(value: Any, data: Sequence[str]) -> Iterator[str]:
         yield from names_in([*one.values()] if name in data else one, data)
 
 
-def test_every_field_is_documented_and_survives_json() -> None:
+def test_every_field_is_documented_and_survives_json():
     found = json.loads(json.dumps(report(), allow_nan=False))  # JSON knows no infinite numbers
     documented = {
         name
@@ -86,7 +80,7 @@ def test_every_field_is_documented_and_survives_json() -> None:
 
 
 @pytest.mark.parametrize(("servers", "sweep"), [(1, (None,)), (2, SWEEP)])
-def test_the_page_is_whole_and_loads_nothing(servers: int, sweep: Sequence[float | None]) -> None:
+def test_the_page_is_whole_and_loads_nothing(servers, sweep):
     found = report(servers, sweep)
     assert (found["knees"] is None) == (sweep == (None,))
     assert (found["stages"][0]["comparison"] is None) == (servers == 1)
@@ -102,7 +96,7 @@ def test_the_page_is_whole_and_loads_nothing(servers: int, sweep: Sequence[float
     assert json.loads(script.text or "") == json.loads(json.dumps(found))
 
 
-def test_blocks_are_put_together() -> None:
+def test_blocks_are_put_together():
     found = report(sweep=(None,))["stages"][0]
     a, b = found["servers"]
     assert (a["blocks"], a["figures"]["requests"]["sent"], a["figures"]["seconds"]) == (4, 16, 8.0)
@@ -114,7 +108,7 @@ def test_blocks_are_put_together() -> None:
     assert compared["ttft_s.p50"]["better"] == "first"
 
 
-def test_the_tables_show_everything() -> None:
+def test_the_tables_show_everything():
     text = text_of(report(partial=True))
     for part in (
         "A: 2 req/s, ms", "time to first token", "goodput   75.0%", "4 HTTP_429: <slow>",
@@ -125,14 +119,14 @@ def test_the_tables_show_everything() -> None:
     assert "bottleneck" not in text
 
 
-def test_a_run_without_requests_makes_a_report_too() -> None:
+def test_a_run_without_requests_makes_a_report_too():
     empty = report_of({}, SERVERS[:1], [Stage(Workload(rate=1), None, [[Run()]])], None, True)
     json.dumps(empty, allow_nan=False)
     assert "PARTIAL" in text_of(empty) and "</html>" in page_of(empty)
     assert empty["generator"]["complaints"] == []
 
 
-def test_a_generator_that_was_late_or_busy_is_a_warning() -> None:
+def test_a_generator_that_was_late_or_busy_is_a_warning():
     late = Run([outcome(0.1, sent_s=i, at_s=i - 0.02) for i in range(99)], 10.0, [0.02] * 99, 9.0)
     assert generator_stats([late])["complaints"] == [
         "requests were sent late (p99 20.0 ms)",

@@ -1,7 +1,5 @@
 """`baton bench serve` as a whole, against servers that tests write."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -9,25 +7,23 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from baton import cli
-from baton.bench import serve
+from baton.bench import serve, terminal
 from baton.bench.generator import Run
 from baton.bench.interference import Interference
-from baton.bench.report import Report
 from baton.bench.serve import Settings
 from baton.bench.servers import RequestOptions
-from baton.bench.terminal import Progress, show, status_of
+from baton.bench.terminal import Progress, show
 from baton.bench.trace import Scale
 from baton.bench.workload import Lengths, Workload
 from baton.cli.bench import settings_of
 from baton.errors import ConfigError, Unavailable
 from baton.slo import Slo
-from tests.unit.bench.outcomes import failed, outcome
+from tests.unit.bench.outcomes import NO_SERVER, failed, outcome
 from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving, text
 from tests.unit.client import scripted_router
 from tests.unit.client.scripted_router import ScriptedRouter
@@ -37,7 +33,7 @@ LOAD = Workload(
 )
 
 
-async def bench(load: Workload, *urls: str, **settings: Any) -> tuple[Report, str]:
+async def bench(load, *urls, **settings):
     """The report and what was said meanwhile."""
     said = io.StringIO()
     targets = [(url, RequestOptions()) for url in urls]
@@ -46,7 +42,7 @@ async def bench(load: Workload, *urls: str, **settings: Any) -> tuple[Report, st
     return report, said.getvalue()
 
 
-async def test_one_server(tmp_path: Path) -> None:
+async def test_one_server(tmp_path):
     """The warm-up counts nowhere; errors do; all files are written."""
     server = ScriptedOpenAI(*[HELLO] * 4, (429, "later"), [text("a")], HELLO)
     async with serving(server) as url:
@@ -66,16 +62,16 @@ async def test_one_server(tmp_path: Path) -> None:
     assert sum(len(line["token_times_s"]) for line in lines if line["status"] == "OK") == 12
 
 
-async def test_two_servers_take_turns() -> None:
+async def test_two_servers_take_turns():
     """Both get the same sizes, in other words, and neither always begins."""
-    asked: list[str] = []
+    asked = []
 
     class Noting(ScriptedOpenAI):
-        def __init__(self, name: str) -> None:
+        def __init__(self, name):
             super().__init__(HELLO)
             self.name = name
 
-        async def complete(self, request: Any) -> Any:
+        async def complete(self, request):
             asked.append(self.name)
             return await super().complete(request)
 
@@ -92,7 +88,7 @@ async def test_two_servers_take_turns() -> None:
     assert len(prompts[0] | prompts[1]) == 16
 
 
-async def test_a_router_against_a_gateway_as_a_sweep() -> None:
+async def test_a_router_against_a_gateway_as_a_sweep():
     load = Workload(rate=1, count=3, output_lengths=Lengths(2, 2))
     router = ScriptedRouter(scripted_router.HELLO)
     async with serving(ScriptedOpenAI(HELLO)) as a, scripted_router.serving(router) as b:
@@ -110,7 +106,7 @@ async def test_a_router_against_a_gateway_as_a_sweep() -> None:
     assert len({tuple(r.token_ids.ids) for r in router.requests}) == 3 + 3 + 3  # and the warm-up
 
 
-async def test_interference_is_a_workload(tmp_path: Path) -> None:
+async def test_interference_is_a_workload(tmp_path):
     load = Interference(streams=2, stream_prompt=3, stream_output=2, prompt=9, every_s=0.1,
                         periods=1, ramp_s=0.05)  # fmt: skip
     async with serving(ScriptedOpenAI(HELLO)) as a, serving(ScriptedOpenAI(HELLO)) as b:
@@ -124,12 +120,12 @@ async def test_interference_is_a_workload(tmp_path: Path) -> None:
     assert "long prompts not answered" in (tmp_path / "report.html").read_text()
 
 
-async def test_a_signal_ends_it_early() -> None:
+async def test_a_signal_ends_it_early():
     """With a report of what there is, marked so, and no handler left behind."""
     server = ScriptedOpenAI(HELLO, HELLO, [text("a"), asyncio.Event()])
     before = signal.getsignal(signal.SIGINT)
 
-    async def end_early() -> None:
+    async def end_early():
         while len(server.bodies) < 4:
             server.begun.clear()
             await server.begun.wait()
@@ -144,7 +140,7 @@ async def test_a_signal_ends_it_early() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-async def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path, dead_address: str) -> None:
+async def test_a_server_that_does_not_answer_is_an_error(tmp_path):
     server = ScriptedOpenAI((503, "warming up"))
     output, blocked = tmp_path / "none", tmp_path / "file"
     blocked.write_text("")
@@ -155,8 +151,8 @@ async def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path, dead_ad
         with pytest.raises(Unavailable, match="HTTP_503: warming up"):
             await bench(LOAD, url)
     for target, error, message in (
-        (f"http://{dead_address}", Unavailable, dead_address),
-        (dead_address, Unavailable, dead_address),
+        (f"http://{NO_SERVER}", Unavailable, NO_SERVER),
+        (NO_SERVER, Unavailable, NO_SERVER),
         ("ftp://x", ConfigError, "is no server"),
     ):
         with pytest.raises(error, match=message):
@@ -164,21 +160,25 @@ async def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path, dead_ad
     assert not output.exists()
 
 
-def test_progress_in_one_line() -> None:
-    run = Run([outcome(0.1), outcome(0.3), failed("X"), outcome()])
+@pytest.mark.parametrize("is_terminal", [False, True])
+async def test_progress_is_one_line(is_terminal, monkeypatch):
+    monkeypatch.setattr(terminal, "_REWRITE_S", 0.01)
+    monkeypatch.setattr(terminal, "_LOG_S", 0.01)
+    run, out = Run([outcome(0.1), outcome(0.3), failed("X"), outcome()]), io.StringIO()
     for one in run.outcomes[:3]:
         run.count(one)
-    assert status_of(run) == "4 sent, 2 done, 1 running, 1 failed, TTFT p50 200 ms, 2 tokens"
+    progress = Progress(Console(file=out, force_terminal=is_terminal, width=100))
+    async with progress.of("it", run):
+        await asyncio.sleep(0.4)
+    assert "4 sent, 2 done, 1 running, 1 failed, TTFT p50 200 ms, 2 tokens" in out.getvalue()
 
 
-def settings_from(options: str) -> Settings:
+def settings_from(options):
     """What the command line asks for."""
     return settings_of(cli.parser().parse_args(["bench", "serve", *options.split()]))
 
 
-def test_each_server_has_its_own_model_and_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_server_has_its_own_model_and_key(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_API_KEY", "secret")
     (tmp_path / "key").write_text("other\n")
     both = "--target http://a --against b:1 --against-model m --timeout 3 --stop-at-eos --ids 7-9"
@@ -210,9 +210,7 @@ def test_each_server_has_its_own_model_and_key(
          {"interference": Interference(streams=3, stream_output=9)}),
     ],
 )  # fmt: skip
-def test_settings_are_what_the_options_say(
-    options: str, workload: dict[str, Any], settings: dict[str, Any]
-) -> None:
+def test_settings_are_what_the_options_say(options, workload, settings):
     found = settings_from(options)
     assert {name: getattr(found.workload, name) for name in workload} == workload
     assert {name: getattr(found, name) for name in settings} == settings
@@ -221,47 +219,33 @@ def test_settings_are_what_the_options_say(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "status", "message"),
     [
-        "--rate 1 --concurrency 2", "--rate 0", "--rate x", "--count 0", "--sweep 1,,2",
-        "--trace x --rate 2", "--interference --rate 2", "--sweep 1,2 --concurrency 2",
-        "--trace x --shared-prefix 9", "--arrivals never",
-    ],
-)  # fmt: skip
-def test_bad_usage(options: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["bench", "serve", *options.split()])
-    assert end.value.code == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--ids 9-7", "no range"),
-        ("--slo x=1", "--slo"),
-        ("--interference 0,1", "2048,6"),
-        ("--prompt-tokens many", "no length"),
-        ("--target nowhere", "nowhere"),
+        ("--rate 1 --concurrency 2", 2, "--concurrency"),
+        ("--rate 0", 2, "--rate"),
+        ("--rate x", 2, "--rate"),
+        ("--count 0", 2, "--count"),
+        ("--sweep 1,,2", 2, "--sweep"),
+        ("--trace x --rate 2", 2, "--rate-scale"),
+        ("--interference --rate 2", 2, "--interference"),
+        ("--sweep 1,2 --concurrency 2", 2, "--concurrency"),
+        ("--trace x --shared-prefix 9", 2, "--shared-prefix"),
+        ("--arrivals never", 2, "--arrivals"),
+        ("--ids 9-7", 1, "no range"),
+        ("--slo x=1", 1, "--slo"),
+        ("--interference 0,1", 1, "2048,6"),
+        ("--prompt-tokens many", 1, "no length"),
+        ("--target nowhere", 1, "nowhere"),
     ],
 )
-def test_a_bad_value_is_an_error_and_writes_nothing(
-    options: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bad_option_is_an_error_and_writes_nothing(
+    options, status, message, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "serve", *options.split(), "--json"]) == 1
+    try:
+        found = cli.main(["bench", "serve", *options.split(), "--json"])
+    except SystemExit as end:  # bad usage
+        found = end.code
     error = capsys.readouterr().err
-    assert error.startswith("baton: error: ") and message in error
+    assert found == status and "error: " in error and message in error
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("what", [["bench"], ["bench", "serve"]])
-def test_help(what: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main([*what, "--help"])
-    text = capsys.readouterr().out
-    assert end.value.code == 0
-    assert "examples:" in text and "(default: None)" not in text and "(default: ())" not in text

@@ -1,17 +1,13 @@
 """Statistics of known requests, computed by hand; numpy is the oracle of percentiles."""
 
-from __future__ import annotations
-
 import math
 from array import array
-from typing import Any
 
 import pytest
 
 from baton.bench.report import compared, knee_of
 from baton.bench.request import INTERRUPTED, Outcome, Phases
 from baton.bench.stats import (
-    Stats,
     percentile,
     quantiles,
     spread_of,
@@ -28,7 +24,7 @@ SHORT = outcome(0.3)  # no TPOT
 BOTH = Slo.parse("ttft=0.5,tpot=0.5")
 
 
-def test_percentiles_lie_linearly_between_ranks() -> None:
+def test_percentiles_lie_linearly_between_ranks():
     """Rank 0.95 * 4 = 3.8 of 1, 2, 3, 4, 10: from 4, eight tenths of the way to 10."""
     assert spread_of([10, 1, 3, None, 2, 4]) == {
         "count": 5, "mean": 4, "min": 1, "max": 10, "p50": 3,
@@ -40,7 +36,7 @@ def test_percentiles_lie_linearly_between_ranks() -> None:
     assert math.isnan(percentile([], 50))
 
 
-def test_latencies_of_one_request() -> None:
+def test_latencies_of_one_request():
     """TPOT counts tokens, inter-token latency messages: as vLLM has it."""
     assert (SLOW.ttft_s, SLOW.e2e_s, SLOW.tpot_s, SLOW.gaps_s) == (1.0, 2.5, 0.75, [0.5, 1.0])
     assert (SHORT.tpot_s, SHORT.gaps_s) == (None, [])
@@ -49,7 +45,7 @@ def test_latencies_of_one_request() -> None:
     assert (burst.tpot_s, burst.gaps_s) == (0.5, [2.0])
 
 
-def test_rates_and_latencies_are_of_requests_that_ended_ok() -> None:
+def test_rates_and_latencies_are_of_requests_that_ended_ok():
     stats = stats_of([FAST, SLOW, SHORT, failed("HTTP_429", "slow down")], 4.0)
     spreads = {
         n: (stats[n]["count"], stats[n]["mean"], stats[n]["p50"]) for n in stats["quantiles"]
@@ -71,7 +67,7 @@ def test_rates_and_latencies_are_of_requests_that_ended_ok() -> None:
     assert {name: stats[name] for name in expected} == expected
 
 
-def test_errors_are_counted_by_status_and_interrupted_requests_nowhere() -> None:
+def test_errors_are_counted_by_status_and_interrupted_requests_nowhere():
     stats = stats_of([failed("A", "first"), failed("B"), failed("B"), failed(INTERRUPTED)], 1.0)
     assert stats["errors"] == [
         {"status": "B", "count": 2, "message": "no"},
@@ -85,7 +81,7 @@ def test_errors_are_counted_by_status_and_interrupted_requests_nowhere() -> None
     assert nothing["goodput"]["share"] == 0.0
 
 
-def test_short_and_miscounted_answers_and_cached_tokens() -> None:
+def test_short_and_miscounted_answers_and_cached_tokens():
     short = outcome(0.1, 0.2, planned_output_tokens=5)
     miscounted = outcome(0.1, 0.2, output_tokens=3, phases=Phases())
     stats = stats_of([FAST, short, miscounted], 1.0)
@@ -95,7 +91,7 @@ def test_short_and_miscounted_answers_and_cached_tokens() -> None:
     assert cache == {"cached_tokens": 8, "share": 0.4}
 
 
-def test_phases() -> None:
+def test_phases():
     """Of 300 ms to the first token the server saw 250, 50 of them in the queue."""
     moved = Phases(0.05, 0.25, 0.6, 0.02, 4096, attempts=2)
     local = Phases(0, 0.2, 0.3, prefilled_by_decode=True)
@@ -121,18 +117,18 @@ def test_phases() -> None:
         ("ttft=1,e2e=2.5", 3, {"ttft": 0.75, "e2e": 0.75}),  # a limit that is reached is met
     ],
 )
-def test_goodput_is_of_all_that_were_sent(slo: str, good: int, met: dict[str, float]) -> None:
+def test_goodput_is_of_all_that_were_sent(slo, good, met):
     stats = stats_of([FAST, SLOW, SHORT, failed("TIMEOUT")], 8.0, Slo.parse(slo))
     goodput = stats["goodput"]
     assert (goodput["share"], goodput["requests_per_s"]) == (good / 4, good / 8)
     assert goodput["met"] == met and goodput["slo"].keys() == met.keys()
 
 
-def test_a_timeline_has_a_value_for_each_span() -> None:
+def test_a_timeline_has_a_value_for_each_span():
     early = outcome(0.1, 0.4, sent_s=0.0)  # ends at 0.41
     late = outcome(0.3, 1.0, sent_s=0.3)  # tokens at 0.6 and 1.3, ends at 1.31
     timeline = timeline_of([early, late, failed("TIMEOUT", sent_s=0.6)])
-    expected: dict[str, Any] = {
+    expected = {
         "width_s": 0.25, "begin_s": [0, 0.25, 0.5, 0.75, 1.0, 1.25],
         "sent": [1, 1, 1, 0, 0, 0], "ended_ok": [0, 1, 0, 0, 0, 1], "failed": [0, 0, 1, 0, 0, 0],
         "running": [1, 1, 1, 1, 1, 0], "output_tokens": [1, 1, 1, 0, 0, 1],
@@ -155,10 +151,8 @@ def test_a_timeline_has_a_value_for_each_span() -> None:
         ([(0.2, 0.1)] * 3, ""),  # too few blocks
     ],
 )
-def test_a_server_is_better_if_it_is_so_in_every_block(
-    pairs: list[tuple[float, float]], better: str
-) -> None:
-    def stats(ttft_s: float) -> Stats:
+def test_a_server_is_better_if_it_is_so_in_every_block(pairs, better):
+    def stats(ttft_s):
         return stats_of([outcome(ttft_s, ttft_s + 0.1)], 1.0)
 
     found = compared(stats(0.2), stats(0.1), [(stats(a), stats(b)) for a, b in pairs])
@@ -168,7 +162,7 @@ def test_a_server_is_better_if_it_is_so_in_every_block(
     assert one["better"] == better
 
 
-def test_more_throughput_is_better() -> None:
+def test_more_throughput_is_better():
     few, many = stats_of([FAST], 1.0), stats_of([FAST] * 3, 1.0)
     found = {one["figure"]: one for one in compared(few, many, [(few, many)] * 4)}
     assert found["requests_per_s"]["better"] == "second"
@@ -177,8 +171,8 @@ def test_more_throughput_is_better() -> None:
     assert found["requests.failed"]["ratio"] is None
 
 
-def test_the_knee_is_the_last_rate_that_is_served_well() -> None:
-    def knee(*good: int) -> Any:
+def test_the_knee_is_the_last_rate_that_is_served_well():
+    def knee(*good):
         """Of stages with so many good requests of ten."""
         stages = [stats_of([FAST] * n + [SLOW] * (10 - n), 1.0, BOTH) for n in good]
         return knee_of([(2**i, stats) for i, stats in enumerate(stages)])
@@ -188,8 +182,8 @@ def test_the_knee_is_the_last_rate_that_is_served_well() -> None:
     assert knee(10, 10) is None  # not reached
 
 
-def test_without_an_slo_the_knee_is_where_the_curve_bends() -> None:
-    def at(rate: int, e2e_s: float) -> Stats:
+def test_without_an_slo_the_knee_is_where_the_curve_bends():
+    def at(rate, e2e_s):
         return stats_of([outcome(e2e_s)] * rate, 1.0)
 
     curve = [(1.0, at(10, 0.1)), (2.0, at(20, 0.12)), (4.0, at(38, 0.2)), (8.0, at(42, 3.0))]

@@ -1,10 +1,6 @@
 """Public traces, scaled to a machine."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +19,7 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
 @pytest.fixture
-def mooncake(tmp_path: Path) -> Path:
+def mooncake(tmp_path):
     names = ("timestamp", "input_length", "output_length", "hash_ids")
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(dict(zip(names, r, strict=True))) + "\n" for r in ROWS))
@@ -42,17 +38,13 @@ def mooncake(tmp_path: Path) -> Path:
         ({"skip": 1, "max_prompt": 520, "max_output": 20}, [(0, 520, 20), (0, 520, 8), (6, 5, 1)]),
     ],
 )
-def test_times_and_lengths_are_scaled(
-    mooncake: Path, scale: dict[str, Any], expected: list[tuple[float, int, int]]
-) -> None:
+def test_times_and_lengths_are_scaled(mooncake, scale, expected):
     found = demands(mooncake, Scale(**scale))
     assert [(d.at_s, d.prompt_tokens, d.new_tokens) for d in found] == expected
 
 
 @pytest.mark.parametrize("length", [0.01, 0.0999, 0.125, 0.3, 1, 1.7])
-def test_equal_ids_at_equal_places_are_equal_text_at_every_scale(
-    mooncake: Path, length: float
-) -> None:
+def test_equal_ids_at_equal_places_are_equal_text_at_every_scale(mooncake, length):
     first, second, third, _ = (d.prompt(IDS) for d in demands(mooncake, Scale(length=length)))
     assert len(second) == round(1100 * length)
     shared = min(len(first), round(1024 * length))
@@ -63,7 +55,7 @@ def test_equal_ids_at_equal_places_are_equal_text_at_every_scale(
         assert third[512:] == first[512:600]  # a hash id stands for text, wherever it is
 
 
-def test_azure_and_rows_without_ids_share_nothing(tmp_path: Path) -> None:
+def test_azure_and_rows_without_ids_share_nothing(tmp_path):
     path = tmp_path / "t"
     row = {"timestamp": 0, "input_length": 40, "output_length": 2}
     path.write_text(json.dumps(row) + "\n" + json.dumps(row))
@@ -92,7 +84,7 @@ def test_azure_and_rows_without_ids_share_nothing(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str | None, error: str) -> None:
+def test_what_is_no_trace_is_refused(tmp_path, text, error):
     if text is not None:
         (tmp_path / "t").write_text(text)
     with pytest.raises(ConfigError, match=error):

@@ -1,12 +1,9 @@
 """Which requests are sent and when: rates, lengths, prefixes, seeds, and two servers in turns."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from dataclasses import replace
 from itertools import islice, pairwise
-from pathlib import Path
 
 import pytest
 
@@ -22,9 +19,7 @@ LOAD = Workload(rate=9, count=30, prompt_lengths=Lengths(5, 99))
     ("kind", "burstiness", "variation"),
     [("constant", 1.0, 0.0), ("poisson", 1.0, 1.0), ("bursty", 0.25, 2.0)],
 )
-def test_arrivals_have_the_rate_and_the_burstiness(
-    kind: str, burstiness: float, variation: float
-) -> None:
+def test_arrivals_have_the_rate_and_the_burstiness(kind, burstiness, variation):
     """Gaps' standard deviation over their mean: 0, 1, and 1 / sqrt(burstiness)."""
     times = islice(arrival_times_s(kind, 8.0, burstiness, random.Random(7)), 20_000)
     gaps = [later - earlier for earlier, later in pairwise(times)]
@@ -43,9 +38,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(
         ("lognormal:1,2", 1, 8.2, 1, 10**6),
     ],
 )
-def test_lengths_are_drawn_as_they_are_written(
-    text: str, median: float, mean: float, low: int, high: int
-) -> None:
+def test_lengths_are_drawn_as_they_are_written(text, median, mean, low, high):
     lengths, rng = Lengths.parse(text), random.Random(1)
     assert str(lengths) == text
     sampled = [lengths.sample(rng) for _ in range(4000)]
@@ -57,12 +50,12 @@ def test_lengths_are_drawn_as_they_are_written(
 @pytest.mark.parametrize(
     "text", ["", "0", "-3", "20-10", "lognormal:5", "lognormal:0,1", "lognormal:9,1,8", "x"]
 )
-def test_other_lengths_are_refused(text: str) -> None:
+def test_other_lengths_are_refused(text):
     with pytest.raises(ConfigError, match="length"):
         Lengths.parse(text)
 
 
-def test_equal_parts_are_equal_tokens_and_a_shorter_part_is_a_prefix() -> None:
+def test_equal_parts_are_equal_tokens_and_a_shorter_part_is_a_prefix():
     one = Demand(0.0, ((1, 20), (2, 10)), 5)
     other = Demand(1.0, ((1, 20), (3, 10)), 5).prompt(IDS)
     prompt = one.prompt(IDS)
@@ -74,7 +67,7 @@ def test_equal_parts_are_equal_tokens_and_a_shorter_part_is_a_prefix() -> None:
     assert text_of([1, 2, 3]) == text_of([1, 2, 3]) != text_of([1, 2, 4])
 
 
-def test_a_count_or_a_duration_ends_a_load() -> None:
+def test_a_count_or_a_duration_ends_a_load():
     found = list(Workload(rate=50, duration_s=40).demands())
     assert 1700 < len(found) < 2300  # of 2000, more than six standard deviations
     times = [d.at_s for d in found]
@@ -86,7 +79,7 @@ def test_a_count_or_a_duration_ends_a_load() -> None:
         Workload(rate=1e-6, duration_s=1).blocks(1)
 
 
-def test_seed_salt_and_rate_change_what_they_should() -> None:
+def test_seed_salt_and_rate_change_what_they_should():
     demands = list(LOAD.demands())
     assert demands == list(LOAD.demands())
     seeded, salted, slower = (
@@ -103,7 +96,7 @@ def test_seed_salt_and_rate_change_what_they_should() -> None:
     assert LOAD.at(2).label == "2 req/s"
 
 
-def test_prompts_share_prefixes() -> None:
+def test_prompts_share_prefixes():
     load = Workload(rate=9, count=40, shared_prefix=8, prefixes=3)
     prompts = [d.prompt(IDS) for d in load.demands()]
     assert len({tuple(prompt[:8]) for prompt in prompts}) == 3
@@ -111,7 +104,7 @@ def test_prompts_share_prefixes() -> None:
     assert {len(prompt) for prompt in prompts} == {264}
 
 
-def test_blocks_are_the_same_requests_in_turns() -> None:
+def test_blocks_are_the_same_requests_in_turns():
     load = Workload(rate=20, duration_s=8, prompt_lengths=Lengths(5, 99))
     blocks = [list(demands) for demands, _ in load.blocks(4)]
     assert all(0 <= d.at_s < 2 for block in blocks for d in block)
@@ -127,7 +120,7 @@ def test_blocks_are_the_same_requests_in_turns() -> None:
     assert next(timed[0][0]) != next(timed[1][0])  # each block goes on behind the one before
 
 
-def test_a_trace_is_replayed(tmp_path: Path) -> None:
+def test_a_trace_is_replayed(tmp_path):
     path = tmp_path / "trace.csv"
     rows = [f"2024-05-10 00:00:{s:02d}.5,{100 + s},{s + 1}" for s in range(10)]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))

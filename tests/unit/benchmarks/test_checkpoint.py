@@ -1,9 +1,5 @@
 """Model directories: as large as the model they stand for, and readable by everybody's loaders."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,10 +11,8 @@ from benchmarks.engine.adapters import gguf_file
 from benchmarks.shapes import SHAPES
 
 
-def test_a_directory_is_made_once_or_not_at_all_and_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, shape: object) -> None:
+def test_a_directory_is_made_once_or_not_at_all_and_loads(tmp_path, monkeypatch):
+    def full(path, shape):
         raise OSError("no space left")
 
     shape = SHAPES["tiny"]
@@ -49,6 +43,6 @@ def test_a_directory_is_made_once_or_not_at_all_and_loads(
     assert {"token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_norm.weight"} <= names
 
 
-def test_shapes_have_the_size_of_the_models_they_are_named_after() -> None:
+def test_shapes_have_the_size_of_the_models_they_are_named_after():
     millions = [SHAPES[name].num_parameters / 1e6 for name in "ML"]
     assert millions == pytest.approx([134.5, 494.0], abs=0.1)

@@ -1,7 +1,5 @@
 """The comparison of engines: adapters' answers, rounds, and a real run of Baton's engine."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -28,7 +25,7 @@ SETUP = Setup("/nowhere", 512, 1, (min(os.sched_getaffinity(0)),), 4, 80, 64, {"
 WORKING = """
 class Counting(Adapter):
     def about(self):
-        print("a library that prints")
+        print("a library that prints", flush=True)
         return {"version": "7", "batch": str(self.setup.max_batch), **self.setup.options}
     def decode(self, batch, context, steps):
         if batch > self.setup.max_batch:
@@ -41,7 +38,7 @@ load = Counting
 """
 
 
-def start(folder: Path, body: str) -> EngineProcess:
+def start(folder, body):
     """An adapter of such a text, as a process."""
     program = folder / "program.py"
     head = "from benchmarks.engine.adapters.protocol import Adapter, main\n"
@@ -50,7 +47,7 @@ def start(folder: Path, body: str) -> EngineProcess:
     return EngineProcess(argv, {"PYTHONPATH": str(ROOT)}, folder / "log")
 
 
-def test_an_adapter_answers_fails_and_answers_again(tmp_path: Path) -> None:
+def test_an_adapter_answers_fails_and_answers_again(tmp_path):
     """What a library prints is no answer, and a failure does not end the process."""
     one = start(tmp_path, WORKING)
     assert one.ready(30) == {"version": "7", "batch": "4", "dtype": "float32"}
@@ -58,7 +55,7 @@ def test_an_adapter_answers_fails_and_answers_again(tmp_path: Path) -> None:
     with pytest.raises(Failed, match=r"^ValueError: too large$"):
         one.run(TOO_LARGE, 30)
     assert one.run(PROMPT, 30) == (0.5, "")
-    one.close(at_once=False)
+    one.close()
     assert "a library that prints" in (tmp_path / "log").read_text()
 
 
@@ -75,9 +72,7 @@ def test_an_adapter_answers_fails_and_answers_again(tmp_path: Path) -> None:
         ("import time\ntime.sleep(600)\n", Failed, r"no answer within 0.5 s"),
     ],
 )
-def test_an_adapter_that_does_not_start_is_missing_or_failed(
-    tmp_path: Path, body: str, error: type[Exception], text: str
-) -> None:
+def test_an_adapter_that_does_not_start_is_missing_or_failed(tmp_path, body, error, text):
     one = start(tmp_path, body)
     with pytest.raises(error, match=text):
         one.ready(0.5 if "sleep" in body else 30)
@@ -86,7 +81,7 @@ def test_an_adapter_that_does_not_start_is_missing_or_failed(
     one.close()
 
 
-def test_prompts_are_the_same_for_the_same_seed_and_lie_in_the_vocabulary() -> None:
+def test_prompts_are_the_same_for_the_same_seed_and_lie_in_the_vocabulary():
     prompt = SETUP.prompt(300, 3)
     assert prompt == SETUP.prompt(300, 3) != SETUP.prompt(300, 4)
     # Those of decoding sequences, and those of prompts that no cache has.
@@ -101,11 +96,11 @@ ONE, MANY, LONG = works([1, 8], 512, [64])
 class Scripted:
     """Records the order; `fails` maps (engine, label) to the first of its calls that fails."""
 
-    def __init__(self, fails: dict[tuple[str, str], int] | None = None) -> None:
-        self.order: list[tuple[str, str]] = []
+    def __init__(self, fails=None):
+        self.order = []
         self._fails = fails or {}
 
-    def __call__(self, name: str, work: Work) -> tuple[float, str]:
+    def __call__(self, name, work):
         self.order.append((name, work.label))
         times = self.order.count((name, work.label))
         if times >= self._fails.get((name, work.label), 1000):
@@ -113,7 +108,7 @@ class Scripted:
         return work.tokens / (100.0 * times), "a way" if name == "baton-int8" else ""
 
 
-def test_neighbours_in_time_are_compared_and_who_begins_changes() -> None:
+def test_neighbours_in_time_are_compared_and_who_begins_changes():
     run = Scripted()
     measure(["a", "b", "c"], [ONE, LONG], 2, run)
     assert ["".join(name for name, _ in run.order[i : i + 3]) for i in range(0, 18, 3)] == [
@@ -127,7 +122,7 @@ def test_neighbours_in_time_are_compared_and_who_begins_changes() -> None:
     assert steps == [48, 48, 24, 12, 12]
 
 
-def test_failed_work_is_not_tried_again_and_ratios_are_of_the_same_round() -> None:
+def test_failed_work_is_not_tried_again_and_ratios_are_of_the_same_round():
     """The warm-up, whose rate would be 100, does not count."""
     int8, bf16 = "baton-int8", "baton-bf16"
     run = Scripted({(int8, "batch 1"): 1, (bf16, "prompt 64"): 3})
@@ -145,7 +140,7 @@ def test_failed_work_is_not_tried_again_and_ratios_are_of_the_same_round() -> No
     assert found["notes"] == {int8: {"prompt 64": "a way"}}
 
 
-def options(tmp_path: Path, *argv: str) -> argparse.Namespace:
+def options(tmp_path, *argv):
     parser = argparse.ArgumentParser()
     compare.add_options(parser)
     cpu = str(min(os.sched_getaffinity(0)))
@@ -156,9 +151,7 @@ def options(tmp_path: Path, *argv: str) -> argparse.Namespace:
 
 
 @pytest.mark.timeout(300)
-def test_baton_is_measured_and_what_is_missing_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_baton_is_measured_and_what_is_missing_is_named(tmp_path, capsys):
     python = tmp_path / "venv" / "bin" / "python"  # one that has no library
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
@@ -180,7 +173,7 @@ def test_baton_is_measured_and_what_is_missing_is_named(
         compare.compare(options(tmp_path, "--candidates", "vllm-bf16", *rivals))
 
 
-def test_threads_are_set_before_anything_is_imported(tmp_path: Path) -> None:
+def test_threads_are_set_before_anything_is_imported(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
     rivals = Rivals(venv=tmp_path, llama_cpp=tmp_path / "llama")
@@ -217,7 +210,7 @@ runpy.run_module("benchmarks", run_name="__main__")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_engines_end_with_it(tmp_path: Path, signum: signal.Signals) -> None:
+def test_engines_end_with_it(tmp_path, signum):
     """At once and without a traceback, whatever they are doing, and what they started too.
 
     After a SIGKILL the kernel ends the adapters.
@@ -230,7 +223,7 @@ def test_engines_end_with_it(tmp_path: Path, signum: signal.Signals) -> None:
         text=True,
         process_group=0,
     )
-    children: dict[psutil.Process, str] = {}
+    children = {}
     try:
         assert any("warm-up: batch 1" in line for line in bench.stderr), "it ended"
         while "sleep" not in children.values():

@@ -1,9 +1,6 @@
 """The quality benchmark's figures: perplexity, KL divergence and the texts that are read."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +11,11 @@ from benchmarks.scenarios import quality
 from tests.unit.engine.checkpoints import make_checkpoint
 
 
-def stream(length: int) -> torch.Tensor:
+def stream(length):
     return torch.randint(2, 258, (length,), generator=torch.Generator().manual_seed(0))
 
 
-def test_every_token_but_the_first_is_predicted_once_within_its_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_token_but_the_first_is_predicted_once_within_its_window(monkeypatch):
     monkeypatch.setattr(quality, "CHUNK", 30)
     tokens = torch.arange(206)
     found = list(quality.chunks(tokens, 100))
@@ -29,7 +24,7 @@ def test_every_token_but_the_first_is_predicted_once_within_its_window(
     assert torch.equal(torch.cat([inputs for _, inputs, _ in found]), tokens[:-1])
 
 
-def test_distance_is_the_kl_divergence() -> None:
+def test_distance_is_the_kl_divergence():
     wanted = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
     found = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]).log()
     distance = quality.Score()
@@ -41,9 +36,7 @@ def test_distance_is_the_kl_divergence() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_scores_are_transformers_own(
-    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_transformers_own(kernels, tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "CHUNK", 32)
     reference = make_checkpoint(tmp_path)
     base = {"model": str(tmp_path), "kv_blocks": 6, "kernels": kernels}
@@ -72,7 +65,7 @@ def test_scores_are_transformers_own(
     assert len({tuple(pair) for pair in means.values()}) == len(means)
 
 
-def test_only_held_out_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_held_out_files_are_read(monkeypatch):
     names = [f"{folder}{i}.py" for folder in ("", "test/") for i in range(300)]
     files = [quality.corpus.SourceFile(name, f"text of {name}") for name in names]
     monkeypatch.setattr(quality.corpus, "read_corpus", lambda: files)
@@ -85,9 +78,7 @@ def test_only_held_out_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(quality.texts(None)) == ["held-out library"]
 
 
-def test_a_given_text_is_read_and_a_table_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_given_text_is_read_and_a_table_printed(tmp_path, capsys):
     make_checkpoint(tmp_path / "model", tokenizer=True)
     text = tmp_path / "mine.txt"
     text.write_text("What is mine is yours.\n" * 20)

@@ -1,9 +1,6 @@
 """The comparison of servers: how they are started, and what is missing or fails."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +10,11 @@ from benchmarks import serve
 from benchmarks.environment import Failed, Missing, Rivals, cores
 
 
-def start(tmp_path: Path, rivals: Rivals) -> serve.Start:
+def start(tmp_path, rivals):
     return serve.Start("tiny", tmp_path, rivals, tmp_path / "log", EngineConfig())
 
 
-def test_a_rival_that_is_not_installed_is_missing(tmp_path: Path) -> None:
+def test_a_rival_that_is_not_installed_is_missing(tmp_path):
     with pytest.raises(Missing, match="no llama-server"):
         serve.llama_server(start(tmp_path, Rivals(llama_cpp=tmp_path)))
     with pytest.raises(Missing, match="surely_no_such"):
@@ -25,16 +22,14 @@ def test_a_rival_that_is_not_installed_is_missing(tmp_path: Path) -> None:
     Rivals().need("json")
 
 
-async def test_a_server_that_ends_is_a_failure_with_its_last_lines(tmp_path: Path) -> None:
+async def test_a_server_that_ends_is_a_failure_with_its_last_lines(tmp_path):
     argv = [sys.executable, "-c", "print('no model'); raise SystemExit(4)"]
     with pytest.raises(Failed, match=r"status 4 \| no model"):
         async with serve.program(argv, {}, tmp_path / "log"):
             pass
 
 
-def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker(tmp_path, monkeypatch):
     seen = SimpleNamespace()
     monkeypatch.setattr(
         serve, "_cluster", lambda config, extra: seen.__dict__.update(c=config, e=extra)

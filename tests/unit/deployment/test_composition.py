@@ -1,15 +1,13 @@
 """The check of compose files finds what would fail, or quietly do nothing, when they are used."""
 
-from __future__ import annotations
-
-from pathlib import Path
+import subprocess
 
 import pytest
 import requirements
 from check_deployment import BASE, COMPOSE, OVERLAYS, compose_errors, load, merge, schema_errors
 
 
-def test_our_files_are_good() -> None:
+def test_our_files_are_good():
     assert len(OVERLAYS) == 3
     assert not [*schema_errors(BASE, *OVERLAYS), *compose_errors(BASE, OVERLAYS)]
 
@@ -31,9 +29,7 @@ def test_our_files_are_good() -> None:
         ("services: {prefill: {imagine: x}}", "imagine"),
     ],
 )
-def test_a_mistake_in_an_overlay_is_an_error(
-    tmp_path: Path, overlay: str, error: str | None
-) -> None:
+def test_a_mistake_in_an_overlay_is_an_error(tmp_path, overlay, error):
     file = tmp_path / "compose.over.yaml"
     file.write_text(overlay)
     errors = compose_errors(BASE, [file]) if error != "imagine" else schema_errors(file)
@@ -41,7 +37,7 @@ def test_a_mistake_in_an_overlay_is_an_error(
     assert bool(found) == (error is not None) and (error or "") in found
 
 
-def test_gpu_workers_share_memory_and_take_a_gpu_each() -> None:
+def test_gpu_workers_share_memory_and_take_a_gpu_each():
     """What cuda_ipc and NCCL need of containers, so that KV never falls to sockets unsaid.
 
     Further workers are written out in full: nothing of the base file may be missing or differ.
@@ -68,7 +64,7 @@ def test_gpu_workers_share_memory_and_take_a_gpu_each() -> None:
         assert further == workers[name]
 
 
-def test_services_have_no_privilege_no_public_port_and_no_secret() -> None:
+def test_services_have_no_privilege_no_public_port_and_no_secret():
     """Secrets are names of files: nothing that looks like a password's value."""
     services = load(BASE)["services"]
     for name in ("router-1", "router-2", "prefill", "decode"):
@@ -81,13 +77,13 @@ def test_services_have_no_privilege_no_public_port_and_no_secret() -> None:
             assert not {name for name in names if "PASSWORD" in name and not name.endswith("_FILE")}
 
 
-def test_variables_have_their_defaults(tmp_path: Path) -> None:
+def test_variables_have_their_defaults(tmp_path):
     file = tmp_path / "compose.yaml"
     file.write_text("a: ${ONE:-1}-${TWO:-}\nb: ${THREE}")
     assert load(file) == {"a": "1-", "b": None}
 
 
-def test_the_image_gets_what_the_extras_need() -> None:
+def test_the_image_gets_what_the_extras_need():
     project = {
         "name": "it",
         "dependencies": ["a>=1"],
@@ -96,3 +92,23 @@ def test_the_image_gets_what_the_extras_need() -> None:
         },
     }  # fmt: skip
     assert requirements.requirements(project, ["x"]) == ["a>=1", "b", "c", "d"]
+
+
+def test_containers_have_defaults_that_variables_and_options_overrule(tmp_path):
+    """compose/service.sh gives them; a stand-in for `baton` shows which."""
+    program = tmp_path / "baton"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nenv | grep "^BATON_OPT_" | sort\n')
+    program.chmod(0o755)
+
+    def started(*arguments, **environment):
+        known = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOSTNAME": "box", **environment}
+        argv = ["/bin/sh", str(COMPOSE / "service.sh"), *arguments]
+        return subprocess.check_output(argv, env=known, text=True).splitlines()
+
+    defaults = ["BATON_OPT_HOST=0.0.0.0", "BATON_OPT_PORT=7700"]
+    assert started("decode-worker", "--nice", "1 2") == [
+        "decode-worker", "--nice", "1 2", "BATON_OPT_ADVERTISE=box:7700", *defaults
+    ]  # fmt: skip
+    assert started("router", BATON_OPT_ADVERTISE="h:1", BATON_OPT_PORT="7701", BATON_OPT_X="") == [
+        "router", "BATON_OPT_ADVERTISE=h:1", defaults[0], "BATON_OPT_PORT=7701", "BATON_OPT_X="
+    ]  # fmt: skip

@@ -1,7 +1,5 @@
 """The check of queries finds what Prometheus would answer with nothing; alerts fire in time."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,13 +30,13 @@ TTFT = "gen_ai_server_time_to_first_token_seconds"
         ("rate(up)", "is not PromQL"),
     ],
 )
-def test_a_query_that_cannot_be_answered_is_an_error(expr: str, error: str | None) -> None:
+def test_a_query_that_cannot_be_answered_is_an_error(expr, error):
     found = list(query_errors(expr, samples()))
     assert len(found) == (error is not None) and (error or "") in "".join(found)
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
-def test_alerts_fire_when_they_should_and_not_before() -> None:
+def test_alerts_fire_when_they_should_and_not_before():
     argv = ["promtool", "test", "rules", str(Path(__file__).parent / "alerts.yaml")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
