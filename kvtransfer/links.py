@@ -36,7 +36,7 @@ from baton.registry.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
 from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.digest import Digest
-from kvtransfer.interface import FindWorker, Link, PutStats, Transport
+from kvtransfer.interface import FindWorker, Link, Transport
 from kvtransfer.pairing import ONE_HOST, Kind, name_of
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import reachable_gpus
@@ -82,15 +82,24 @@ class PairLink:
         """Whether no handoff uses it and its control connection has ended."""
         return not self.users and self._channel.get_state() in _CONNECTION_LOST
 
-    async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
-        """`Link.put` on the link's thread. Must not be cancelled: the thread would go on."""
+    async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> float:
+        """`Link.put` on the link's thread, and the seconds it took.
+
+        Must not be cancelled: the thread would go on.
+        """
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
-        run = asyncio.get_running_loop().run_in_executor
-        stats = await run(self._thread, self._link.put, local, remote, digest, timeout_s)
-        self.sent_bytes += stats.num_bytes
-        self.sent_s += stats.wire_s
-        return stats
+
+        def put() -> float:
+            start = time.perf_counter()
+            self._link.put(local, remote, digest, timeout_s)
+            return time.perf_counter() - start
+
+        before = digest.num_bytes
+        took_s = await asyncio.get_running_loop().run_in_executor(self._thread, put)
+        self.sent_bytes += digest.num_bytes - before
+        self.sent_s += took_s
+        return took_s
 
     async def close_data(self) -> None:
         """Ends a running put, then frees the data end; control still works."""
