@@ -1,10 +1,10 @@
 """What a transport is: the one interface behind which KV bytes travel.
 
-Two families. One-sided (`shm`, `cuda_ipc`): the sender writes straight into the
-receiver's pool and the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts,
-the sender sends. Every call may block until its timeout; the layer above runs them on one thread
-for each link. What goes wrong is raised as TransferFailed, after which both ends only support
-`abort`, which any thread may call, and `close`.
+Two families. One-sided (`shm`, `cuda_ipc`): the sender writes straight into the receiver's pool and
+the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts, the sender sends.
+Every call may block until its timeout; the layer above runs them on one thread for each link.
+What goes wrong is raised as TransferFailed, after which both ends only support `abort`, which any
+thread may call, and `close`.
 """
 
 from __future__ import annotations

@@ -153,7 +153,6 @@ class LinkPool:
         KvMismatch, Stale, TransferFailed, DeadlineExceeded.
         """
         peer = target.incarnation
-        decode: common_pb2.WorkerRecord | None = None
         while (link := self._links.get(peer)) is None:
             if peer not in self._opening:
                 if self._closed:
@@ -162,10 +161,7 @@ class LinkPool:
                 if left_s > 0 and not skip_backoff:
                     pair = f"{self.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
-                if decode is None:  # another handoff may open the link meanwhile
-                    decode = await self._find_decode(peer)
-                    continue
-                self._opening[peer] = asyncio.create_task(self._open(decode))
+                self._opening[peer] = asyncio.create_task(self._open(peer))
             # Shielded: others may wait for the same link. Its own time is bounded.
             opening = asyncio.shield(self._opening[peer])
             try:
@@ -251,17 +247,19 @@ class LinkPool:
             await asyncio.gather(*self._closing)
         await self.aborts.close()
 
-    async def _open(self, decode: common_pb2.WorkerRecord) -> PairLink:
-        peer = decode.incarnation
+    async def _open(self, peer: str) -> PairLink:
         try:
-            self._make_room()
-            link = await self._connect(decode)
-        except (KvMismatch, Stale, Overloaded):
-            raise
-        except BatonError as error:
-            log.warning("no link from prefill %s to decode %s: %s", self.incarnation, peer, error)
-            self._quarantine(peer)
-            raise
+            decode = await self._find_decode(peer)
+            try:
+                self._make_room()
+                link = await self._connect(decode)
+            except (KvMismatch, Stale, Overloaded):
+                raise
+            except BatonError as error:
+                us = self.incarnation
+                log.warning("no link from prefill %s to decode %s: %s", us, peer, error)
+                self._quarantine(peer)
+                raise
         finally:
             del self._opening[peer]
         log.info("link to decode %s: %s, epoch %d", peer, link.transport.name, link.epoch)
