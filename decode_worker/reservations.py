@@ -29,6 +29,7 @@ from baton.prefix import token_digest
 from baton.v1 import decode_pb2
 from baton.worker.messages import FINISH_REASONS, ModelLimits, logprobs_proto, sequence_of
 from decode_worker.events import EventStreams
+from kvtransfer.deadline import in_background
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,14 @@ class Reservations:
         spec = request.sequence
         if spec.handoff_id in self._entries:
             raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
-        entry = self._enter(request, spans)
+        now = asyncio.get_running_loop().time()
+        deadline = now + spec.time_left_ms / 1000 if spec.time_left_ms else None
+        sequence = sequence_of(spec, self._limits)
+        whose = spec.handoff_id, request.stream_id
+        entry = Entry(*whose, sequence, sequence.num_tokens, deadline, spans)
+        self._entries[spec.handoff_id] = entry
+        self._idle.clear()
+        self._renew(entry)
         try:
             blocks = await self._hold(entry)
             started = entry.num_tokens - blocks.cached_tokens <= request.local_prefill_max_tokens
@@ -218,18 +226,6 @@ class Reservations:
         for stream_id, stream_events in events.items():
             self._send(stream_id, stream_events)
 
-    def _enter(self, request: decode_pb2.ReserveRequest, spans: DecodeSpans) -> Entry:
-        spec = request.sequence
-        now = asyncio.get_running_loop().time()
-        deadline = now + spec.time_left_ms / 1000 if spec.time_left_ms else None
-        sequence = sequence_of(spec, self._limits)
-        whose = spec.handoff_id, request.stream_id
-        entry = Entry(*whose, sequence, sequence.num_tokens, deadline, spans)
-        self._entries[spec.handoff_id] = entry
-        self._idle.clear()
-        self._renew(entry)
-        return entry
-
     async def _hold(self, entry: Entry) -> ReservedBlocks:
         """Takes blocks. Raises Overloaded, or Stale when the entry was ended meanwhile."""
         sequence = entry.sequence
@@ -240,7 +236,6 @@ class Reservations:
             reserved.block_ids,
             entry.num_tokens,
             reserved.num_cached,
-            self._limits.block_size,
             token_digest(sequence.tokens, sequence.cache_salt),
         )
         return entry.blocks
@@ -298,21 +293,16 @@ class Reservations:
             self._quarantined[key] = []
         self.receiver.forget(handoff_id)
         released = self._engine.release(handoff_id, quarantine_from)
-        task = asyncio.create_task(self._note_quarantine(key, released))
-        self._endings.add(task)
-        task.add_done_callback(self._ending_done)
-        return task
+        return in_background(self._endings, self._note_quarantine(key, released))
 
     async def _note_quarantine(self, key: tuple[str, str], released: Future[list[int]]) -> None:
-        blocks = await asyncio.wrap_future(released)
-        if key in self._quarantined:
-            self._quarantined[key] = blocks
-        elif blocks:  # the sender's abort was faster
-            await asyncio.wrap_future(self._engine.readmit(blocks))
-
-    def _ending_done(self, task: asyncio.Task[None]) -> None:
-        self._endings.discard(task)
-        if not task.cancelled() and (error := task.exception()):
+        try:
+            blocks = await asyncio.wrap_future(released)
+            if key in self._quarantined:
+                self._quarantined[key] = blocks
+            elif blocks:  # the sender's abort was faster
+                await asyncio.wrap_future(self._engine.readmit(blocks))
+        except Exception as error:
             log.error("blocks were not freed: %s", error)
 
     def _forget(self, handoff_id: str) -> Entry | None:

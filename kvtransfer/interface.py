@@ -1,10 +1,10 @@
 """What a transport is: the one interface behind which KV bytes travel.
 
-Two families. One-sided (`memory`, `shm`, `cuda_ipc`): the sender writes straight into the
-receiver's pool and the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts,
-the sender sends. Every call may block until its timeout; the layer above runs them on one thread
-for each link. What goes wrong is raised as TransferFailed, after which both ends only support
-`abort`, which any thread may call, and `close`.
+Two families. One-sided (`shm`, `cuda_ipc`): the sender writes straight into the receiver's pool and
+the receiver makes no data call. Two-sided (`gloo`, `nccl`): the receiver posts, the sender sends.
+Every call may block until its timeout; the layer above runs them on one thread for each link.
+What goes wrong is raised as TransferFailed, after which both ends only support `abort`, which any
+thread may call, and `close`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import select
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.errors import TransferFailed
@@ -27,19 +26,11 @@ from kvtransfer.pool import KvPool, Slots
 FindWorker: TypeAlias = Callable[[str], Awaitable[common_pb2.WorkerRecord]]
 
 
-@dataclass(frozen=True)
-class PutStats:
-    """One put: KV bytes sent and the seconds they took."""
-
-    num_bytes: int
-    wire_s: float
-
-
 class Link(ABC):
     """The sender's end of one pair."""
 
     @abstractmethod
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         """Sends `local` blocks of the own pool into `remote` ones, adding them to `digest`.
 
         Once it has returned or raised, this call writes nothing more. Raises TransferFailed.

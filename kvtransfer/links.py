@@ -36,7 +36,7 @@ from baton.registry.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
 from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.digest import Digest
-from kvtransfer.interface import FindWorker, Link, PutStats, Transport
+from kvtransfer.interface import FindWorker, Link, Transport
 from kvtransfer.pairing import ONE_HOST, Kind, name_of
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import reachable_gpus
@@ -82,15 +82,24 @@ class PairLink:
         """Whether no handoff uses it and its control connection has ended."""
         return not self.users and self._channel.get_state() in _CONNECTION_LOST
 
-    async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
-        """`Link.put` on the link's thread. Must not be cancelled: the thread would go on."""
+    async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> float:
+        """`Link.put` on the link's thread, and the seconds it took.
+
+        Must not be cancelled: the thread would go on.
+        """
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
-        run = asyncio.get_running_loop().run_in_executor
-        stats = await run(self._thread, self._link.put, local, remote, digest, timeout_s)
-        self.sent_bytes += stats.num_bytes
-        self.sent_s += stats.wire_s
-        return stats
+
+        def put() -> float:
+            start = time.perf_counter()
+            self._link.put(local, remote, digest, timeout_s)
+            return time.perf_counter() - start
+
+        before = digest.num_bytes
+        took_s = await asyncio.get_running_loop().run_in_executor(self._thread, put)
+        self.sent_bytes += digest.num_bytes - before
+        self.sent_s += took_s
+        return took_s
 
     async def close_data(self) -> None:
         """Ends a running put, then frees the data end; control still works."""
@@ -144,7 +153,6 @@ class LinkPool:
         KvMismatch, Stale, TransferFailed, DeadlineExceeded.
         """
         peer = target.incarnation
-        decode: common_pb2.WorkerRecord | None = None
         while (link := self._links.get(peer)) is None:
             if peer not in self._opening:
                 if self._closed:
@@ -153,10 +161,7 @@ class LinkPool:
                 if left_s > 0 and not skip_backoff:
                     pair = f"{self.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
-                if decode is None:  # another handoff may open the link meanwhile
-                    decode = await self._find_decode(peer)
-                    continue
-                self._opening[peer] = asyncio.create_task(self._open(decode))
+                self._opening[peer] = asyncio.create_task(self._open(peer))
             # Shielded: others may wait for the same link. Its own time is bounded.
             opening = asyncio.shield(self._opening[peer])
             try:
@@ -242,17 +247,19 @@ class LinkPool:
             await asyncio.gather(*self._closing)
         await self.aborts.close()
 
-    async def _open(self, decode: common_pb2.WorkerRecord) -> PairLink:
-        peer = decode.incarnation
+    async def _open(self, peer: str) -> PairLink:
         try:
-            self._make_room()
-            link = await self._connect(decode)
-        except (KvMismatch, Stale, Overloaded):
-            raise
-        except BatonError as error:
-            log.warning("no link from prefill %s to decode %s: %s", self.incarnation, peer, error)
-            self._quarantine(peer)
-            raise
+            decode = await self._find_decode(peer)
+            try:
+                self._make_room()
+                link = await self._connect(decode)
+            except (KvMismatch, Stale, Overloaded):
+                raise
+            except BatonError as error:
+                us = self.incarnation
+                log.warning("no link from prefill %s to decode %s: %s", us, peer, error)
+                self._quarantine(peer)
+                raise
         finally:
             del self._opening[peer]
         log.info("link to decode %s: %s, epoch %d", peer, link.transport.name, link.epoch)

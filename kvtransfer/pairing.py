@@ -27,32 +27,38 @@ FASTEST_FIRST: tuple[Kind, ...] = (
     common_pb2.TRANSPORT_GLOO,
 )
 ONE_HOST = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_SHM)
+_APART = (  # by the part of a host id that differs
+    "they are on different machines",
+    "their process namespaces differ",
+    "they run as different users",
+)
 
 
 @dataclass(frozen=True)
 class Ends:
     """Where the two ends of a pair are.
 
-    same_host: they can open each other's memory through /proc (`baton.config.host_id`) ·
-    same_machine: they run on one kernel, perhaps in containers that see nothing of each other ·
-    gpu: the receiver's, empty on a CPU · reachable: the GPUs the sender's can write to, its own
-    first · nccl: the receiver's version.
+    apart: why they cannot open each other's memory through /proc, empty when they can · gpu: the
+    receiver's, empty on a CPU · reachable: the GPUs the sender's can write to, its own first ·
+    nccl: the receiver's version.
     """
 
-    same_host: bool
-    same_machine: bool = False
+    apart: str
     gpu: str = ""
     reachable: Sequence[str] = ()
     nccl: tuple[int, ...] = ()
 
+    @property
+    def same_machine(self) -> bool:
+        """Whether they run on one kernel, perhaps in containers that see nothing of each other."""
+        return self.apart != _APART[0]
+
     def forbids(self, kind: Kind) -> str:
         """Why this transport cannot work between the two; empty when it can."""
-        if kind in ONE_HOST and not (self.same_host and self.same_machine):
+        if kind in ONE_HOST and self.apart:
             # For cuda_ipc too: CUDA opens no handle of another process namespace. UCX and vLLM saw
             # it as "invalid device context" between two containers of one machine.
-            if self.same_machine:
-                return "their process namespaces or users differ"
-            return "they are on different machines"
+            return self.apart
         if kind == common_pb2.TRANSPORT_CUDA_IPC and self.gpu and self.gpu not in self.reachable:
             return f"the sender's GPU cannot write to {self.gpu}"
         share_gpu = self.gpu and self.gpu in self.reachable[:1]
@@ -66,8 +72,7 @@ def ends_between(prefill: WorkerRecord, decode: WorkerRecord) -> Ends:
     """The ends by the records of the two."""
     ours, theirs = prefill.hardware, decode.hardware
     return Ends(
-        same_host=prefill.host_id == decode.host_id,
-        same_machine=machine_of(prefill.host_id) == machine_of(decode.host_id),
+        apart=apart(prefill.host_id, decode.host_id),
         gpu=theirs.gpu.uuid,
         reachable=(ours.gpu.uuid, *ours.peer_gpus),
         nccl=tuple(int(part) for part in theirs.nccl_version.split(".") if part.isdigit()),
@@ -79,8 +84,6 @@ def obstacle(kind: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> str:
     for name, record in (("prefill", prefill), ("decode", decode)):
         if kind not in record.transports:
             return f"the {name} worker does not offer it"
-    if kind in ONE_HOST and prefill.host_id != decode.host_id:
-        return apart(prefill.host_id, decode.host_id)
     return ends_between(prefill, decode).forbids(kind)
 
 
@@ -90,19 +93,12 @@ def fastest(prefill: WorkerRecord, decode: WorkerRecord) -> Kind | None:
 
 
 def apart(one: str, other: str) -> str:
-    """What keeps two processes with these host ids from mapping each other's memory."""
-    what = (
-        "they are on different machines",
-        "their process namespaces differ",
-        "they run as different users",
-    )
-    parts = zip(one.split("/"), other.split("/"), what, strict=False)
-    return next((text for a, b, text in parts if a != b), "they are on different hosts")
-
-
-def machine_of(host_id: str) -> str:
-    """The part of a host id that is one for all containers of a machine: the kernel's boot id."""
-    return host_id.partition("/")[0]
+    """What keeps two processes with these host ids (`baton.config.host_id`) from mapping each
+    other's memory; empty when nothing does."""
+    if one == other:
+        return ""
+    parts = zip(one.split("/"), other.split("/"), _APART, strict=False)
+    return next((text for a, b, text in parts if a != b), _APART[0])
 
 
 def shares_gpu(nccl: tuple[int, ...]) -> bool:
@@ -120,7 +116,7 @@ def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kin
                 return kind
             forbidden += f"; not {name_of(kind)}: {reason}"
     theirs, ours = (", ".join(map(name_of, sorted(kinds))) or "none" for kinds in (offered, mine))
-    where = "one host" if ends.same_host else "different hosts"
+    where = "different hosts" if ends.apart else "one host"
     raise KvMismatch(
         f"no common transport on {where}: prefill has {theirs}; decode has {ours}{forbidden}"
     )
@@ -128,7 +124,7 @@ def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kin
 
 def _warn_if_slow(chosen: Kind, ends: Ends) -> None:
     """NCCL itself does not warn when it finds no direct path."""
-    direct = ends.same_host and ends.gpu in ends.reachable
+    direct = not ends.apart and ends.gpu in ends.reachable
     if chosen == common_pb2.TRANSPORT_NCCL and ends.same_machine and not direct:
         log.warning(
             "nccl to %s goes through the host's memory or sockets: the sender's GPU cannot write to"

@@ -41,14 +41,13 @@ class ReservedBlocks:
     """Blocks held for one sequence of `num_tokens` tokens.
 
     `block_ids` cover the whole sequence in order (more may follow); its first `cached_tokens`, a
-    multiple of `block_size`, are valid already, perhaps shared, and never written. `token_digest`
-    (`baton.prefix`) is that of the sequence: only its KV may come in.
+    multiple of the pool's block size, are valid already, perhaps shared, and never written.
+    `token_digest` (`baton.prefix`) is that of the sequence: only its KV may come in.
     """
 
     block_ids: tuple[int, ...]
     num_tokens: int
     cached_tokens: int
-    block_size: int
     token_digest: bytes
 
 
@@ -74,6 +73,7 @@ class _Incoming:
     token: str
     peer: str
     epoch: int
+    block_size: int
     reserved: ReservedBlocks
     next_token: int
     digest: Digest
@@ -113,7 +113,7 @@ class _Incoming:
             raise InvalidRequest(text + cached, "first_token")
         if num_tokens == 0 or end > reserved.num_tokens:
             raise InvalidRequest(f"[{first_token}, {end}) is not reserved", "num_tokens")
-        if end % reserved.block_size and end != reserved.num_tokens:
+        if end % self.block_size and end != reserved.num_tokens:
             raise InvalidRequest(f"only the last block may be partial, not at {end}", "num_tokens")
         self.next_token = end
         return self._between(first_token, end)
@@ -135,8 +135,7 @@ class _Incoming:
                 raise KvCorrupted(f"{name}: {what}: {theirs} != {ours}")
 
     def _between(self, first_token: int, end: int) -> Slots:
-        size = self.reserved.block_size
-        ids = self.reserved.block_ids[first_token // size : -(-end // size)]
+        ids = self.reserved.block_ids[first_token // self.block_size : -(-end // self.block_size)]
         return Slots(ids, end - first_token)
 
 
@@ -184,14 +183,13 @@ class HandoffReceiver:
             raise KvMismatch(f"{caches} differ in {'; '.join(fields)}")
         sender = await self._find_prefill(theirs)
         ends = pairing.Ends(
-            same_host=sender.host_id == self._host_id,
-            same_machine=pairing.machine_of(sender.host_id) == pairing.machine_of(self._host_id),
+            apart=pairing.apart(sender.host_id, self._host_id),
             gpu=gpu_uuid(self._pool.device),
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),
         )
         kind = pairing.choose(request.transports, self._transports, ends)
-        pid = sender.pid if ends.same_host else 0
+        pid = 0 if ends.apart else sender.pid
         peer = await self._peers.open(theirs, self._transports[kind], pid)
         endpoint = peer.listener.endpoint
         return pb.OfferResponse(transport=kind, epoch=peer.epoch, endpoint=endpoint)
@@ -349,7 +347,7 @@ class HandoffReceiver:
         record = self._incoming.get(handoff_id)
         if record is None:
             reserved = self._owner.find(handoff_id, token)
-            sender = request.incarnation, request.epoch
+            sender = request.incarnation, request.epoch, self._pool.block_size
             digest, cached = self._pool.new_digest(), reserved.cached_tokens
             record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)
             self._incoming[handoff_id] = record

@@ -22,8 +22,8 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest
 from baton.log_format import about
 from baton.v1 import handoff_pb2, prefill_pb2
 from kvtransfer.deadline import Deadline, uninterrupted
-from kvtransfer.interface import PutStats
 from kvtransfer.links import LinkPool, PairLink
+from kvtransfer.pairing import Kind
 from kvtransfer.pool import Slots
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class TransferStats:
     """
 
     transport: str
-    transport_kind: int
+    kind: Kind  # of the transport
     num_bytes: int = 0
     transfer_s: float = 0.0
     wait_s: float = 0.0
@@ -94,7 +94,7 @@ class Handoff:
         self._queued = asyncio.Event()
         self._link: PairLink | None = None
         self._address = ""  # of the decode worker, once it may have received a message of ours
-        self._put: asyncio.Future[PutStats] | None = None  # the last one of this attempt
+        self._put: asyncio.Future[float] | None = None  # the last one of this attempt
         self._stats: TransferStats  # of this attempt, as is `_digest`
         self._resends = 0
         self._start_ns = 0
@@ -174,7 +174,7 @@ class Handoff:
         def send() -> asyncio.Future[None]:
             return self.links.aborts.send(self._address, request, self._metadata)
 
-        def when_written(put: asyncio.Future[PutStats]) -> None:
+        def when_written(put: asyncio.Future[float]) -> None:
             put.exception()  # its result is not used any more
             send()
 
@@ -262,7 +262,7 @@ class Handoff:
             await asyncio.wait({put}, timeout=timeout_s + _PUT_GRACE_S)
             if not put.done():
                 raise TransferFailed(f"a put to decode {link.peer} does not end")
-            self._stats.wire_s += put.result().wire_s
+            self._stats.wire_s += put.result()
         self._stats.chunks += 1
 
     def _part_of_grant(self, chunk: _Chunk, granted: tuple[int, ...]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from baton.engine.loop import Progress, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
 from baton.prefix import token_digest
-from baton.v1 import common_pb2, prefill_pb2, worker_pb2
+from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from baton.worker import node
 from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
@@ -32,7 +32,7 @@ from baton.worker.node import Node
 from kvtransfer.interface import Transport
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.sender import Handoff, TransferStats
+from kvtransfer.sender import Handoff
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,12 @@ class PrefillWorker(Node, PrefillServiceServicer):
                     with self.metrics.transferring():
                         stats = await handoff.committed()
                     self.metrics.transferred(stats, prompt.trace)
-                    await send(prefill_pb2.PrefillResponse(committed=_committed(stats)))
+                    committed = prefill_pb2.PrefillCommitted(
+                        transfer_bytes=stats.num_bytes,
+                        transfer_ms=stats.transfer_s * 1e3,
+                        transport=stats.kind,
+                    )
+                    await send(prefill_pb2.PrefillResponse(committed=committed))
         finally:  # and no earlier: the blocks have to stay until the handoff is aborted
             del self._prompts[seq_id]
             self.engine.release(seq_id)
@@ -221,14 +226,6 @@ def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
         token_id=token_id,
         logprobs=logprobs_proto(progress.logprobs[0]) if progress.logprobs else None,
         finish_reason=FINISH_REASONS[progress.finish_reason],
-    )
-
-
-def _committed(stats: TransferStats) -> prefill_pb2.PrefillCommitted:
-    return prefill_pb2.PrefillCommitted(
-        transfer_bytes=stats.num_bytes,
-        transfer_ms=stats.transfer_s * 1e3,
-        transport=common_pb2.Transport.Name(stats.transport_kind),
     )
 
 

@@ -287,17 +287,16 @@ class Node(WorkerServiceServicer, ABC):
     async def _watch_for_stalls(self) -> None:
         """A worker whose step takes far longer than steps take is not healthy until it ends."""
         while True:
-            while (left_s := self._stall_s() - self.engine.step_age_s) > 0:  # noqa: ASYNC110 - exactly then
+            stall_s = max(STALL_MIN_S, STALL_STEPS * self.load_tracker.mean_step_s)
+            if (left_s := stall_s - self.engine.step_age_s) > 0:
                 await asyncio.sleep(left_s)
+                continue
             self._stepped.clear()
             log.error("the engine's step has been running for %.0f s", self.engine.step_age_s)
             await self._health.set(False)
             await self._stepped.wait()
             log.warning("the engine's step has ended")
             await self._health.set(self.record.state == common_pb2.WORKER_STATE_READY)
-
-    def _stall_s(self) -> float:
-        return max(STALL_MIN_S, STALL_STEPS * self.load_tracker.mean_step_s)
 
 
 def run(config: WorkerConfig, role: type[Node]) -> int:

@@ -52,11 +52,13 @@ def links(uuid: str, timeout_s: float) -> list[str]:
 
 
 def driver_version() -> str:
-    """The kernel module's version; empty where it is not loaded."""
+    """The kernel module's version, "550.90.07"; empty where it is not loaded."""
     try:
-        return parse_driver(KERNEL_MODULE.read_text())
+        text = KERNEL_MODULE.read_text()
     except OSError:
         return ""
+    match = re.search(r"Kernel Module\b[^\d\n]*(?:x86_64|aarch64)?\s+(\d+(?:\.\d+)+)", text)
+    return match[1] if match else ""
 
 
 def parse_cards(text: str) -> list[Card]:
@@ -88,12 +90,6 @@ def parse_links(text: str, uuids: Mapping[int, str], uuid: str) -> list[str]:
             pairs = zip(cells, columns, strict=False)
             return [f"{cell} {other}" for cell, other in pairs if other and _LINK.fullmatch(cell)]
     return []
-
-
-def parse_driver(text: str) -> str:
-    """The version in /proc/driver/nvidia/version: "550.90.07"."""
-    match = re.search(r"Kernel Module\b[^\d\n]*(?:x86_64|aarch64)?\s+(\d+(?:\.\d+)+)", text)
-    return match[1] if match else ""
 
 
 def _output(timeout_s: float, *args: str) -> str:

@@ -18,7 +18,7 @@ from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.copier import GpuCopier
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, PutStats, ReceiverProcess, Transport
+from kvtransfer.interface import Link, Listener, ReceiverProcess, Transport
 from kvtransfer.pool import KvPool, Slots, check_fit
 from kvtransfer.transports.cuda import NONCE_BYTES, CudaArea, CudaDriver, gpu_uuid
 
@@ -92,10 +92,10 @@ class _CudaIpcLink(Link):
             driver.close(pool.device, self._address)
             raise
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         """See `Link.put`. A copy that a GPU has begun cannot be stopped: time-outs and aborts are
         seen between pieces, and what was begun is always waited for."""
-        start, deadline = time.perf_counter(), time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         self._receiver.check()
         assert self._remote is not None
         check_fit(self._pool, local, self._remote, remote)
@@ -115,7 +115,6 @@ class _CudaIpcLink(Link):
         except RuntimeError as error:
             raise TransferFailed(f"cuda_ipc: the copy failed: {error}") from error
         self._receiver.check()
-        return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
 
     def abort(self) -> None:
         self._receiver.abort()

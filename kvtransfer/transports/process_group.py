@@ -29,7 +29,7 @@ from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.copier import Copier, copier
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, PutStats, Transport
+from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.pairing import shares_gpu
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import nccl_version
@@ -242,8 +242,8 @@ class _End(Link, Listener):
                 self._finish(copying)
             self._copier = copying
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
-        start, deadline = time.perf_counter(), time.monotonic() + timeout_s
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         with (
             self._failing("send failed"),
             self._transfer(digest, deadline) as (copying, staging),
@@ -256,7 +256,6 @@ class _End(Link, Listener):
                 travelling = self._send(data)
             if travelling is not None:
                 self._wait(travelling, deadline)
-        return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
 
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]

@@ -16,7 +16,6 @@ import mmap
 import os
 import secrets
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, PutStats, ReceiverProcess, Transport
+from kvtransfer.interface import Link, Listener, ReceiverProcess, Transport
 from kvtransfer.pool import KvPool, Slots, copy_slots
 
 # From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
@@ -118,13 +117,11 @@ class _ShmLink(Link):
             with contextlib.suppress(OSError):  # then pages are mapped when they are written
                 _populate(mapped, _MADV_POPULATE_READ, self._closed)
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         self._receiver.check()
         assert self._remote is not None
-        start = time.perf_counter()
         copy_slots(self._pool, local, self._remote, remote, digest)
         self._receiver.check()
-        return PutStats(self._pool.nbytes(local), time.perf_counter() - start)
 
     def abort(self) -> None:
         self._receiver.abort()

@@ -24,7 +24,7 @@ import torch
 from baton.errors import TransferFailed
 from kvtransfer import transports
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, PutStats, Transport
+from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.pool import KvPool, Slots
 
 VARIABLE = "BATON_CHAOS_KV"
@@ -82,7 +82,7 @@ class _FaultyLink(Link):
     def close(self) -> None:
         self._inner.close()
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> PutStats:
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         blocks = list(local.block_ids)
         self._sent.blocks[blocks] = self._pool.blocks[blocks]
         wanted = self._control.draw()
@@ -100,10 +100,9 @@ class _FaultyLink(Link):
                     self._inner.put(here, there, Digest(), timeout_s)
                 self._inner.abort()
                 raise TransferFailed("the link was broken by a test")
-        stats = self._inner.put(local, remote, Digest(), timeout_s)
+        self._inner.put(local, remote, Digest(), timeout_s)
         data = torch.empty(self._pool.nbytes(local), dtype=torch.uint8)
         digest.update(self._pool.gather(local, data))
-        return stats
 
 
 def install(path: Path) -> None:

@@ -29,7 +29,8 @@ from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer import peers
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver
-from kvtransfer.transports.memory import MemoryTransport
+
+from .kvtransfer_parts import MemoryTransport
 
 BLOCKS, BLOCK_SIZE = 10, 4
 LEASE_S = 10.0

@@ -29,7 +29,6 @@ from tests.waiting import eventually
 
 from .kvtransfer_driver import MemfdDriver
 from .kvtransfer_parts import (
-    BLOCK_SIZE,
     DESCRIPTOR,
     TOKEN_BYTES,
     TRANSPORTS,
@@ -387,7 +386,7 @@ async def test_reservation_that_changes_under_a_receive_discards_it(join):
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         handoff.send(0, slots(4, 5))
         await decode.asked()
-        decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, BLOCK_SIZE, b"")
+        decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, b"")
         handoff.send(4, slots(4, 6))
         with pytest.raises(Stale):
             await handoff.commit(8, 7)

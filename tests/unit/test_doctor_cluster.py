@@ -193,7 +193,7 @@ def test_the_workers_choose_the_transport_that_is_reported(host: str) -> None:
             prefill = gpu("p", own, others, transports=ours)
             decode = gpu("d", there, beyond, host=host, transports=theirs)
             ends = pairing.Ends(
-                same_host=host == HOST, same_machine=host == HOST, gpu=there,
+                pairing.apart(HOST, host), gpu=there,
                 reachable=(own, *others), nccl=(2, 27, 5),
             )  # fmt: skip
             try:

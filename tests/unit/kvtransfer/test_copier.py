@@ -26,27 +26,6 @@ def ops(request):
     return request.param
 
 
-def test_a_transfer_in_parts_has_the_digest_of_the_whole(pools, ops):
-    source, target = pools
-    sender, receiver = GpuCopier(source, ops), GpuCopier(target, ops)
-    sent, arrived = source.new_digest(), target.new_digest()
-    staging = torch.empty(2 * source.block_bytes, dtype=torch.uint8)
-    parts = [(slots(8, 3, 1), slots(8, 5, 6)), (slots(8, 7, 8), slots(8, 1, 9))]
-    parts.append((slots(3, 2), slots(3, 0)))
-    with sender.transfer(sent), receiver.transfer(arrived):
-        for local, remote in parts:
-            data = sender.gather(local, staging)
-            in_place = data.data_ptr() == source.blocks[local.block_ids[0]].data_ptr()
-            assert in_place == (local == slots(8, 7, 8)), "neighbours are sent where they lie"
-            receiver.scatter(data, remote)
-        sender.finish()
-        receiver.finish()
-    there = Slots((5, 6, 1, 9, 0), 19)
-    assert sent.value == arrived.value == source.digest(Slots((3, 1, 7, 8, 2), 19)).value
-    assert sent.num_bytes == arrived.num_bytes == source.nbytes(there)
-    assert copier.digest(target, there).value == sent.value
-
-
 def test_a_copy_continues_the_digest_and_a_failed_transfer_leaves_nothing(pools, ops):
     source, target = pools
     gpu, digest = GpuCopier(source, ops), source.new_digest()

@@ -7,7 +7,7 @@ import torch
 
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2
-from kvtransfer.pairing import Ends, choose, differences
+from kvtransfer.pairing import Ends, apart, choose, differences
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
 from tests.contract.kvtransfer_parts import make_pool
@@ -15,10 +15,9 @@ from tests.contract.kvtransfer_parts import make_pool
 SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO
 NCCL, CUDA_IPC = common_pb2.TRANSPORT_NCCL, common_pb2.TRANSPORT_CUDA_IPC
 ON_GPUS = [CUDA_IPC, NCCL]
-ONE_HOST, APART = Ends(same_host=True, same_machine=True), Ends(same_host=False)
-NEIGHBOURS = Ends(
-    same_host=True, same_machine=True, gpu="GPU-b", reachable=("GPU-a", "GPU-b"), nccl=(2, 27, 5)
-)
+MACHINE, NAMESPACE = apart("a/1/0", "b/1/0"), apart("a/1/0", "a/2/0")
+ONE_HOST, APART = Ends(apart("a/1/0", "a/1/0")), Ends(MACHINE)
+NEIGHBOURS = Ends("", gpu="GPU-b", reachable=("GPU-a", "GPU-b"), nccl=(2, 27, 5))
 SHARED = {"reachable": ("GPU-b", "GPU-a")}  # both compute on one GPU
 
 
@@ -26,7 +25,7 @@ def ends(**changes):
     return dataclasses.replace(NEIGHBOURS, **changes)
 
 
-OTHER_MACHINE, OTHER_HOST = ends(same_host=False, same_machine=False), ends(same_host=False)
+OTHER_MACHINE, OTHER_HOST = ends(apart=MACHINE), ends(apart=NAMESPACE)
 NO_PEERS = ends(reachable=("GPU-a",))
 
 
@@ -58,7 +57,7 @@ def test_what_a_pool_can_use_depends_on_where_it_lies(where, first):
         (ON_GPUS, ON_GPUS, OTHER_HOST, NCCL),
         (ON_GPUS, ON_GPUS, NO_PEERS, NCCL),
         ([CUDA_IPC], ON_GPUS, OTHER_MACHINE, "not cuda_ipc: they are on different machines"),
-        ([CUDA_IPC], ON_GPUS, OTHER_HOST, "their process namespaces or users differ"),
+        ([CUDA_IPC], ON_GPUS, OTHER_HOST, "their process namespaces differ"),
         ([CUDA_IPC], ON_GPUS, NO_PEERS, "the sender's GPU cannot write to GPU-b"),
         (ON_GPUS, ON_GPUS, ends(**SHARED), CUDA_IPC),
         ([NCCL], ON_GPUS, ends(**SHARED), r"both are on GPU-b, .* from 2\.30 on.*2\.27"),
@@ -79,7 +78,7 @@ def test_the_fastest_common_one_is_chosen_or_the_refusal_says_why(offered, mine,
         (NO_PEERS, True),
         (OTHER_HOST, True),
         (NEIGHBOURS, False),
-        (ends(same_machine=False, reachable=()), False),
+        (ends(apart=MACHINE, reachable=()), False),
     ],
 )
 def test_nccl_without_a_direct_way_is_warned_of(where, warned, caplog):

@@ -69,7 +69,7 @@ class Worker:
             model=str(directory), dtype="float32", device="cpu", block_size=BLOCK_SIZE,
             kv_blocks=settings.pop("kv_blocks", BLOCKS), chunk_tokens=32, threads=1,
             prefix_cache=settings.pop("prefix_cache", True),
-            max_batch=settings.pop("max_batch", 64), speculate=settings.pop("speculate", 0),
+            max_batch=settings.pop("max_batch", 64),
         )  # fmt: skip
         defaults = {"drain_s": 10.0, "transport": "shm", "incarnation": f"{role}-0"}
         self.config = WorkerConfig(role, engine, RegistryConfig(), **{**defaults, **settings})
@@ -334,12 +334,13 @@ def spec(
     return common_pb2.SequenceSpec(handoff_id=handoff_id, token_ids=token_ids, **fields)
 
 
-def target(decode: Worker, reserved: Any, **fields: Any) -> prefill_pb2.HandoffTarget:
+def target(decode: Worker, reserved: Any) -> prefill_pb2.HandoffTarget:
     """Where a prefill worker is to hand over what was reserved."""
-    fields = {"cached_tokens": reserved.cached_tokens, **fields}
-    fields = {"incarnation": decode.node.record.incarnation, **fields}
-    token = reserved.reservation_token
-    return prefill_pb2.HandoffTarget(reservation_token=token, **fields)
+    return prefill_pb2.HandoffTarget(
+        incarnation=decode.node.record.incarnation,
+        reservation_token=reserved.reservation_token,
+        cached_tokens=reserved.cached_tokens,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,12 @@
 import itertools
 import queue
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from baton import prefix
 from baton.config import EngineConfig
 from baton.engine import build, loop
-from baton.engine.loop import Engine, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Unavailable
 from baton.sampling import SamplingParams
@@ -24,9 +22,6 @@ WAIT_S = 10.0
 def loaded(directory):
     settings = EngineConfig(model=str(directory), dtype="float32", kv_blocks=16, threads=1)
     return build.load(settings)
-
-
-Start = Callable[[Callable[[StepReport], None]], Engine]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 
 from baton.v1 import common_pb2
 from baton.worker import hardware, nvidia_smi
-from baton.worker.nvidia_smi import Card, parse_cards, parse_driver, parse_links
+from baton.worker.nvidia_smi import Card, parse_cards, parse_links
 
 U = {number: f"GPU-{number}" for number in range(8)}
 
@@ -64,14 +64,18 @@ def test_links_of_one_gpu(text, uuids, own, links):
     assert parse_links(text, uuids, f"GPU-{own}") == links
 
 
-def test_cards_and_driver_versions():
+def test_cards_and_driver_versions(tmp_path, monkeypatch):
     assert parse_cards(CARDS) == [
         Card(0, "GPU-7f0e", "NVIDIA H100 80GB HBM3", 81559 << 20, "9.0"),
         Card(1, "GPU-81aa", "NVIDIA GB10", 0, "12.1"),
         Card(2, "GPU-93bb", "Tesla V100-SXM2-16GB", 16160 << 20, ""),
     ]
     assert parse_cards(FAILED) == parse_cards("") == []
-    assert [(text, parse_driver(text)) for text, _ in VERSIONS] == list(VERSIONS)
+    monkeypatch.setattr(nvidia_smi, "KERNEL_MODULE", tmp_path / "version")
+    assert nvidia_smi.driver_version() == ""
+    for text, version in VERSIONS:
+        (tmp_path / "version").write_text(text)
+        assert nvidia_smi.driver_version() == version
 
 
 def program(folder, script, monkeypatch):
@@ -103,8 +107,11 @@ def test_an_nvidia_smi_that_fails_hangs_or_is_missing_reports_nothing(
     assert time.monotonic() - began < 3
 
 
-def test_on_a_cpu_only_what_costs_nothing(tmp_path, monkeypatch):
-    """No child process, no thread, no CUDA."""
+def test_a_machine_without_a_gpu_reports_what_costs_nothing(tmp_path, monkeypatch):
+    """No child process, no thread, no CUDA; and the real queries of a GPU raise nothing."""
+    if not torch.cuda.is_available():
+        found = hardware.describe(torch.device("cuda", 0), timeout_s=10.0)
+        assert found.torch_version and not found.HasField("gpu")
     program(tmp_path, f"touch {tmp_path}/asked", monkeypatch)
     found = hardware.describe(torch.device("cpu"))
     assert found.torch_version == torch.__version__
@@ -137,11 +144,3 @@ def test_a_query_that_fails_or_hangs_leaves_the_others(monkeypatch):
     answer.set()
     assert (found.gpu.uuid, found.peer_gpus) == ("GPU-0", ["GPU-1"])
     assert found.torch_version == torch.__version__ and not found.cuda_version
-
-
-def test_a_machine_without_a_gpu_reports_none():
-    """The real queries, where there is no GPU: nothing is raised."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    found = hardware.describe(torch.device("cuda", 0), timeout_s=10.0)
-    assert found.torch_version and not found.HasField("gpu")

@@ -1,7 +1,5 @@
 """A worker's metrics of steps, transfers and reservations, and its load as watchers get it."""
 
-import asyncio
-import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -146,20 +144,6 @@ async def test_a_watcher_gets_all_that_is_cached_and_then_the_net_effect():
     tracker.close()
     assert list((await anext(watch)).stored) == [7]
     assert await anext(watch, None) is None
-
-
-async def test_a_heartbeat_is_sent_without_changes_and_delays_none():
-    tracker = LoadTracker()
-    tracker.update(cache_step((1,)))
-    async with contextlib.aclosing(tracker.watch(0.01, heartbeat_s=0.03)) as events:
-        assert list((await anext(events)).stored) == [1]
-        for _ in range(3):
-            assert await asyncio.wait_for(anext(events), 10) == worker_pb2.CacheEvent()
-    for heartbeat_s in (3600.0, 0.0):  # seldom, and never
-        async with contextlib.aclosing(tracker.watch(0.0, heartbeat_s)) as events:
-            await anext(events)
-            asyncio.get_running_loop().call_later(0.01, tracker.update, cache_step((2,)))
-            assert list((await asyncio.wait_for(anext(events), 10)).stored) == [2]
 
 
 def test_chunks_measure_prefill_speed_and_small_steps_decode():
