@@ -378,11 +378,13 @@ def prompts_of(raw: Raw) -> list[str] | list[list[int]]:
     start = _PROMPT_START.match(text)
     assert start is not None
     kind = (bool(start[1]), start[2])
+    if kind not in _PROMPTS:
+        raise InvalidRequest("prompt must be text, token ids, or a list of either", "prompt")
     # A list of lists has no brackets in strings; a million lists would take long to make.
     if kind == (True, b"[") and text.count(b"[") > MAX_PROMPTS + 1:
         raise InvalidRequest(f"prompt has more than {MAX_PROMPTS} prompts", "prompt")
     try:
-        prompt = msgspec.json.decode(text, type=_PROMPTS.get(kind, Text))
+        prompt = msgspec.json.decode(text, type=_PROMPTS[kind])
     except msgspec.ValidationError as error:
         raise _invalid(error, "prompt") from error
     return prompt if start[1] and start[2] else [prompt]

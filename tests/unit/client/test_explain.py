@@ -25,19 +25,6 @@ def router_that_says(*candidates, **fields):
     return router
 
 
-@pytest.fixture
-def explain(serve, capsys):
-    """explain(router, *argv) runs the command against a router: exit status and output."""
-
-    async def run(router, *argv):
-        target = await serve(router)
-        argv = ["explain", *argv, "--target", target, "--timeout", "30"]
-        status = await asyncio.to_thread(cli.main, argv)
-        return status, capsys.readouterr().out
-
-    return run
-
-
 async def test_the_clients_explain(connect, serve):
     router = router_that_says(BEST, LEFT_OUT, tenant="us")
     async with connect(await serve(router)) as client:
@@ -58,7 +45,11 @@ async def test_the_clients_explain(connect, serve):
     assert left_out["refused"] == "d1 is SILENT"
 
 
-async def test_the_command(explain, capsys):
+async def test_the_command(serve, capsys):
+    async def explain(router, *argv):
+        argv = ["explain", *argv, "--target", await serve(router), "--timeout", "30"]
+        return await asyncio.to_thread(cli.main, argv), capsys.readouterr().out
+
     router = router_that_says(BEST, LEFT_OUT)
     status, out = await explain(router, "x =", "--max-tokens", "5", "--cache-salt", "s")
     assert status == 0

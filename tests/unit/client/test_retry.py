@@ -1,5 +1,7 @@
 """The retry policy as a table, and its bounds whatever is thrown at it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from baton.errors import (
 
 GONE = Unavailable("gone")
 POLICY = RetryPolicy(max_attempts=4, first_delay_s=0.1, max_delay_s=1.0)
+MANY = replace(POLICY, max_attempts=99)
 
 
 def decide(error=None, policy=POLICY, **changes):
@@ -48,6 +51,12 @@ def decide(error=None, policy=POLICY, **changes):
         (GONE, {"attempts": 400, "broken_s": 50.0, "time_left_s": 20.0}, 0.5),
         (GONE, {"attempts": 400, "broken_s": 50.0, "time_left_s": 0.1}, None),
         (Overloaded("full"), {"attempts": 4, "broken_s": 1.0}, None),
+        # Backoff doubles up to its limit.
+        *(
+            (GONE, {"policy": MANY, "attempts": n}, wait_s)
+            for n, wait_s in enumerate((0.05, 0.1, 0.2, 0.4, 0.5, 0.5), 1)
+        ),
+        (GONE, {"policy": RetryPolicy(max_attempts=1), "broken_s": 1.0}, None),
         # A wait that outlasts the deadline is not begun.
         (Overloaded("full", 3.0), {"time_left_s": 3.0}, None),
         (Overloaded("full", 3.0), {"time_left_s": 3.1}, 3.0),
@@ -55,13 +64,6 @@ def decide(error=None, policy=POLICY, **changes):
 )
 def test_when_to_try_again(error, state, wait_s):
     assert decide(error, **state) == (None if wait_s is None else pytest.approx(wait_s))
-
-
-def test_backoff_doubles_up_to_its_limit():
-    policy = RetryPolicy(max_attempts=99, first_delay_s=0.1, max_delay_s=1.0)
-    waits = [decide(policy=policy, attempts=n) for n in range(1, 7)]
-    assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.5, 0.5])
-    assert decide(policy=RetryPolicy(max_attempts=1), broken_s=1.0) is None
 
 
 def test_clients_refused_together_retry_at_different_times():

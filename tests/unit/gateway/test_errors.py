@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 
-import httpx
 import pytest
 
 from baton import errors
@@ -108,6 +107,9 @@ async def test_an_error_says_what_to_do(gateway):
         assert "is not supported here: leave it out" in error["message"]
     error = error_of(await gateway.complete(max_tokens=30), 400)
     assert "max_tokens is 30" in error["message"] and "leaves 29" in error["message"]
+    for prompt in (3, None, {}):
+        error = error_of(await gateway.complete(prompt=prompt), 400)
+        assert "must be text, token ids, or a list of either" in error["message"]
     default = await gateway.complete(prompt=[1] * 20, max_tokens=None)  # 16, where they fit
     assert default.json()["usage"]["completion_tokens"] == 12
 
@@ -347,16 +349,13 @@ async def test_a_client_that_hangs_up_frees_everything(gateway_of, stream, n):
     gateway = await gateway_of(default_timeout_s=600.0)
     begun = asyncio.Queue()
     gateway.decode.runs = [lambda *run: begun.put_nowait(run)] * n
-    body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream, "n": n}
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=TIMEOUT_S) as client:
-        call = asyncio.create_task(client.post("/v1/completions", json=body))
-        async with asyncio.timeout(TIMEOUT_S):
-            for _ in range(n):
-                await begun.get()
+    call = asyncio.create_task(gateway.complete(stream=stream, n=n))
+    async with asyncio.timeout(TIMEOUT_S):
+        for _ in range(n):
+            await begun.get()
         assert gateway.decode.held
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-    async with asyncio.timeout(TIMEOUT_S):
         assert await gateway.decode.cancelled.get()
     await gateway.idle()
     await gateway.cluster.all_freed()

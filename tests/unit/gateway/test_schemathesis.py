@@ -1,15 +1,14 @@
 """The API against its own description: schemathesis invents requests, good ones and bad ones.
 
-Every answer must have a status, a content type and a body that /openapi.json tells of, and no
+Every answer must have a status, a content type and a body that /openapi.json describes, and no
 request that breaks the description may be accepted.
 """
 
-import asyncio
 import contextlib
-import threading
 
 import pytest
 import schemathesis
+from anyio.from_thread import start_blocking_portal
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.config import (
     ChecksConfig,
@@ -29,7 +28,7 @@ from .conftest import Gateway
 
 EXAMPLES = 25
 # A prompt that fits the description may still be too long for the model, or of unknown tokens.
-UNTOLD = [positive_data_acceptance]
+NOT_IN_THE_DESCRIPTION = [positive_data_acceptance]
 
 
 def described():
@@ -49,28 +48,15 @@ schema = described()
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """A gateway on a thread of its own, for schemathesis waits where it calls."""
-    started, loop = threading.Event(), asyncio.new_event_loop()
-    running = {}
+    tokenizer = byte_tokenizer(tmp_path_factory.mktemp("model"))
 
-    async def serve():
-        tokenizer = byte_tokenizer(tmp_path_factory.mktemp("model"))
-        running["end"] = asyncio.Event()
+    @contextlib.asynccontextmanager
+    async def serving():
         async with Cluster() as cluster, Gateway(cluster, tokenizer) as gateway:
-            running["url"] = gateway.url
-            started.set()
-            await running["end"].wait()
+            yield gateway.url
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert started.wait(30)
-        yield running["url"]
-    finally:
-        loop.call_soon_threadsafe(running["end"].set)
-        thread.join(30)
-        with contextlib.suppress(RuntimeError):
-            loop.close()
-    assert not thread.is_alive()
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving()) as url:
+        yield url
 
 
 @schema.parametrize()
@@ -84,4 +70,4 @@ def url(tmp_path_factory):
 )
 def test_answers_are_as_described(case, url):
     response = case.call(base_url=url, timeout=30)
-    case.validate_response(response, excluded_checks=UNTOLD)
+    case.validate_response(response, excluded_checks=NOT_IN_THE_DESCRIPTION)

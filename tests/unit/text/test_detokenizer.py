@@ -39,9 +39,13 @@ def stream(tokenizer, prompt, output, cuts):
 @given(ids=IDS, cuts=CUTS)
 @example(ids=[], cuts=[])
 @settings(max_examples=150, deadline=None)
-def test_any_ids_stream_to_the_decoded_whole(tokenizer_of, family, ids, cuts):
+def test_any_ids_stream_to_the_whole_as_the_library_decodes_it(tokenizer_of, family, ids, cuts):
     tokenizer = tokenizer_of(family)
-    assert stream(tokenizer, [], ids, cuts) == tokenizer.decode(ids)
+    text = tokenizer.decode(ids)
+    assert stream(tokenizer, [], ids, cuts) == text
+    library_text = tokenizer.pieces.decode(ids)
+    if family != "byte_fallback" or "\ufffd" not in library_text:  # not of malformed bytes
+        assert text == library_text
 
 
 @pytest.mark.parametrize("family", BYTE_FAMILIES)
@@ -72,16 +76,6 @@ def test_no_push_gives_a_broken_character(tokenizer_of, family, text):
         so_far += detokenizer.push([token])
         assert whole.startswith(so_far)
     assert so_far + detokenizer.flush() == whole
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@given(ids=IDS)
-@settings(max_examples=100, deadline=None)
-def test_decode_is_the_librarys_for_all_but_malformed_byte_runs(tokenizer_of, family, ids):
-    tokenizer = tokenizer_of(family)
-    library_text = tokenizer.pieces.decode(ids)
-    if family != "byte_fallback" or "\ufffd" not in library_text:
-        assert tokenizer.decode(ids) == library_text
 
 
 def reference_of_byte_fallback(pieces, ids):
@@ -136,6 +130,10 @@ def test_special_tokens_and_unknown_ids_have_no_text_and_added_ones_have(tokeniz
     ids = tokenizer.encode("a<tool call><思考>")
     assert len(ids) == 3
     assert stream(tokenizer, [], ids, [1, 2]) == "a<tool call><思考>"
+    tokenizer = tokenizer_of("byte_fallback")
+    own = tokenizer.encode("\ufffd")[-1]  # a token, and not a byte that is wrong
+    ids = [own, *(5 + byte for byte in "é".encode()), own]
+    assert stream(tokenizer, [], ids, [1, 2, 3]) == "\ufffdé\ufffd"
 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
@@ -168,10 +166,3 @@ def test_a_token_costs_the_same_however_long_the_output(tokenizer_of, monkeypatc
     monkeypatch.setattr(tokenizer.pieces, "decode", counting)
     Detokenizer(tokenizer.pieces, ids).push(ids)
     assert sum(decoded) <= 24 * len(ids)
-
-
-def test_a_replacement_character_of_the_models_own_keeps_its_place(tokenizer_of):
-    tokenizer = tokenizer_of("byte_fallback")
-    own = tokenizer.encode("\ufffd")[-1]
-    ids = [own, *(5 + byte for byte in "é".encode()), own]
-    assert stream(tokenizer, [], ids, [1, 2, 3]) == "\ufffdé\ufffd"

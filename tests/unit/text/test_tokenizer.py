@@ -15,6 +15,19 @@ import tokenizers
 from baton.errors import CheckpointError, InvalidRequest
 from baton.text import Detokenizer, load_tokenizer, text_fingerprint
 
+
+def assert_refused(tokenizer, text, match, *limit):
+    """As a text and as a chat, naming the field; returns the last reason."""
+    for encode, value, field in (
+        (tokenizer.encode, text, "text"),
+        (tokenizer.encode_chat, [("user", text)], "chat"),
+    ):
+        with pytest.raises(InvalidRequest, match=match) as refused:
+            encode(value, *limit)
+        assert refused.value.field == field
+    return str(refused.value)
+
+
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
 CONFIG = {"vocab_size": 500, "max_position_embeddings": 2048, "eos_token_id": 1}
 
@@ -70,19 +83,18 @@ def test_encode_adds_special_tokens_and_encode_chat_does_not(write):
     assert tokenizer.encode_chat([("user", "hello")]) == tokenizer.encode("hello")[1:]
 
 
-def test_a_text_that_is_too_long_is_not_tokenized_to_its_end(write, monkeypatch):
+def test_a_text_that_is_too_long_is_not_tokenized_to_its_end(write):
     tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
     text = "hello wo " * 100_000
     num_tokens = len(tokenizer.encode(text))
     assert len(tokenizer.encode(text, num_tokens)) == num_tokens
-    for encode, field in (
-        (tokenizer.encode, "text"),
-        (lambda text, most: tokenizer.encode_chat([("user", text)], most), "chat"),
-    ):
-        with pytest.raises(InvalidRequest, match="the context holds 1000") as caught:
-            encode(text, 1000)
-        assert caught.value.field == field
-        assert int(str(caught.value).split()[4]) < num_tokens / 2
+    reason = assert_refused(tokenizer, text, "the context holds 1000", 1000)
+    assert int(reason.split()[4]) < num_tokens / 2
+
+
+def test_text_that_is_not_unicode_is_refused(write):
+    tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
+    assert_refused(tokenizer, "\ud800", "is not Unicode text")
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized(write):
@@ -106,17 +118,6 @@ def test_named_templates_and_the_template_file(write):
     (path / "chat_template.jinja").write_text("from the file")
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode_chat([("user", "x")]) == tokenizer.encode("from the file")
-
-
-def test_text_that_is_not_unicode_is_refused(write):
-    tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
-    for encode, text, field in (
-        (tokenizer.encode, "\ud800", "text"),
-        (tokenizer.encode_chat, [("user", "\ud800")], "chat"),
-    ):
-        with pytest.raises(InvalidRequest) as refused:
-            encode(text)
-        assert refused.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -165,13 +166,7 @@ def test_a_config_alone_takes_token_ids_only(write, as_file):
     assert tokenizer.decode([1, 2]) == ""
     detokenizer = Detokenizer(tokenizer.pieces, [1, 2])
     assert detokenizer.push([3, 4]) + detokenizer.flush() == ""
-    for encode, text, field in (
-        (tokenizer.encode, "x", "text"),
-        (tokenizer.encode_chat, [("user", "x")], "chat"),
-    ):
-        with pytest.raises(InvalidRequest, match="send token ids") as refused:
-            encode(text)
-        assert refused.value.field == field
+    assert_refused(tokenizer, "x", "send token ids")
 
 
 @pytest.mark.parametrize("files", [{}, {"config": {}}, {"config": {"vocab_size": 0}}])
