@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from baton import rpc
 from baton.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -185,6 +186,16 @@ def ready_request(link, num_tokens):
     return pb.ReadyRequest(**names, epoch=link.epoch, num_tokens=num_tokens)
 
 
+async def test_ready_of_an_old_epoch_is_refused(join):
+    prefill, decode = await join("memory")
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
+    decode.receiver._peers.drop("p")
+    with pytest.raises(Unavailable, match="epoch 1"), rpc.translated():
+        await link.stub.Ready(ready_request(link, 4))
+    assert not decode.receiver.writing("h")
+    prefill.links.release(link)
+
+
 @pytest.mark.parametrize("field", ["num_kv_heads", "layout_version"])
 async def test_descriptors_that_differ_are_named_before_anything_is_sent(join, field):
     other = common_pb2.KvDescriptor()
@@ -211,6 +222,13 @@ async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
         assert refused.value.field == "pid"
         with pytest.raises(Unavailable, match="is gone"):
             await decode.receiver.ready(pb.ReadyRequest(incarnation="p", epoch=1))
+
+
+@pytest.mark.parametrize("host", ["elsewhere", "other/pid:1/0"])
+async def test_shm_is_not_chosen_between_hosts(join, host):
+    prefill, decode = await join("shm", decode={"host": host})
+    with pytest.raises(KvMismatch, match=r"different hosts.*different machines"):
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
 
 
 class Sightless(MemfdDriver):
