@@ -22,7 +22,7 @@ demo: $(STAMP)
 # Unit and contract tests side by side, a thread each; then real clusters, two at a time.
 test: $(STAMP)
 	@$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --dist worksteal tests/unit tests/contract tests/chaos
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/gpu tests/cluster tests/compose
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/gpu tests/cluster tests/compose
 
 # And what takes long or needs more: chaos for ten minutes, the stack in containers.
 test-all: test chaos compose-test

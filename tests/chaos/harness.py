@@ -47,7 +47,6 @@ RECOVERY_S = 90.0  # for every process to be back after the last fault
 TRACE_S = 20.0  # for the spans of the last requests to arrive
 _EXPORT_S = 6.0  # spans that are younger die with their process
 _WARM_UPS = 30  # rounds in which every pair of workers must have a link
-_PROGRESS_S = 5.0
 
 
 @dataclass
@@ -66,25 +65,22 @@ class Harness:
         self._directory: Path
         self._proxies: dict[str, Proxy] = {}
         self._store = SpanStore(max_traces=20_000, max_spans=1_000_000)
-        self._resources = AsyncExitStack()
+        self._resources: AsyncExitStack
         self._before = set(psutil.Process().children(recursive=True))
 
     async def __aenter__(self) -> Self:
-        try:
-            await self._start()
-        except BaseException:
-            await self._resources.aclose()
-            raise
+        async with AsyncExitStack() as resources:
+            await self._start(resources)
+            self._resources = resources.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._resources.aclose()
 
-    async def _start(self) -> None:
-        enter = self._resources.enter_async_context
-        self._directory = Path(
-            self._resources.enter_context(tempfile.TemporaryDirectory(prefix="baton-chaos-"))
-        )
+    async def _start(self, resources: AsyncExitStack) -> None:
+        enter = resources.enter_async_context
+        temporary = tempfile.TemporaryDirectory(prefix="baton-chaos-")
+        self._directory = Path(resources.enter_context(temporary))
         receiver = await enter(OtlpReceiver(self._store))
         extra_args = {}
         for role, number in itertools.product(("prefill", "decode"), range(self.workers)):
@@ -146,12 +142,8 @@ class Harness:
         faults = plan(seed, seconds, injector.outages.roles, self.mean_pause_s)
         async with AsyncClient(self.cluster.targets) as client:
             load = Load(client, gateways, runs, seed, self.callers)
-            progress = asyncio.create_task(self._log_progress(load, injector))
-            try:
-                until_s = asyncio.get_running_loop().time() + seconds
-                await asyncio.gather(injector.run(faults), load.run(until_s))
-            finally:
-                progress.cancel()
+            until_s = asyncio.get_running_loop().time() + seconds
+            await asyncio.gather(injector.run(faults), load.run(until_s))
         self._judge(load.outcomes, injector, stats)
         stats.counts["faults"] += injector.done
         stats.counts["faults left out"]["that could not hit"] += injector.skipped
@@ -240,15 +232,6 @@ class Harness:
                     stats.violations.append(f"trace {trace_id} is torn: {spans}")
             else:
                 stats.counts["traces"]["whole"] += 1
-
-    async def _log_progress(self, load: Load, injector: Injector) -> None:
-        while True:
-            await asyncio.sleep(_PROGRESS_S)
-            down = sorted({one.name for one in injector.outages.all if one.until_s is None})
-            self.log(
-                f"         … {len(load.outcomes)} requests ended, {load.running} run; "
-                f"down: {', '.join(down) or 'none'}"
-            )
 
     def _name_of(self, port: int) -> str:
         """Which process of the cluster has a connection from this local port."""

@@ -160,17 +160,13 @@ class Outcome:
 
 @dataclass
 class Load:
-    """`callers` clients; `running` counts requests under way, `outcomes` are those of the others.
-
-    `gateways` are routers and their HTTP addresses, in turn.
-    """
+    """`callers` clients; `gateways` are routers and their HTTP addresses, in turn."""
 
     client: AsyncClient
     gateways: Iterator[tuple[str, str]]
     runs: Sequence[Run]
     seed: int
     callers: int
-    running: int = 0
     outcomes: list[tuple[ChaosRequest, Outcome]] = field(default_factory=list)
 
     async def run(self, until_s: float) -> None:
@@ -189,12 +185,8 @@ class Load:
             await asyncio.sleep(PAUSE_AFTER_FAILURE_S if failed else dice.random() * PAUSE_S)
 
     async def _send(self, request: ChaosRequest) -> Outcome:
-        self.running += 1
-        try:
-            gateway = next(self.gateways) if request.http else ("", "")
-            outcome = await send(self.client, request, *gateway)
-        finally:
-            self.running -= 1
+        gateway = next(self.gateways) if request.http else ("", "")
+        outcome = await send(self.client, request, *gateway)
         self.outcomes.append((request, outcome))
         return outcome
 

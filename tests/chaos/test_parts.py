@@ -1,14 +1,11 @@
-"""The parts of chaos: the judge finds every violation; faults, the proxy and leaks are right."""
+"""What a chaos run trusts: the judge finds every violation, and faults do what they say."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
-import random
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +19,7 @@ from baton.client import Completion, TokenLogprobs, Usage
 from baton.local import ports
 from tests.chaos import load
 from tests.chaos.checks import SLACK, leaks
-from tests.chaos.faults import KV_FAULTS, LASTING, WEIGHTS, Fault, Injector, Outage, Outages, plan
+from tests.chaos.faults import KV_FAULTS, WEIGHTS, Fault, Injector, Outage, Outages, plan
 from tests.chaos.judge import violation
 from tests.chaos.kv_faults import Control, FaultyTransport
 from tests.chaos.load import ChaosRequest, Outcome, Run
@@ -118,40 +115,21 @@ def test_every_violation_is_found_and_nothing_else(
     assert bool(found) == bool(wrong)
 
 
-def test_requests_are_of_every_kind_and_repeatable() -> None:
-    requests = [load.next_request(random.Random(i), [RUN]) for i in range(300)]
-    assert requests == [load.next_request(random.Random(i), [RUN]) for i in range(300)]
-    assert all(1 <= one.max_tokens <= len(TOKENS) for one in requests)
-    for kind in (
-        [one for one in requests if one.timeout_s < load.LONG_TIMEOUT_S],
-        [one for one in requests if one.cancel_after < load.NEVER],
-        [one for one in requests if one.stop],
-        [one for one in requests if one.logprobs],
-        [one for one in requests if one.http],
-    ):
-        assert len(kind) > 10
-
-
 PROCESSES = {
     f"{role}-{number}": role for role in ("router", "prefill", "decode") for number in (0, 1)
 }
 
 
-def test_a_seed_decides_which_faults_hit_what_is_there() -> None:
+def test_a_seed_decides_faults_of_every_kind() -> None:
     faults = list(plan(1, 2000.0, PROCESSES))
     short = list(plan(1, 50.0, PROCESSES))
     assert short == faults[: len(short)] != list(plan(2, 50.0, PROCESSES))[: len(short)]
-    times = [fault.at_s for fault in faults]
-    assert times == sorted(times) and times[-1] < 2000.0
     assert {fault.kind for fault in faults} == set(WEIGHTS)
     for fault in faults:
-        low_s, high_s = LASTING.get(fault.kind, (0.0, 0.0))
-        assert low_s <= fault.duration_s <= high_s
         assert fault.target in {"kv": KV_FAULTS, "etcd": ("etcd",)}.get(fault.kind, PROCESSES)
         if fault.other:  # only a decode worker is called by prefill workers
             role = PROCESSES[fault.other]
             assert role == "router" or (PROCESSES[fault.target], role) == ("decode", "prefill")
-    assert any(PROCESSES.get(fault.target) == "router" for fault in faults)
 
 
 def test_outages_of_a_role_of_one_router_and_of_memory() -> None:
@@ -163,15 +141,13 @@ def test_outages_of_a_role_of_one_router_and_of_memory() -> None:
         Outage("router-1", "drain", 58.0, 70.0),
     ])  # fmt: skip
     assert not outages.role_down("decode", 0.0, 100.0), "not at one moment"
-    outages.all.append(Outage("decode-1", "hole", 19.0, 21.0))
-    for while_s, down in [((0.0, 100.0), True), ((19.5, 19.6), True), ((0.0, 18.0), False),
-                          ((20.5, 100.0), False)]:  # fmt: skip
-        assert outages.role_down("decode", *while_s) is down
-    outages.all.append(Outage("prefill-1", "kill", 13.0))
-    assert outages.role_down("prefill", 500.0, 600.0)
-    assert outages.role_down("router", 55.0, 59.0)
-    assert not outages.role_down("router", 50.0, 57.0)
-    assert outages.any_down(("router-0",), 55.0, 56.0, ("kill",))
+    outages.all += [Outage("decode-1", "hole", 19.0, 21.0), Outage("prefill-1", "kill", 13.0)]
+    for role, from_s, until_s, down in (
+        ("decode", 0.0, 100.0, True), ("decode", 19.5, 19.6, True), ("decode", 0.0, 18.0, False),
+        ("decode", 20.5, 100.0, False), ("prefill", 500.0, 600.0, True),
+        ("router", 55.0, 59.0, True), ("router", 50.0, 57.0, False),
+    ):  # fmt: skip
+        assert outages.role_down(role, from_s, until_s) is down, (role, from_s)
     assert outages.any_down(("router-1",), 65.0, 66.0)
     assert not outages.any_down(("router-1",), 65.0, 66.0, ("kill",))
     assert not outages.any_down(("router-1",), 71.0, 72.0)
@@ -202,92 +178,54 @@ def test_leaks_are_what_grew_beyond_the_slack_in_processes_that_lived() -> None:
         return {"tasks": {"a": 3}, "threads": {"main": 1}, "files": {"socket": 10 + extra}}
 
     slack = SLACK["files"]
-    assert leaks({1: held(0)}, {1: held(slack)}) == []
-    assert leaks({1: held(0)}, {2: held(1000)}) == []
+    assert leaks({1: held(0)}, {1: held(slack)}) == leaks({1: held(0)}, {2: held(1000)}) == []
     (found,) = leaks({1: held(0)}, {1: held(slack + 1)})
     assert "socket" in found
 
 
-def test_a_connection_belongs_to_the_process_that_opened_it() -> None:
-    dial = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with (
-            socket.create_connection(("127.0.0.1", port)) as mine,
-            subprocess.Popen(
-                [sys.executable, "-uc", f"{dial}; print(s.getsockname()[1]); input()", str(port)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            ) as other,
-        ):
-            assert other.stdin is not None and other.stdout is not None
-            theirs = int(other.stdout.readline())
-            pids = {"gone": 2**22 + 1, "other": other.pid, "me": os.getpid()}
-            assert owner(mine.getsockname()[1], pids) == "me"
-            assert owner(theirs, pids) == "other"
-            assert owner(theirs, {"me": os.getpid()}) == "unknown"
-            other.stdin.write("\n")
-
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def echoed(streams: Streams, data: bytes, timeout_s: float = 5.0) -> bytes:
-    """What comes back."""
-    streams[1].write(data)
-    async with asyncio.timeout(timeout_s):
-        return await streams[0].readexactly(len(data))
-
-
 async def test_the_proxy_cuts_holds_and_slows_one_caller_alone() -> None:
     names: dict[int, str] = {}  # by local port
-    writers = []
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        while data := await reader.read(1 << 16):
-            writer.write(data)
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
 
-    async def dial(caller: str) -> Streams:
+    async def dial(caller: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         names[mine := ports.free()] = caller
         port = int(proxy.address.rpartition(":")[2])
+        assert owner(mine, {"me": os.getpid()}) == "unknown"
         streams = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.1", mine))
-        writers.append(streams[1])
+        assert owner(mine, {"gone": 2**22 + 1, "me": os.getpid()}) == "me"
         return streams
 
+    async def echoed(caller: str, size: int = 4, timeout_s: float = 5.0) -> None:
+        reader, writer = streams[caller]
+        writer.write(b"x" * size)
+        async with asyncio.timeout(timeout_s):
+            assert await reader.readexactly(size) == b"x" * size
+
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    async with Proxy(server.sockets[0].getsockname()[1], names.__getitem__) as proxy:
-        one, other = await dial("one"), await dial("other")
-        for streams in (one, other):
-            assert await echoed(streams, b"x" * 100_000) == b"x" * 100_000
+    async with server, Proxy(server.sockets[0].getsockname()[1], names.__getitem__) as proxy:
+        streams = {caller: await dial(caller) for caller in ("one", "other")}
+        for caller in streams:
+            await echoed(caller, 100_000)
         proxy.cut("one")
         with pytest.raises(ConnectionResetError):
-            await one[0].readexactly(1)
-        one = await dial("one")
-        assert await echoed(one, b"again") == b"again"
-
+            await streams["one"][0].readexactly(1)
         proxy.hold("one")
-        late = await dial("one")  # a new connection is held, too
-        for streams in (one, late):
-            with pytest.raises(TimeoutError):
-                await echoed(streams, b"held", timeout_s=0.1)
-        assert await echoed(other, b"free") == b"free"
+        streams["one"] = await dial("one")  # a new connection is held, too
+        with pytest.raises(TimeoutError):
+            await echoed("one", timeout_s=0.1)
+        await echoed("other")
         proxy.release("one")
-        for streams in (one, late):
-            async with asyncio.timeout(5.0):
-                assert await streams[0].readexactly(4) == b"held"
-
+        assert await streams["one"][0].readexactly(4) == b"xxxx"
         proxy.slow(200_000.0, "one")
         began = time.monotonic()
-        await echoed(one, b"x" * 60_000)
+        await echoed("one", 60_000)
         assert time.monotonic() - began > 0.2
-        server.close()  # nothing listens behind the proxy: a new connection is reset
-        with pytest.raises(ConnectionResetError):
-            await (await dial("late"))[0].readexactly(1)
-        for writer in writers:
+        for _, writer in streams.values():
             writer.transport.abort()
-    await server.wait_closed()
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo"])
@@ -302,9 +240,13 @@ def test_faults_of_kv_transfers(tmp_path: Path, name: str) -> None:
         assert (sent.value, sent.num_bytes) == (arrived.value, arrived.num_bytes)
         assert torch.equal(pair.target.tensor[9], pair.source.tensor[3])
         for fault in ("corrupt", "lose"):
-            control.write_text(json.dumps({"fault": fault}))
-            _, sent, arrived = pair.move(local, remote)
-            assert pair.source.digest(local).value == sent.value != arrived.value
+            control.write_text(json.dumps({"fault": fault, "every": 2}))
+            spared = []
+            for _ in range(2):
+                _, sent, arrived = pair.move(local, remote)
+                assert pair.source.digest(local).value == sent.value
+                spared.append(sent.value == arrived.value)
+            assert spared == [True, False]
         control.write_text(json.dumps({"fault": "fail"}))
         with pytest.raises(errors.TransferFailed):
             pair.move(local, remote)
@@ -312,12 +254,3 @@ def test_faults_of_kv_transfers(tmp_path: Path, name: str) -> None:
         assert control.with_suffix(".done").read_text() == "corrupt\nlose\nfail\n"
     finally:
         pair.close()
-
-
-def test_some_puts_fail(tmp_path: Path) -> None:
-    control = tmp_path / "kv.json"
-    dice = Control(control)
-    control.write_text(json.dumps({"fault": "lose", "every": 2}))
-    assert [bool(dice.draw()) for _ in range(4)] == [False, True, False, True]
-    control.write_text(json.dumps({"fault": "corrupt", "share": 0.5}))
-    assert 50 < sum(bool(dice.draw()) for _ in range(200)) < 150

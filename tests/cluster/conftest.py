@@ -134,13 +134,12 @@ def own_shared_memory() -> set[str]:
     return names
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def fork_server(nothing_left_behind: None) -> AsyncIterator[None]:
+@pytest.fixture(scope="session")
+def fork_server(nothing_left_behind: None) -> Iterator[None]:
     """From now on the processes of clusters are forks of one that has imported torch."""
-    async with ForkServer() as server:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ChildProcess, "spawn", server.spawn)
-            yield
+    with ForkServer() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChildProcess, "spawn", server.spawn)
+        yield
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

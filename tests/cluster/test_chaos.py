@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.harness import Harness
 from tests.chaos.load import COMPLETE, Run, oracle_runs
 
-SECONDS = 9.0
+SECONDS = 7.0
 NEW_TOKENS = 60
 
 

@@ -212,7 +212,7 @@ async def test_speculation_changes_no_token(clusters: Clusters, oracle: Oracle) 
         assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
         assert whole.text == oracle.text(whole.token_ids)
         assert largest > 1
-    for at in (60, 83, 101):
+    for at in (60, 83):
         stop = whole.text[at : at + 5]
         done = await client.generate(case.prompt, **case.options, stop=stop)
         assert (done.stop, done.finish_reason) == (stop, "stop")

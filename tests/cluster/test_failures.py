@@ -1,4 +1,4 @@
-"""Workers killed, stopped or drained, KV lost, deadlines, cancels: no token changes.
+"""Workers killed, stopped or drained, deadlines, cancels: no token changes.
 
 On simulated engines, which prove every block that they read. Workers that are stopped (SIGSTOP)
 hang without exiting: sockets open, lease alive, no message. Bounds on gaps are loose, for a busy
@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +22,6 @@ from baton.config import RouterLimits
 from baton.errors import DeadlineExceeded, Overloaded, Unavailable
 from baton.local import ports
 from baton.local.cluster import LocalCluster
-from tests.chaos import kv_faults
 from tests.chaos.checks import stale_mappings
 from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED, Oracle, Streams, all_blocks_free, check
@@ -200,29 +196,25 @@ async def test_a_worker_or_router_that_stops_for_a_moment_moves_no_stream(
 async def test_a_decode_worker_outlives_its_prefill_workers(
     clusters: Clusters, simulated: Oracle
 ) -> None:
-    """The only prefill worker is killed and replaced three times; decode is never restarted."""
+    """The only prefill worker is replaced twice; decode is never restarted.
+
+    A prefill worker unmaps the pool of a decode worker that died: it would keep that memory alive.
+    """
     cluster, client = await clusters(**TWO)
     decode = cluster.processes["decode-0"].pid
-    for number in range(3):
+    for number in range(2):
         await start_again(cluster, "prefill-0")
         await cluster.wait_ready()
         await check(client, simulated, simulated.case(100, 40 * number))
     await all_blocks_free(client)
     assert cluster.processes["decode-0"].pid == decode and cluster.processes["decode-0"].running
 
-
-async def test_a_prefill_worker_unmaps_a_dead_decode_workers_pool(
-    clusters: Clusters, simulated: Oracle
-) -> None:
-    """It had mapped the pool to write into it, and would keep that memory alive."""
-    cluster, client = await clusters(**TWO)
     stale = partial(stale_mappings, cluster)
-    for number in range(2):
-        await check(client, simulated, simulated.case(100), cache_salt=f"mapped-{number}")
-        await eventually(stale, lambda found: not found, "in use")
-        await start_again(cluster, "decode-0")
-        await cluster.wait_ready()
-        await eventually(stale, lambda found: not found, "still mapped", 15.0)
+    await eventually(stale, lambda found: not found, "in use")
+    await start_again(cluster, "decode-0")
+    await cluster.wait_ready()
+    await eventually(stale, lambda found: not found, "still mapped", 15.0)
+    await check(client, simulated, simulated.case(100), cache_salt="mapped")
 
 
 async def test_no_worker_of_a_role(clusters: Clusters) -> None:
@@ -239,46 +231,6 @@ async def test_no_worker_of_a_role(clusters: Clusters) -> None:
                 await client.generate([5] * 40, max_tokens=4, timeout=30.0)
             assert refused.value.retry_after_s > 0
             await cluster.start_again(f"{role}-0")
-
-
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-async def test_corrupted_or_lost_kv_is_detected_and_sent_again(
-    clusters: Clusters, simulated: Oracle, tmp_path: Path, transport: str
-) -> None:
-    """Every second transfer is changed, short or broken off on its way: tokens are the same."""
-    control = tmp_path / "kv.json"
-    _, client = await clusters(
-        alone=True,
-        engine=SIMULATED,
-        transport=transport,
-        programs={"prefill": [sys.executable, "-m", "tests.chaos.process"]},
-        env={kv_faults.VARIABLE: str(control)},
-    )
-    for fault in ("corrupt", "lose", "fail"):
-        control.write_text(json.dumps({"fault": fault, "every": 2}))
-        await Streams(client, simulated, simulated.mixed(12, new_tokens=24)).run()
-        control.unlink()
-        assert fault in control.with_suffix(".done").read_text()
-        await all_blocks_free(client)
-    await check(client, simulated, simulated.case(90, 600, "seeded"))
-    await all_blocks_free(client)
-
-
-async def test_a_reservation_that_expires_is_made_elsewhere(
-    clusters: Clusters, simulated: Oracle
-) -> None:
-    """decode-0's reservation expires before the prompt in front is computed."""
-    _, client = await clusters(
-        alone=True,
-        engine=SIMULATED,
-        decode=2,
-        transport="gloo",
-        extra_args={"decode-0": ["--reservation-lease", "0.01"]},
-    )
-    cases = [simulated.case(1500, 17 * n) for n in range(6)]
-    done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
-    assert any(one.route.attempts > 1 for one in done), "no reservation expired"
-    await all_blocks_free(client)
 
 
 async def test_a_deadline_is_kept_wherever_it_passes(clusters: Clusters, simulated: Oracle) -> None:

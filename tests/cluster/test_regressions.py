@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from baton import rpc
 from baton.config import ClusterConfig
@@ -15,8 +19,9 @@ from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import is_complete
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.chaos import kv_faults
 from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import SIMULATED, Oracle, all_blocks_free, check
+from tests.cluster.oracle import SIMULATED, Oracle, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +52,46 @@ async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
     for one in done:
         spans = await receiver.store.wait_for(one.trace_id, is_complete, 20.0)
         assert [span.name for span in spans].count("kv.transfer") == one.route.attempts
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+async def test_corrupted_or_lost_kv_is_detected_and_sent_again(
+    clusters: Clusters, simulated: Oracle, tmp_path: Path, transport: str
+) -> None:
+    """Every second transfer is changed, short or broken off on its way: tokens are the same."""
+    control = tmp_path / "kv.json"
+    _, client = await clusters(
+        alone=True,
+        engine=SIMULATED,
+        transport=transport,
+        programs={"prefill": [sys.executable, "-m", "tests.chaos.process"]},
+        env={kv_faults.VARIABLE: str(control)},
+    )
+    for fault in ("corrupt", "lose", "fail"):
+        control.write_text(json.dumps({"fault": fault, "every": 2}))
+        await Streams(client, simulated, simulated.mixed(12, new_tokens=24)).run()
+        control.unlink()
+        assert fault in control.with_suffix(".done").read_text()
+        await all_blocks_free(client)
+    await check(client, simulated, simulated.case(90, 600, "seeded"))
+    await all_blocks_free(client)
+
+
+async def test_a_reservation_that_expires_is_made_elsewhere(
+    clusters: Clusters, simulated: Oracle
+) -> None:
+    """decode-0's reservation expires before the prompt in front is computed."""
+    _, client = await clusters(
+        alone=True,
+        engine=SIMULATED,
+        decode=2,
+        transport="gloo",
+        extra_args={"decode-0": ["--reservation-lease", "0.01"]},
+    )
+    cases = [simulated.case(1500, 17 * n) for n in range(6)]
+    done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
+    assert any(one.route.attempts > 1 for one in done), "no reservation expired"
+    await all_blocks_free(client)
 
 
 async def test_a_full_decode_worker_costs_no_prefill(clusters: Clusters, simulated: Oracle) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -231,26 +230,21 @@ async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(
     spans = await spans_of(own_receiver, broken)
     assert share(spans) >= LEAST_SHARE
     assert sum(span.name == "router.attempt" for span in spans) == broken.route.attempts
-    await eventually(lambda: asyncio.sleep(0, failed_traces(own_receiver.store)), bool, "no trace")
-    assert own_receiver.store.trace(healthy.trace_id) == []
-    assert len(own_receiver.store) == 3
+    store = own_receiver.store
+
+    async def cut() -> list[Span]:
+        """The ends of whole traces of requests that failed."""
+        whole = [
+            spans for one in list(store._traces) if is_complete(spans := store.trace(one), SERVICES)
+        ]
+        ends = [span for spans in whole for span in spans if span.name == "router.generate"]
+        return [one for one in ends if one.error is not None or "baton.cancelled" in one.attributes]
+
+    await eventually(cut, bool, "no trace")
+    assert store.trace(healthy.trace_id) == []
+    assert len(store) == 3
 
     lines = [json.loads(line) for line in cluster.processes["router"].log if line.startswith("{")]
     (failed,) = (line for line in lines if line.get("trace_id") == broken.trace_id)
     assert failed["logger"].startswith("router.dispatch") and failed["level"] == "warning"
     assert failed["request_id"] in failed["message"]
-
-
-def failed_traces(store: SpanStore) -> list[str]:
-    """Whole traces whose requests ended with an error."""
-    found = []
-    for trace_id in list(store._traces):
-        spans = store.trace(trace_id)
-        cut = any(
-            span.name == "router.generate"
-            and (span.error is not None or "baton.cancelled" in span.attributes)
-            for span in spans
-        )
-        if cut and is_complete(spans, SERVICES):
-            found.append(trace_id)
-    return found

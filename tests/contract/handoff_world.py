@@ -8,7 +8,6 @@ out the same when it is tried again.
 """
 
 import asyncio
-import itertools
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from unittest import mock
@@ -229,6 +228,14 @@ class Handoff:
         self.granted = ()
         self.attempt += 1
 
+    def fields(self):
+        """Those that every message of its sender has."""
+        return {
+            "handoff_id": self.name,
+            "reservation_token": self.token,
+            "incarnation": self.writer.incarnation,
+        }
+
 
 class Writer:
     """A prefill process: its pool holds the right KV of one handoff at a time in its blocks."""
@@ -241,14 +248,11 @@ class Writer:
         self.link = None
 
     async def offer(self):
-        response = await self.world.receiver.offer(
-            pb.OfferRequest(
-                incarnation=self.incarnation,
-                target_incarnation="d",
-                kv=DESCRIPTOR,
-                transports=[common_pb2.TRANSPORT_MEMORY],
-            )
+        request = pb.OfferRequest(
+            incarnation=self.incarnation, target_incarnation="d", kv=DESCRIPTOR
         )
+        request.transports.append(common_pb2.TRANSPORT_MEMORY)
+        response = await self.world.receiver.offer(request)
         self.link = self.world.transport.connect(self.pool, response.endpoint, 0, 1.0)
         self.epochs.append(response.epoch)
 
@@ -271,10 +275,6 @@ class Writer:
             content = float(token) if value is None else value
             self.pool.tensor[n // BLOCK_SIZE, ..., n % BLOCK_SIZE, :] = content
         return Slots(tuple(range(-(-len(tokens) // BLOCK_SIZE))), len(tokens))
-
-
-def names(prefix):
-    return (f"{prefix}{n}" for n in itertools.count())
 
 
 def prompt(family, num_tokens):

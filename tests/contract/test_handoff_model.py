@@ -7,6 +7,7 @@ a few turns of its event loop, or until everything has come to rest.
 `HYPOTHESIS_PROFILE=long` looks longer, and elsewhere each time.
 """
 
+import itertools
 import logging
 import os
 
@@ -19,7 +20,7 @@ from baton.errors import KvCorrupted, Overloaded, Stale, Unavailable
 from baton.prefix import token_digest
 from baton.v1 import handoff_pb2 as pb
 
-from .handoff_world import LEASE_S, Handoff, World, Writer, content_of, names, prompt, spec
+from .handoff_world import LEASE_S, Handoff, World, Writer, content_of, prompt, spec
 
 ROUTERS = ("r0", "r1")
 REST = (None, True)  # until nothing moves
@@ -44,7 +45,7 @@ class DecodeWorker(RuleBasedStateMachine):
         super().__init__()
         self.verified = set()  # sequences that may run
         self.world = World(self.verified.__contains__)
-        self.names, self.numbers = names("h"), iter(range(10_000))
+        self.numbers = itertools.count()
         self.handoffs, self.writers = [], []
 
     # What always holds.
@@ -59,18 +60,11 @@ class DecodeWorker(RuleBasedStateMachine):
     def granted_blocks_have_one_owner(self):
         blocks = self.world.blocks
         for handoff in self.handoffs:
-            others = {
-                block
-                for other in self.handoffs
-                if other is not handoff
-                for block in other.sequence.block_ids
-            }
-            own = set(handoff.sequence.block_ids)
             for block in handoff.granted:
-                assert block in own or block in blocks._quarantined
-                assert block not in others
+                owners = [h for h in self.handoffs if block in h.sequence.block_ids]
+                assert owners in ([handoff], []), "others have it"
+                assert block in blocks._quarantined or (owners and blocks._refs[block] == 1)
                 assert block not in blocks._entries, "unverified bytes are in the prefix cache"
-                assert block in blocks._quarantined or blocks._refs[block] == 1
 
     @invariant()
     def blocks_hold_what_they_should(self):
@@ -92,8 +86,8 @@ class DecodeWorker(RuleBasedStateMachine):
             handoff.stop_writing()
             if handoff.owes_abort and handoff.writer.alive:
                 self.send_abort(handoff, False, REST)
-        for writer in self.unnoticed():
-            self.notice(writer, REST)
+        while self.unnoticed():
+            self.notice_death(0, REST)
         held = self.world.blocks.num_quarantined
         assert held == 0, f"{held} blocks are quarantined though no writer is left"
         self.world.pass_time(2 * LEASE_S)  # no sender comes back: leases must end it
@@ -142,9 +136,7 @@ class DecodeWorker(RuleBasedStateMachine):
     @precondition(lambda self: self.unnoticed())
     @rule(which=WHICH, pace=PACE)
     def notice_death(self, which, pace):
-        self.notice(pick(self.unnoticed(), which), pace)
-
-    def notice(self, writer, pace):
+        writer = pick(self.unnoticed(), which)
         writer.noticed = True
         for handoff in self.handoffs:
             if handoff.writer is writer:
@@ -168,7 +160,7 @@ class DecodeWorker(RuleBasedStateMachine):
         """A router asks for blocks; with `local`, decode may start what is short by itself."""
         router = pick(list(self.world.queues), which)
         family, num_tokens, max_tokens, time_left_s = shape
-        name, tokens = next(self.names), prompt(family, num_tokens)
+        name, tokens = f"h{next(self.numbers)}", prompt(family, num_tokens)
         wanted = spec(name, tokens, max_tokens, time_left_s)
 
         async def call():
@@ -213,7 +205,7 @@ class DecodeWorker(RuleBasedStateMachine):
         handoff.withdrawn, attempt = False, handoff.attempt
         handoff.owes_abort = True
         request = pb.ReadyRequest(
-            **self.named(handoff),
+            **handoff.fields(),
             epoch=handoff.epoch,
             first_token=handoff.cached,
             num_tokens=len(handoff.tokens) - handoff.cached,
@@ -250,7 +242,7 @@ class DecodeWorker(RuleBasedStateMachine):
         writer = handoff.writer
         digest = writer.digest(handoff)
         request = pb.CommitRequest(
-            **self.named(handoff),
+            **handoff.fields(),
             epoch=handoff.epoch,
             num_tokens=len(handoff.tokens),
             num_bytes=digest.num_bytes,
@@ -274,7 +266,7 @@ class DecodeWorker(RuleBasedStateMachine):
                 assert not good
                 handoff.corrupted = True
             except (Stale, Unavailable):
-                entry = self.world.reservations._entries.get(handoff.name)
+                entry = self.entry(handoff)
                 if entry is None or not entry.decoding:
                     self.verified.discard(handoff.name)
             else:
@@ -308,26 +300,24 @@ class DecodeWorker(RuleBasedStateMachine):
     @precondition(lambda self: self.owing())
     @rule(which=WHICH, how=st.sampled_from(["answered", "lost", "resend"]), pace=PACE)
     def abort(self, which, how, pace):
-        """The writer stops; its Abort arrives now, never, or announces a resend."""
+        """The writer stops; its Abort arrives now, never, or announces a resend.
+
+        A resend keeps the reservation, and after it nothing is granted.
+        """
         handoff = pick(self.owing(), which)
+        at_rest = how == "resend" and pace[0] is None
+        if at_rest:
+            self.move(REST)
+        reserved = self.is_reserved(handoff)
         handoff.stop_writing()
         if how != "lost":
             self.send_abort(handoff, how == "resend", pace)
-
-    @precondition(lambda self: self.owing())
-    @rule(which=WHICH)
-    def withdraw_and_find_it_reserved(self, which):
-        """A resend keeps the reservation, and after it nothing is granted."""
-        handoff = pick(self.owing(), which)
-        self.move(REST)
-        reserved = self.is_reserved(handoff)
-        handoff.stop_writing()
-        self.send_abort(handoff, True, REST)
-        assert self.is_reserved(handoff) == reserved
-        assert not self.world.receiver.writing(handoff.name)
+        if at_rest:
+            assert self.is_reserved(handoff) == reserved
+            assert not self.world.receiver.writing(handoff.name)
 
     def send_abort(self, handoff, resend, pace):
-        request = pb.AbortRequest(**self.named(handoff), reason="test", resend=resend)
+        request = pb.AbortRequest(**handoff.fields(), reason="test", resend=resend)
 
         async def call():
             try:
@@ -404,17 +394,10 @@ class DecodeWorker(RuleBasedStateMachine):
         ticks, turn = pace
         if ticks is None:
             self.world.settle()
-            return
-        self.world.tick(ticks)
-        if turn:
-            self.world.engine_turn()
-
-    def named(self, handoff):
-        return {
-            "handoff_id": handoff.name,
-            "reservation_token": handoff.token,
-            "incarnation": handoff.writer.incarnation,
-        }
+        else:
+            self.world.tick(ticks)
+            if turn:
+                self.world.engine_turn()
 
     def living(self):
         return [writer for writer in self.writers if writer.alive]
@@ -432,23 +415,23 @@ class DecodeWorker(RuleBasedStateMachine):
 
     def grantable(self):
         """Reserved ones whose sender has not sent Ready, or has announced a resend."""
-        return [
-            h for h in self.handoffs if self.is_reserved(h) and (h.withdrawn or not h.owes_abort)
-        ]
+        reserved = filter(self.is_reserved, self.handoffs)
+        return [h for h in reserved if h.withdrawn or not h.owes_abort]
+
+    def entry(self, handoff):
+        return self.world.reservations._entries.get(handoff.name)
 
     def is_reserved(self, handoff):
-        entry = self.world.reservations._entries.get(handoff.name)
+        entry = self.entry(handoff)
         return entry is not None and entry.blocks is not None and not entry.decoding
 
     def is_there(self, handoff):
         """Whether the handoff's KV lies in decode's blocks, however it came there."""
-        entry = self.world.reservations._entries.get(handoff.name)
+        entry = self.entry(handoff)
         if entry is None or entry.blocks is None:
             return False
-        slots = [
-            slot for block in entry.blocks.block_ids for slot in content_of(self.world.pool, block)
-        ]
-        return slots[: len(handoff.tokens)] == handoff.tokens
+        found = self.world.pool[list(entry.blocks.block_ids), 0, 0, 0, :, 0].flatten().tolist()
+        return found[: len(handoff.tokens)] == handoff.tokens
 
 
 common = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
