@@ -87,10 +87,10 @@ def span_message(span: Span) -> trace_pb2.Span:
     """A span as `TraceService` sends it."""
     values = asdict(span)
     del values["trace_id"]
-    values["attributes"] = {
-        key: trace_pb2.AttributeValue(**{_VALUE_FIELDS[type(value)]: value})
-        for key, value in span.attributes.items()
+    typed: dict[str, dict[str, Any]] = {
+        key: {_VALUE_FIELDS[type(value)]: value} for key, value in span.attributes.items()
     }
+    values["attributes"] = {key: trace_pb2.AttributeValue(**one) for key, one in typed.items()}
     return trace_pb2.Span(**values)
 
 
