@@ -94,4 +94,5 @@ class _LastFailure(logging.Filter):
 
 
 _FAILURE = _LastFailure()
-logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").addFilter(_FAILURE)
+# Before the exporter's own filter, which drops a warning like the last one, of another collector.
+logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters.insert(0, _FAILURE)

@@ -26,6 +26,7 @@ from baton.v1 import trace_pb2, trace_pb2_grpc
 _QUIET_S = 1.0  # exporters send several times a second: after this nothing more is on its way
 _MAX_WAIT_S = 10.0  # what has not come by then died with its process
 _MAX_LISTED = 20
+_VALUE_FIELDS = {bool: "flag", int: "integer", float: "number", str: "text"}
 
 
 class OtlpReceiver(
@@ -86,7 +87,10 @@ def span_message(span: Span) -> trace_pb2.Span:
     """A span as `TraceService` sends it."""
     values = asdict(span)
     del values["trace_id"]
-    values["attributes"] = {key: _value_message(v) for key, v in span.attributes.items()}
+    typed: dict[str, dict[str, Any]] = {
+        key: {_VALUE_FIELDS[type(value)]: value} for key, value in span.attributes.items()
+    }
+    values["attributes"] = {key: trace_pb2.AttributeValue(**one) for key, one in typed.items()}
     return trace_pb2.Span(**values)
 
 
@@ -95,23 +99,13 @@ def span_of(trace_id: str, message: trace_pb2.Span) -> Span:
     names = {field.name for field in fields(Span)} - {"trace_id", "attributes", "error"}
     return Span(
         trace_id,
-        attributes={key: _value(value) for key, value in message.attributes.items()},
+        attributes={
+            key: getattr(value, value.WhichOneof("value"))
+            for key, value in message.attributes.items()
+        },
         error=message.error if message.HasField("error") else None,
         **{name: getattr(message, name) for name in names},
     )
-
-
-def _value_message(value: AttributeValue) -> trace_pb2.AttributeValue:
-    kinds = {bool: "flag", int: "integer", float: "number", str: "text"}
-    message = trace_pb2.AttributeValue()
-    setattr(message, kinds[type(value)], value)
-    return message
-
-
-def _value(message: trace_pb2.AttributeValue) -> AttributeValue:
-    kind = message.WhichOneof("value")
-    value: AttributeValue = getattr(message, kind) if kind else ""
-    return value
 
 
 def _received(request: Any) -> Iterator[Span]:

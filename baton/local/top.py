@@ -28,7 +28,7 @@ from rich.text import Text
 from baton.client.results import transport_name
 from baton.errors import ConfigError, Unavailable
 from baton.local import top_view
-from baton.local.top_view import PairLine, PolledRouter, WorkerLine, polling
+from baton.local.top_view import PolledRouter, WorkerLine, polling
 from baton.local.trace_tree import bytes_text
 from baton.v1 import fleet_pb2
 
@@ -417,14 +417,8 @@ _ROUTER_COLUMNS = (
 )
 
 
-def _sent_per_s(pair: PairLine) -> str | None:
-    rate = pair.rate("sent_bytes")
-    return None if rate is None else bytes_text(rate)
-
-
-def _wire(pair: PairLine) -> str | None:
-    rate = pair.wire_bytes_per_s
-    return None if rate is None else f"{rate / 1e9:.2f}"
+def _shown(value: float | None, text: Callable[[float], str]) -> str | None:
+    return None if value is None else text(value)
 
 
 _PAIR_COLUMNS = (
@@ -432,7 +426,7 @@ _PAIR_COLUMNS = (
     Column("decode", lambda p: p.status.decode, left=True),
     Column("over", lambda p: transport_name(p.status.transport), left=True),
     Column("link", lambda p: _state_text(p.status.state), left=True),
-    Column("KV/s", _sent_per_s, 1),
-    Column("wire GB/s", _wire, 3),
+    Column("KV/s", lambda p: _shown(p.rate("sent_bytes"), bytes_text), 1),
+    Column("wire GB/s", lambda p: _shown(p.wire_gb_per_s, "{:.2f}".format), 3),
     Column("sent", lambda p: bytes_text(p.status.sent_bytes), 2),
 )

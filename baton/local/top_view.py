@@ -160,10 +160,10 @@ class PairLine(NamedTuple):
         return self.router.rate(read)
 
     @property
-    def wire_bytes_per_s(self) -> float | None:
+    def wire_gb_per_s(self) -> float | None:
         """While something was sent; None when nothing was."""
         sent, ms = self.rate("sent_bytes"), self.rate("sent_ms")
-        return 1e3 * sent / ms if sent is not None and ms else None
+        return sent / ms / 1e6 if sent is not None and ms else None
 
 
 def _link(pair: worker_pb2.PairStatus) -> tuple[str, str, int]:

@@ -375,7 +375,7 @@ def test_an_address_without_a_router_is_an_error_with_the_fix(command, capsys):
     assert cli.main([*command, "--target", target]) == 1
     assert f"error: no router answers at {target}: start one with" in capsys.readouterr().err
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         target = f"127.0.0.1:{server.server_port}"
         exit_status = cli.main([*command, "--target", target])
         server.shutdown()

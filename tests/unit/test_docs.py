@@ -49,18 +49,14 @@ def options():
 
 
 @pages
-def test_every_baton_command_parses(page, capsys):
+def test_what_a_page_names_exists(page, capsys):
+    """Commands, options, variables, make's targets, benchmarks, files, metrics and links."""
     for command in commands(page, "baton"):
         words = shlex.split(re.split(r"[|>]", command)[0])[1:]
         try:
             cli.parser().parse_args(words)
         except SystemExit:
             pytest.fail(f"{command}\n{capsys.readouterr().err}")
-
-
-@pages
-def test_what_a_page_names_exists(page):
-    """Options, variables, make's targets, benchmarks, files, metrics and links."""
     pieces, text = code(page), page.read_text(encoding="utf-8")
     shown = "\n".join(pieces)
     for name in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", shown)):

@@ -52,8 +52,14 @@ def test_a_machine_is_looked_at_without_torch() -> None:
 
 
 def test_programs_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+
     monkeypatch.setattr(doctor, "BUILT_KERNELS", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(doctor, "version_of", lambda package: None)
     no_etcd = mock.Mock(side_effect=ConfigError("no etcd to start: put etcd on PATH"))
     monkeypatch.setattr(etcd, "etcd_binary", no_etcd)
@@ -61,11 +67,19 @@ def test_programs_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fixes = {"torch": "baton-serving[worker]", "etcd": "put etcd on PATH", "CPU kernels": "g++"}
     for subject, fix in fixes.items():
         assert found[subject].level == "warn" and fix in found[subject].fix
-    (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "g++").chmod(0o700)
+    program("g++", "exit 1")
     assert "does not run" in doctor.compiler().text
     (tmp_path / "avx2-0.so").touch()
     assert doctor.compiler().level == "ok"
+
+    assert "baton-serving[gpu]" in doctor.triton(needed=True).fix
+    monkeypatch.setattr(doctor, "version_of", lambda package: "3.7.1")
+    assert doctor.triton(needed=False).level == "ok"
+    assert "C compiler" in doctor.triton(needed=True).text
+    program("gcc", "")
+    assert doctor.triton(needed=True).fix == "install python3-dev"
+    (tmp_path / "Python.h").touch()
+    assert doctor.triton(needed=True).text == "3.7.1"
 
 
 def test_cores_and_memory_are_what_the_container_may_have(
@@ -144,22 +158,6 @@ def test_gpus_by_driver_and_torch(
     for subject, text in found.items():
         assert re.match(text, shown[subject]), shown[subject]
     assert "NCCL_IB_DISABLE" not in shown
-
-
-def test_what_triton_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version_of", lambda package: "3.7.1")
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.triton(needed=False).level == "ok"
-    assert "C compiler" in doctor.triton(needed=True).text
-    (tmp_path / "gcc").write_text("#!/bin/sh\n")
-    (tmp_path / "gcc").chmod(0o700)
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert doctor.triton(needed=True).fix == "install python3-dev"
-    (tmp_path / "Python.h").touch()
-    assert doctor.triton(needed=True).text == "3.7.1"
-    monkeypatch.setattr(doctor, "version_of", lambda package: None)
-    assert "baton-serving[gpu]" in doctor.triton(needed=True).fix
 
 
 def finding(level: str, subject: str, text: str, fix: str = "") -> dict[str, str]:

@@ -12,68 +12,33 @@ from baton.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, MAX_TOP_LOGPROBS, Sampl
 from baton.v1 import common_pb2
 
 VOCAB = 1000
-NAN = float("nan")
-INFINITY = float("inf")
-
-WRONG: list[tuple[str, Any]] = [
-    ("temperature", -0.1),
-    ("temperature", 100.5),
-    ("temperature", NAN),
-    ("temperature", INFINITY),
-    ("top_p", 0.0),
-    ("top_p", 1.01),
-    ("top_p", NAN),
-    ("min_p", -0.01),
-    ("min_p", 1.01),
-    ("min_p", NAN),
-    ("repetition_penalty", 0.0),
-    ("repetition_penalty", 101.0),
-    ("repetition_penalty", NAN),
-    ("presence_penalty", -2.1),
-    ("presence_penalty", NAN),
-    ("frequency_penalty", 2.1),
-    ("frequency_penalty", NAN),
-    ("max_tokens", 0),
-    ("min_tokens", DEFAULT_MAX_TOKENS + 1),
-    ("min_tokens", -1),
-    ("seed", -1),
-    ("seed", MAX_SEED + 1),
-    ("logprobs", MAX_TOP_LOGPROBS + 1),
-    ("logit_bias", {1: 100.5}),
-    ("logit_bias", {1: NAN}),
-    ("logit_bias", {VOCAB: 1.0}),
-    ("stop_token_ids", frozenset({VOCAB})),
-]
-RIGHT: list[tuple[str, Any]] = [
-    ("temperature", 0.0),
-    ("temperature", 100.0),
-    ("top_p", 1.0),
-    ("top_p", 1e-6),
-    ("min_p", 1.0),
-    ("repetition_penalty", 100.0),
-    ("presence_penalty", -2.0),
-    ("frequency_penalty", 2.0),
-    ("max_tokens", 1),
-    ("min_tokens", DEFAULT_MAX_TOKENS),
-    ("seed", MAX_SEED),
-    ("logprobs", None),
-    ("logprobs", 0),
-    ("logprobs", MAX_TOP_LOGPROBS),
-    ("logit_bias", {0: -100.0, VOCAB - 1: 100.0}),
-    ("stop_token_ids", frozenset({0, VOCAB - 1})),
-]
+NAN, INFINITY = float("nan"), float("inf")
+# By field: what is out of range, and what is just inside.
+RANGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([-0.1, 100.5, NAN, INFINITY], [0.0, 100.0]),
+    "top_p": ([0.0, 1.01, NAN], [1.0, 1e-6]),
+    "min_p": ([-0.01, 1.01, NAN], [1.0]),
+    "repetition_penalty": ([0.0, 101.0, NAN], [100.0]),
+    "presence_penalty": ([-2.1, NAN], [-2.0]),
+    "frequency_penalty": ([2.1, NAN], [2.0]),
+    "max_tokens": ([0], [1]),
+    "min_tokens": ([DEFAULT_MAX_TOKENS + 1, -1], [DEFAULT_MAX_TOKENS]),
+    "seed": ([-1, MAX_SEED + 1], [MAX_SEED]),
+    "logprobs": ([MAX_TOP_LOGPROBS + 1], [None, 0, MAX_TOP_LOGPROBS]),
+    "logit_bias": ([{1: 100.5}, {1: NAN}, {VOCAB: 1.0}], [{0: -100.0, VOCAB - 1: 100.0}]),
+    "stop_token_ids": ([frozenset({VOCAB})], [frozenset({0, VOCAB - 1})]),
+}
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_what_is_out_of_range_is_named(name, value):
-    with pytest.raises(InvalidRequest, match=f"^{name} must be ") as refused:
+@pytest.mark.parametrize("name", RANGES)
+def test_what_is_out_of_range_is_named(name):
+    outside, inside = RANGES[name]
+    for value in outside:
+        with pytest.raises(InvalidRequest, match=f"^{name} must be ") as refused:
+            SamplingParams(**{name: value}).validate(VOCAB)
+        assert refused.value.field == f"sampling.{name}"
+    for value in inside:
         SamplingParams(**{name: value}).validate(VOCAB)
-    assert refused.value.field == f"sampling.{name}"
-
-
-@pytest.mark.parametrize(("name", "value"), RIGHT)
-def test_limits_themselves_are_in_range(name, value):
-    SamplingParams(**{name: value}).validate(VOCAB)
 
 
 def singles(low, high):

@@ -27,14 +27,13 @@ MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
 def cluster(
     *,
     extra: Mapping[str, Sequence[str]] | None = None,
-    programs: Mapping[str, Sequence[str]] | None = None,
     say: Callable[[str], None] = lambda text: None,
     on_line: Callable[[str, str], None] | None = None,
     **config: Any,
 ) -> LocalCluster:
     return LocalCluster(
         ClusterConfig(**{"port": 0, "drain_s": 5.0, **config}),
-        programs={**MEMBERS, **(programs or {})},
+        programs=MEMBERS,
         extra_args=extra or {},
         say=say,
         on_line=on_line,
@@ -61,11 +60,24 @@ async def lines_with(said: list[str], text: str, count: int = 1) -> list[str]:
     return await eventually(lines, lambda seen: len(seen) >= count, f"no {text!r}", 30.0)
 
 
-async def test_starts_and_leaves_nothing() -> None:
+async def test_starts_with_its_gpus_programs_and_arguments_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Programs and further arguments go by name before role."""
     said: list[str] = []
     lines: list[tuple[str, str]] = []
-    started = cluster(decode=2, say=said.append, on_line=lambda *line: lines.append(line))
+    named = [*MEMBER[:1], "-X", "utf8", *MEMBER[1:]]
+    extra = {"decode": ["--advertise", "h:1"], "decode-0": ["--advertise", "h:2"]}
+    monkeypatch.setattr(local_cluster.resources, "count_gpus", lambda: 2)
+    started = LocalCluster(
+        ClusterConfig(port=0, decode=2, metrics_port=0),
+        programs={**MEMBERS, "decode-1": named},
+        extra_args=extra,
+        say=said.append,
+        on_line=lambda *line: lines.append(line),
+    )
     async with started:
+        assert started._start_timeout_s == 900  # weights come from a disk, kernels are compiled
         assert set(started.processes) == {"router", "prefill-0", "decode-0", "decode-1"}
         assert {p.role for p in started.processes.values()} == {"router", "prefill", "decode"}
         assert started.etcd is not None
@@ -73,44 +85,30 @@ async def test_starts_and_leaves_nothing() -> None:
         assert all(exists(pid) for pid in pids)
         assert all(os.getpgid(p.pid) == p.pid for p in started.processes.values())
         assert len(started.membership.records) == 3
-        port = int(started.address.rpartition(":")[2])
-    assert not any(exists(pid) for pid in pids)
-    ports.check_free("127.0.0.1", port)
-    assert ("decode-1", "decode begins") in lines
-    assert started.processes["decode-1"].log_tail() == "decode begins\ndecode ended by itself"
-    assert "router ended by itself" in started.processes["router"].log
-    assert all(p.exit_status == 0 for p in started.processes.values())
-    assert sum(" ready in " in text for text in said) == 4  # etcd and three workers
-
-
-async def test_workers_get_their_gpus_programs_and_arguments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Programs and further arguments go by name before role."""
-    said: list[str] = []
-    named = [*MEMBER[:1], "-X", "utf8", *MEMBER[1:]]
-    extra = {"decode": ["--advertise", "h:1"], "decode-0": ["--advertise", "h:2"]}
-    monkeypatch.setattr(local_cluster.resources, "count_gpus", lambda: 2)
-    programs = {"decode-1": named}
-    async with cluster(
-        decode=2, say=said.append, metrics_port=0, extra=extra, programs=programs
-    ) as started:
-        assert started._start_timeout_s == 900  # weights come from a disk, kernels are compiled
         places = {}
         for name in started.processes:
             settings = settings_of(started, name)
             places[name] = settings.get("device", ""), settings.get("gpu-memory", 0.9)
             assert "cpus" not in settings
             assert started.metrics[name] == f"127.0.0.1:{settings['metrics-port']}"
-        first, second = (started.processes[f"decode-{n}"].argv for n in (0, 1))
+        port = int(started.address.rpartition(":")[2])
+    assert not any(exists(pid) for pid in pids)
+    ports.check_free("127.0.0.1", port)
     assert places == {
         "router": ("", 0.9), "prefill-0": ("cuda:0", 0.9), "decode-0": ("cuda:1", 0.45),
         "decode-1": ("cuda:1", 0.45),
     }  # fmt: skip
     assert "GPUs: prefill-0 on cuda:0, decode-0 on cuda:1, decode-1 on cuda:1" in said
-    assert first[:3] == [*MEMBER, "decode-worker"] and second[:5] == [*named, "decode-worker"]
-    assert first[-6:] == ["--name", "decode-0", "--advertise", "h:1", "--advertise", "h:2"]
-    assert second[-4:] == ["--name", "decode-1", "--advertise", "h:1"]
+    assert sum(" ready in " in text for text in said) == 4  # etcd and three workers
+    first, second = (started.processes[f"decode-{n}"] for n in (0, 1))
+    assert first.argv[:3] == [*MEMBER, "decode-worker"]
+    assert second.argv[:5] == [*named, "decode-worker"]
+    assert first.argv[-6:] == ["--name", "decode-0", "--advertise", "h:1", "--advertise", "h:2"]
+    assert second.argv[-4:] == ["--name", "decode-1", "--advertise", "h:1"]
+    assert ("decode-1", "decode begins") in lines
+    assert second.log_tail() == "decode begins\ndecode ended by itself"
+    assert "router ended by itself" in started.processes["router"].log
+    assert all(p.exit_status == 0 for p in started.processes.values())
 
 
 async def test_a_failed_start_is_named_and_leaves_nothing() -> None:
@@ -118,30 +116,6 @@ async def test_a_failed_start_is_named_and_leaves_nothing() -> None:
     with pytest.raises(Unavailable, match=r"decode-0 exited with status 1(?s:.*)checkpoint is bro"):
         await failing.__aenter__()
     assert not any(p.running for p in failing.processes.values())
-
-
-async def test_a_crashed_worker_is_started_again_unless_restarts_are_off() -> None:
-    async with cluster() as started:
-        process = started.processes["decode-0"]
-        before = process.pid
-        started.kill("decode-0")
-        await started.wait_ready(timeout_s=30)
-        assert process.pid != before and process.starts == 2
-        assert process.pid in {r.pid for r in started.membership.records.values()}
-    async with cluster(restart=False) as started:
-        process = started.processes["decode-0"]
-        started.kill("decode-0")
-        assert await process.wait() == -signal.SIGKILL
-        assert process.starts == 1
-        await started.start_again("decode-0")
-        name = await started.add_worker("decode")
-        await started.wait_ready(timeout_s=30)
-        assert (name, process.starts) == ("decode-1", 2)
-        with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
-            started.kill("decode-1", signal.SIGSTOP)
-            await started.processes["decode-1"].stop(5)  # ends a stopped process, too
-            await started.start_again("decode-1")
-            await started.wait_ready(timeout_s=0.01)
 
 
 async def test_every_wait_for_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,23 +141,6 @@ async def test_every_wait_for_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(asyncio.CancelledError):
             await stopping
         assert started.processes["decode-0"].exit_status == -signal.SIGKILL
-
-
-async def test_several_routers() -> None:
-    async with cluster(routers=3) as started:
-        names = [name for name, p in started.processes.items() if p.role == "router"]
-        assert names == ["router-0", "router-1", "router-2"]
-        assert len(set(started.addresses)) == 3
-        for name, address in zip(names, started.addresses, strict=True):
-            assert str(settings_of(started, name)["port"]) == address.rpartition(":")[2]
-        with pytest.raises(DeadlineExceeded, match="missing: router-1"):
-            started.kill("router-1")  # the others still serve
-            await started.wait_ready(timeout_s=0.2)
-        await started.wait_ready(timeout_s=30)
-        assert started.processes["router-1"].starts == 2
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await local_cluster.router_sees(started.addresses[2], os.getpid())
 
 
 def test_ports_follow_the_first_and_are_checked() -> None:
@@ -212,6 +169,10 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(
     monkeypatch.setattr(local_cluster, "router_sees", router_sees)
     async with cluster(routers=2, prefill=2, say=said.append) as started:
         before = {name: process.pid for name, process in started.processes.items()}
+        assert list(before) == ["router-0", "router-1", "prefill-0", "prefill-1", "decode-0"]
+        assert len(set(started.addresses)) == 2
+        for name, address in zip(before, started.addresses, strict=False):
+            assert str(settings_of(started, name)["port"]) == address.rpartition(":")[2]
         said.clear()
         assert await started.rolling_restart() == dict.fromkeys(before, 0)
         assert [p.starts for p in started.processes.values()] == [2] * 5
@@ -227,18 +188,41 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(
         ]
         assert not any("starting it again" in line for line in said), "the supervisor meddled"
 
+        with pytest.raises(DeadlineExceeded, match="missing: router-1"):
+            started.kill("router-1")  # the other still serves
+            await started.wait_ready(timeout_s=0.2)
+        await started.wait_ready(timeout_s=30)
+        assert started.processes["router-1"].starts == 3
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await seen(started.addresses[1], os.getpid())
 
-async def test_a_restart_without_a_drain_is_reported() -> None:
+
+async def test_without_restarts_a_process_comes_back_when_asked() -> None:
+    """And one that did not drain is reported."""
     said: list[str] = []
     extra = {"decode-0": ["--hasty"], "prefill-0": ["--deaf"]}
     async with cluster(extra=extra, drain_s=0, say=said.append, restart=False) as started:
+        process = started.processes["decode-0"]
         assert await started.restart("decode-0") == 3
         assert "warning: decode-0 did not drain: it ended with status 3" in said
         started.kill("decode-0")
         await lines_with(said, "decode-0 was killed by SIGKILL")
+        assert process.starts == 2
         assert await started.restart("decode-0") == -signal.SIGKILL
         assert len([line for line in said if line.startswith("warning: decode-0")]) == 1
-        started.processes["decode-0"].argv.append("--fail")
+        started.kill("decode-0")
+        assert await process.wait() == -signal.SIGKILL
+        await started.start_again("decode-0")
+        name = await started.add_worker("decode")
+        await started.wait_ready(timeout_s=30)
+        assert (name, process.starts) == ("decode-1", 4)
+        with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
+            started.kill("decode-1", signal.SIGSTOP)
+            await started.processes["decode-1"].stop(5)  # ends a stopped process, too
+            await started.start_again("decode-1")
+            await started.wait_ready(timeout_s=0.01)
+        process.argv.append("--fail")
         with pytest.raises(Unavailable, match="exited with status 1: the checkpoint is broken"):
             await started.restart("decode-0")
         started.kill("prefill-0")  # or stopping it would take the whole grace
@@ -265,6 +249,7 @@ async def test_restarts_back_off_until_a_process_was_ready_for_a_while(
             await started.wait_ready(timeout_s=0.1)
         crashing.argv.remove("--fail")
         await started.wait_ready(timeout_s=30)
+        assert crashing.pid in {record.pid for record in started.membership.records.values()}
         monkeypatch.setattr(supervisor, "_HEALTHY_S", 0.0)
         started.kill("decode-1")
         await lines_with(said, "SIGKILL; starting it again in 0.1 s", 2)

@@ -3,17 +3,16 @@
 import copy
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from baton import cli
 from baton.errors import InternalError, Unavailable
 from baton.local.trace_source import Jaeger
-from baton.local.trace_tree import ROUTER, entry_of, is_whole, render
+from baton.local.trace_tree import ROUTER, entry_of, is_whole
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())
@@ -45,20 +44,18 @@ spans account for 91.9% of the request's 587.5 ms; longest gaps: 27.2 ms at 204.
 class Server(ThreadingHTTPServer):
     """Answers each path with (status, body), and keeps what was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: dict[str, tuple[int, bytes]] = {}
         self.asked: list[str] = []
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.server.asked.append(self.path)
         unknown = (404, json.dumps(UNKNOWN).encode())
         status, body = self.server.answers.get(urlsplit(self.path).path, unknown)
@@ -67,12 +64,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args):
         pass
 
 
 @pytest.fixture
-def jaeger() -> Iterator[Server]:
+def jaeger():
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -82,9 +79,10 @@ def jaeger() -> Iterator[Server]:
         thread.join()
 
 
-def test_a_trace_is_drawn_as_one_of_ours(jaeger: Server) -> None:
+def test_a_trace_is_drawn_as_one_of_ours(jaeger, capsys):
+    assert cli.main(["trace", TRACE, "--jaeger", jaeger.url]) == 0
+    assert capsys.readouterr().out == f"{TREE}\n"
     spans = Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
-    assert render(spans, with_coverage=True) == TREE
     assert is_whole(spans)
     entry = entry_of(spans)
     assert entry is not None
@@ -95,7 +93,7 @@ def test_a_trace_is_drawn_as_one_of_ours(jaeger: Server) -> None:
     assert transfer.attributes["bytes"] == 2936832  # as text in the answer
 
 
-def test_a_base_path_and_an_id_without_its_zeros(jaeger: Server) -> None:
+def test_a_base_path_and_an_id_without_its_zeros(jaeger):
     answer, trace_id = copy.deepcopy(ANSWER), "00" + TRACE[2:]
     for span in answer["data"][0]["spans"]:
         span["traceID"] = trace_id.lstrip("0")
@@ -107,7 +105,7 @@ def test_a_base_path_and_an_id_without_its_zeros(jaeger: Server) -> None:
     assert is_whole(spans)
 
 
-def test_requests_are_listed(jaeger: Server) -> None:
+def test_requests_are_listed(jaeger):
     second = json.loads(json.dumps(ANSWER["data"][0]).replace(TRACE, "2" * 32))
     for span in second["spans"]:
         span["startTime"] -= 5_000_000
@@ -135,15 +133,13 @@ def test_requests_are_listed(jaeger: Server) -> None:
          "not a trace"),
     ],
 )  # fmt: skip
-def test_other_answers_are_errors(
-    jaeger: Server, status: int, body: bytes, error: type[Exception], why: str
-) -> None:
+def test_other_answers_are_errors(jaeger, status, body, error, why):
     jaeger.answers[f"/api/traces/{TRACE}"] = (status, body)
     with pytest.raises(error, match=why):
         Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
 
 
-def test_an_unknown_trace_has_no_spans_and_a_closed_port_is_an_error(jaeger: Server) -> None:
+def test_an_unknown_trace_has_no_spans_and_a_closed_port_is_an_error(jaeger):
     assert Jaeger(jaeger.url).trace("1" * 32, TIMEOUT_S) == []
     jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}).encode())
     assert Jaeger(jaeger.url).trace("2" * 32, TIMEOUT_S) == []

@@ -1,8 +1,8 @@
 """Cores and GPUs are divided evenly, roles share no GPU while they can, and shortages are said."""
 
+import itertools
 import os
 from collections import Counter
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,26 +15,23 @@ from baton.local.resources import Share, assign_gpus, devices, divide_cores, sha
 NAMES = ("prefill-0", "decode-0", "decode-1")
 
 
-@pytest.mark.parametrize("workers", range(7))
-def test_cores_are_divided_disjoint_even_and_completely(workers: int) -> None:
-    for cores in range(1, 18):
+def test_cores_are_divided_disjoint_even_and_completely() -> None:
+    for workers, cores in itertools.product(range(7), range(1, 18)):
         cpus = [3 * i for i in range(cores)]
         divided = divide_cores(cpus, workers)
         assert len(divided) == workers
         if cores < workers or not workers:
             assert set(divided) <= {Share((), 1)}
             continue
-        assert list(chain.from_iterable(share.cpus for share in divided)) == cpus
-        assert all(share.threads == len(share.cpus) for share in divided)
+        assert list(itertools.chain.from_iterable(share.cpus for share in divided)) == cpus
         sizes = [share.threads for share in divided]
+        assert sizes == [len(share.cpus) for share in divided]
         assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("prefill", range(1, 6))
-@pytest.mark.parametrize("decode", range(1, 6))
-def test_gpus_are_used_evenly(prefill: int, decode: int) -> None:
+def test_gpus_are_used_evenly() -> None:
     known = {(1, 3, 2): [0, 1, 1, 1], (2, 2, 3): [0, 1, 2, 2], (1, 5, 4): [0, 1, 2, 3, 1, 2]}
-    for number in range(1, 9):
+    for prefill, decode, number in itertools.product(range(1, 6), range(1, 6), range(1, 9)):
         chosen = assign_gpus(prefill, decode, number)
         assert chosen == known.get((prefill, decode, number), chosen)
         assert len(chosen) == prefill + decode

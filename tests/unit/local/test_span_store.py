@@ -1,10 +1,11 @@
 """Spans are stored in bounds and received from OpenTelemetry's own exporter, however late."""
 
 import asyncio
+import contextlib
 
 import pytest
 
-from baton import telemetry
+from baton import span_export, telemetry
 from baton.errors import DeadlineExceeded
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
@@ -52,15 +53,16 @@ async def test_a_trace_is_waited_for_in_bounded_time() -> None:
 
 
 async def test_receiver_takes_what_a_real_exporter_sends() -> None:
+    """What is pending at the end is sent by `close`."""
     attributes = {"text": "x", "count": 3, "share": 0.5, "yes": True}
     async with OtlpReceiver(SpanStore()) as receiver:
-        exporter = telemetry.setup("client", receiver.address)
+        exporter = telemetry.setup("client", receiver.address, {"service.instance.id": "abc"})
         with exporter.tracer.start_as_current_span("generate") as root:
             root.set_attributes({**attributes, "list": ["a", "b"]})
             with pytest.raises(ValueError), exporter.tracer.start_as_current_span("child"):
                 raise ValueError("boom")
-        spans = await receiver.store.wait_for(telemetry.trace_id_of(root), timeout=10)
         await asyncio.to_thread(exporter.close)
+        spans = receiver.store.trace(telemetry.trace_id_of(root))
     child, parent = sorted(spans, key=lambda s: s.name)
     assert (parent.name, parent.service, parent.parent_id) == ("generate", "client", "")
     assert parent.attributes == {**attributes, "list": "a, b"}
@@ -69,31 +71,31 @@ async def test_receiver_takes_what_a_real_exporter_sends() -> None:
     assert parent.start_ns <= child.start_ns <= child.end_ns <= parent.end_ns
 
 
-async def test_a_late_collector_gets_its_traces_and_its_absence_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_collector_may_be_late_or_never_come(
+    comes: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It delays no other and not the end; its absence is logged once, with the reason."""
+    monkeypatch.setattr(span_export, "_ATTEMPT_S", 0.5)
+    monkeypatch.setattr(span_export, "_FIRST_DELAY_S", 0.1)
     store, port = SpanStore(), ports.free()
-    async with OtlpReceiver(SpanStore()) as early:
+    async with OtlpReceiver(SpanStore()) as early, contextlib.AsyncExitStack() as stack:
         exporter = telemetry.setup("client", f"{early.address}, http://127.0.0.1:{port}")
         roots = []
         for _ in range(3):
             with exporter.tracer.start_as_current_span("generate") as root:
                 roots.append(telemetry.trace_id_of(root))
-            await early.store.wait_for(roots[-1], timeout=10)  # one that is missing delays no other
+            await early.store.wait_for(roots[-1], timeout=10)
         async with asyncio.timeout(20):
             while not caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        async with OtlpReceiver(store, port):
+        if comes:
+            await stack.enter_async_context(OtlpReceiver(store, port))
             for trace_id in roots:
                 await store.wait_for(trace_id, timeout=20)
+        async with asyncio.timeout(15):
             await asyncio.to_thread(exporter.close)
-    missing, back = caplog.messages
-    assert f"no traces reach http://127.0.0.1:{port}" in missing and "UNAVAILABLE" in missing
-    assert f"traces reach http://127.0.0.1:{port} now" in back
-
-
-async def test_a_collector_that_never_comes_does_not_delay_the_end() -> None:
-    exporter = telemetry.setup("client", f"http://127.0.0.1:{ports.free()}")
-    exporter.tracer.start_span("generate").end()
-    async with asyncio.timeout(15):
-        await asyncio.to_thread(exporter.close)
+    missing, *back = caplog.messages
+    assert f"no traces reach http://127.0.0.1:{port}" in missing
+    assert "UNAVAILABLE" in missing or "DEADLINE_EXCEEDED" in missing
+    assert back == ([f"traces reach http://127.0.0.1:{port} now"] if comes else [])

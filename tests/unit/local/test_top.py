@@ -142,19 +142,16 @@ def test_role_and_order_can_be_chosen() -> None:
     assert {sort: order(sort=sort) for sort in SORTS} == orders | {"tokens": orders["name"]}
 
 
-@pytest.mark.parametrize(
-    ("held", "cached", "quarantined", "bar"),
-    [
+def test_a_kind_of_blocks_is_never_lost_in_the_bar() -> None:
+    for held, cached, quarantined, bar in (
         (0, 0, 0, "░░░░░░░░"),
         (1, 0, 0, "█░░░░░░░"),
         (50, 25, 25, "████▓▓▒▒"),
         (100, 0, 0, "████████"),
         (98, 1, 1, "██████▓▒"),
-    ],
-)
-def test_the_bar(held: int, cached: int, quarantined: int, bar: str) -> None:
-    shown = worker("p", blocks_held=held, blocks_cached=cached, blocks_quarantined=quarantined)
-    assert str(blocks_bar(WorkerLine(PolledRouter("h:1"), shown, "READY", ""), 8)) == bar
+    ):
+        shown = worker("p", blocks_held=held, blocks_cached=cached, blocks_quarantined=quarantined)
+        assert str(blocks_bar(WorkerLine(PolledRouter("h:1"), shown, "READY", ""), 8)) == bar
 
 
 def test_rates_are_differences_over_the_time_between() -> None:
@@ -174,8 +171,8 @@ def test_rates_are_differences_over_the_time_between() -> None:
     assert (router.rate(top_view.ended), router.rate(top_view.good)) == (4.0, 2.0)
     known, newcomer = top_view.workers([router])
     assert (known.rate("tokens_computed"), newcomer.rate("tokens_computed")) == (250.0, None)
-    sent = [(p.rate("sent_bytes"), p.wire_bytes_per_s) for p in top_view.pairs([router])]
-    assert sent == [(2_000.0, 2_000_000.0), (200.0, None), (0.0, None)]  # a new link began at 0
+    sent = [(p.rate("sent_bytes"), p.wire_gb_per_s) for p in top_view.pairs([router])]
+    assert sent == [(2_000.0, 0.002), (200.0, None), (0.0, None)]  # a new link began at 0
     assert polled(new).rate(top_view.ended) is None
 
 

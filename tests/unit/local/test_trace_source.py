@@ -1,111 +1,53 @@
-"""Reading traces where a local cluster keeps them, over a real connection."""
+"""`baton trace` as it is typed, over real connections to a router and to where traces are kept."""
 
 import asyncio
 import contextlib
+import json
+import re
 import time
-from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 import pytest
 
-from baton import rpc
-from baton.errors import InvalidRequest, Unavailable
+from baton import cli, rpc
+from baton.errors import InvalidRequest
+from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
-from baton.local.trace_source import KeptTraces, kept_by
+from baton.local.trace_source import KeptTraces
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, trace_pb2
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-ATTRIBUTES = {"text": "x", "whole": 7, "share": 0.5, "yes": True, "no": False}
+LONG, FIRST, UNKNOWN = "1" * 32, "2" * 32, "3" * 32
+ATTRIBUTES = {"text": "x", "gen_ai.usage.input_tokens": 7, "share": 0.5, "yes": True, "no": False}
 TIMEOUT_S = 30.0
 
 
-def request(trace_id: str = TRACE, start_ms: int = 0, took_ms: int = 10, **fields: Any) -> Span:
+def request(trace_id=TRACE, start_ms=0, took_ms=10, error=None):
     """A request's own span."""
     start_ns = start_ms * 1_000_000
-    known = {"attributes": ATTRIBUTES, "is_entry": True}
     return Span(trace_id, "a" * 16, "", "router.generate", "baton-router", start_ns,
-                start_ns + took_ms * 1_000_000, **{**known, **fields})  # fmt: skip
+                start_ns + took_ms * 1_000_000, ATTRIBUTES, is_entry=True, error=error)  # fmt: skip
 
 
-def below(trace_id: str = TRACE, parent_id: str = "a" * 16) -> Span:
-    return Span(trace_id, "b" * 16, parent_id, "decode", "baton-decode", 0, 1, error="")
-
-
-@pytest.fixture
-async def receiver() -> AsyncIterator[OtlpReceiver]:
-    async with OtlpReceiver(SpanStore()) as listening:
-        yield listening
-
-
-async def trace_of(address: str, trace_id: str = TRACE) -> list[Span]:
-    return list(await asyncio.to_thread(KeptTraces(address).trace, trace_id, TIMEOUT_S))
-
-
-@pytest.mark.parametrize("spans", [[below(), request()], [request(), below()]])
-async def test_a_trace_is_waited_for_until_it_is_whole_and_quiet(
-    receiver: OtlpReceiver, spans: list[Span]
-) -> None:
-    """Its request has ended a moment ago: spans are on their way, named by others or not."""
-    asking = asyncio.create_task(trace_of(receiver.address))
-    for span in spans:
-        await asyncio.sleep(0.3)
-        assert not asking.done()
-        receiver.store.add([span])
-    assert await asking == spans
-
-
-@pytest.mark.parametrize("spans", [[request()], [request(), below(parent_id="c" * 16)]])
-async def test_an_old_trace_comes_at_once(
-    spans: list[Span], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole or not; it would not in an hour, if it was waited for from now on."""
-    store = SpanStore()
-    store.add(spans)
-    monkeypatch.setattr(store, "arrived_at", lambda trace_id: time.monotonic() - 60)
-    asked = trace_pb2.GetTraceRequest(trace_id=TRACE, wait_ms=3_600_000)
-    async with asyncio.timeout(TIMEOUT_S):
-        answer = await OtlpReceiver(store, quiet_s=3600.0).GetTrace(asked, None)
-    assert len(answer.spans) == len(spans)
-
-
-async def test_requests_are_listed_by_end_or_by_time_taken(receiver: OtlpReceiver) -> None:
-    first, long, last = (digit * 32 for digit in "123")
-    receiver.store.add(
-        [
-            request(first, 0, 10, error="gone"),
-            request(long, 5, 500),
-            request(last, 600, 20, attributes={"gen_ai.usage.output_tokens": 3}),
-            Span("4" * 32, "c" * 16, "", "other", "x", 0, 9_999_999_999),  # no request
-        ]
-    )
-
-    async def listed(slowest: bool, most: int) -> list[trace_pb2.TraceSummary]:
-        source = KeptTraces(receiver.address)
-        return list(await asyncio.to_thread(source.summaries, slowest, most, TIMEOUT_S))
-
-    by_end, by_time = await listed(False, 20), await listed(True, 20)
-    assert [one.trace_id for one in by_end] == [last, long, first]
-    assert [one.trace_id for one in by_time] == [long, last, first]
-    assert await listed(True, 1) == by_time[:1]
-    assert [one.HasField("error") for one in by_end] == [False, False, True]
-    assert (by_end[0].output_tokens, by_end[0].took_ms, by_end[0].spans) == (3, 20.0, 1)
+def below(parent_id="a" * 16, took_ms=9):
+    return Span(TRACE, "b" * 16, parent_id, "decode", "baton-decode", 0, took_ms * 1_000_000,
+                error="")  # fmt: skip
 
 
 class Router(fleet_pb2_grpc.FleetServiceServicer):
     """Its status says where its spans go."""
 
-    def __init__(self, otlp: str) -> None:
+    def __init__(self, otlp):
         self._otlp = otlp
 
-    async def GetStatus(self, request: Any, context: Any) -> fleet_pb2.GetStatusResponse:
+    async def GetStatus(self, request, context):
         router = fleet_pb2.RouterStatus(address="r:1", otlp=self._otlp)
         return fleet_pb2.GetStatusResponse(router=router)
 
 
 @contextlib.asynccontextmanager
-async def routing(otlp: str) -> AsyncIterator[str]:
+async def routing(otlp):
     """A router's address."""
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(Router(otlp), server)
@@ -117,22 +59,106 @@ async def routing(otlp: str) -> AsyncIterator[str]:
         await server.stop(0)
 
 
-async def test_a_router_says_where_its_traces_are(receiver: OtlpReceiver) -> None:
-    receiver.store.add([request(), below()])
-    async with routing(receiver.address) as target:
-        source = await asyncio.to_thread(kept_by, target, TIMEOUT_S)
-        spans = await asyncio.to_thread(source.trace, TRACE, TIMEOUT_S)
-    assert spans == [request(), below()]
-    async with routing("") as target:
-        with pytest.raises(Unavailable, match="r:1 exports no traces"):
-            await asyncio.to_thread(kept_by, target, TIMEOUT_S)
+@pytest.fixture
+async def receiver():
+    async with OtlpReceiver(SpanStore(), quiet_s=0.3) as listening:
+        yield listening
 
 
-async def test_where_no_traces_are_is_an_error(receiver: OtlpReceiver) -> None:
+@pytest.fixture
+async def trace(receiver, capsys):
+    """Runs `baton trace` against a router whose spans go to `receiver`: status, output, errors."""
+    async with routing(f"{receiver.address},http://elsewhere:1") as target:
+
+        async def run(*argv):
+            exit_status = await asyncio.to_thread(cli.main, ["trace", "--target", target, *argv])
+            return exit_status, *capsys.readouterr()
+
+        yield run
+
+
+@pytest.mark.parametrize("text", [TRACE.upper(), "4bf92f35-77b3-4da6-a3ce-929d0e0e4736", "--last"])
+async def test_a_trace_is_drawn_with_the_time_it_does_not_explain(receiver, trace, text):
+    receiver.store.add([below(), request(error="gone")])
+    exit_status, out, _ = await trace(text)
+    assert exit_status == 0
+    assert out.startswith(f"trace {TRACE}: 2 spans, 10.0 ms\n")
+    assert "└─ ! decode  decode" in out
+    assert out.endswith(
+        "spans account for 90.0% of the request's 10.0 ms; longest gaps: 1.0 ms at 9.0\n"
+    )
+    exit_status, out, _ = await trace(text, "--json", "--from", receiver.address)
+    shown = json.loads(out)
+    assert (exit_status, shown["trace_id"], shown["accounted_share"]) == (0, TRACE, 0.9)
+    spans = [Span(**span) for span in shown["spans"]]
+    assert spans == [below(), request(error="gone")]  # as they were received
+
+
+async def test_requests_are_listed_by_end_or_by_time_taken(receiver, trace):
+    other = Span("4" * 32, "c" * 16, "", "other", "x", 0, 9_999_999_999)  # no request
+    receiver.store.add([request(FIRST), request(LONG, 5, 500), other, below()])
+    receiver.store.add([request(start_ms=600, took_ms=20, error="gone")])
+    exit_status, out, _ = await trace()
+    head, last, long, first = out.splitlines()
+    titles = ["trace", "ended", "took ms", "tokens in", "out", "attempts", "spans", "failed"]
+    assert (exit_status, re.split("  +", head)) == (0, titles)
+    assert last.split()[0] == TRACE and last.endswith("gone")
+    assert long.split()[:1] + long.split()[2:] == [LONG, "500.0", "7", "0", "0", "1"]
+    assert first.split()[0] == FIRST
+    _, out, _ = await trace("--slowest", "9", "--json")
+    slowest = json.loads(out)["traces"]
+    assert [one["trace_id"] for one in slowest] == [LONG, TRACE, FIRST]
+    assert slowest[1] == {
+        "trace_id": TRACE, "start_ns": 600_000_000, "took_ms": 20.0, "spans": 2, "error": "gone",
+        "input_tokens": 7, "output_tokens": 0, "attempts": 0,
+    }  # fmt: skip
+    assert slowest[0]["error"] is None
+    _, out, _ = await trace("--slowest", "1", "--json")
+    assert json.loads(out)["traces"] == slowest[:1]
+
+
+async def test_an_error_says_why_there_is_no_trace(receiver, trace):
+    closed = f"127.0.0.1:{ports.free()}"
+    async with routing("") as silent:
+        for argv, why in (
+            ([UNKNOWN], f"{receiver.address} has no trace {UNKNOWN}"),
+            (["not-an-id"], "'not-an-id' is no trace id: it has 32 hexadecimal digits"),
+            ([TRACE, "--jaeger", "ftp://h"], "--jaeger ftp://h: not a URL"),
+            ([TRACE, "--target", closed], f"no router answers at {closed}: start one with"),
+            ([TRACE, "--target", silent], "the router at r:1 exports no traces"),
+            ([TRACE, "--from", closed], f"nothing answers at {closed}"),
+            ([TRACE, "--from", f"http://{silent}"], "not a `baton up` that keeps traces: if they "),
+            *((argv, f"{receiver.address} keeps no trace of a request yet")
+              for argv in ([], ["--last"], ["--slowest", "3"])),
+        ):  # fmt: skip
+            exit_status, out, error = await trace("--timeout", "0.8", *argv)
+            assert (exit_status, out) == (1, "")
+            assert error.startswith("baton: error: ") and why in error
+    assert await trace("--json") == (0, '{"traces": []}\n', "")
     with pytest.raises(InvalidRequest, match="32 hexadecimal"):
-        await trace_of(receiver.address, "xyz")
-    async with routing("") as target:
-        with pytest.raises(Unavailable, match=r"not a `baton up` that keeps traces.*--jaeger"):
-            await trace_of(f"http://{target}")
-    with pytest.raises(Unavailable, match="nothing answers at"):
-        await trace_of(target)
+        await asyncio.to_thread(KeptTraces(receiver.address).trace, "xyz", TIMEOUT_S)
+
+
+@pytest.mark.parametrize("spans", [[below(), request()], [request(), below()]])
+async def test_a_trace_is_waited_for_until_it_is_whole_and_quiet(receiver, spans):
+    """Its request has ended a moment ago: spans are on their way, named by others or not."""
+    asking = asyncio.create_task(
+        asyncio.to_thread(KeptTraces(receiver.address).trace, TRACE, TIMEOUT_S)
+    )
+    for span in spans:
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        receiver.store.add([span])
+    assert await asking == spans
+
+
+@pytest.mark.parametrize("spans", [[request()], [request(), below(parent_id="c" * 16)]])
+async def test_an_old_trace_comes_at_once(spans, monkeypatch):
+    """Whole or not; it would not in an hour, if it was waited for from now on."""
+    store = SpanStore()
+    store.add(spans)
+    monkeypatch.setattr(store, "arrived_at", lambda trace_id: time.monotonic() - 60)
+    asked = trace_pb2.GetTraceRequest(trace_id=TRACE, wait_ms=3_600_000)
+    async with asyncio.timeout(TIMEOUT_S):
+        answer = await OtlpReceiver(store, quiet_s=3600.0).GetTrace(asked, None)
+    assert len(answer.spans) == len(spans)

@@ -21,13 +21,17 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
 def span(
-    name: str, service: str, ids: str, start_ms: float, end_ms: float, **attributes: Any
-) -> Span:
+    name: str, service: str, ids: str, start_ms: float, end_ms: float, is_entry: bool = False,
+    failed: str | None = None, **attributes: Any,
+) -> Span:  # fmt: skip
     """`ids` is "id" for a root or "parent/id"."""
     parent, _, own = ids.rpartition("/")
-    error = attributes.pop("failed", None)
     start_ns, end_ns = int(start_ms * 1e6), int(end_ms * 1e6)
-    return Span(TRACE, own, parent, name, service, start_ns, end_ns, attributes, error=error)
+    return Span(TRACE, own, parent, name, service, start_ns, end_ns, attributes, is_entry, failed)
+
+
+def entry(start: int = 0, end: int = 100, ids: str = "client/r", **fields: Any) -> Span:
+    return span("router.generate", "baton-router", ids, start, end, is_entry=True, **fields)
 
 
 def request() -> list[Span]:
@@ -101,38 +105,27 @@ def test_bytes_text() -> None:
     assert texts == ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3072.0 GiB"]
 
 
-def part(name: str, ids: str, start: int, end: int, **fields: Any) -> Span:
-    """`ids` is "id" for a root or "parent/id"; times are milliseconds."""
-    parent, _, own = ids.rpartition("/")
-    return Span(TRACE, own, parent, name, fields.pop("service", "baton-router"),
-                start * 1_000_000, end * 1_000_000, **fields)  # fmt: skip
-
-
-def entry(start: int = 0, end: int = 100, ids: str = "client/r", **fields: Any) -> Span:
-    return part("router.generate", ids, start, end, is_entry=True, **fields)
-
-
 @pytest.mark.parametrize(
     ("spans", "known_ms", "gaps_ms"),
     [
         (  # 5 to 10 and 12 to 80; what overlaps counts once
             [
                 entry(),
-                part("router.admit", "r/a", 5, 10),
-                part("router.attempt", "r/b", 10, 95),  # contains others: explains nothing
-                part("prefill", "b/c", 12, 40, service="baton-prefill"),
-                part("decode.run", "b/d", 35, 80, service="baton-decode"),
-                part("kv.transfer", "b/e", 36, 38, service="baton-prefill"),  # within another
+                span("router.admit", "baton-router", "r/a", 5, 10),
+                span("router.attempt", "baton-router", "r/b", 10, 95),  # contains others
+                span("prefill", "baton-prefill", "b/c", 12, 40),
+                span("decode.run", "baton-decode", "b/d", 35, 80),
+                span("kv.transfer", "baton-prefill", "b/e", 36, 38),  # within another
             ],
             73, [(80, 100), (0, 5), (10, 12)],
         ),
         (  # what is outside the request, or measures it, does not count
             [
                 entry(10, 90),
-                part("generate", "client", 0, 100, service="baton-client"),
-                part("router.first_token", "r/f", 10, 90),
-                part("router.admit", "r/a", 0, 20),
-                part("decode.run", "r/d", 80, 500),
+                span("generate", "baton-client", "client", 0, 100),
+                span("router.first_token", "baton-router", "r/f", 10, 90),
+                span("router.admit", "baton-router", "r/a", 0, 20),
+                span("decode.run", "baton-decode", "r/d", 80, 500),
             ],
             20, [(20, 80)],
         ),
@@ -151,12 +144,15 @@ def test_coverage_is_the_time_of_spans_without_children(
 def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry() -> None:
     first, second = entry(0, 50, "c/r1"), entry(60, 90, "c/r2")
     assert entry_of([second, first]) is second
-    worker = part("decode", "x", 0, 1, service="baton-decode", is_entry=True)
+    worker = span("decode", "baton-decode", "x", 0, 1, is_entry=True)
     assert entry_of([worker]) is coverage([worker]) is summarize([worker]) is None
 
 
 def test_a_trace_is_whole_when_every_parent_but_the_callers_has_come() -> None:
-    attempt, decode = part("router.attempt", "r/b", 1, 9), part("decode", "b/d", 2, 8)
+    attempt, decode = (
+        span("router.attempt", "baton-router", "r/b", 1, 9),
+        span("decode", "baton-decode", "b/d", 2, 8),
+    )
     assert is_whole([entry(), attempt, decode])
     for lacking in ([entry(), decode], [attempt, decode], []):
         assert not is_whole(lacking)
@@ -164,8 +160,11 @@ def test_a_trace_is_whole_when_every_parent_but_the_callers_has_come() -> None:
 
 def test_a_summary_is_the_requests_own() -> None:
     tokens = {"gen_ai.usage.input_tokens": 717, "gen_ai.usage.output_tokens": 40}
-    attempts = [part("router.attempt", "r/b", 1, 9), part("router.attempt", "r/c", 10, 99)]
-    assert summarize([*attempts, entry(5, 105, attributes=tokens, error="gone")]) == TraceSummary(
+    attempts = [
+        span("router.attempt", "baton-router", "r/b", 1, 9),
+        span("router.attempt", "baton-router", "r/c", 10, 99),
+    ]
+    assert summarize([*attempts, entry(5, 105, failed="gone", **tokens)]) == TraceSummary(
         trace_id=TRACE, start_ns=5_000_000, took_ms=100.0, spans=3, error="gone",
         input_tokens=717, output_tokens=40, attempts=2,
     )  # fmt: skip
@@ -173,6 +172,7 @@ def test_a_summary_is_the_requests_own() -> None:
     assert plain is not None and (plain.input_tokens, plain.HasField("error")) == (0, False)
 
 
-@pytest.mark.parametrize("text", ["", TRACE[:-1], TRACE + "0", TRACE.upper(), "g" * 32, "0" * 32])
-def test_what_is_no_trace_id(text: str) -> None:
-    assert is_trace_id(TRACE) and not is_trace_id(text)
+def test_what_is_no_trace_id() -> None:
+    assert is_trace_id(TRACE)
+    for text in ("", TRACE[:-1], TRACE + "0", TRACE.upper(), "g" * 32, "0" * 32):
+        assert not is_trace_id(text)

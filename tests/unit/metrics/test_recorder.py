@@ -50,13 +50,20 @@ def value_of(samples, name, **labels):
     return samples[name, tuple(sorted(labels.items()))].value
 
 
+GAPS = "baton.request.inter_token_latency"
+
+
 @pytest.mark.parametrize("accept", [OPEN, ""])
-def test_counters_and_gauges(recorder, accept):
+def test_counters_gauges_and_histograms(recorder, accept):
+    """Gaps, which are counted at every token without the library, are a histogram like others."""
     recorder.count("baton.failovers", 1, {"reason": "Stale"})
     recorder.count("baton.failovers", 2, {"reason": "Stale"})
     recorder.count("baton.failovers", 0, {"reason": "Unavailable"})
     recorder.observe("baton.requests.running", lambda: [(7, {})])
     recorder.observe("baton.tokens.output", lambda: [(1234567, {})])
+    for value in (0.005, 0.0051, 100.0):
+        recorder.record(TTFT, value, CHAT)
+        recorder.gaps(GAPS).record(value)
     samples = samples_of(recorder, accept)
     assert value_of(samples, "baton_failovers_total", reason="Stale") == 3
     assert value_of(samples, "baton_failovers_total", reason="Unavailable") == 0
@@ -64,18 +71,6 @@ def test_counters_and_gauges(recorder, accept):
     assert value_of(samples, "baton_tokens_output_total") == 1234567
     target = {"service_name": "baton-router", "service_instance_id": 'a "b"\\'}
     assert value_of(samples, "target_info", **target) == 1
-
-
-GAPS = "baton.request.inter_token_latency"
-
-
-@pytest.mark.parametrize("accept", [OPEN, ""])
-def test_histograms_count_by_upper_bound(recorder, accept):
-    """Gaps, which are counted at every token without the library, are one like others."""
-    for value in (0.005, 0.0051, 100.0):
-        recorder.record(TTFT, value, CHAT)
-        recorder.gaps(GAPS).record(value)
-    samples = samples_of(recorder, accept)
     for name, labels in ((TTFT, LABELS), (GAPS, {})):
         series = f"{name.replace('.', '_')}_seconds"
         bounds = {"0.004": 0, "0.006": 2} if name == GAPS else {"0.005": 1, "0.01": 2, "60.0": 2}
@@ -136,21 +131,17 @@ def test_only_what_is_listed_for_the_process_can_be_recorded(recorder):
         recorder.count("baton.workers")  # a gauge
 
 
-@pytest.mark.parametrize("one", TABLE, ids=lambda one: one.name)
-def test_each_row_of_the_table_is_whole(one):
-    assert one.kind in (table.COUNTER, table.GAUGE, table.HISTOGRAM)
-    assert one.processes and set(one.processes) <= set(table.EVERYBODY)
-    assert one.text.endswith(".") and "|" not in one.text
-    assert (one.kind == table.HISTOGRAM) == bool(one.buckets)
-    assert all(low < high for low, high in itertools.pairwise(one.buckets))
-    assert all(re.fullmatch("[a-z_][a-z0-9_]*", name) for name in one.samples)
-
-
-def test_names_for_prometheus_are_unique_and_have_units():
+def test_the_tables_rows_are_whole_with_unique_names_that_have_units():
+    for one in TABLE:
+        assert one.kind in (table.COUNTER, table.GAUGE, table.HISTOGRAM), one.name
+        assert one.processes and set(one.processes) <= set(table.EVERYBODY), one.name
+        assert one.text.endswith(".") and "|" not in one.text, one.name
+        assert (one.kind == table.HISTOGRAM) == bool(one.buckets), one.name
+        assert all(low < high for low, high in itertools.pairwise(one.buckets)), one.name
+        assert all(re.fullmatch("[a-z_][a-z0-9_]*", name) for name in one.samples), one.name
+    samples = [name for one in TABLE for name in one.samples]
+    assert len(set(samples)) == len(samples)
     names = {one.name: one.samples[0] for one in TABLE}
-    assert len({name for one in TABLE for name in one.samples}) == sum(
-        len(one.samples) for one in TABLE
-    )
     assert names["baton.tokens.output"] == "baton_tokens_output_total"
     assert names["process.cpu.time"] == "process_cpu_time_seconds_total"
     assert names["baton.engine.step.age"] == "baton_engine_step_age_seconds"
