@@ -15,7 +15,6 @@ from baton.engine.backends.gpu.graphs import (
     batch_sizes,
     num_elements,
     sections,
-    table_widths,
 )
 from baton.engine.backends.gpu.runner import BlockTables
 from baton.engine.backends.gpu.warmup import step_shapes, warm_up
@@ -35,14 +34,6 @@ def test_every_batch_finds_a_size_with_little_padding(max_batch):
     for rows in range(1, max_batch + 1):
         padding = next(size for size in sizes if size >= rows) - rows
         assert padding < max(8, rows / 4)
-
-
-def test_the_sizes_of_an_ordinary_engine():
-    assert batch_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
-    assert batch_sizes(160)[11:] == (80, 96, 112, 128, 160)
-    assert [table_widths(widest) for widest in (200, 256, 2048, 8192)] == [
-        (200,), (256,), (128, 512, 2048), (128, 512, 2048, 8192),
-    ]  # fmt: skip
 
 
 @given(st.integers(1, 300), st.integers(1, 70))
