@@ -147,13 +147,10 @@ def pool_of(dtype, block_size=16):
 
 
 @by_format
-def test_a_pool_s_size_and_descriptor(kind):
+def test_a_pool_s_size_and_memory(kind):
     small = layout(kind)
     assert small.bytes_per_token == 2 * LAYERS * KV_HEADS * (HEAD_SIZE + SCALE_BYTES)
     assert small.shape == (BLOCKS, LAYERS, 2, KV_HEADS, 16, HEAD_SIZE + SCALE_BYTES)
-    descriptor = small.descriptor("model", torch.bfloat16, "fp8")
-    assert descriptor.dtype == str(kind).removeprefix("torch.")
-    assert (descriptor.compute_dtype, descriptor.quantization) == ("bfloat16", "fp8")
     memory = torch.zeros(small.num_bytes, dtype=torch.uint8)
     pool = allocate_pool(small, lambda size: memory[:size], torch.device("cpu"))
     assert (pool.dtype, pool.shape) == (kind, torch.Size(small.shape))
