@@ -175,10 +175,6 @@ class TestSimulatedSpeed:
         with pytest.raises(ConfigError, match=r"--simulate '.*': write the prefill rate"):
             EngineConfig(simulate=text)
 
-    def test_a_gpu_is_refused(self):
-        with pytest.raises(ConfigError, match="--device cuda"):
-            EngineConfig(simulate="8000,10", device="cuda")
-
 
 class TestEngine:
     """The real engine over it."""

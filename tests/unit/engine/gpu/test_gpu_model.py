@@ -69,24 +69,6 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is():
     assert errors[1] < 3 * errors[0]
 
 
-def test_only_wanted_rows_have_logits():
-    _, gpu = both(TINY)
-    run = PagedRun(gpu)
-    sequence = run.add(tokens(9, 1))
-    whole = run.step((sequence, 9))[0]
-    batch = StepBatch(
-        token_ids=ints(sequence.tokens),
-        context_lens=ints([0]),
-        query_lens=ints([9]),
-        block_tables=ints([sequence.block_ids]),
-        logit_rows=ints([2, 8]),
-        num_decodes=0,
-    )
-    torch.testing.assert_close(gpu.step(batch, run.pool), whole[[2, 8]], rtol=0, atol=1e-5)
-    nothing = gpu.step(replace(batch, logit_rows=ints([])), run.pool)
-    assert (nothing.shape, nothing.dtype) == ((0, TINY.vocab_size), torch.float32)
-
-
 class NoWaiting(TorchDispatchMode):
     """Refuses operations that would make the host wait for a GPU."""
 

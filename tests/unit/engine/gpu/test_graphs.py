@@ -15,6 +15,7 @@ from baton.engine.backends.gpu.graphs import (
     batch_sizes,
     num_elements,
     sections,
+    table_widths,
 )
 from baton.engine.backends.gpu.runner import BlockTables
 from baton.engine.backends.gpu.warmup import step_shapes, warm_up
@@ -34,6 +35,12 @@ def test_every_batch_finds_a_size_with_little_padding(max_batch):
     for rows in range(1, max_batch + 1):
         padding = next(size for size in sizes if size >= rows) - rows
         assert padding < max(8, rows / 4)
+
+
+def test_tables_are_padded_to_few_widths():
+    assert [table_widths(widest) for widest in (200, 256, 2048, 8192)] == [
+        (200,), (256,), (128, 512, 2048), (128, 512, 2048, 8192),
+    ]  # fmt: skip
 
 
 @given(st.integers(1, 300), st.integers(1, 70))
