@@ -5,8 +5,7 @@ import random
 import torch
 
 from baton.engine.batch import StepBatch
-from baton.engine.models.config import ModelConfig
-from baton.engine.weights.quantize import SCALE_BYTES
+from baton.engine.kv_cache import plan_layout
 
 NUM_BLOCKS = 160
 
@@ -23,16 +22,16 @@ class PagedSequence:
 class PagedRun:
     """A pool and the sequences in it; `step` runs any mix of them."""
 
-    def __init__(self, model, block_size=16, seed=0, *, kv_int8=False):
-        config: ModelConfig = model.config
-        row = config.head_size + (SCALE_BYTES if kv_int8 else 0)
-        shape = (config.num_layers, 2, config.num_kv_heads, block_size, row)
+    def __init__(self, model, block_size=16, *, kv_dtype=None):
+        """kv_dtype: of the pool; the model's own if it is None."""
+        kv_dtype = kv_dtype or model.dtype
+        layout = plan_layout(model.config, kv_dtype, block_size, NUM_BLOCKS, 0)
         self.model = model
         self.block_size = block_size
-        self.pool = torch.zeros(NUM_BLOCKS, *shape, dtype=torch.int8 if kv_int8 else model.dtype)
+        self.pool = torch.zeros(layout.shape, dtype=kv_dtype)
         # Block 0 fills padded block_tables: nobody owns it here, so it may hold any finite garbage.
         self.pool[0] = 3
-        self._free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+        self._free = random.Random(0).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
 
     def add(self, tokens, room=0):
         """A sequence with blocks for its tokens and `room` more."""

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from baton.engine.kv_cache import KvLayout, allocate_pool
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel, unsupported
 from baton.engine.weights.quantize import Int8Weight
 from baton.engine.weights.weights import random_weights
-from tests.unit.engine.paged import NUM_BLOCKS, PagedRun
+from tests.unit.engine.paged import PagedRun
 from tests.unit.engine.small_config import small_config
 
 CPU = torch.device("cpu")
@@ -61,12 +60,8 @@ def run_of(kind, window=None, block_size=16, **sizes):
         for layer in weights.layers
     )
     weights = replace(weights, layers=layers, lm_head=held(weights.lm_head))
-    run = PagedRun(make(kind.kernels, config, weights, kind.dtype), block_size)
-    if kind.kv:
-        sizes = (config.num_layers, config.num_kv_heads, block_size, config.head_size)
-        run.pool = allocate_pool(KvLayout(NUM_BLOCKS, *sizes, torch.int8), None, CPU)
-        run.pool[0] = 3  # no sequence's, as in every run: finite garbage
-    return run
+    model = make(kind.kernels, config, weights, kind.dtype)
+    return PagedRun(model, block_size, kv_dtype=torch.int8 if kind.kv else None)
 
 
 def tokens(length, seed):

@@ -75,33 +75,6 @@ def test_top_p_is_of_the_sum_of_all_weights(top_p, kept):
     assert abs(np.count_nonzero(weights) - kept) <= (kept > 4)
 
 
-def test_draws_follow_the_weights():
-    """Numbers that are spread evenly give each token its share."""
-    params = SamplingParams(temperature=1.0, top_p=0.9)
-    logits = some_logits(1, 1300, 2.0, seed=3, steps=0)
-    weights = filters.row_weights(logits.numpy()[0], params).astype(np.float64)
-    count = 4000
-    uniform = (np.arange(count) + 0.5) / count
-    drawn = filters.sample_on_cpu(logits.numpy().repeat(count, 0), [params] * count, uniform)
-    shares = np.bincount(drawn, minlength=1300) / count
-    assert np.abs(shares - weights / weights.sum()).max() <= 1 / count
-
-
-def test_a_token_depends_on_its_own_row_alone():
-    params = [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.7, top_k=20, top_p=0.8),
-        SamplingParams(temperature=1.5, top_p=0.7, min_p=0.01),
-    ]
-    logits, uniform = some_logits(3, 1300, 1.0, 0, 0).numpy(), np.array([0.2, 0.999, 0.5])
-    together = filters.sample_on_cpu(logits, params, uniform).tolist()
-    for at, token in enumerate(together):
-        alone = filters.sample_on_cpu(
-            logits[at : at + 1], params[at : at + 1], uniform[at : at + 1]
-        )
-        assert alone.tolist() == [token]
-
-
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53], ids=["least", "greatest"])
 def test_extreme_numbers_give_a_token_that_is_kept(number):
     logits = np.full((1, 1300), -np.inf, np.float32)
@@ -109,16 +82,3 @@ def test_extreme_numbers_give_a_token_that_is_kept(number):
     params = [SamplingParams(temperature=1.0)]
     expected = 600 if number == 0.0 else 601
     assert filters.sample_on_cpu(logits, params, np.array([number])).tolist() == [expected]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("setting", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_a_row_of_no_numbers_spoils_no_other(bad, setting):
-    logits = some_logits(2, 1300, 1.0, 0, 0).numpy()
-    params = [SamplingParams(temperature=1.0, **setting)] * 2
-    uniform = np.array([0.5, 0.5])
-    alone = filters.sample_on_cpu(logits, params, uniform)
-    logits[0] = bad
-    broken, fine = filters.sample_on_cpu(logits, params, uniform).tolist()
-    assert broken == 1300
-    assert fine == alone[1]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton import prefix
 from baton.engine.blocks import BlockPool
-from baton.engine.planner import Planner, SequenceQueue
+from baton.engine.planner import Planner
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 
@@ -58,17 +58,6 @@ def test_a_long_prompt_catches_up_in_chunks_then_decodes():
     planner.add(make_sequence("a", 18))
     expected = [("a", 0, 8), ("a", 8, 8), ("a", 16, 2), ("a", 18, 1), ("a", 19, 1)]
     assert rounds(planner, 5) == expected
-
-
-def test_decoding_sequences_go_before_prompts_of_any_age_and_priority():
-    planner = make_planner()
-    planner.add(make_sequence("long", 40))
-    rounds(planner, 1)
-    late = make_sequence("late", 1, first=100, priority=9.0)
-    assert planner.reserve(late)
-    planner.add(late)
-    for start in (0, 1):  # not in the batch yet, then in it
-        assert rounds(planner, 1) == [("late", start, 1), ("long", 8 + 8 * start, 8)]
 
 
 def test_a_batch_above_the_chunk_budget_starves_nobody():
@@ -171,62 +160,6 @@ def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch):
     assert sum(hashed) <= (64 // SIZE + 20 // SIZE) * of_a_block
 
 
-def test_a_short_prompt_of_higher_priority_overtakes_a_long_one_between_chunks():
-    planner = make_planner(num_blocks=32)
-    planner.add(make_sequence("long", 30, priority=9.0))
-    assert rounds(planner, 1) == [("long", 0, 8)]
-    planner.add(make_sequence("short", 10, first=100, priority=5.0))
-    assert rounds(planner, 1) == [("short", 0, 8)]
-    assert rounds(planner, 1) == [("short", 8, 2), ("long", 8, 6)]
-
-
-def test_a_large_prompt_is_not_starved_of_blocks_by_small_ones():
-    planner = make_planner(num_blocks=8, chunk_tokens=16)
-    small = make_sequence("small-0", 8, 1000, priority=0.0)
-    planner.add(small)
-    rounds(planner, 1)
-    large = make_sequence("large", 28, priority=1.0)
-    planner.add(large)
-    for i in range(1, 4):  # each would fit beside the one before
-        planner.add(make_sequence(f"small-{i}", 4, 1000 + 50 * i, priority=1.0 + i))
-    assert [name for name, _, _ in rounds(planner, 1)] == ["small-0"]
-    finish(planner, small)
-    assert rounds(planner, 1) == [("large", 0, 16)]
-
-
-def test_places_in_the_batch_go_by_priority_too():
-    """Else sequences whose KV keeps coming would keep a prompt out of the batch."""
-    planner = make_planner(num_blocks=32, max_batch=1)
-    running = make_sequence("running", 2, priority=0.0)
-    planner.add(running)
-    rounds(planner, 1)
-    for name, first, priority in (("prompt", 100, 1.0), ("arrived", 200, 2.0)):
-        sequence = make_sequence(name, 6, first=first, priority=priority)
-        assert planner.reserve(sequence, extra_tokens=1)
-        sequence.num_computed = 5 if name == "arrived" else 0
-        planner.add(sequence)
-    finish(planner, running)
-    assert [name for name, _, _ in rounds(planner, 1)] == ["prompt"]
-
-
-def test_a_queue_counts_what_is_in_it():
-    queue, members = (
-        SequenceQueue(),
-        [make_sequence(f"s{i}", 3 + i, priority=float(i % 3)) for i in range(9)],
-    )
-    for number, sequence in enumerate(members):
-        sequence.arrival = number
-        queue.add(sequence)
-    assert list(queue) == sorted(members, key=lambda s: s.order)
-    assert queue.tokens == sum(s.num_tokens for s in members)
-    for sequence in members[::2]:
-        assert sequence in queue
-        assert queue.discard(sequence)
-        assert not queue.discard(sequence)
-    assert list(queue) == sorted(members[1::2], key=lambda s: s.order)
-    assert queue.tokens == sum(s.num_tokens for s in members[1::2])
-
-
 @dataclass(frozen=True)
 class Before:
     """Who was where when a step was planned."""
@@ -287,6 +220,7 @@ def test_priorities_are_kept_and_every_sequence_finishes(coming, num_blocks, chu
             alive[sequence.seq_id] = sequence, length + 4
         before = Before.of(planner)
         plan = planner.plan()
+        assert planner.queue_tokens == sum(one.num_pending for one, _ in alive.values())
         assert plan.num_tokens <= chunk + max_batch
         planned = {work.sequence for work in plan.work}
         for sequence in before.running:

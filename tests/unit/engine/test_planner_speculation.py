@@ -25,20 +25,10 @@ def looping(name, length=12, max_tokens=50, **fields):
     return Sequence(name, tokens, length, params, **fields)
 
 
-def sampled_tokens(work, right=99):
-    """What a step brings: the loop goes on, or breaks off behind so many drafts."""
-    if not work.samples:
-        return []
-    at = work.start + work.count - len(work.proposed)
-    sampled = [LOOP[(at + i) % len(LOOP)] for i in range(len(work.proposed) + 1)]
-    if right < len(sampled):
-        sampled[right] = 77
-    return sampled[: verify(work.proposed, sampled)]
-
-
-def run(planner, plan, right=99):
+def run(planner, plan):
+    """Every sequence goes on with the loop."""
     for work in plan.work:
-        sampled = sampled_tokens(work, right)
+        sampled = [LOOP[at % len(LOOP)] for at in _positions(work)]
         work.sequence.tokens += sampled
         work.sequence.new_tokens += len(sampled)
         planner.advance(work, sampled)
@@ -55,21 +45,6 @@ def started(planner, *sequences):
 
 def shape(plan):
     return [(work.sequence.seq_id, work.count, work.proposed) for work in plan.work]
-
-
-def test_accepted_tokens_are_appended_and_rejected_ones_are_not():
-    planner, sequence = make_planner(most=2), looping("a")
-    started(planner, sequence)
-    assert sequence.num_tokens == 13
-    plan = planner.plan()
-    assert shape(plan) == [("a", 3, (4, 5))]
-    assert (plan.num_tokens, plan.num_proposed) == (3, 2)
-    run(planner, plan)
-    assert (sequence.num_tokens, sequence.num_computed) == (16, 15)
-    assert sequence.tokens[-3:] == [4, 5, 1]
-    run(planner, planner.plan(), right=0)
-    assert (sequence.num_tokens, sequence.num_computed) == (17, 16)
-    assert sequence.tokens[-1] == 77
 
 
 def test_step_times_are_learned_by_rows_and_proposed_tokens():
@@ -99,41 +74,22 @@ def test_they_take_what_budget_is_left():
     assert [work.count for work in plan.work] == [1, 1, 5]
 
 
-def test_they_come_behind_the_rows_of_those_who_have_none():
-    planner, other = make_planner(), Sequence("other", [50, 60, 70], 3, SamplingParams())
-    started(planner, looping("a"), other)
-    other.tokens[-1] = 99  # nothing to be found
-    plan = planner.plan()
-    assert [(name, count > 1) for name, count, _ in shape(plan)] == [("other", False), ("a", True)]
-
-
-def test_they_end_where_the_sequence_ends():
-    for sequence in (
-        looping("max tokens", max_tokens=3),
-        looping("context", MAX_CONTEXT - 3, max_tokens=999),
-        looping("parks", park_after=3),
-    ):
-        planner = make_planner(num_blocks=60)
-        started(planner, sequence)
-        assert sequence.tokens_left(MAX_CONTEXT) == 2
-        assert [len(draft) for _, _, draft in shape(planner.plan())] == [1]
-        sequence.tokens.append(0)
-        sequence.new_tokens += 1
-        sequence.num_computed += 1
-        assert [len(draft) for _, _, draft in shape(planner.plan())] == [0]
+def test_they_end_where_the_sequence_parks():
+    planner, sequence = make_planner(num_blocks=60), looping("parks", park_after=3)
+    started(planner, sequence)
+    assert [len(draft) for _, _, draft in shape(planner.plan())] == [1]
+    run(planner, planner.plan())
+    assert sequence.tokens_left(MAX_CONTEXT) == 0
 
 
 def test_they_never_preempt_and_use_the_slots_there_are():
     planner = make_planner(num_blocks=8)
     first, second = looping("a", 13), looping("b", 13)
     started(planner, first, second)  # four blocks each: none is left
-    for _ in range(3):
-        first.tokens, second.tokens = first.tokens[:14], second.tokens[:14]
-        first.num_computed = second.num_computed = 13
-        plan = planner.plan()
-        assert {len(work.proposed) for work in plan.work} == {2}  # to the end of the fourth block
-        assert planner.preemptions == 0
-        assert (len(first.block_ids), len(second.block_ids)) == (4, 4)
+    plan = planner.plan()
+    assert {len(work.proposed) for work in plan.work} == {2}  # to the end of the fourth block
+    assert planner.preemptions == 0
+    assert (len(first.block_ids), len(second.block_ids)) == (4, 4)
 
 
 def test_they_take_a_new_block_only_while_every_sequence_could_have_one():
@@ -143,18 +99,6 @@ def test_they_take_a_new_block_only_while_every_sequence_could_have_one():
         plan = planner.plan()
         assert [name for name, _, draft in shape(plan) if draft] == speculation
         assert planner.preemptions == 0
-
-
-def test_a_preempted_sequence_proposes_again_when_it_is_back():
-    planner, sequence = make_planner(), looping("a")
-    started(planner, sequence)
-    run(planner, planner.plan())
-    planner._preempt(sequence)
-    known = sequence.num_tokens
-    started(planner)
-    while sequence.num_tokens == known:
-        run(planner, planner.plan())
-    assert planner.plan().num_proposed > 0
 
 
 @settings(max_examples=80, deadline=None)

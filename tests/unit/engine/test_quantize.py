@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
-from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, attend, write_kv
 from baton.engine.ops.torch.linear import exact_products, linear, products_by_float
 from baton.engine.weights import quantize
@@ -58,19 +57,6 @@ def test_how_far_a_number_moves(size, magnitude, dtype, kind):
     assert (moved <= limit * 1.00002).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "rounded"),
-    [
-        (torch.int8, [127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5], [127, 0, 2, 2, 0, -2, -126]),
-        (FP8, [448, 17, 19, 25, -17, -19], [448, 16, 20, 24, -16, -20]),
-    ],
-)
-def test_ties_go_to_the_even_number(kind, row, rounded):
-    values, scales = quantize_rows(torch.tensor([row]), kind)
-    assert scales.item() == 1.0
-    assert values.float().tolist() == [rounded]
-
-
 def test_int8_arithmetic_is_the_formula_s_to_the_bit():
     peaks = random(2000, 1).abs() + 0.1
     # All but the first next to the middle between two units, where the last bit decides.
@@ -102,11 +88,6 @@ def test_a_weight_taken_in_parts_is_the_same(kind, monkeypatch):
     assert parts.shape == weight.shape
     assert same_bytes(parts.values, values)
     assert torch.equal(parts.scales, scales)
-
-
-def test_native_code_refuses_fp8():
-    with pytest.raises(AssertionError, match="GPUs"):
-        PackedWeight.of(Fp8Weight.of(random(64, 64)))
 
 
 @pytest.mark.parametrize("product", [exact_products, products_by_float])
@@ -141,17 +122,6 @@ def test_a_product_is_the_formula(dtype, kind):
     torch.testing.assert_close(linear(x, weight, bias), biased, **near)
 
 
-@by_dtype
-@pytest.mark.parametrize(("depth", "outputs"), [(33, 65), (576, 96), (1536, 57)])
-def test_rows_of_a_product_do_not_depend_on_each_other(depth, outputs, dtype):
-    x, bias = random(150, depth, dtype=dtype), random(outputs, seed=2, dtype=dtype)
-    x[3] *= 1000  # a scale for the whole batch would be felt
-    weight = Int8Weight.of(random(outputs, depth, seed=1, dtype=dtype))
-    whole = linear(x, weight, bias)
-    for rows in (1, 2, 3, 7, 16, 17, 33, 127):
-        assert torch.equal(linear(x[11 : 11 + rows], weight, bias), whole[11 : 11 + rows])
-
-
 @by_format
 @by_dtype
 @pytest.mark.parametrize("size", [6, 64, 125])
@@ -177,13 +147,10 @@ def pool_of(dtype, block_size=16):
 
 
 @by_format
-def test_a_pool_s_size_and_descriptor(kind):
+def test_a_pool_s_size_and_memory(kind):
     small = layout(kind)
     assert small.bytes_per_token == 2 * LAYERS * KV_HEADS * (HEAD_SIZE + SCALE_BYTES)
     assert small.shape == (BLOCKS, LAYERS, 2, KV_HEADS, 16, HEAD_SIZE + SCALE_BYTES)
-    descriptor = small.descriptor("model", torch.bfloat16, "fp8")
-    assert descriptor.dtype == str(kind).removeprefix("torch.")
-    assert (descriptor.compute_dtype, descriptor.quantization) == ("bfloat16", "fp8")
     memory = torch.zeros(small.num_bytes, dtype=torch.uint8)
     pool = allocate_pool(small, lambda size: memory[:size], torch.device("cpu"))
     assert (pool.dtype, pool.shape) == (kind, torch.Size(small.shape))

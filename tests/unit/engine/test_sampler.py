@@ -132,17 +132,6 @@ def test_probabilities_of_any_combination(seed, token_ids, params):
     np.testing.assert_allclose(actual, reference(logits[0], one), atol=2e-6)
 
 
-def test_top_p_of_flat_and_of_peaked_rows():
-    logits = random_logits(2, scale=0.01, vocab=3000)
-    logits[1, 77] = 30.0
-    rows = [row(temperature=1.0, top_p=0.5)] * 2
-    actual = probabilities(logits, rows, Sampler(EOS, 3000))
-    assert (actual[0] > 0).sum() > 1024
-    assert (actual[1] > 0).sum() == 1
-    for i in range(2):
-        np.testing.assert_allclose(actual[i], reference(logits[i], rows[i]), atol=1e-6)
-
-
 @pytest.mark.parametrize("params", [{}, {"top_k": 12, "top_p": 0.9}, {"frequency_penalty": 1.0}])
 def test_samples_follow_the_distribution(params):
     """Chi-square of 20,000 positions of one seed, on tokens expected at least 5 times."""
@@ -175,15 +164,6 @@ def test_greedy_after_penalties_and_of_equals_is_the_lowest():
     rows = [row(), row(frequency_penalty=1.0), *[row(temperature=1.0, top_k=1)] * 2]
     rows += [row(temperature=1e-6, seed=seed) for seed in (1, 2)]
     assert sample(logits, *rows) == [9] * 6
-
-
-def test_ties_at_the_edge_keep_the_lowest_ids():
-    logits = torch.zeros(3, VOCAB)
-    logits[2, 100] = 1.0  # one above the tie takes its place from the highest id
-    rows = [row(temperature=1.0, **params) for params in ({"top_k": 4}, {"top_p": 0.01})]
-    kept = probabilities(logits, [*rows, rows[0]])
-    expected = [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 100]]
-    assert [one.nonzero()[0].tolist() for one in kept] == expected
 
 
 def test_a_row_depends_on_its_own_settings_and_logits_alone():
@@ -243,14 +223,6 @@ def test_tokens_lie_where_the_cumulative_weight_passes_the_number():
     assert torch.equal(tokens, torch.searchsorted(cumulative, target, right=True)[:, 0])
 
 
-def test_repetition_counts_the_prompt_and_the_others_do_not():
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 5], logits[0, 20] = 2.0, 1.5  # 5 is in the prompt only
-    assert sample(logits, row([5, 6, 7], 2, repetition_penalty=2.0)) == [20]
-    output_only = row([5, 6, 7], 2, frequency_penalty=2.0, presence_penalty=2.0)
-    assert sample(logits, output_only) == [5]
-
-
 TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
@@ -292,26 +264,6 @@ def test_penalties_look_at_new_tokens_only():
         if not step:
             tokens.reads = 0
     assert tokens.reads < 100
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bias_of_100_forces_and_forbids(temperature):
-    logits = random_logits(20, seed=1, scale=2.0)
-    best = int(logits[0].argmax())
-    forced, forbidden = (
-        [row(temperature=temperature, seed=i, logit_bias=bias) for i in range(20)]
-        for bias in ({123: 100.0}, {best: -100.0})
-    )
-    assert set(sample(logits, *forced)) == {123}
-    assert best not in sample(logits[:1].expand(20, -1), *forbidden)
-
-
-@pytest.mark.parametrize("ignore_eos", [False, True])
-def test_min_tokens_masks_every_ending_until_there_are_enough(ignore_eos):
-    logits = torch.zeros(2, VOCAB)
-    logits[:, [2, 3, 9, 40]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
-    params = {"min_tokens": 2, "stop_token_ids": frozenset({9}), "ignore_eos": ignore_eos}
-    assert sample(logits, row([1, 1], 1, **params), row([1, 1, 1], 1, **params)) == [40, 2]
 
 
 def test_logprobs_are_those_of_the_raw_logits():

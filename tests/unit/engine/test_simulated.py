@@ -14,7 +14,6 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
 from baton.errors import ConfigError, InternalError
-from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
 
 TINY = Path(__file__).parents[3] / "benchmarks" / "scenarios" / "tiny.json"
@@ -176,29 +175,9 @@ class TestSimulatedSpeed:
         with pytest.raises(ConfigError, match=r"--simulate '.*': write the prefill rate"):
             EngineConfig(simulate=text)
 
-    def test_a_gpu_is_refused(self):
-        with pytest.raises(ConfigError, match="--device cuda"):
-            EngineConfig(simulate="8000,10", device="cuda")
-
 
 class TestEngine:
     """The real engine over it."""
-
-    @pytest.fixture
-    def process(self):
-        with SingleProcess(SETTINGS) as process:
-            yield process
-
-    @pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALTIES])
-    def test_small_pools_and_caches_change_no_token(self, process, params):
-        prompt = list(range(100, 190))
-        params = dataclasses.replace(params, max_tokens=30)
-        first, again = process.generate(prompt, params), process.generate(prompt, params)
-        assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 80)
-        assert first.token_ids == again.token_ids
-        other = dataclasses.replace(SETTINGS, block_size=4, kv_blocks=40, chunk_tokens=7)
-        with SingleProcess(other) as small:
-            assert small.generate(prompt, params).token_ids == first.token_ids
 
     def test_a_simulated_worker_is_never_paired_with_a_real_one(self):
         simulated = build.load(SETTINGS)

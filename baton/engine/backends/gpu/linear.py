@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.ops.native.packing import Matrix, PackedWeight
-from baton.engine.ops.torch.linear import fp8_linear, int8_linear
+from baton.engine.ops.torch import linear as reference
 from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul, scale_sums
 from baton.engine.ops.triton.row_quantize import quantize_rows
-from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight
+from baton.engine.weights.quantize import Fp8Weight, Int8Weight
 
 MULTIPLE = {"int8": 8, "fp8": 16}  # of inputs and outputs
 
@@ -39,17 +39,14 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     With an 8-bit weight x is quantised row by row to the same type. Never waits for the device.
     """
     assert not isinstance(weight, PackedWeight), "packed weights are for native code"
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    if not x.is_cuda:
+        return reference.linear(x, weight, bias)
+    values, scales = quantize_rows(x, weight.DTYPE)
     if isinstance(weight, Int8Weight):
-        if not x.is_cuda:
-            return int8_linear(x, weight, bias)
-        values, scales = quantize_rows(x, torch.int8)
         return int8_products(values, scales, weight, bias, x.dtype)
-    if isinstance(weight, Fp8Weight):
-        if not x.is_cuda:
-            return fp8_linear(x, weight, bias)
-        values, scales = quantize_rows(x, FP8)
-        return fp8_products(values, scales, weight, bias, x.dtype)
-    return F.linear(x, weight, bias)
+    return fp8_products(values, scales, weight, bias, x.dtype)
 
 
 def int8_products(

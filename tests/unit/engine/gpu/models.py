@@ -8,14 +8,9 @@ from torch import Tensor
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
-from baton.engine.kv_cache import KvLayout, allocate_pool
 from baton.engine.models.decoder import Model
 from baton.engine.weights.weights import Weights, random_weights
-from tests.unit.engine.paged import NUM_BLOCKS, PagedRun
-from tests.unit.engine.small_models import qwen_config
-
-CPU = torch.device("cpu")
-MATRICES = ("qkv", "o", "gate_up", "down")
+from tests.unit.engine.small_models import CPU, MATRICES, qwen_config
 
 TINY = replace(
     qwen_config(),
@@ -73,17 +68,6 @@ def both(config, dtype=torch.float32, quantization="none"):
     """The reference and the GPU's model over the same weights."""
     weights = weights_of(config, dtype, quantization)
     return Model(config, weights, dtype, CPU), GpuModel(config, weights, dtype, CPU)
-
-
-def run_of(model, kv_dtype=None):
-    """A run over a pool of `kv_dtype`, the model's own if it is None; equal blocks in every run."""
-    config = model.config
-    run = PagedRun(model)  # any StepModel with a config will do
-    if kv_dtype is not None:
-        sizes = (config.num_layers, config.num_kv_heads, run.block_size, config.head_size)
-        run.pool = allocate_pool(KvLayout(NUM_BLOCKS, *sizes, kv_dtype), None, CPU)
-        run.pool[0] = 3  # nobody's, as in every run: finite garbage
-    return run
 
 
 def tokens(length, seed, vocab=TINY.vocab_size):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler, is_plain
+from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.sampling import filters
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling import SamplingParams
@@ -74,15 +74,3 @@ def test_logits_that_are_no_numbers_give_a_token_beyond_the_vocabulary():
         tokens = sampler.host_tokens[:3].tolist()
         assert tokens[1] >= VOCAB
         assert max(tokens[0], tokens[2]) < VOCAB
-
-
-def test_what_needs_the_host_is_not_plain():
-    def plain(**fields):
-        return is_plain(SampleRow(SamplingParams(**fields), [1, 2, 3], 2))
-
-    assert plain()
-    assert plain(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1, min_tokens=1)
-    assert not plain(logprobs=0)
-    assert not plain(min_tokens=2)
-    assert not plain(frequency_penalty=0.1)
-    assert not plain(logit_bias={1: 2.0})

@@ -278,12 +278,6 @@ class TestMemory:
         with pytest.raises(ConfigError, match=message):
             self.layout(usage, **settings)
 
-    def test_graphs_keep_the_largest_step_and_something_for_each(self):
-        assert memory.graphs_reserve(GIB, 0, 32) == 0
-        one, two = (memory.graphs_reserve(GIB, graphs, 32) for graphs in (1, 2))
-        assert one > GIB
-        assert 0 < two - one < 16 * MIB
-
     def test_the_summary_has_every_part(self):
         settings = EngineConfig(max_batch=8, chunk_tokens=256, quantization="fp8", kv_blocks=1000)
         layout = self.layout(ROOMY, torch.int8, kv_blocks=1000)

@@ -9,13 +9,6 @@ from torch import Tensor
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
 from baton.engine.ops.torch import linear as reference
-from baton.engine.ops.triton.int8_matmul import (
-    int8_matmul,
-    int8_matmul_reference,
-    scale_sums,
-    scale_sums_reference,
-)
-from baton.engine.ops.triton.row_quantize import quantize_rows as quantize_rows_by_kernel
 from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,15 +29,6 @@ def test_prepare_leaves_what_products_refuse(quantization):
         assert gpu.prepare(matrix, "none") is matrix
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
-def test_on_a_cpu_it_is_the_reference(quantization, dtype):
-    x, bias = random(19, 64, dtype=dtype), random(48, seed=2, dtype=dtype)
-    weight = gpu.prepare(random(48, 64, seed=1, dtype=dtype), quantization)
-    assert torch.equal(gpu.linear(x, weight, bias), reference.linear(x, weight, bias))
-    assert torch.equal(gpu.linear(x, weight), reference.linear(x, weight))
-
-
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 256), (17, 72), (64, 264), (65, 72), (130, 8)])
 def test_int8_products_are_those_of_the_reference(rows, depth, biased):
@@ -63,34 +47,6 @@ def test_int8_products_are_those_of_the_reference(rows, depth, biased):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_int8_rows_in_several_tiles(dtype):
-    generator = torch.Generator().manual_seed(4)
-    x, values = (
-        torch.randint(-127, 128, (size, 160), generator=generator).to(torch.int8)
-        for size in (20, 104)
-    )
-    scales = random(20, seed=1).abs() * 1e-3, random(104, seed=2).abs()
-    bias = random(104, seed=3, dtype=dtype)
-    config = {"num_warps": 4, "num_stages": 1, "OUTPUTS": 32, "DEPTH": 32}
-    got = int8_matmul(x, values, *scales, bias, dtype, config)
-    expected = int8_matmul_reference(x, values, *scales, bias, dtype)
-    # The interpreter cuts what bfloat16 cannot hold, where a GPU rounds.
-    unit = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
-    torch.testing.assert_close(got, expected, rtol=unit, atol=0)
-
-
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_kernels_one_after_the_other_are_the_reference(quantization):
-    x, bias = random(7, 64), random(48, seed=2)
-    weight = gpu.prepare(random(48, 64, seed=1), quantization)
-    assert isinstance(weight, Int8Weight | Fp8Weight)
-    products = {"int8": gpu.int8_products, "fp8": gpu.fp8_products}[quantization]
-    values, scales = quantize_rows_by_kernel(x, weight.values.dtype)
-    got = products(values, scales, weight, bias, x.dtype)
-    torch.testing.assert_close(got, reference.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 17])
 def test_fp8_products_are_those_of_the_reference(rows, biased, dtype):
@@ -102,21 +58,6 @@ def test_fp8_products_are_those_of_the_reference(rows, biased, dtype):
     assert (got.shape, got.dtype) == ((rows, 48), dtype)
     expected = reference.linear(x, weight, bias)
     torch.testing.assert_close(got, expected, rtol=1e-5 + torch.finfo(dtype).eps, atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (3, 1032), (5, 2048)])
-def test_scaled_sums_are_the_formula(rows, columns, biased, dtype):
-    generator = torch.Generator().manual_seed(columns)
-    sums = torch.randint(-(2**24), 2**24, (rows, columns), generator=generator, dtype=torch.int32)
-    bias = random(columns, seed=3, dtype=dtype) if biased else None
-    scales = (random(rows, seed=1).abs() * 1e-4, random(columns, seed=2).abs() * 1e-3)
-    got = scale_sums(sums, *scales, bias, dtype)
-    expected = scale_sums_reference(sums, *scales, bias, dtype)
-    # The interpreter cuts what bfloat16 cannot hold, where a GPU rounds.
-    unit = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
-    torch.testing.assert_close(got, expected, rtol=unit, atol=0)
 
 
 @pytest.mark.gpu
@@ -138,14 +79,3 @@ def test_on_a_gpu(quantization, dtype):
         torch.testing.assert_close(plain, reference.linear(x, weight), **near)
         biased = gpu.linear(x.cuda(), there, bias.cuda()).cpu()
         torch.testing.assert_close(biased, reference.linear(x, weight, bias), **near)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("size", [16, 80])
-def test_the_kernel_s_fp8_rows_are_the_reference_s(size, dtype):
-    x = (random(50, size, dtype=dtype) * 2.0 ** torch.arange(50)[:, None]).to(dtype)
-    x[4] = 0
-    values, scales = quantize_rows(x, FP8)
-    by_kernel, scales_by_kernel = quantize_rows_by_kernel(x, FP8)
-    assert torch.equal(scales_by_kernel, scales)
-    assert torch.equal(by_kernel.view(torch.int8), values.view(torch.int8))

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.engine.batch import StepBatch
 from baton.engine.weights.quantize import FP8, unpack_rows
-from tests.unit.engine.gpu.models import CONFIGS, TINY, both, run_of, tokens
+from tests.unit.engine.gpu.models import CONFIGS, TINY, both, tokens
+from tests.unit.engine.paged import PagedRun
 
 
 def ints(values):
@@ -38,7 +39,7 @@ def assert_near(one, other, atol=2e-5):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_the_torch_model(name):
     model, gpu = both(CONFIGS[name])
-    runs = run_of(gpu), run_of(model)
+    runs = PagedRun(gpu), PagedRun(model)
     assert_near(*runs)
     torch.testing.assert_close(runs[0].pool, runs[1].pool, rtol=0, atol=1e-5)
 
@@ -47,7 +48,7 @@ def test_equals_the_torch_model(name):
 def test_int8_and_fp8(kv_dtype, quantization):
     config = replace(TINY, qkv_bias=True, vocab_size=97)  # whose output layer stays whole
     model, gpu = both(config, quantization=quantization)
-    runs = run_of(gpu, kv_dtype), run_of(model, kv_dtype)
+    runs = tuple(PagedRun(one, kv_dtype=kv_dtype) for one in (gpu, model))
     # Where two sums differ in their last bit, a value may come out as its neighbour.
     assert_near(*runs, atol=0.05)
     got, expected = (unpack_rows(run.pool[1:], torch.float32) for run in runs)
@@ -58,32 +59,14 @@ def test_int8_and_fp8(kv_dtype, quantization):
 
 def test_bfloat16_is_as_near_to_float32_as_torch_is():
     exact, _ = both(TINY)
-    expected = torch.cat(mixed_steps(run_of(exact)))
+    expected = torch.cat(mixed_steps(PagedRun(exact)))
     errors = []
     for model in both(TINY, torch.bfloat16):
-        run = run_of(model)
+        run = PagedRun(model)
         errors.append((torch.cat(mixed_steps(run)) - expected).abs().mean())
         assert run.pool.dtype == torch.bfloat16
     # The interpreter cuts what bfloat16 cannot hold, which is twice the error of rounding.
     assert errors[1] < 3 * errors[0]
-
-
-def test_only_wanted_rows_have_logits():
-    _, gpu = both(TINY)
-    run = run_of(gpu)
-    sequence = run.add(tokens(9, 1))
-    whole = run.step((sequence, 9))[0]
-    batch = StepBatch(
-        token_ids=ints(sequence.tokens),
-        context_lens=ints([0]),
-        query_lens=ints([9]),
-        block_tables=ints([sequence.block_ids]),
-        logit_rows=ints([2, 8]),
-        num_decodes=0,
-    )
-    torch.testing.assert_close(gpu.step(batch, run.pool), whole[[2, 8]], rtol=0, atol=1e-5)
-    nothing = gpu.step(replace(batch, logit_rows=ints([])), run.pool)
-    assert (nothing.shape, nothing.dtype) == ((0, TINY.vocab_size), torch.float32)
 
 
 class NoWaiting(TorchDispatchMode):
@@ -100,7 +83,7 @@ class NoWaiting(TorchDispatchMode):
 def decoding():
     """A model, a run with two sequences of 18 and 5 tokens; their last tokens and block_tables."""
     _, gpu = both(replace(TINY, windows=(12, 12)))
-    run = run_of(gpu)
+    run = PagedRun(gpu)
     sequences = [run.add(tokens(18, 1), room=2), run.add(tokens(5, 2), room=27)]
     run.step((sequences[0], 18), (sequences[1], 5))
     return gpu, run, ints([7, 11]), ints([sequence.block_ids for sequence in sequences])

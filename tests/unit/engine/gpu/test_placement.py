@@ -5,7 +5,7 @@ import torch
 
 from baton.engine.batch import StepBatch
 from baton.engine.ops.torch.attention import place
-from baton.engine.ops.triton.placement import place_rows, place_rows_reference
+from baton.engine.ops.triton.placement import place_rows
 
 
 def ints(values):
@@ -28,13 +28,6 @@ def batch(query_lens, context_lens, block_size):
     )
 
 
-def assert_equal(got, expected):
-    for name in ("positions", "slots", "lengths"):
-        one, other = getattr(got, name), getattr(expected, name)
-        assert one.dtype == torch.int32
-        assert torch.equal(one, other), (name, one, other)
-
-
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize(
     ("query_lens", "context_lens"),
@@ -52,15 +45,12 @@ def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, bloc
     got = place_rows(
         step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
     )
+    assert all(part.dtype == torch.int32 for part in (got.positions, got.slots, got.lengths))
     placed = place(step, block_size)
     assert got.positions.tolist() == placed.positions.tolist()
     assert got.slots.tolist() == placed.attention.slots.tolist()
     num_decodes = step.num_decodes
     assert got.lengths[:num_decodes].tolist() == placed.attention.decode_lengths.tolist()
-    reference = place_rows_reference(
-        step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
-    )
-    assert_equal(got, reference)
 
 
 def test_padding_has_no_slot_and_sees_nothing():
@@ -70,13 +60,6 @@ def test_padding_has_no_slot_and_sees_nothing():
     assert got.positions.tolist() == [20, 0, 0, 0]
     assert got.slots.tolist() == [1 * 16 + 4, -1, 4 * 16, -1]
     assert got.lengths.tolist() == [21, 0, 1, 0]
-    assert_equal(got, place_rows_reference(context_lens, None, block_tables, 4, 16))
-
-
-def test_one_row_each_is_the_same_with_and_without_counts():
-    step = batch([1] * 130, list(range(130)), 16)
-    with_counts = place_rows(step.context_lens, step.query_lens, step.block_tables, 130, 16)
-    assert_equal(place_rows(step.context_lens, None, step.block_tables, 130, 16), with_counts)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 33])

@@ -48,7 +48,7 @@ def weights_of(dtype: torch.dtype, int8: bool = False) -> Weights:
 def logits(
     model: Model | NativeModel, query_lens: tuple[int, ...], int8_kv: bool = False
 ) -> Tensor:
-    run = PagedRun(model, kv_int8=int8_kv)
+    run = PagedRun(model, kv_dtype=torch.int8 if int8_kv else None)
     sequence = run.add(TOKENS)
     return torch.cat([run.step((sequence, count))[0] for count in query_lens])
 
