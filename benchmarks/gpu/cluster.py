@@ -148,6 +148,7 @@ def transfer(part: Part, sending: Plan, receiving: Plan) -> Cells:
     pool.tensor.normal_()
     if pool.device.type == "cuda":
         torch.cuda.synchronize(pool.device)
+    digests = [pool.new_digest() for _ in range(1 + part.job.sized(5, 1))]
     transport, times = sending.made(), []
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -159,11 +160,10 @@ def transfer(part: Part, sending: Plan, receiving: Plan) -> Cells:
         link = transport.connect(pool, _hear(ours), peer.pid or 0, _TIMEOUT_S)
         try:
             assert _hear(ours) == "accepted"
-            for number in range(1 + part.job.sized(5, 5, 1)):
+            for number, digest in enumerate(digests):
                 if not transport.one_sided:
                     ours.send(100 + number)
                     assert _hear(ours) == "posted"
-                digest = pool.new_digest()
                 slots = sending.slots(number), receiving.slots(100 + number)
                 times.append(link.put(*slots, digest, _TIMEOUT_S).wire_s)
                 if transport.one_sided:
@@ -233,7 +233,7 @@ def handoff(part: Part, transport: str) -> Cells:
     from baton.sampling import SamplingParams  # noqa: PLC0415
 
     dice, cpu = random.Random(0), part.device.type == "cpu"
-    lengths = part.job.sized(_LENGTHS * 8, _LENGTHS * 3, _LENGTHS[:2])
+    lengths = part.job.sized(_LENGTHS * 8, _LENGTHS[:2])
     prompts = [[dice.randrange(10, _VOCAB) for _ in range(length)] for length in lengths]
     # The demo model in float32, in which tokens are equal wherever they are computed.
     engine = EngineConfig(
