@@ -93,7 +93,7 @@ class Measuring:
         sized = part.job.sized
         self.context, self.steps = sized(CONTEXT, 15), sized(STEPS, 1)
         self.warm_up, self.rounds = sized(8, 1), sized(3, 1)
-        self.prompts = sized(PROMPTS, (17,))
+        self.prompts = sized(PROMPTS, (5,))
 
     def run(self) -> None:
         """All of it."""
@@ -120,7 +120,7 @@ class Measuring:
         limits = Limits(max(batches), sized(2048, 64), CHUNK, self.warm_up)
         with ours.driver(limits, graphs=True) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
-        limits = Limits(8, sized(max(PROMPTS) + 64, 128), sized(CHUNK, 16))
+        limits = Limits(8, sized(max(PROMPTS) + 64, 128), sized(CHUNK, 4))
         with ours.driver(limits, graphs=False) as driver:
             cases = [(self._title(f"{n} tokens"), partial(self.prefill, driver, n))
                      for n in self.prompts]  # fmt: skip
