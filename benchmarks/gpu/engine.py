@@ -7,22 +7,16 @@ engine is compared with its reference in float32: the same tokens.
 
 from __future__ import annotations
 
-import re
 import statistics
 import traceback
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.profiler import ProfilerActivity, profile
 
 from baton.engine.backends.gpu.backend import unsupported_format
-from benchmarks.gpu.harness import BLOCK_SIZE, Driver, Limits, OurEngine, Transformers
+from benchmarks.gpu.harness import BLOCK_SIZE, Driver, Formats, Limits, OurEngine, Transformers
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape
 
@@ -30,22 +24,6 @@ BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
 _SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
-_NAMED = 8  # kernels of a step with rows of their own
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Of what weights, KV and everything else are made."""
-
-    name: str
-    dtype: torch.dtype = torch.bfloat16
-    kv: torch.dtype = torch.bfloat16
-    quantization: str = "none"
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of an element of a matrix."""
-        return self.dtype.itemsize if self.quantization == "none" else 1
 
 
 BF16, FP8 = Formats("bf16"), Formats("fp8", kv=torch.float8_e4m3fn, quantization="fp8")
@@ -90,9 +68,9 @@ def run(part: Part) -> None:
 def equality(part: Part) -> Cells:
     """Tokens of some prompts, by kernels and by plain torch. Raises AssertionError."""
     sized, smoke = part.job.sized, part.job.smoke
-    shape = part.job.models[-1] if smoke else SMALL
-    lengths, new_tokens = sized(((1, 15, 16, 17, 300, 700), 32), ((1, 17, 300), 16), ((17,), 2))
-    ours = engine_of(part, shape, FLOAT32, 40 if smoke else 512)
+    shape = sized(SMALL, part.job.models[-1])
+    lengths, new_tokens = sized(((1, 15, 16, 17, 300, 700), 32), ((17,), 2))
+    ours = OurEngine(shape, FLOAT32, part.device, sized(512, 40))
     prompts = [
         torch.randint(shape.vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist()
         for n in lengths
@@ -106,12 +84,6 @@ def equality(part: Part) -> Cells:
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
 
 
-def engine_of(part: Part, shape: Shape, formats: Formats, blocks: int) -> OurEngine:
-    """An engine with random weights."""
-    form = (formats.dtype, formats.kv, formats.quantization)
-    return OurEngine(shape, *form, part.device, blocks)
-
-
 class Measuring:
     """One shape in one format, and transformers beside it where there is room for it."""
 
@@ -119,9 +91,9 @@ class Measuring:
         self.part, self.shape, self.formats = part, shape, formats
         self.rival: Transformers | None = None
         sized = part.job.sized
-        self.context, self.steps = sized(CONTEXT, CONTEXT, 15), sized(STEPS, STEPS // 2, 1)
-        self.warm_up, self.rounds = sized(8, 8, 1), sized(3, 2, 1)
-        self.prompts = sized(PROMPTS, PROMPTS[1:2], (17,))
+        self.context, self.steps = sized(CONTEXT, 15), sized(STEPS, 1)
+        self.warm_up, self.rounds = sized(8, 1), sized(3, 1)
+        self.prompts = sized(PROMPTS, (5,))
 
     def run(self) -> None:
         """All of it."""
@@ -136,7 +108,8 @@ class Measuring:
         ours = None
         if batches:
             with suppress(torch.OutOfMemoryError):
-                ours = engine_of(part, self.shape, self.formats, self._blocks(max(batches)))
+                blocks = self._blocks(max(batches))
+                ours = OurEngine(self.shape, self.formats, part.device, blocks)
         if ours is None:
             return part.note("decode", f"{title} is left out: it does not fit the GPU's memory")
         if beside:
@@ -144,23 +117,14 @@ class Measuring:
                 self.rival = Transformers(self.shape, part.device)
             except Exception as error:  # whatever version of it is there
                 self._no_rival("decode", "", error)
-        limits = Limits(max(batches), sized(2048, 2048, 64), CHUNK, self.warm_up)
+        limits = Limits(max(batches), sized(2048, 64), CHUNK, self.warm_up)
         with ours.driver(limits, graphs=True) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
-            if self.formats == BF16:
-                for batch in [b for b in sized((1, 64), (1, 64), (2,)) if b in batches]:
-                    table = f"where a step goes, {title}, batch {batch}"
-                    part.measure(table, [("profile", partial(self._profile, table, driver, batch))])
-        longest = sized(max(PROMPTS) + 64, max(PROMPTS) + 64, 128)
-        limits = Limits(8, longest, sized(CHUNK, CHUNK, 16))
+        limits = Limits(8, sized(max(PROMPTS) + 64, 128), sized(CHUNK, 4))
         with ours.driver(limits, graphs=False) as driver:
-            part.measure(
-                "prefill",
-                [
-                    (self._title(f"{n} tokens"), partial(self.prefill, driver, n))
-                    for n in self.prompts
-                ],
-            )
+            cases = [(self._title(f"{n} tokens"), partial(self.prefill, driver, n))
+                     for n in self.prompts]  # fmt: skip
+            part.measure("prefill", cases)
         return None
 
     def _title(self, size: str = "") -> str:
@@ -180,7 +144,7 @@ class Measuring:
 
     def _fitting(self, beside: bool) -> list[int]:
         """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
-        wanted, shape = list(self.part.job.sized(BATCHES, (1, 64), (2,))), self.shape
+        wanted, shape = list(self.part.job.sized(BATCHES, (2,))), self.shape
         if self.part.device.type != "cuda":
             return wanted
         room = torch.cuda.mem_get_info(self.part.device)[0] - _SPARE
@@ -191,23 +155,19 @@ class Measuring:
         block = BLOCK_SIZE * kv_bytes(shape, self.formats)
         return [batch for batch in wanted if self._blocks(batch) * block <= room]
 
-    def _decode_cases(self, driver: Driver, batches: list[int]) -> list[Case]:
+    def _decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
         """One for each batch, then with sampling instead of the likeliest token."""
-        cases: list[Case] = [
-            (self._title(f"batch {batch}"), partial(self.decode, driver, batch))
-            for batch in batches
-        ]
+        for batch in batches:
+            yield self._title(f"batch {batch}"), partial(self.decode, driver, batch)
         if self.formats == BF16:
             batch = min(64, max(batches))
-            sampled = partial(self.sampled, driver, batch)
-            cases.append((self._title(f"batch {batch}, top-p"), sampled))
-        return cases
+            yield self._title(f"batch {batch}, top-p"), partial(self.sampled, driver, batch)
 
     def decode(self, driver: Driver, batch: int) -> Cells:
         """Steps of one batch size; ours and theirs in turn."""
         theirs = None
         if self.rival and batch <= RIVAL_MOST:
-            steps = self.part.job.sized(_RIVAL_STEPS, 4, 2)
+            steps = self.part.job.sized(_RIVAL_STEPS, 2)
             theirs = partial(self.rival.measure, batch, self.context, steps)
         ours = partial(driver.decode, batch, self.context, self.steps)
         step_s, rival = self._in_turn("decode", batch, ours, theirs)
@@ -268,53 +228,3 @@ class Measuring:
     def _no_rival(self, table: str, size: str, error: Exception) -> None:
         traceback.print_exc()  # to the part's log
         self.part.note(table, f"{self.shape.name}{size}: no transformers: {summary(error)}")
-
-    def _profile(self, table: str, driver: Driver, batch: int) -> None:
-        """Where a decode step goes on the device: kernels by time, as torch's profiler has them."""
-        steps = self.part.job.sized(16, 16, 1)
-        step = partial(driver.decode, batch, self.context, steps)
-        step_s = step()  # which the profiler slows down
-        on_gpu = self.part.device.type == "cuda"
-        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-        # On a CPU the work is the engine's thread's, which is not this one.
-        everywhere = None if on_gpu else _ExperimentalConfig(profile_all_threads=True)
-        with profile(activities=[activity], experimental_config=everywhere) as profiler:
-            step()
-            if on_gpu:
-                torch.cuda.synchronize(self.part.device)
-        times, calls = Counter[str](), Counter[str]()
-        for event in profiler.events():
-            if event.device_type == kind:
-                us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-                times[short(event.name)] += us
-                calls[short(event.name)] += 1
-        if not times:  # as in a container without its rights
-            self.part.note(table, "left out: torch's profiler reports no kernel on this device")
-        for name, cells in step_table(times, calls, driver.all_steps(steps), step_s * 1e6).items():
-            self.part.row(table, name, cells)
-
-
-def step_table(
-    times: Counter[str], calls: Counter[str], steps: int, step_us: float
-) -> dict[str, Cells]:
-    """Rows of microseconds in `steps` steps, of which each takes `step_us`."""
-
-    def row(us: float, count: float | None) -> Cells:
-        return {"us a step": us / steps, "of step": us / steps / step_us, "calls": count}
-
-    if not times:
-        return {}
-    named, total = times.most_common(_NAMED), sum(times.values())
-    return {
-        **{name: row(us, calls[name] / steps) for name, us in named},
-        "other kernels": row(total - sum(us for _, us in named), None),
-        "idle, or waiting": row(max(0.0, step_us * steps - total), None),
-    }
-
-
-def short(name: str) -> str:
-    """A kernel's name without what templates and arguments add."""
-    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
-    plain = re.split(r"[<(]", name)[0].split("::")[-1].strip()
-    return (plain or name)[:44]

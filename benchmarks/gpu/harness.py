@@ -45,6 +45,21 @@ _STEP_S = 60.0  # longer than any step takes
 
 
 @dataclass(frozen=True)
+class Formats:
+    """Of what weights, KV and everything else are made."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    kv: torch.dtype = torch.bfloat16
+    quantization: str = "none"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of an element of a matrix."""
+        return self.dtype.itemsize if self.quantization == "none" else 1
+
+
+@dataclass(frozen=True)
 class Limits:
     """What an engine is built for. Tokens, but for `batch`, which counts sequences."""
 
@@ -58,31 +73,27 @@ class OurEngine:
     """Weights and a pool, and drivers over them: one for decoding, with graphs, one for prompts."""
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, kv: torch.dtype, quantization: str,
-        device: torch.device, num_blocks: int,
-    ) -> None:  # fmt: skip
+        self, shape: Shape, formats: Formats, device: torch.device, num_blocks: int
+    ) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(shape.config()), encoding="utf-8")
-            self.config = ModelConfig.load(path)
-        self._dtype, self._device = dtype, device
-        form = partial(prepare, quantization=quantization)
-        self._weights = random_weights(self.config, dtype, device, 1, form)
-        self._layout = plan_layout(self.config, kv, BLOCK_SIZE, num_blocks, 0)
-        self._sampler = Sampler(frozenset(), self.config.vocab_size)
-        self._model = GpuModel(self.config, self._weights, dtype, device)
+            self.config = config = ModelConfig.load(path)
+        self._dtype, self._device, kv = formats.dtype, device, formats.kv
+        form = partial(prepare, quantization=formats.quantization)
+        self._weights = random_weights(config, self._dtype, device, 1, form)
+        layout = plan_layout(config, kv, BLOCK_SIZE, num_blocks, 0)
+        self._sampler = Sampler(frozenset(), config.vocab_size)
         # Random numbers: steps on zeros would take less power.
-        config = self.config
-        self._pool = random_pool(
-            self._layout.num_blocks, config.num_layers, config.num_kv_heads, config.head_size, kv,
-            device,
-        )  # fmt: skip
-        assert tuple(self._pool.shape) == self._layout.shape
+        sizes = (config.num_layers, config.num_kv_heads, config.head_size)
+        self._pool = random_pool(layout.num_blocks, *sizes, kv, device)
+        assert tuple(self._pool.shape) == layout.shape
 
     def driver(self, limits: Limits, *, graphs: bool) -> Driver:
         """An engine as a worker runs it: steps are launched ahead, decode steps are graphs."""
         settings = EngineConfig(max_batch=limits.batch, block_size=BLOCK_SIZE)
-        runner = GpuRunner(self._model, self._pool, self._sampler, settings, limits.context)
+        model = GpuModel(self.config, self._weights, self._dtype, self._device)
+        runner = GpuRunner(model, self._pool, self._sampler, settings, limits.context)
         if graphs:
             runner.capture(lambda done, total: None)
         return self._driver(runner, limits, OverlappedEngine)
@@ -94,7 +105,7 @@ class OurEngine:
         return self._driver(runner, limits, Engine)
 
     def _driver(self, runner: StepRunner, limits: Limits, kind: type[Engine]) -> Driver:
-        blocks = BlockPool(self._layout.num_blocks, BLOCK_SIZE, prefix_cache=False)
+        blocks = BlockPool(len(self._pool), BLOCK_SIZE, prefix_cache=False)
         planner = Planner(blocks, limits.chunk, limits.batch)
         return Driver(runner, planner, self.config.vocab_size, limits, kind)
 
@@ -126,18 +137,14 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self._engine.stop()
 
-    def all_steps(self, steps: int) -> int:
-        """How many steps are run to measure so many."""
-        return self._warm_up + steps + 1
-
     def decode(
         self, batch: int, context: int, steps: int, *, temperature: float = 0.0, top_p: float = 1.0
     ) -> float:
         """Seconds of a step in which `batch` sequences of that context get a token each."""
+        run = self._warm_up + steps + 1
         params = SamplingParams(
-            temperature=temperature, top_p=top_p, seed=1, ignore_eos=True,
-            max_tokens=self.all_steps(steps) + 1,
-        )  # fmt: skip
+            temperature=temperature, top_p=top_p, seed=1, ignore_eos=True, max_tokens=run + 1
+        )
         sequences = [self._sequence(self._prompt(context), params) for _ in range(batch)]
         for sequence in sequences:
             self._engine.reserve(sequence).result()
@@ -148,7 +155,7 @@ class Driver:
 
         self._engine.submit(start).result()
         ends: list[float] = []
-        while len(ends) < self.all_steps(steps):
+        while len(ends) < run:
             ended, report = self._next()
             if len(report.progress) == batch:
                 ends.append(ended)

@@ -108,7 +108,7 @@ def correctness(part: Part) -> None:
         failed.discard(name)
         worst[name] = max(error, worst.get(name, 0.0))
 
-    for number, name in itertools.product(range(part.job.sized(12, 4, 1)), cases):
+    for number, name in itertools.product(range(part.job.sized(12, 1)), cases):
         if name not in failed and not part.late:
             part.attempt(TABLE, name, partial(check, name, number))
     for name, error in worst.items():
@@ -211,7 +211,7 @@ def _prefill_cases(part: Part) -> Iterator[Case]:
         sizes = 8 * int(heads["group"]), int(heads["head_size"])
         return tuple(_drawn(part, 1, sizes[0], length, sizes[1]) for length in lengths)
 
-    for tokens, prefix in part.job.sized(PROMPTS, PROMPTS[1:2], ((8, 0), (8, 8))):
+    for tokens, prefix in part.job.sized(PROMPTS, ((8, 0), (8, 8))):
         shape: Key = {**heads, "batch": 1, "context": prefix, "tokens": tokens}
         sdpa = partial(inputs, tokens, prefix)
         name = prefill_name(tokens, prefix)
@@ -227,8 +227,8 @@ def _decode_cases(part: Part, kv: str) -> Iterator[Case]:
         q = _drawn(part, batch, 8 * group, 1, size)
         return q, *(_drawn(part, batch, 8, context, size) for _ in "kv")
 
-    for batch in part.job.sized(BATCHES, (1, 64), (2,)):
-        for context in part.job.sized(CONTEXTS, (4096,), (16,)):
+    for batch in part.job.sized(BATCHES, (2,)):
+        for context in part.job.sized(CONTEXTS, (16,)):
             if batch * context * 32 * size <= room and (kv != "fp8" or part.has_fp8):
                 shape: Key = {**heads, "kv": kv, "batch": batch, "context": context}
                 sdpa = partial(inputs, batch, context) if kv == "bf16" else None
@@ -239,12 +239,12 @@ def _decode_cases(part: Part, kv: str) -> Iterator[Case]:
 def _row_cases(part: Part) -> Iterator[Case]:
     """Kernels that only move bytes, for a decode step and for a chunk."""
     shapes: dict[str, Key] = {
-        "add_rms_norm": {"size": part.job.sized(4096, 4096, 64)},
-        "silu_mul": {"size": part.job.sized(14336, 14336, 64)},
-        "rope_and_write": {"heads": part.job.sized(32, 32, 8), "kv_heads": 8},
-        "quantize_rows": {"size": part.job.sized(4096, 4096, 64), "to": "fp8"},
+        "add_rms_norm": {"size": part.job.sized(4096, 64)},
+        "silu_mul": {"size": part.job.sized(14336, 64)},
+        "rope_and_write": {"heads": part.job.sized(32, 8), "kv_heads": 8},
+        "quantize_rows": {"size": part.job.sized(4096, 64), "to": "fp8"},
     }
-    for rows in part.job.sized((64, 8192), (8192,), (2,)):
+    for rows in part.job.sized((64, 8192), (2,)):
         for name, shape in shapes.items():
             if name != "quantize_rows" or part.has_fp8:
                 yield (
@@ -255,9 +255,9 @@ def _row_cases(part: Part) -> Iterator[Case]:
 
 def _block_cases(part: Part) -> Iterator[Case]:
     """Blocks of an 8B model, in random order."""
-    layers = part.job.sized(32, 32, 1)
+    layers = part.job.sized(32, 1)
     pool: Key = {"dtype": "bf16", "layers": layers, "kv_heads": 8, "row": 128}
-    count = part.job.sized(_MOVED // (layers << 16), _MOVED // (layers << 16), 3)
+    count = part.job.sized(_MOVED // (layers << 16), 3)
     for use in ("gather", "scatter", "copy", "checksum"):
         shape: Key = {**pool, "use": use, "blocks": count}
         yield f"{use} blocks", partial(_measured, part, "move_blocks", shape)

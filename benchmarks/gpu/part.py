@@ -57,7 +57,6 @@ class Job:
     seconds: float
     shapes: tuple[str, ...] = ("8B", "1B")
     smoke: bool = False
-    quick: bool = False
     copy_bytes_per_s: float = 0.0
     matmul_flops: float = 0.0
 
@@ -66,9 +65,9 @@ class Job:
         """The shapes of its models."""
         return [GPU_SHAPES[name] for name in (("smoke",) if self.smoke else self.shapes)]
 
-    def sized(self, full: T, quick: T, smoke: T) -> T:
+    def sized(self, full: T, smoke: T) -> T:
         """The value that fits this run."""
-        return smoke if self.smoke else quick if self.quick else full
+        return smoke if self.smoke else full
 
 
 class Part:

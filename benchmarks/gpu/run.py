@@ -52,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=_device, default="cuda:0", metavar="cuda:N", help="default: cuda:0"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--smoke", action="store_true", help="a dry run on the CPU: no figures")
     parser.add_argument(
         "--json", type=Path, default=DEFAULT_FILE, metavar="FILE",
@@ -80,14 +79,14 @@ def main(args: argparse.Namespace) -> int:
     began, parts = time.monotonic(), [one for one in PARTS if one in ("machine", *args.only)]
     head: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "smoke": args.smoke,
-        "quick": args.quick, "parts": parts, "shapes": list(args.shape),
+        "parts": parts, "shapes": list(args.shape),
     }  # fmt: skip
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30: both ends of a pair on one GPU
     os.environ.pop("TRITON_INTERPRET", None)
     if args.smoke:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     device = "cpu" if args.smoke else args.device
-    job = Job("", "", device, 60 * args.minutes, args.shape, args.smoke, args.quick)
+    job = Job("", "", device, 60 * args.minutes, args.shape, args.smoke)
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as folder:
         logs = {part: Path(folder) / f"{part}.log" for part in parts}
         events = list(run(job, logs))

@@ -98,7 +98,7 @@ def test_result_is_put_into_out_and_nowhere_else(lens: tuple[list[int], ...]) ->
 def test_decode_row_does_not_depend_on_splits_or_other_rows() -> None:
     inputs = Inputs.of([130, 90, 0, 31])
     whole, together = inputs.run(1), inputs.run(3)
-    for splits in (2, 5, 9):
+    for splits in (2, 9):
         torch.testing.assert_close(inputs.run(splits), whole, atol=1e-5, rtol=1e-5)
     q, pool, tables = inputs.batch.q, inputs.batch.pool, inputs.batch.block_tables
     for row in range(4):
@@ -181,10 +181,7 @@ def test_tiles_cover_every_row_once_and_late_ones_first(counts: list[int], group
         covered.update(range(row, row + min(tiles.tokens, counts[sequence] - first)))
     assert covered == Counter(range(sum(counts)))
     assert len(used) == sum(-(-count // tiles.tokens) for count in counts)
-
-
-def test_tiles_are_as_small_as_chunks_are() -> None:
-    short = torch.full((8,), 4, dtype=torch.int32)
+    short = torch.full((8,), 4, dtype=torch.int32)  # tiles are as small as chunks are
     assert plan_tiles(short, 32, 4).rows == LEAST_ROWS
     assert plan_tiles(short * 5, 160, 4).rows == MOST_ROWS
     with pytest.raises(ValueError, match="129 query heads"):

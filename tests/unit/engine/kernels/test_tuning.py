@@ -32,8 +32,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     tuning.forget()
 
 
+Pretend = Callable[[int, int], None]
+
+
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """Has torch say that the GPU is of some capability."""
 
     def gpu(major: int, minor: int) -> None:
@@ -62,47 +65,41 @@ def test_every_shipped_file_has_every_tuned_kernel_with_the_sizes_that_are_tried
             assert found and all(set(one) <= set(found) for one in tried)
 
 
-def test_the_interpreter_has_sizes_of_its_own() -> None:
-    assert choose("silu_mul", {"rows": 1, "size": 4096}, CPU)["BLOCK"] <= 64
-    with pytest.raises(LookupError, match="no configuration of nothing"):
-        choose("nothing", {}, CPU)
-
-
 @pytest.mark.parametrize(
     ("capability", "file"),
     [((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((10, 0), 100), ((12, 1), 100), ((7, 5), 80)],
 )
 def test_an_unknown_gpu_gets_the_nearest_older_ones(
-    capability: tuple[int, int], file: int, pretend: Callable[[int, int], None]
+    capability: tuple[int, int], file: int, pretend: Pretend
 ) -> None:
     pretend(*capability)
     expected, key = tuning.SHIPPED / f"sm_{file}.json", {"rows": 8192, "size": 4096}
     assert tuning.in_effect(GPU)[0] == expected
     assert choose("silu_mul", key, GPU) == tuning.read(expected).nearest("silu_mul", key)
+    assert choose("silu_mul", key, CPU)["BLOCK"] <= 64, "the interpreter has sizes of its own"
+    with pytest.raises(LookupError, match="no configuration of nothing"):
+        choose("nothing", {}, CPU)
 
 
 def test_the_nearest_shape_is_taken_and_the_first_of_equals() -> None:
-    def numbered(number: int) -> Config:
-        return {"num_warps": number}
-
+    shapes = ((1, "bf16"), (64, "bf16"), (64, "bf16"), (4, "fp32"))
     entries: list[tuple[Key, Config]] = [
-        ({"rows": 1, "type": "bf16"}, numbered(1)),
-        ({"rows": 64, "type": "bf16"}, numbered(2)),
-        ({"rows": 64, "type": "bf16"}, numbered(3)),
-        ({"rows": 4, "type": "fp32"}, numbered(4)),
+        ({"rows": rows, "type": kind}, {"num_warps": number})
+        for number, (rows, kind) in enumerate(shapes, 1)
     ]
     configs = Configs(measured=False, kernels={"k": entries})
     for rows, kind, number in (
-        (4, "bf16", 1), (20, "bf16", 2), (10_000, "fp32", 4), (0, "bf16", 1)
-    ):  # fmt: skip
-        assert configs.nearest("k", {"rows": rows, "type": kind}) == numbered(number)
+        (4, "bf16", 1),
+        (20, "bf16", 2),
+        (10_000, "fp32", 4),
+        (0, "bf16", 1),
+    ):
+        assert configs.nearest("k", {"rows": rows, "type": kind}) == {"num_warps": number}
     assert configs.nearest("k", {"rows": 1, "type": "fp16"}) is None
     assert configs.nearest("other", {"rows": 1}) is None
 
 
-def test_what_a_user_measured_goes_first_near_its_shape(
-    pretend: Callable[[int, int], None],
-) -> None:
+def test_what_a_user_measured_goes_first_near_its_shape(pretend: Pretend) -> None:
     pretend(9, 0)
     measured = {"num_warps": 8, "num_stages": 7, "BLOCK": 99}
     near, far = {"rows": 100, "size": 4096}, {"rows": 8192, "size": 4096}

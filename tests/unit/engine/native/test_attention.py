@@ -53,20 +53,20 @@ def test_equals_the_reference(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(10))
-def test_random_shapes(kind: str, seed: int) -> None:
-    draw = random.Random(seed)
-    heads = shaped(
-        kind,
-        kv_heads=draw.randint(1, 4),
-        group=draw.choice((1, 2, 3, 4, 5, 7, 8, 100)),
-        head_size=16 * draw.randint(1, 16),
-        block_size=draw.choice((16, 32, 64, 128)),
-        window=draw.choice((0, 0, draw.randint(1, 600))),
-    )
-    singles = [(draw.randint(0, 1000), 1) for _ in range(draw.randint(0, 5))]
-    chunks = [(draw.randint(0, 300), draw.randint(2, 200)) for _ in range(draw.randint(1, 3))]
-    assert_equals_reference(PagedRows(heads, singles + chunks, seed), draw.randint(1, 3))
+def test_random_shapes(kind: str) -> None:
+    for seed in range(10):
+        draw = random.Random(seed)
+        heads = shaped(
+            kind,
+            kv_heads=draw.randint(1, 4),
+            group=draw.choice((1, 2, 3, 4, 5, 7, 8, 100)),
+            head_size=16 * draw.randint(1, 16),
+            block_size=draw.choice((16, 32, 64, 128)),
+            window=draw.choice((0, 0, draw.randint(1, 600))),
+        )
+        singles = [(draw.randint(0, 1000), 1) for _ in range(draw.randint(0, 5))]
+        chunks = [(draw.randint(0, 300), draw.randint(2, 200)) for _ in range(draw.randint(1, 3))]
+        assert_equals_reference(PagedRows(heads, singles + chunks, seed), draw.randint(1, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,16 +115,8 @@ def test_a_row_has_the_same_bits_however_it_is_computed(kind: str, window: int, 
         starts = [draw.randint(0, 720 - size) for _ in range(3)]
         parts(rows, whole, ones[:3] + [(start, start + size) for start in starts], 2)
     parts(rows, whole, [(start, min(start + 50, 720)) for start in range(0, 720, 50)], 2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_later_keys_change_nothing(kind: str) -> None:
-    rows = PagedRows(KINDS[kind], [(0, 150)])
-    before = rows.attend()
     (span,) = rows.spans
-    last = span.blocks[-1]
-    rows.pool[last] = rows.pool[span.blocks[0]]
+    last, first = span.blocks[-1], span.blocks[0]
+    rows.pool[last] = rows.pool[first]  # later keys change nothing
     after = rows.attend()
-    seen = (len(span.blocks) - 1) * 16
-    assert torch.equal(before[:seen], after[:seen])
-    assert not torch.equal(before[seen:], after[seen:])
+    assert torch.equal(whole[:704], after[:704]) and not torch.equal(whole[704:], after[704:])

@@ -111,16 +111,6 @@ def test_products_are_exact_but_for_rounding(
     check(kind, x, Int8Weight.of(plain) if int8 else plain, bias, threads)
 
 
-@by_kind
-@pytest.mark.parametrize(("inputs", "outputs"), [(4500, 70), (65, 700)])
-@pytest.mark.parametrize("rows", [4, 40, 700])
-def test_products_in_several_chunks_and_blocks(
-    kind: Kind, rows: int, inputs: int, outputs: int
-) -> None:
-    x = random(rows, inputs, seed=1, dtype=kind[0])
-    check(kind, x, random(outputs, inputs, seed=2, dtype=kind[0]), threads=2)
-
-
 def test_int8_takes_rows_of_zeros_and_of_extremes() -> None:
     x = torch.stack([torch.zeros(67), torch.full((67,), 3.0), torch.full((67,), -3.0)])
     weight = Int8Weight.of(torch.stack([torch.full((67,), 2.0), torch.full((67,), -2.0)]))
@@ -128,38 +118,26 @@ def test_int8_takes_rows_of_zeros_and_of_extremes() -> None:
     assert torch.equal(got, int8_product(x, weight)) and not got[0].any()
 
 
-@by_kind
-@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
-@pytest.mark.parametrize(("inputs", "outputs"), [(577, 200), (4500, 70)])
-def test_a_row_has_the_same_bits_in_every_batch(
-    kind: Kind, int8: bool, inputs: int, outputs: int
-) -> None:
-    x = random(340, inputs, seed=1, dtype=kind[0])
-    plain = random(outputs, inputs, seed=2, dtype=kind[0])
-    weight = Int8Weight.of(plain) if int8 else plain
-    bias = random(outputs, seed=3, dtype=kind[0])
-    together = linear(kind, x, weight, bias)
-    assert torch.equal(linear(kind, x, weight, bias, threads=2), together)
-    for rows in range(1, 41):
-        some = x[-rows:].contiguous()
-        got = linear(kind, some, weight, bias, threads=1 + rows % 2)
-        assert torch.equal(got, together[-rows:])
-
-
 @pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
 @by_kind
-def test_every_kind_of_cpu_multiplies(kind: Kind, target: library.Target) -> None:
+def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
+    kind: Kind, target: library.Target
+) -> None:
+    """Also in products of several chunks of the depth and several blocks of rows and outputs."""
     if not target.cpu <= library._cpu_flags():
         pytest.skip(f"this CPU is no {target.name}")
     kernels = library.load_target(target, kind[0])
-    x = random(61, 579, seed=1, dtype=kind[0])
-    plain = random(150, 579, seed=2, dtype=kind[0])
-    check(kind, x, plain, kernels=kernels)
-    check(kind, x, Int8Weight.of(plain), kernels=kernels)
-    together = linear(kind, x, plain, kernels=kernels)
-    for rows in range(1, 25):
-        alone = linear(kind, x[-rows:].contiguous(), plain, kernels=kernels)
-        assert torch.equal(alone, together[-rows:])
+    for inputs, outputs in ((577, 200), (4500, 70), (65, 700)):
+        x = random(700, inputs, seed=1, dtype=kind[0])
+        plain = random(outputs, inputs, seed=2, dtype=kind[0])
+        bias = random(outputs, seed=3, dtype=kind[0])
+        for weight in (plain, Int8Weight.of(plain)):
+            check(kind, x, weight, bias, threads=2, kernels=kernels)
+            together = linear(kind, x, weight, bias, kernels=kernels)
+            for rows in range(1, 41):
+                some = x[-rows:].contiguous()
+                got = linear(kind, some, weight, bias, 1 + rows % 2, kernels)
+                assert torch.equal(got, together[-rows:])
 
 
 def test_neighbours_in_memory_do_not_matter() -> None:
@@ -171,14 +149,12 @@ def test_neighbours_in_memory_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.int8])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (64, 8), (65, 33), (5000, 3)])
-def test_packing_puts_every_weight_in_its_place(
-    dtype: torch.dtype, outputs: int, inputs: int
-) -> None:
-    weight = (random(outputs, inputs) * 40).to(dtype)
-    packed, group = pack(weight), 4 // dtype.itemsize
-    panels, groups = -(-outputs // PANEL), -(-inputs // group)
-    assert packed.shape == (panels, groups, PANEL, group) and packed.is_contiguous()
-    flat = packed.transpose(1, 2).reshape(panels * PANEL, groups * group)
-    assert torch.equal(flat[:outputs, :inputs], weight)
-    assert not flat[outputs:].any() and not flat[:, inputs:].any()
+def test_packing_puts_every_weight_in_its_place(dtype: torch.dtype) -> None:
+    for outputs, inputs in ((1, 1), (64, 8), (65, 33), (5000, 3)):
+        weight = (random(outputs, inputs) * 40).to(dtype)
+        packed, group = pack(weight), 4 // dtype.itemsize
+        panels, groups = -(-outputs // PANEL), -(-inputs // group)
+        assert packed.shape == (panels, groups, PANEL, group) and packed.is_contiguous()
+        flat = packed.transpose(1, 2).reshape(panels * PANEL, groups * group)
+        assert torch.equal(flat[:outputs, :inputs], weight)
+        assert not flat[outputs:].any() and not flat[:, inputs:].any()

@@ -78,11 +78,12 @@ def test_it_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> Non
 def test_every_kind_of_cpu_computes_the_same(target: library.Target) -> None:
     if not target.cpu <= library._cpu_flags():
         pytest.skip(f"this CPU is no {target.name}")
-    for dtype, int8, limit in (
+    cases = (
         (torch.float32, False, 1e-6),
         (torch.bfloat16, False, 2e-2),
         (torch.float32, True, 3e-3),
-    ):
+    )
+    for dtype, int8, limit in cases:
         weights = weights_of(dtype, int8)
         expected = logits(NativeModel(CONFIG, weights, dtype), (90,))
         other = library.load_target(target, dtype)
@@ -109,7 +110,7 @@ def scores_of(run: PagedRun, sequence: PagedSequence, count: int, rows: list[int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_whose_scores_nobody_wants_change_nothing(dtype: torch.dtype) -> None:
+def test_rows_without_scores_change_nothing(dtype: torch.dtype) -> None:
     model = NativeModel(CONFIG, weights_of(dtype), dtype)
     whole = logits(model, (90,))
     run = PagedRun(model)
