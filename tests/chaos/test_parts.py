@@ -236,14 +236,14 @@ def test_faults_of_kv_transfers(tmp_path: Path, name: str) -> None:
     pair = Pair(FaultyTransport(TRANSPORTS[name](), Control(control)))
     try:
         before = pair.source.tensor.clone()
-        _, sent, arrived = pair.move(local, remote)
+        sent, arrived = pair.move(local, remote)
         assert (sent.value, sent.num_bytes) == (arrived.value, arrived.num_bytes)
         assert torch.equal(pair.target.tensor[9], pair.source.tensor[3])
         for fault in ("corrupt", "lose"):
             control.write_text(json.dumps({"fault": fault, "every": 2}))
             spared = []
             for _ in range(2):
-                _, sent, arrived = pair.move(local, remote)
+                sent, arrived = pair.move(local, remote)
                 assert pair.source.digest(local).value == sent.value
                 spared.append(sent.value == arrived.value)
             assert spared == [True, False]

@@ -164,7 +164,8 @@ class World:
             self.engine_turn()
         assert self._quiet(), f"stuck: {self.calls}"
         for call in self.calls:
-            call.result()
+            if not call.cancelled():
+                call.result()
         self.calls.clear()
 
     def pass_time(self, seconds):
@@ -222,11 +223,15 @@ class Handoff:
     corrupted: bool = False  # so said its last Commit's answer
     owes_abort: bool = False  # unless committed, it ends with an Abort that is answered
     withdrawn: bool = False  # decode has agreed to a resend that has not begun
+    ready: object = None  # the call that asks for the grant
     attempt: int = 0  # what is answered to an earlier one is not listened to
 
     def stop_writing(self):
+        """A call that is given up is cancelled at decode, before whatever is sent after it."""
         self.granted = ()
         self.attempt += 1
+        if self.ready:
+            self.ready.cancel()
 
     def fields(self):
         """Those that every message of its sender has."""

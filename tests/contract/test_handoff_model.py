@@ -219,7 +219,8 @@ class DecodeWorker(RuleBasedStateMachine):
             if writer.alive and handoff.attempt == attempt:
                 handoff.granted = tuple(response.block_ids)
 
-        self.go(call(), pace)
+        handoff.ready = self.world.start(call())
+        self.move(pace)
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, kind=st.sampled_from(["right", "right", "part", "wrong"]))
