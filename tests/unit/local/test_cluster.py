@@ -144,14 +144,15 @@ async def test_every_wait_for_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ports_follow_the_first_and_are_checked() -> None:
+    host = "127.7.7.7"  # loopback too, and nothing else takes its ports
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind((host, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use"):
-            ports.consecutive("127.0.0.1", port - 1, 2)
-    assert ports.consecutive("127.0.0.1", port, 1) == [port]
-    assert len(set(ports.consecutive("127.0.0.1", 0, 50))) == 50
+        with pytest.raises(ConfigError, match=f"{host}:{port}: Address already in use"):
+            ports.consecutive(host, port - 1, 2)
+    assert ports.consecutive(host, port, 1) == [port]
+    assert len(set(ports.consecutive(host, 0, 50))) == 50
 
 
 async def test_a_rolling_restart_takes_one_process_after_the_other(
