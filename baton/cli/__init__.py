@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left; the interpreter's last flush must not trip over it.
+        # The reader of our output has left; the interpreter's last flush must not trip over it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _fail("the reader of the output went away")
 

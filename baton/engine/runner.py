@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from baton.engine.batch import StepModel, build_batch
+from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.speculative.ngram import verify
@@ -52,10 +52,11 @@ class Runner:
         self.model = model
         self.pool = pool
         self.sampler = sampler
+        self._batches = BatchBuilder(pool.shape[4], pool.device)
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
         """Runs every row of the plan; tokens for each sequence that has caught up, by its id."""
-        logits = self.model.step(build_batch(plan, self.pool.shape[4], self.pool.device), self.pool)
+        logits = self.model.step(self._batches.build(plan), self.pool)
         sampling = [work for work in plan.work if work.samples]
         rows = [row for work in sampling for row in sample_rows(work)]
         sampled = tokens_by_sequence(sampling, self.sampler.sample(logits, rows))

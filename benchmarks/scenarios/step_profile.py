@@ -25,8 +25,6 @@ import torch
 from baton.bench.terminal import table
 from baton.config import DTYPES, KERNELS, KV_DTYPES, QUANTIZATIONS, EngineConfig
 from baton.engine import build
-from baton.engine import runner as runners
-from baton.engine.batch import build_batch
 from baton.engine.loop import StepReport
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.planner import Plan
@@ -87,7 +85,7 @@ def profile(
     publish = timed("publish", engine._publish)
     for owner, method, wrapper in (
         (engine._planner, "plan", timed("plan", engine._planner.plan)),
-        (runners, "build_batch", timed("build", build_batch)),
+        (runner._batches, "build", timed("build", runner._batches.build)),
         (sampler, "sample", timed("sample", sampler.sample)),
         (engine, "_advance", timed("publish", engine._advance)),
         (engine, "_publish", end_step),

@@ -1,4 +1,4 @@
-"""The judgement of a chaos run: what each request may get, and the stats. Knows no cluster."""
+"""Checks of a chaos run: what each request may get, and the stats. Knows no cluster."""
 
 from __future__ import annotations
 

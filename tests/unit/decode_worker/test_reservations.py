@@ -262,7 +262,7 @@ async def test_reservations_are_given_back_when_draining_takes_too_long(director
 
 
 async def test_a_routers_public_name_takes_nothing_of_it(decode, router):
-    """Whoever opens a stream in its name gets an own one, and its sequences go on."""
+    """Another caller that opens a stream by its name gets its own, and its sequences go on."""
     await router.reserve(spec("a", prompt(20), max_tokens=100), local=20)
     await router.event("a")
     stranger = Router(decode, router.router_id)

@@ -180,7 +180,7 @@ class Before:
 
 
 def check_order(planner, before, plan):
-    """Whoever had room and got less than it needs was not passed by anybody due later."""
+    """A sequence that got less than it needs was not passed by one with a later finish time."""
     got = {work.sequence.seq_id: work.count for work in plan.work}
     in_reach = [*before.behind, *before.holding, *before.waiting]
     taken = [s for s in in_reach if got.get(s.seq_id, 0) > 0 and before.pending[s.seq_id] > 1]
@@ -189,7 +189,7 @@ def check_order(planner, before, plan):
         if got.get(sequence.seq_id, 0) >= sequence.num_pending:
             continue
         if sequence in planner.waiting:
-            # It found no place or no blocks, or lost them: then nobody due later found any after
+            # It found no place or no blocks, or lost them: then no later one found any after
             # it. Those who hold theirs compete with it no more.
             assert all(s.order < sequence.order for s in joined if s in before.waiting)
         elif sequence not in before.running and sequence not in planner.running:

@@ -28,7 +28,7 @@ from baton.engine.backends.gpu.graphs import (
     num_elements,
     sections,
 )
-from baton.engine.batch import build_batch
+from baton.engine.batch import BatchBuilder
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import SampledTokens, sample_rows, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampler, SampleRow
@@ -129,6 +129,7 @@ class GpuRunner:
         if stream is None:
             stream = CudaStream(pool.device) if pool.device.type == "cuda" else Stream()
         self._stream = stream
+        self._batches = BatchBuilder(self._block_size, pool.device)
         self._last: Launch | None = None  # until it is waited for
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
@@ -244,8 +245,7 @@ class GpuRunner:
             logits = self._decode(shape, slot, None)[: len(work)]
             self.decode_rows["wanted"] += len(work)
         else:
-            batch = build_batch(Plan(work), self._block_size, self.pool.device)
-            logits = self.model.step(batch, self.pool)
+            logits = self.model.step(self._batches.build(Plan(work)), self.pool)
         sampling = [item for item in work if item.samples]
         rows = [row for item in sampling for row in sample_rows(item)]
         return tokens_by_sequence(sampling, self.sampler.sample(logits, rows))

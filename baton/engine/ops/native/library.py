@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -231,16 +232,14 @@ def _lock(folder: Path, timeout_s: float) -> Iterator[None]:
 
     After the timeout it is built anyway, as the other process may hang: building twice is harmless.
     """
-    end = time.monotonic() + timeout_s
-    with (folder / "lock").open("w") as file:  # released when it is closed
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    waited = f"{timeout_s:.0f} s"
-                    log.warning("another process has been compiling for %s: doing it, too", waited)
-                    break
-                time.sleep(0.1)
+    with (folder / "lock").open("w") as file:
+        held = threading.Event()
+
+        def wait() -> None:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+            held.set()
+
+        threading.Thread(target=wait, name="build-lock", daemon=True).start()
+        if not held.wait(timeout_s):
+            log.warning("another process has been compiling for %.0f s: doing it, too", timeout_s)
         yield

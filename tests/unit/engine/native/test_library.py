@@ -1,4 +1,4 @@
-"""The native library is built once, by whoever comes first, and its absence has a reason."""
+"""The native library is built once, by the first process, and its absence has a reason."""
 
 from __future__ import annotations
 
