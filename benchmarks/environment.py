@@ -19,9 +19,7 @@ from rich.console import Console
 from benchmarks import checkpoint
 from benchmarks.shapes import SHAPES
 
-ROOT = Path(__file__).parents[1]
 PAGE = "docs/comparison.md"
-_LAST_LINES = 5
 _LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
 console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
 T = TypeVar("T")
@@ -34,10 +32,6 @@ def say(line: str) -> None:
 
 class Missing(Exception):
     """An engine that is not installed."""
-
-
-class Failed(Exception):
-    """An engine could not do it; it may be able to do other things."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +83,6 @@ def rotated(names: Sequence[T], round_: int) -> list[T]:
     """Who begins changes with each round: a machine that slows down favours none."""
     began = round_ % max(1, len(names))
     return [*names[began:], *names[:began]]
-
-
-def exit_text(status: int, log: Path) -> str:
-    """How a process ended, with the last lines of what it printed."""
-    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    return " | ".join([f"it ended with status {status}", *lines])
 
 
 def write(file: Path | None, report: dict[str, Any]) -> None:

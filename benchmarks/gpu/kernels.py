@@ -46,11 +46,11 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def machine(part: Part) -> None:
     """The device, then a large copy and a large product: its ceilings."""
-    device, smoke = part.device, part.job.smoke
+    device, smoke = part.device, part.smoke
     versions = {"torch": torch.__version__, "triton": triton.__version__,
                 "python": platform.python_version()}  # fmt: skip
     about = {"name": f"{device} ({platform.machine()})"}
-    if device.type == "cuda":
+    if part.cuda:
         gpu = torch.cuda.get_device_properties(device)
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
         about = {
@@ -92,25 +92,24 @@ def correctness(part: Part) -> None:
     cases = {
         f"{spec.name} {text_of(shape)}": (spec, shape)
         for spec in specs().values()
-        for shape in spec.cases[: 1 if part.job.smoke else None]
+        for shape in spec.cases[: 1 if part.smoke else None]
         if part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to"))
     }
     worst: dict[str, float] = {}
     failed: set[str] = set()
 
     def check(name: str, number: int) -> None:
-        failed.add(name)  # until it is known not to have
         torch.manual_seed(number)
-        spec, shape = cases[name]
-        error = _error(part, spec, shape, number)
+        error = _error(part, *cases[name], number)
         if not error <= 1:
             raise ValueError(f"size {number}: {error:.2f} times the error that rounding explains")
-        failed.discard(name)
         worst[name] = max(error, worst.get(name, 0.0))
 
-    for number, name in itertools.product(range(part.job.sized(12, 1)), cases):
-        if name not in failed and not part.late:
-            part.attempt(TABLE, name, partial(check, name, number))
+    for number, name in itertools.product(range(part.sized(12, 1)), cases):
+        if name in failed or part.late:
+            continue
+        if not part.attempt(TABLE, name, partial(check, name, number)):
+            failed.add(name)
     for name, error in worst.items():
         part.row(TABLE, name, {"of allowed error": error})
     if left_out := [name for name in cases if name not in worst and name not in failed]:
@@ -126,8 +125,8 @@ def _error(part: Part, spec: Any, shape: Key, number: int) -> float:
             sizes[name] = int(sizes[name]) * times * (10 if name == "rows" else 1)
     if "ragged" in shape or spec.name == "move_blocks":
         sizes["ragged"] = number
-    trial = spec.trial(small(sizes) if part.job.smoke else sizes, part.device)
-    if part.device.type == "cuda":
+    trial = spec.trial(small(sizes) if part.smoke else sizes, part.device)
+    if part.cuda:
         # What is allocated next holds NaN, so that places that a kernel leaves out show. Of all
         # sizes: the allocator keeps small and large pieces apart.
         for count in (1 << 14, 1 << 18, 1 << 20):
@@ -168,8 +167,8 @@ def _measured(
     cells: Cells = {"us": took * 1e6}
     if trial.flops:
         cells["TFLOP/s"] = trial.flops / took / 1e12
-        if part.job.matmul_flops:
-            cells["of matmul rate"] = trial.flops / took / part.job.matmul_flops
+        if part.matmul_flops:
+            cells["of matmul rate"] = trial.flops / took / part.matmul_flops
     else:
         cells |= part.of_copy(trial.moved_bytes, took)
     return cells if sdpa is None else cells | _sdpa(part, took, sdpa)
@@ -195,7 +194,7 @@ def _sdpa(part: Part, ours_s: float, inputs: Callable[[], tuple[Tensor, ...]]) -
 
 
 def _heads(part: Part) -> dict[str, int | str]:
-    return {"head_size": 16, "group": 1} if part.job.smoke else {"head_size": 128, "group": 4}
+    return {"head_size": 16, "group": 1} if part.smoke else {"head_size": 128, "group": 4}
 
 
 def _drawn(part: Part, *shape: int) -> Tensor:
@@ -211,7 +210,7 @@ def _prefill_cases(part: Part) -> Iterator[Case]:
         sizes = 8 * int(heads["group"]), int(heads["head_size"])
         return tuple(_drawn(part, 1, sizes[0], length, sizes[1]) for length in lengths)
 
-    for tokens, prefix in part.job.sized(PROMPTS, ((8, 0), (8, 8))):
+    for tokens, prefix in part.sized(PROMPTS, ((8, 0), (8, 8))):
         shape: Key = {**heads, "batch": 1, "context": prefix, "tokens": tokens}
         sdpa = partial(inputs, tokens, prefix)
         name = prefill_name(tokens, prefix)
@@ -219,7 +218,7 @@ def _prefill_cases(part: Part) -> Iterator[Case]:
 
 
 def _decode_cases(part: Part, kv: str) -> Iterator[Case]:
-    heads, cuda = _heads(part), part.device.type == "cuda"
+    heads, cuda = _heads(part), part.cuda
     group, size = int(heads["group"]), int(heads["head_size"])
     room = _OF_MEMORY * torch.cuda.mem_get_info(part.device)[0] if cuda else 1 << 24
 
@@ -227,8 +226,8 @@ def _decode_cases(part: Part, kv: str) -> Iterator[Case]:
         q = _drawn(part, batch, 8 * group, 1, size)
         return q, *(_drawn(part, batch, 8, context, size) for _ in "kv")
 
-    for batch in part.job.sized(BATCHES, (2,)):
-        for context in part.job.sized(CONTEXTS, (16,)):
+    for batch in part.sized(BATCHES, (2,)):
+        for context in part.sized(CONTEXTS, (16,)):
             if batch * context * 32 * size <= room and (kv != "fp8" or part.has_fp8):
                 shape: Key = {**heads, "kv": kv, "batch": batch, "context": context}
                 sdpa = partial(inputs, batch, context) if kv == "bf16" else None
@@ -239,12 +238,12 @@ def _decode_cases(part: Part, kv: str) -> Iterator[Case]:
 def _row_cases(part: Part) -> Iterator[Case]:
     """Kernels that only move bytes, for a decode step and for a chunk."""
     shapes: dict[str, Key] = {
-        "add_rms_norm": {"size": part.job.sized(4096, 64)},
-        "silu_mul": {"size": part.job.sized(14336, 64)},
-        "rope_and_write": {"heads": part.job.sized(32, 8), "kv_heads": 8},
-        "quantize_rows": {"size": part.job.sized(4096, 64), "to": "fp8"},
+        "add_rms_norm": {"size": part.sized(4096, 64)},
+        "silu_mul": {"size": part.sized(14336, 64)},
+        "rope_and_write": {"heads": part.sized(32, 8), "kv_heads": 8},
+        "quantize_rows": {"size": part.sized(4096, 64), "to": "fp8"},
     }
-    for rows in part.job.sized((64, 8192), (2,)):
+    for rows in part.sized((64, 8192), (2,)):
         for name, shape in shapes.items():
             if name != "quantize_rows" or part.has_fp8:
                 yield (
@@ -255,9 +254,9 @@ def _row_cases(part: Part) -> Iterator[Case]:
 
 def _block_cases(part: Part) -> Iterator[Case]:
     """Blocks of an 8B model, in random order."""
-    layers = part.job.sized(32, 1)
+    layers = part.sized(32, 1)
     pool: Key = {"dtype": "bf16", "layers": layers, "kv_heads": 8, "row": 128}
-    count = part.job.sized(_MOVED // (layers << 16), 3)
+    count = part.sized(_MOVED // (layers << 16), 3)
     for use in ("gather", "scatter", "copy", "checksum"):
         shape: Key = {**pool, "use": use, "blocks": count}
         yield f"{use} blocks", partial(_measured, part, "move_blocks", shape)

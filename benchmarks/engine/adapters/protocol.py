@@ -27,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from benchmarks.child import messages
+
 SPARE_TOKENS = 512  # beyond what is measured: sequences that are ready first go on meanwhile
 _FIRST_ID = 10  # of prompts: below lie what tokenizers keep for themselves
 Timed = tuple[float, str]  # seconds, and how it was done where there was a choice
@@ -143,37 +145,24 @@ class SteppedAdapter(Adapter):
 
 def main(load: Callable[[Setup], Adapter]) -> None:
     """Loads the engine for the setup on the command line and answers until the input ends."""
-    setup = Setup.from_json(sys.argv[1])
+    setup, write = Setup.from_json(sys.argv[1]), messages()
     os.sched_setaffinity(0, setup.cpus)
-    # Libraries print: what they write must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def write(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
     try:
         adapter = load(setup)
         write({"ready": adapter.about()})
     except ImportError as error:
         write({"missing": str(error)})
+        return
     except Exception as error:
         write(_failure(error))
-    else:
-        for line in sys.stdin:
-            write(answer(adapter, json.loads(line)))
-
-
-def answer(adapter: Adapter, request: dict[str, list[int]]) -> dict[str, Any]:
-    """Does what one line asks for."""
-    ((kind, sizes),) = request.items()
-    try:
-        run: Callable[..., Timed] = adapter.decode if kind == "decode" else adapter.prefill
-        seconds, note = run(*sizes)
-    except Exception as error:
-        return _failure(error)
-    return {"seconds": seconds, "note": note}
+        return
+    for line in sys.stdin:
+        ((kind, sizes),) = json.loads(line).items()
+        try:
+            seconds, note = (adapter.decode if kind == "decode" else adapter.prefill)(*sizes)
+            write({"seconds": seconds, "note": note})
+        except Exception as error:
+            write(_failure(error))
 
 
 def _failure(error: Exception) -> dict[str, Any]:
