@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import requirements
 
 from baton.cli import parser
 from baton.cli.services import router_config, worker_config
@@ -156,17 +155,6 @@ def test_variables_have_their_defaults(tmp_path):
     file = tmp_path / "compose.yaml"
     file.write_text("a: ${ONE:-1}-${TWO:-}\nb: ${THREE}")
     assert load(file) == {"a": "1-", "b": None}
-
-
-def test_the_image_gets_what_the_extras_need():
-    project = {
-        "name": "it",
-        "dependencies": ["a>=1"],
-        "optional-dependencies": {
-            "x": ["it[y,z]", "b"], "y": ["c"], "z": ["a>=1", "d"], "no": ["e"],
-        },
-    }  # fmt: skip
-    assert requirements.requirements(project, ["x"]) == ["a>=1", "b", "c", "d"]
 
 
 def test_containers_have_defaults_that_variables_and_options_overrule(tmp_path):
