@@ -9,11 +9,12 @@ changes with each round. A round before the first warms up and is not counted.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,7 +190,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             entry = ENTRIES[name]
             python = sys.executable if entry.is_ours else rivals.python
             setup = setup_of(args, entry, directory)
-            argv = [python, "-m", f"{ADAPTERS}{entry.adapter}", setup.to_json()]
+            argv = [python, "-m", f"{ADAPTERS}{entry.adapter}", json.dumps(asdict(setup))]
             env, log = variables(entry, rivals, setup.threads), Path(logs) / f"{name}.log"
             try:
                 engines[name] = running.enter_context(Child(argv, log, env))

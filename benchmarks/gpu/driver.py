@@ -38,6 +38,7 @@ from baton.sampling import SamplingParams
 from benchmarks.shapes import Shape
 
 BLOCK_SIZE = EngineConfig.block_size
+NO_DESCRIPTOR: Any = None  # it is protobuf's, for other workers
 _STEP_S = 60.0  # longer than any step takes
 
 
@@ -72,8 +73,8 @@ class OurEngine:
             path.write_text(json.dumps(shape.config()), encoding="utf-8")
             self._config = config = ModelConfig.load(path)
         form = partial(prepare, quantization=formats.quantization)
-        self._weights = random_weights(config, formats.dtype, device, 1, form)
-        self._model_args = (config, self._weights, formats.dtype, device)
+        weights = random_weights(config, formats.dtype, device, 1, form)
+        self._model_args = (config, weights, formats.dtype, device)
         self._layout = plan_layout(config, formats.kv, BLOCK_SIZE, num_blocks, 0)
         self._sampler = Sampler(frozenset(), config.vocab_size)
         # Random numbers: steps on zeros would take less power.
@@ -81,27 +82,26 @@ class OurEngine:
         self._pool = random_pool(num_blocks, *sizes, formats.kv, device)
         assert tuple(self._pool.shape) == self._layout.shape
 
-    def driver(self, batch: int, context: int, chunk: int, *, graphs: bool = False) -> Driver:
-        """An engine as a worker runs it: steps are launched ahead, decode steps are graphs."""
-        settings = EngineConfig(max_batch=batch, chunk_tokens=chunk, prefix_cache=False)
-        model = GpuModel(*self._model_args)
-        runner = GpuRunner(model, self._pool, self._sampler, settings, context)
-        if graphs:
-            runner.capture(lambda done, total: None)
-        return self._driver(runner, settings, context)
+    def driver(
+        self, batch: int, context: int, chunk: int, *, graphs: bool = False, reference: bool = False
+    ) -> Driver:
+        """An engine as a worker runs it: steps are launched ahead, decode steps are graphs.
 
-    def reference(self, batch: int, context: int, chunk: int) -> Driver:
-        """The same weights and the model in plain torch, step after step."""
+        reference: the model in plain torch, step after step.
+        """
         settings = EngineConfig(max_batch=batch, chunk_tokens=chunk, prefix_cache=False)
-        model = Model(*self._model_args)
-        runner = Runner(model, torch.zeros_like(self._pool), self._sampler)
-        return self._driver(runner, settings, context)
-
-    def _driver(self, runner: StepRunner, settings: EngineConfig, context: int) -> Driver:
-        no_descriptor: Any = None  # it is protobuf's, for other workers
+        runner: StepRunner
+        if reference:
+            pool = torch.zeros_like(self._pool)
+            runner = Runner(Model(*self._model_args), pool, self._sampler)
+        else:
+            model = GpuModel(*self._model_args)
+            runner = on_gpu = GpuRunner(model, self._pool, self._sampler, settings, context)
+            if graphs:
+                on_gpu.capture(lambda done, total: None)
         return Driver(
             Loaded(
-                Path(), self._config, runner, self._layout, no_descriptor, settings, context,
+                Path(), self._config, runner, self._layout, NO_DESCRIPTOR, settings, context,
                 prepare=lambda: None,
             )
         )  # fmt: skip

@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 
-from baton.engine.backends.gpu.backend import unsupported_format
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.gpu.driver import BLOCK_SIZE, Driver, Formats, OurEngine
@@ -51,12 +50,16 @@ def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
 
 def run(part: Part) -> None:
     """Equality, then each shape in bf16 beside transformers, then in fp8."""
-    part.attempt("engine against its reference", "float32, greedy", partial(equality, part))
-    for formats in (BF16, FP8):
-        for shape in part.models:
-            one = Measuring(part, shape, formats)
-            part.attempt("decode", title_of(shape, formats), one.run)
-            part.free()
+    part.measure("engine against its reference", [("float32, greedy", partial(equality, part))])
+    # Made one after the other: what one measured with is freed before the next.
+    part.measure(
+        "decode",
+        (
+            (title_of(shape, formats), Measuring(part, shape, formats).run)
+            for formats in (BF16, FP8)
+            for shape in part.models
+        ),
+    )
 
 
 def equality(part: Part) -> Cells:
@@ -71,7 +74,7 @@ def equality(part: Part) -> Cells:
     limits = (8, 1024, 256)
     with ours.driver(*limits, graphs=not part.smoke) as driver:
         found = driver.generate(prompts, new_tokens)
-    with ours.reference(*limits) as driver:
+    with ours.driver(*limits, reference=True) as driver:
         wanted = driver.generate(prompts, new_tokens)
     assert found == wanted, f"other tokens: {found} instead of {wanted}"
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
@@ -89,12 +92,9 @@ class Measuring:
     def run(self) -> None:
         """All of it."""
         part, title = self.part, self._title()
-        if part.late:
-            return part.note("decode", f"{title} is left out: its time was over")
-        if self.formats == FP8 and part.cuda:
-            capability = torch.cuda.get_device_capability(part.device)
-            if why := unsupported_format("fp8", capability):
-                return part.note("decode", f"{title} is left out: {why}")
+        part.free()
+        if self.formats == FP8 and not part.has_fp8:
+            return part.note("decode", f"{title} is left out: this GPU has no fp8")
         beside = self.formats == BF16
         batches = self._fitting(beside)
         if beside and not batches:

@@ -23,8 +23,8 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.child import messages
@@ -41,20 +41,11 @@ class Setup:
     directory: str
     vocab: int
     threads: int
-    cpus: tuple[int, ...]
+    cpus: Sequence[int]
     max_batch: int
     max_context: int  # of a decoding sequence, its steps included
     max_prefill: int
     options: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, text: str) -> Setup:
-        values = json.loads(text)
-        return cls(**{**values, "cpus": tuple(values["cpus"])})
-
-    def to_json(self) -> str:
-        """One argument of a command line."""
-        return json.dumps(asdict(self))
 
     @property
     def cache_tokens(self) -> int:
@@ -145,7 +136,7 @@ class SteppedAdapter(Adapter):
 
 def main(load: Callable[[Setup], Adapter]) -> None:
     """Loads the engine for the setup on the command line and answers until the input ends."""
-    setup, write = Setup.from_json(sys.argv[1]), messages()
+    setup, write = Setup(**json.loads(sys.argv[1])), messages()
     os.sched_setaffinity(0, setup.cpus)
     try:
         adapter = load(setup)

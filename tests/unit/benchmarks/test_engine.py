@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import psutil
 import pytest
@@ -42,7 +43,7 @@ def start(folder, body):
     program = folder / "program.py"
     head = "from benchmarks.engine.adapters.protocol import Adapter, main\n"
     program.write_text(f"{head}{body}\nmain(load)\n")
-    argv = [sys.executable, str(program), SETUP.to_json()]
+    argv = [sys.executable, str(program), json.dumps(asdict(SETUP))]
     return Child(argv, folder / "log", {"PYTHONPATH": str(ROOT)})
 
 
