@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 import torch
 
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
-from benchmarks.gpu.driver import BLOCK_SIZE, Driver, Formats, OurEngine
+from benchmarks.engine.driver import Driver
+from benchmarks.gpu.our_engine import BLOCK_SIZE, Formats, OurEngine
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape
 
@@ -72,9 +73,9 @@ def equality(part: Part) -> Cells:
         for n in lengths
     ]
     limits = (8, 1024, 256)
-    with ours.driver(*limits, graphs=not part.smoke) as driver:
+    with closing(ours.driver(*limits, graphs=not part.smoke)) as driver:
         found = driver.generate(prompts, new_tokens)
-    with ours.driver(*limits, reference=True) as driver:
+    with closing(ours.driver(*limits, reference=True)) as driver:
         wanted = driver.generate(prompts, new_tokens)
     assert found == wanted, f"other tokens: {found} instead of {wanted}"
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
@@ -116,10 +117,10 @@ class Measuring:
             except Exception as error:  # whatever version of it is there
                 self._no_rival("decode", "", error)
         limits = (max(batches), part.sized(2048, 64), CHUNK)
-        with ours.driver(*limits, graphs=True) as driver:
+        with closing(ours.driver(*limits, graphs=True)) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
         limits = (8, part.sized(max(PROMPTS) + 64, 128), part.sized(CHUNK, 4))
-        with ours.driver(*limits) as driver:
+        with closing(ours.driver(*limits)) as driver:
             cases = [(self._title(f"{n} tokens"), partial(self.prefill, driver, n))
                      for n in self.prompts]  # fmt: skip
             part.measure("prefill", cases)

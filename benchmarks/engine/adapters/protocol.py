@@ -21,7 +21,6 @@ import json
 import os
 import random
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from typing import Any
 
 from benchmarks.child import messages
 
-SPARE_TOKENS = 512  # beyond what is measured: sequences that are ready first go on meanwhile
 _FIRST_ID = 10  # of prompts: below lie what tokenizers keep for themselves
 Timed = tuple[float, str]  # seconds, and how it was done where there was a choice
 
@@ -46,11 +44,6 @@ class Setup:
     max_context: int  # of a decoding sequence, its steps included
     max_prefill: int
     options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def cache_tokens(self) -> int:
-        """What the KV cache must hold: all decoding sequences and a prompt, and as much again."""
-        return 2 * (self.max_batch * self.max_context + self.max_prefill)
 
     def prompt(self, length: int, seed: int) -> list[int]:
         """Random token ids, the same for the same seed."""
@@ -79,59 +72,6 @@ class Adapter(abc.ABC):
 
     @abc.abstractmethod
     def prefill(self, tokens: int) -> Timed: ...
-
-
-class SteppedAdapter(Adapter):
-    """An engine with continuous batching and a prefix cache, driven step by step.
-
-    The prompts of decoding sequences stay in the prefix cache from one call to the next.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.names = map(str, itertools.count())
-        self._cached: set[tuple[int, int]] = set()  # (batch, context) whose prompts are cached
-
-    @abc.abstractmethod
-    def add(self, prompt: list[int], new_tokens: int) -> str:
-        """Adds a sequence; its name."""
-
-    @abc.abstractmethod
-    def step(self) -> tuple[float, set[str]]:
-        """(when the next step ended, which sequences got a token)."""
-
-    @abc.abstractmethod
-    def release(self, names: set[str]) -> None:
-        """Ends sequences, and waits until nothing of them is left."""
-
-    def decode(self, batch: int, context: int, steps: int) -> Timed:
-        if (batch, context) not in self._cached:
-            self._run(batch, context, 1)
-            self._cached.add((batch, context))
-        return self._run(batch, context, steps), ""
-
-    def prefill(self, tokens: int) -> Timed:
-        prompt = self.new_prompt(tokens)
-        began = time.perf_counter()
-        return self._until({self.add(prompt, 1)}) - began, ""
-
-    def _run(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of `steps` steps in which all sequences got a token."""
-        prompts = [self.setup.prompt(context, seed) for seed in range(batch)]
-        names = {self.add(prompt, steps + SPARE_TOKENS) for prompt in prompts}
-        began = ended = self._until(names)
-        for _ in range(steps):
-            ended, got = self.step()
-            assert got == names, "a sequence missed a step"
-        self.release(names)
-        return ended - began
-
-    def _until(self, names: set[str]) -> float:
-        """When a step had a token for each of `names`."""
-        while True:
-            ended, got = self.step()
-            if got == names:
-                return ended
 
 
 def main(load: Callable[[Setup], Adapter]) -> None:
