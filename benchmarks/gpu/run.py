@@ -40,34 +40,29 @@ Message: TypeAlias = dict[str, Any]
 class Target(NamedTuple):
     """A bound for one cell of a table: at least, or at most."""
 
-    text: str
     table: str
     row: str
     cell: str
     bound: float
     at_most: bool = False
 
+    @property
+    def text(self) -> str:
+        """Which cell it is."""
+        return f"{self.table}: {self.row}: {self.cell}"
+
 
 TARGETS = (
-    Target("decode attention: 80 % of the copy rate at batch 64, context 4096",
-           "decode attention", "bf16, batch 64, context 4096", "of copy rate", 0.80),
-    Target("prefill attention: 0.8 of SDPA's rate, 2048 tokens",
-           "prefill attention", "2048 tokens", "of SDPA", 0.8),
-    Target("prefill attention: 0.8 of SDPA's rate, 8192 tokens",
-           "prefill attention", "8192 tokens", "of SDPA", 0.8),
-    Target("decode step, 8B, batch 1: 80 % of its floor",
-           "decode", "8B bf16, batch 1", "of floor", 0.80),
-    Target("decode step, 8B, batch 64: 65 % of its floor",
-           "decode", "8B bf16, batch 64", "of floor", 0.65),
-    Target("decode, 8B, batch 64: 3 times transformers",
-           "decode", "8B bf16, batch 64", "x transformers", 3.0),
-    Target("prefill, 8B, 2048 tokens: 60 % of the matmul rate",
-           "prefill", "8B bf16, 2048 tokens", "of matmul rate", 0.60),
-    Target("cuda_ipc: 80 % of the copy rate for 512 MB of blocks",
-           "transfer", "cuda_ipc", "of copy rate", 0.80),
-    Target("handoff: bookkeeping p50 of 3 ms at most",
-           "handoff", "cuda_ipc", "bookkeeping p50 ms", 3.0, at_most=True),
-)  # fmt: skip
+    Target("decode attention", "bf16, batch 64, context 4096", "of copy rate", 0.80),
+    Target("prefill attention", "2048 tokens", "of SDPA", 0.8),
+    Target("prefill attention", "8192 tokens", "of SDPA", 0.8),
+    Target("decode", "8B bf16, batch 1", "of floor", 0.80),
+    Target("decode", "8B bf16, batch 64", "of floor", 0.65),
+    Target("decode", "8B bf16, batch 64", "x transformers", 3.0),
+    Target("prefill", "8B bf16, 2048 tokens", "of matmul rate", 0.60),
+    Target("transfer", "cuda_ipc", "of copy rate", 0.80),
+    Target("handoff", "cuda_ipc", "bookkeeping p50 ms", 3.0, at_most=True),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -194,19 +189,15 @@ def add(report: dict[str, Any], message: Message) -> None:
 
 def verdicts(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Each target with its value and verdict."""
-    rows = {(table, row["name"]): row for table, of in tables.items() for row in of}
+    cells = {(table, row["name"]): row for table, rows in tables.items() for row in rows}
     found = []
-    for text, table, row, cell, bound, at_most in TARGETS:
-        value = rows.get((table, row), {}).get(cell)
+    for one in TARGETS:
+        value = cells.get((one.table, one.row), {}).get(one.cell)
         met, missed, verdict = VERDICTS
         if value is not None:
-            verdict = met if (value <= bound if at_most else value >= bound) else missed
-        found.append(
-            {
-                "target": text, "cell": cell, "value": value, "bound": bound, "at_most": at_most,
-                "verdict": verdict,
-            }
-        )  # fmt: skip
+            verdict = met if (value <= one.bound if one.at_most else value >= one.bound) else missed
+        target = {"target": one.text, "cell": one.cell, "value": value, "bound": one.bound}
+        found.append({**target, "at_most": one.at_most, "verdict": verdict})
     return found
 
 
