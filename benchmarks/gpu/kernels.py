@@ -10,17 +10,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from baton.engine.ops.triton.spec import Key, error_of, small, specs_in, text_of
-from benchmarks.gpu.part import Case, Cells, Part, is_fatal
+from benchmarks.gpu.part import Cells, Part, is_fatal
 
 TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
@@ -28,6 +27,7 @@ PROMPTS = ((512, 0), (2048, 0), (8192, 0), (2048, 8192))  # tokens, tokens befor
 _GROWING = ("rows", "batch", "context", "tokens", "blocks")  # sizes that vary from check to check
 _OF_MEMORY = 0.3  # of what is free: for a pool, and as much for SDPA's K and V
 _MOVED = 512 << 20  # bytes of blocks
+KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
 
 
 def specs() -> dict[str, Any]:
@@ -145,7 +145,14 @@ def speed(part: Part) -> None:
         ("rows", _row_cases(part)),
         ("blocks", _block_cases(part)),
     ):
-        part.measure(table, cases)
+        part.measure(
+            table,
+            (
+                (name, partial(_measured, part, kernel, shape))
+                for name, kernel, shape in cases
+                if part.has_fp8 or "fp8" not in shape.values()
+            ),
+        )
 
 
 def decode_name(kv: str, batch: int, context: int) -> str:
@@ -158,84 +165,23 @@ def prefill_name(tokens: int, prefix: int) -> str:
     return f"{tokens} tokens" + (f" behind {prefix}" if prefix else "")
 
 
-def _measured(
-    part: Part, kernel: str, shape: Key, sdpa: Callable[[], tuple[Tensor, ...]] | None = None
-) -> Cells:
-    """A launch's rate; and SDPA's on contiguous inputs of the same sizes."""
-    trial = specs()[kernel].trial(shape, part.device)
-    took = seconds(partial(trial.run, None), part.device)
-    cells: Cells = {"us": took * 1e6}
-    if trial.flops:
-        cells["TFLOP/s"] = trial.flops / took / 1e12
-        if part.matmul_flops:
-            cells["of matmul rate"] = trial.flops / took / part.matmul_flops
-    else:
-        cells |= part.of_copy(trial.moved_bytes, took)
-    return cells if sdpa is None else cells | _sdpa(part, took, sdpa)
-
-
-def _sdpa(part: Part, ours_s: float, inputs: Callable[[], tuple[Tensor, ...]]) -> Cells:
-    """Its share and which of its kernels it takes; None where it cannot, or not in the memory."""
-    try:
-        q, k, v = inputs()
-        rows, total = q.shape[2], k.shape[2]
-        kind, options = None, dict[str, Any]()  # with a mask it chooses for itself
-        if 1 < rows < total:
-            options["attn_mask"] = causal_lower_right(rows, total)
-        else:
-            options |= {"is_causal": rows == total, "enable_gqa": q.shape[1] != k.shape[1]}
-            kind = SDPBackend(torch._fused_sdp_choice(q, k, v, **options)).name.lower()
-        attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
-        return {"of SDPA": seconds(attend, part.device) / ours_s, "SDPA by": kind}
-    except Exception as error:  # whatever version of it is there
-        if is_fatal(error):
-            raise
-        return {"of SDPA": None, "SDPA by": None}
-
-
-def _heads(part: Part) -> dict[str, int | str]:
-    return {"head_size": 16, "group": 1} if part.smoke else {"head_size": 128, "group": 4}
-
-
-def _drawn(part: Part, *shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device=part.device)
-
-
-def _prefill_cases(part: Part) -> Iterator[Case]:
-    """SDPA has K and V of every query head, which its fastest kernels want behind a prefix."""
-    heads = _heads(part)
-
-    def inputs(tokens: int, prefix: int) -> tuple[Tensor, ...]:
-        lengths = (tokens, tokens + prefix, tokens + prefix)
-        sizes = 8 * int(heads["group"]), int(heads["head_size"])
-        return tuple(_drawn(part, 1, sizes[0], length, sizes[1]) for length in lengths)
-
+def _prefill_cases(part: Part) -> Iterator[KernelCase]:
     for tokens, prefix in part.sized(PROMPTS, ((8, 0), (8, 8))):
-        shape: Key = {**heads, "batch": 1, "context": prefix, "tokens": tokens}
-        sdpa = partial(inputs, tokens, prefix)
-        name = prefill_name(tokens, prefix)
-        yield name, partial(_measured, part, "prefill_attention", shape, sdpa)
+        shape: Key = {**_heads(part), "batch": 1, "context": prefix, "tokens": tokens}
+        yield prefill_name(tokens, prefix), "prefill_attention", shape
 
 
-def _decode_cases(part: Part, kv: str) -> Iterator[Case]:
-    heads, cuda = _heads(part), part.cuda
-    group, size = int(heads["group"]), int(heads["head_size"])
-    room = _OF_MEMORY * torch.cuda.mem_get_info(part.device)[0] if cuda else 1 << 24
-
-    def inputs(batch: int, context: int) -> tuple[Tensor, ...]:
-        q = _drawn(part, batch, 8 * group, 1, size)
-        return q, *(_drawn(part, batch, 8, context, size) for _ in "kv")
-
+def _decode_cases(part: Part, kv: str) -> Iterator[KernelCase]:
+    heads = _heads(part)
+    room = _OF_MEMORY * torch.cuda.mem_get_info(part.device)[0] if part.cuda else 1 << 24
     for batch in part.sized(BATCHES, (2,)):
         for context in part.sized(CONTEXTS, (16,)):
-            if batch * context * 32 * size <= room and (kv != "fp8" or part.has_fp8):
+            if batch * context * 32 * int(heads["head_size"]) <= room:
                 shape: Key = {**heads, "kv": kv, "batch": batch, "context": context}
-                sdpa = partial(inputs, batch, context) if kv == "bf16" else None
-                name = decode_name(kv, batch, context)
-                yield name, partial(_measured, part, "decode_attention", shape, sdpa)
+                yield decode_name(kv, batch, context), "decode_attention", shape
 
 
-def _row_cases(part: Part) -> Iterator[Case]:
+def _row_cases(part: Part) -> Iterator[KernelCase]:
     """Kernels that only move bytes, for a decode step and for a chunk."""
     shapes: dict[str, Key] = {
         "add_rms_norm": {"size": part.sized(4096, 64)},
@@ -245,18 +191,62 @@ def _row_cases(part: Part) -> Iterator[Case]:
     }
     for rows in part.sized((64, 8192), (2,)):
         for name, shape in shapes.items():
-            if name != "quantize_rows" or part.has_fp8:
-                yield (
-                    f"{name}, {rows} rows",
-                    partial(_measured, part, name, {**shape, "rows": rows}),
-                )
+            yield f"{name}, {rows} rows", name, {**shape, "rows": rows}
 
 
-def _block_cases(part: Part) -> Iterator[Case]:
+def _block_cases(part: Part) -> Iterator[KernelCase]:
     """Blocks of an 8B model, in random order."""
     layers = part.sized(32, 1)
     pool: Key = {"dtype": "bf16", "layers": layers, "kv_heads": 8, "row": 128}
     count = part.sized(_MOVED // (layers << 16), 3)
     for use in ("gather", "scatter", "copy", "checksum"):
-        shape: Key = {**pool, "use": use, "blocks": count}
-        yield f"{use} blocks", partial(_measured, part, "move_blocks", shape)
+        yield f"{use} blocks", "move_blocks", {**pool, "use": use, "blocks": count}
+
+
+def _heads(part: Part) -> dict[str, int | str]:
+    return {"head_size": 16, "group": 1} if part.smoke else {"head_size": 128, "group": 4}
+
+
+def _measured(part: Part, kernel: str, shape: Key) -> Cells:
+    """A launch's rate; of attention in bfloat16 beside SDPA's."""
+    trial = specs()[kernel].trial(shape, part.device)
+    took = seconds(partial(trial.run, None), part.device)
+    cells: Cells = {"us": took * 1e6}
+    if trial.flops:
+        cells["TFLOP/s"] = trial.flops / took / 1e12
+        if part.matmul_flops:
+            cells["of matmul rate"] = trial.flops / took / part.matmul_flops
+    else:
+        cells |= part.of_copy(trial.moved_bytes, took)
+    is_compared = kernel.endswith("attention") and shape.get("kv") != "fp8"
+    return cells | _sdpa(part, took, shape) if is_compared else cells
+
+
+def _sdpa(part: Part, ours_s: float, shape: Key) -> Cells:
+    """Its share on contiguous inputs, and its kernel; None where it cannot, or not in the memory.
+
+    For prompts it has K and V of every query head, which its fastest kernels want behind a prefix.
+    """
+    tokens = int(shape.get("tokens", 0))
+    rows, total, heads = tokens or 1, int(shape["context"]) + tokens, 8 * int(shape["group"])
+    kv_heads = heads if tokens else 8
+    try:
+        q, k, v = (
+            torch.randn(
+                (int(shape["batch"]), count, length, int(shape["head_size"])),
+                dtype=torch.bfloat16, device=part.device,
+            )
+            for count, length in ((heads, rows), (kv_heads, total), (kv_heads, total))
+        )  # fmt: skip
+        kind, options = None, dict[str, Any]()  # with a mask it chooses for itself
+        if 1 < rows < total:
+            options["attn_mask"] = causal_lower_right(rows, total)
+        else:
+            options |= {"is_causal": rows == total, "enable_gqa": heads != kv_heads}
+            kind = SDPBackend(torch._fused_sdp_choice(q, k, v, **options)).name.lower()
+        attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
+        return {"of SDPA": seconds(attend, part.device) / ours_s, "SDPA by": kind}
+    except Exception as error:  # whatever version of it is there
+        if is_fatal(error):
+            raise
+        return {"of SDPA": None, "SDPA by": None}
