@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import json
 import os
 import platform
@@ -20,7 +21,6 @@ from benchmarks import checkpoint
 from benchmarks.shapes import SHAPES
 
 PAGE = "docs/comparison.md"
-_LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
 console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
 T = TypeVar("T")
 
@@ -49,10 +49,9 @@ class Rivals:
     @property
     def preload(self) -> str:
         """What vLLM's manual wants in LD_PRELOAD on a CPU, as far as it is installed."""
-        found = [*self.venv.glob("lib/libiomp5.so")] if self.venv else []
-        for folder in _LIBRARY_FOLDERS:
-            found += sorted(Path(folder).glob("libtcmalloc_minimal.so.4"))[:1]
-        return ":".join(map(str, found))
+        found = [*map(str, self.venv.glob("lib/libiomp5.so"))] if self.venv else []
+        tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
+        return ":".join([*found, tcmalloc] if tcmalloc else found)
 
     def need(self, module: str) -> None:
         """Raises Missing where the interpreter does not have a module."""

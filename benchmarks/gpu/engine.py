@@ -153,14 +153,16 @@ class Measuring:
             yield self._title(f"batch {batch}"), partial(self.decode, driver, batch)
         if self.formats == BF16:
             batch = min(64, max(batches))
-            yield self._title(f"batch {batch}, top-p"), partial(self.sampled, driver, batch)
+            sampled = partial(self.decode, driver, batch, temperature=0.8, top_p=0.95)
+            yield self._title(f"batch {batch}, top-p"), sampled
 
-    def decode(self, driver: Driver, batch: int) -> Cells:
-        """Steps of one batch size; ours and theirs in turn."""
+    def decode(self, driver: Driver, batch: int, **sampling: float) -> Cells:
+        """Steps of one batch size; ours and, where both are greedy, theirs in turn."""
         part, steps, theirs = self.part, self.part.sized(_RIVAL_STEPS, 2), None
-        if self.rival and batch <= RIVAL_MOST:
+        if self.rival and batch <= RIVAL_MOST and not sampling:
             theirs = partial(self.rival.decode, batch, self.context, steps)
-        ours = partial(driver.decode, batch, self.context, self.warm_up, self.steps)
+        sizes = (batch, self.context, self.warm_up, self.steps)
+        ours = partial(driver.decode, *sizes, **sampling)
         step_s, rival = self._in_turn("decode", batch, ours, theirs, steps)
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if part.copy_bytes_per_s:
@@ -170,12 +172,6 @@ class Measuring:
             floor = moved / part.copy_bytes_per_s
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
         return cells | rival
-
-    def sampled(self, driver: Driver, batch: int) -> Cells:
-        """The same steps with sampling by top-p."""
-        sizes = (batch, self.context, self.warm_up, self.steps)
-        step_s = driver.decode(*sizes, temperature=0.8, top_p=0.95)
-        return {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
 
     def prefill(self, driver: Driver, tokens: int) -> Cells:
         """One prompt in chunks, to its first token."""
