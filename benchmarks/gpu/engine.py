@@ -161,8 +161,10 @@ class Measuring:
         part, steps, theirs = self.part, self.part.sized(_RIVAL_STEPS, 2), None
         if self.rival and batch <= RIVAL_MOST and not sampling:
             theirs = partial(self.rival.decode, batch, self.context, steps)
-        sizes = (batch, self.context, self.warm_up, self.steps)
-        ours = partial(driver.decode, *sizes, **sampling)
+
+        def ours() -> float:
+            return driver.decode(batch, self.context, self.warm_up, self.steps, **sampling)
+
         step_s, rival = self._in_turn("decode", batch, ours, theirs, steps)
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if part.copy_bytes_per_s:
