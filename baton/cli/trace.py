@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from baton.cli import options
 from baton.cli.options import count, seconds
 from baton.cli.status import table
+from baton.client.results import fields_of
 from baton.errors import InvalidRequest, Stale
 
 if TYPE_CHECKING:
@@ -116,14 +117,13 @@ def _source(args: argparse.Namespace) -> Jaeger | KeptTraces:
 
 def _fields(summary: TraceSummary) -> dict[str, Any]:
     """Of `--json`; `error` is why the request failed, possibly empty, None when it did not."""
-    values = {field.name: getattr(summary, field.name) for field in summary.DESCRIPTOR.fields}
-    return {**values, "error": summary.error if summary.HasField("error") else None}
+    return {**fields_of(summary), "error": summary.error if summary.HasField("error") else None}
 
 
 def _row(summary: TraceSummary) -> dict[str, Any]:
     ended = time.localtime(summary.start_ns / 1e9 + summary.took_ms / 1e3)
     return {
-        **_fields(summary),
+        **fields_of(summary),
         "ended": time.strftime("%H:%M:%S", ended),
         "took": round(summary.took_ms, 1),
         "error": (summary.error or "yes") if summary.HasField("error") else "",

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Any, Self
 
 import grpc
@@ -19,8 +20,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest
-from baton.local.span_store import AttributeValue, Span, SpanStore
-from baton.local.trace_tree import is_trace_id, is_whole, summaries
+from baton.local.span_store import ROUTER, AttributeValue, Span, SpanStore, is_complete
+from baton.local.trace_tree import is_trace_id, summaries
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
 _QUIET_S = 1.0  # exporters send several times a second: after this nothing more is on its way
@@ -69,7 +70,8 @@ class OtlpReceiver(
         end = now + request.wait_ms / 1000
         if not 0 < self.store.arrived_at(trace_id) < now - _MAX_WAIT_S:
             with contextlib.suppress(DeadlineExceeded):
-                await self.store.wait_for(trace_id, is_whole, end - now)
+                whole = partial(is_complete, services=[ROUTER])
+                await self.store.wait_for(trace_id, whole, end - now)
                 quiet_at = self.store.arrived_at(trace_id) + self._quiet_s
                 await asyncio.sleep(min(quiet_at, end) - time.monotonic())
         return trace_pb2.GetTraceResponse(spans=map(span_message, self.store.trace(trace_id)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import DeadlineExceeded
 
+ROUTER = "baton-router"
 AttributeValue = str | int | float | bool
 
 
@@ -34,12 +35,21 @@ class Span:
     error: str | None = None  # the status message of a failed span, possibly empty
 
 
+def is_request(span: Span) -> bool:
+    """Whether it is a router's span of a whole request; its parent is the caller's."""
+    return span.is_entry and span.service == ROUTER
+
+
 def is_complete(spans: Sequence[Span], services: Iterable[str] = ()) -> bool:
-    """Whether a root, every parent that is referred to, and all of `services` have arrived."""
+    """Whether a root, every parent that is referred to, and all of `services` have arrived.
+
+    Callers may keep their spans elsewhere: a request's own span counts as a root.
+    """
     ids = {span.span_id for span in spans}
-    has_root = any(not span.parent_id for span in spans)
-    has_parents = all(not span.parent_id or span.parent_id in ids for span in spans)
-    return has_root and has_parents and set(services) <= {span.service for span in spans}
+    others = [span for span in spans if span.parent_id and not is_request(span)]
+    has_parents = all(span.parent_id in ids for span in others)
+    has_services = set(services) <= {span.service for span in spans}
+    return len(others) < len(spans) and has_parents and has_services
 
 
 @dataclass

@@ -17,7 +17,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -66,15 +66,33 @@ _MIN_ROWS = 3  # of a table that is cut
 Line = TypeVar("Line")
 
 
-async def watch(addresses: Sequence[str], interval_s: float) -> int:
-    """The live screen until q; the exit status. Raises ConfigError without a terminal."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("`baton top` draws on a terminal: --once prints one frame anywhere")
-    screen = Screen(Options(interval_s))
-    async with polling(addresses, interval_s, screen.changed.set) as routers:
-        with screen.open():
-            await screen.run(routers)
-    return 0
+@dataclass
+class View:
+    """How it is shown; keys change it."""
+
+    role: str = ROLES[0]
+    sort: str = "name"
+    paused: bool = False
+    keys: bool = True  # whether to list them
+    left: bool = False
+
+    def press(self, key: str) -> None:
+        if key in ("q", "Q", "\x04"):
+            self.left = True
+        elif key in ("p", " "):
+            self.paused = not self.paused
+        elif key == "r":
+            self.role = _next(ROLES, self.role)
+        elif key == "s":
+            self.sort = _next(tuple(SORTS), self.sort)
+
+
+class Moment(NamedTuple):
+    """What is drawn: routers as they are at a time."""
+
+    routers: Sequence[PolledRouter]
+    at: float  # time.monotonic()
+    unix_s: float
 
 
 async def once(addresses: Sequence[str], interval_s: float, width: int | None) -> str:
@@ -88,116 +106,79 @@ async def once(addresses: Sequence[str], interval_s: float, width: int | None) -
         why = "; ".join(f"{router.address}: {router.failure}" for router in routers)
         raise Unavailable(f"no router answers: {why}")
     console = Console(width=width or _PLAIN_WIDTH, height=_PLAIN_HEIGHT, color_system=None)
+    moment = Moment(routers, time.monotonic(), time.time())
     with console.capture() as captured:
-        options = Options(interval_s, keys=False)
-        console.print(frame(Moment.now(routers), options, console.width, _PLAIN_HEIGHT))
+        console.print(frame(moment, View(keys=False), console.width, _PLAIN_HEIGHT))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-class Moment(NamedTuple):
-    """What is drawn: routers as they are at a time."""
-
-    routers: Sequence[PolledRouter]
-    at: float  # time.monotonic()
-    unix_s: float
-
-    @classmethod
-    def now(cls, routers: Sequence[PolledRouter]) -> Moment:
-        return cls(routers, time.monotonic(), time.time())
-
-
-@dataclass(frozen=True)
-class Options:
-    """How it is shown; keys change it."""
-
-    interval_s: float
-    role: str = ROLES[0]
-    sort: str = "name"
-    paused: bool = False
-    keys: bool = True  # whether to list them
+async def watch(addresses: Sequence[str], interval_s: float) -> int:
+    """The live screen until q; the exit status. Raises ConfigError without a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("`baton top` draws on a terminal: --once prints one frame anywhere")
+    view, changed, console = View(), asyncio.Event(), Console()
+    frozen: Moment | None = None
+    async with polling(addresses, interval_s, changed.set) as routers:
+        with _keys(view, changed), Live(console=console, screen=True, auto_refresh=False) as live:
+            while not view.left:
+                changed.clear()
+                moment = Moment(routers, time.monotonic(), time.time())
+                frozen = frozen or copy.deepcopy(moment) if view.paused else None
+                live.update(frame(frozen or moment, view, *console.size), refresh=True)
+                with contextlib.suppress(TimeoutError):  # the clock goes on, and so does a silence
+                    await asyncio.wait_for(changed.wait(), interval_s)
+                await asyncio.sleep(_DRAW_S)
+    return 0
 
 
-class Screen:
-    """The live screen: draws frames and reads keys."""
+@contextlib.contextmanager
+def _keys(view: View, changed: asyncio.Event) -> Iterator[None]:
+    """Keys without Enter go to the view, and so do signals that end it, while the block runs."""
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
 
-    def __init__(self, options: Options) -> None:
-        self.changed = asyncio.Event()
-        self._options = options
-        self._frozen: Moment | None = None
-        self._left = False
-        self._console = Console()
-        self._live = Live(console=self._console, screen=True, auto_refresh=False)
+    def press(keys: str) -> None:
+        for key in keys:
+            view.press(key)
+        changed.set()
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """The alternate screen and keys without Enter, while the block runs."""
-        loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
-        before = termios.tcgetattr(stdin)
-        try:
-            tty.setcbreak(stdin)  # keys at once and unseen; ctrl-C still interrupts
-            mode = termios.tcgetattr(stdin)
-            mode[6][termios.VSUSP] = b"\x00"  # ctrl-Z would leave the screen half-way
-            termios.tcsetattr(stdin, termios.TCSADRAIN, mode)
-            loop.add_reader(stdin, self._read, stdin)
-            loop.add_signal_handler(signal.SIGWINCH, self.changed.set)
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                loop.add_signal_handler(number, self._press, "q")
-            with self._live:
-                yield
-        finally:
-            loop.remove_reader(stdin)
-            for number in (signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP):
-                loop.remove_signal_handler(number)
-            with contextlib.suppress(termios.error, OSError):  # the terminal is gone
-                termios.tcsetattr(stdin, termios.TCSADRAIN, before)
-
-    async def run(self, routers: Sequence[PolledRouter]) -> None:
-        """Draws whenever there is something new, until a key ends it."""
-        while not self._left:
-            self.changed.clear()
-            moment = self._frozen or Moment.now(routers)
-            if self._options.paused and not self._frozen:
-                self._frozen = moment = copy.deepcopy(moment)
-            width, height = self._console.size
-            self._live.update(frame(moment, self._options, width, height), refresh=True)
-            with contextlib.suppress(TimeoutError):  # the clock goes on, and so does a silence
-                async with asyncio.timeout(self._options.interval_s):
-                    await self.changed.wait()
-            await asyncio.sleep(_DRAW_S)
-
-    def _press(self, key: str) -> None:
-        shown = self._options
-        if key in ("q", "Q", "\x04"):
-            self._left = True
-        elif key in ("p", " "):
-            self._options = replace(shown, paused=not shown.paused)
-            self._frozen = None
-        elif key == "r":
-            self._options = replace(shown, role=_next(ROLES, shown.role))
-        elif key == "s":
-            self._options = replace(shown, sort=_next(tuple(SORTS), shown.sort))
-        self.changed.set()
-
-    def _read(self, stdin: int) -> None:
+    def read() -> None:
         try:
             pressed = os.read(stdin, 64)
         except OSError:
             pressed = b""
         # Nothing to read: the terminal is gone.
-        for key in _SEQUENCE.sub(b"", pressed).decode(errors="replace") if pressed else "q":
-            self._press(key)
+        press(_SEQUENCE.sub(b"", pressed).decode(errors="replace") if pressed else "q")
+
+    handlers = {
+        **dict.fromkeys((signal.SIGTERM, signal.SIGHUP), "q"),
+        signal.SIGWINCH: "",
+        signal.SIGTSTP: "",  # ctrl-Z would leave the screen half-way
+    }
+    before = termios.tcgetattr(stdin)
+    try:
+        tty.setcbreak(stdin)  # keys at once and unseen; ctrl-C still interrupts
+        loop.add_reader(stdin, read)
+        for number, keys in handlers.items():
+            loop.add_signal_handler(number, press, keys)
+        yield
+    finally:
+        loop.remove_reader(stdin)
+        for number in handlers:
+            loop.remove_signal_handler(number)
+        with contextlib.suppress(termios.error, OSError):  # the terminal is gone
+            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
 
 def _next(values: Sequence[str], value: str) -> str:
     return values[(values.index(value) + 1) % len(values)]
 
 
-def frame(moment: Moment, options: Options, width: int, height: int) -> Group:
+def frame(moment: Moment, view: View, width: int, height: int) -> Group:
     """One picture of at most `width` columns and, if it can be, `height` lines."""
     routers = moment.routers
     every_pair = top_view.pairs(routers)
-    workers = [w for w in top_view.workers(routers) if options.role in (ROLES[0], w.role)]
-    if measure := SORTS[options.sort]:
+    workers = [w for w in top_view.workers(routers) if view.role in (ROLES[0], w.role)]
+    if measure := SORTS[view.sort]:
         workers.sort(key=measure, reverse=True)
     problems, events = list(_problems(moment)), top_view.events(routers)[:_MAX_EVENTS]
     fixed = len(routers) + len(problems) + len(events) + sum(bool(w.reason) for w in workers)
@@ -208,7 +189,7 @@ def frame(moment: Moment, options: Options, width: int, height: int) -> Group:
     for name, sign, style in _BLOCKS:
         legend.append(f" {sign}", style).append(f" {name}", _QUIET)
     parts: list[RenderableType] = [
-        _title(moment, options),
+        _title(moment, view),
         _table(_ROUTER_COLUMNS, routers, width),
         *problems,
         Text(),
@@ -227,15 +208,15 @@ def frame(moment: Moment, options: Options, width: int, height: int) -> Group:
     return Group(*parts)
 
 
-def _title(moment: Moment, options: Options) -> Text:
+def _title(moment: Moment, view: View) -> Text:
     title = Text().append("baton top", "bold")
     if last := next((router.last for router in moment.routers if router.last), None):
         title.append(f"  cluster {last.router.cluster}, model {last.router.model}")
     title.append(f"  {_clock(moment.unix_s)}", _QUIET)
-    if options.paused:
+    if view.paused:
         title.append("  PAUSED", "reverse")
-    if options.keys:
-        keys = f"  q quit  p pause  r role: {options.role}  s sort: {options.sort}"
+    if view.keys:
+        keys = f"  q quit  p pause  r role: {view.role}  s sort: {view.sort}"
         title.append(keys, _QUIET)
     return title
 

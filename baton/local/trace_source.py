@@ -17,8 +17,8 @@ from baton import rpc
 from baton.client import Client
 from baton.errors import InternalError, InvalidRequest, Unavailable
 from baton.local.otlp import span_of
-from baton.local.span_store import AttributeValue, Span
-from baton.local.trace_tree import ROUTER, summaries
+from baton.local.span_store import ROUTER, AttributeValue, Span
+from baton.local.trace_tree import summaries
 from baton.v1 import trace_pb2, trace_pb2_grpc
 from baton.v1.trace_pb2 import TraceSummary
 

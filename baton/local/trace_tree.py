@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.local.span_store import AttributeValue, Span
+from baton.local.span_store import AttributeValue, Span, is_request
 from baton.v1.trace_pb2 import TraceSummary
 
-ROUTER = "baton-router"
 # Spans that measure what others are made of; they are no work of their own.
 _MEASURES = frozenset({"router.first_token"})
 _HEX = frozenset("0123456789abcdef")
@@ -54,19 +53,7 @@ def entry_of(spans: Iterable[Span]) -> Span | None:
 
     None when the trace is not one of a request, or that span has not arrived.
     """
-    entries = [span for span in spans if span.is_entry and span.service == ROUTER]
-    return max(entries, key=lambda span: span.end_ns, default=None)
-
-
-def is_whole(spans: Sequence[Span]) -> bool:
-    """Whether the request's own span and every parent that others name have arrived.
-
-    The parents of entries may be kept elsewhere: they are the callers'.
-    """
-    ids = {span.span_id for span in spans}
-    return entry_of(spans) is not None and all(
-        span.is_entry or not span.parent_id or span.parent_id in ids for span in spans
-    )
+    return max(filter(is_request, spans), key=lambda span: span.end_ns, default=None)
 
 
 def summarize(spans: Sequence[Span]) -> TraceSummary | None:

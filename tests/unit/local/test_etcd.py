@@ -18,7 +18,7 @@ from baton.config import RegistryConfig, split_address
 from baton.errors import ConfigError, Unavailable
 from baton.local import etcd as local_etcd
 from baton.local import ports
-from baton.local.etcd import EmbeddedEtcd, ScratchFolder
+from baton.local.etcd import EmbeddedEtcd, scratch_folder
 from baton.registry.etcd_client import EtcdClient
 from tests.waiting import eventually
 
@@ -178,12 +178,12 @@ async def test_data_stay_where_something_else_keeps_etcd_from_starting():
 
 OWNER = """
 import signal
-from baton.local.etcd import ScratchFolder
-folder = ScratchFolder("baton-test-")
-(folder.path / "data").mkdir()
-(folder.path / "data" / "wal").write_text("x" * 1000)
-print(folder.path, flush=True)
-signal.pause()
+from baton.local.etcd import scratch_folder
+with scratch_folder("baton-test-") as folder:
+    (folder / "data").mkdir()
+    (folder / "data" / "wal").write_text("x" * 1000)
+    print(folder, flush=True)
+    signal.pause()
 """
 
 
@@ -191,20 +191,19 @@ def test_scratch_folders_go_with_their_owners_or_when_the_next_one_starts(tmp_pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     argv = [sys.executable, "-c", OWNER]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True) as owner:
-        left = Path(owner.stdout.readline().strip())
-        strangers = [tmp_path / "baton-test-other", tmp_path / "other"]
-        for stranger in strangers:
-            stranger.mkdir()  # one that never was ours, one of another kind
-        second = ScratchFolder("baton-test-")
-        assert (left / "data" / "wal").exists(), "its owner lives"
-        owner.kill()
-    assert left.exists()
-    third = ScratchFolder("baton-test-")
-    assert third.path.stat().st_mode & 0o77 == 0
-    assert set(tmp_path.iterdir()) == {second.path, third.path, *strangers}
     files = len(list(Path("/proc/self/fd").iterdir()))
-    second.remove()
-    third.remove()
+    with contextlib.ExitStack() as stack:
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True) as owner:
+            left = Path(owner.stdout.readline().strip())
+            strangers = [tmp_path / "baton-test-other", tmp_path / "other"]
+            for stranger in strangers:
+                stranger.mkdir()  # one that never was ours, one of another kind
+            second = stack.enter_context(scratch_folder("baton-test-"))
+            assert (left / "data" / "wal").exists(), "its owner lives"
+            owner.kill()
+        assert left.exists()
+        third = stack.enter_context(scratch_folder("baton-test-"))
+        assert third.stat().st_mode & 0o77 == 0
+        assert set(tmp_path.iterdir()) == {second, third, *strangers}
     assert set(tmp_path.iterdir()) == set(strangers)
-    assert len(list(Path("/proc/self/fd").iterdir())) == files - 2
+    assert len(list(Path("/proc/self/fd").iterdir())) == files

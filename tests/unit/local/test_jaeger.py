@@ -11,8 +11,9 @@ import pytest
 
 from baton import cli
 from baton.errors import InternalError, Unavailable
+from baton.local.span_store import ROUTER, is_complete
 from baton.local.trace_source import Jaeger
-from baton.local.trace_tree import ROUTER, entry_of, is_whole
+from baton.local.trace_tree import entry_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())
@@ -83,7 +84,7 @@ def test_a_trace_is_drawn_as_one_of_ours(jaeger, capsys):
     assert cli.main(["trace", TRACE, "--jaeger", jaeger.url]) == 0
     assert capsys.readouterr().out == f"{TREE}\n"
     spans = Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
-    assert is_whole(spans)
+    assert is_complete(spans)
     entry = entry_of(spans)
     assert entry is not None
     assert (entry.start_ns, entry.end_ns) == (BASE_NS, BASE_NS + 587_500_000)
@@ -102,7 +103,7 @@ def test_a_base_path_and_an_id_without_its_zeros(jaeger):
     jaeger.answers["/jaeger/api/traces/" + trace_id] = (200, json.dumps(answer).encode())
     spans = Jaeger(f"{jaeger.url}/jaeger/").trace(trace_id, TIMEOUT_S)
     assert {span.trace_id for span in spans} == {trace_id}
-    assert is_whole(spans)
+    assert is_complete(spans)
 
 
 def test_requests_are_listed(jaeger):

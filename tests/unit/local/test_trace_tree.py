@@ -11,7 +11,6 @@ from baton.local.trace_tree import (
     coverage,
     entry_of,
     is_trace_id,
-    is_whole,
     render,
     summarize,
 )
@@ -146,16 +145,6 @@ def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry() -> N
     assert entry_of([second, first]) is second
     worker = span("decode", "baton-decode", "x", 0, 1, is_entry=True)
     assert entry_of([worker]) is coverage([worker]) is summarize([worker]) is None
-
-
-def test_a_trace_is_whole_when_every_parent_but_the_callers_has_come() -> None:
-    attempt, decode = (
-        span("router.attempt", "baton-router", "r/b", 1, 9),
-        span("decode", "baton-decode", "b/d", 2, 8),
-    )
-    assert is_whole([entry(), attempt, decode])
-    for lacking in ([entry(), decode], [attempt, decode], []):
-        assert not is_whole(lacking)
 
 
 def test_a_summary_is_the_requests_own() -> None:

@@ -1,4 +1,4 @@
-"""One child process of a local cluster, and the supervisor that keeps it running.
+"""One child process: its runs, their output, and how they end.
 
 Children are in their own process group, so that ctrl-C in a terminal reaches the parent alone and
 they can be stopped in order. Nothing here knows what a child does.
@@ -12,23 +12,19 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-from baton.errors import Unavailable
+from collections.abc import Callable, Mapping, Sequence
 
 ERROR = "baton: error: "  # how our commands begin their last line
-LOG_LINES = 500
+_LOG_LINES = 500
 _MAX_LINE_BYTES = 16 << 10
 _OUTPUT_GRACE_S = 1.0
-_FIRST_DELAY_S = 0.5
-_LAST_DELAY_S = 10.0
-_HEALTHY_S = 10.0  # a process that was ready for this long starts again as if for the first time
 
 
 class ChildProcess:
     """A command that can be started again after it ended. `log` keeps the last lines of all runs.
 
-    `on_line` is called with each line of its output (stdout and stderr together).
+    `on_line` is called with each line of its output (stdout and stderr together). `wanted` and
+    `ready_at` are its owner's: whether it runs or is going to, and since when this run serves.
     """
 
     spawn = staticmethod(asyncio.create_subprocess_exec)  # what starts a run
@@ -44,9 +40,11 @@ class ChildProcess:
         self.name = name
         self.role = role
         self.argv = list(argv)
-        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self.log: deque[str] = deque(maxlen=_LOG_LINES)
         self.starts = 0
         self.started_at = 0.0  # time.monotonic()
+        self.wanted = False
+        self.ready_at = 0.0  # time.monotonic(); 0: not yet
         self._env = dict(env or {})
         self._on_line = on_line
         self._killed = False
@@ -69,23 +67,22 @@ class ChildProcess:
         return self._process is not None and self.exit_status is None and not self._killed
 
     @property
+    def is_ready(self) -> bool:
+        return self.ready_at > 0 and self.running
+
+    @property
     def age_s(self) -> float:
         return time.monotonic() - self.started_at
 
     @property
-    def ending(self) -> str:
-        """How it ended: "decode-0 exited with status 1"."""
+    def failure(self) -> str:
+        """How it ended and, when it failed by itself, its last line, which says why."""
         status = self.exit_status
         assert status is not None, f"{self.name} still runs"
         if status < 0:
             return f"{self.name} was killed by {signal.Signals(-status).name}"
-        return f"{self.name} exited with status {status}"
-
-    @property
-    def failure(self) -> str:
-        """`ending` and, when it failed by itself, its last line, which says why."""
-        last = self.log[-1].removeprefix(ERROR) if self.log else ""
-        return f"{self.ending}: {last}" if (self.exit_status or 0) > 0 and last else self.ending
+        why = f": {self.log[-1].removeprefix(ERROR)}" if status and self.log else ""
+        return f"{self.name} exited with status {status}{why}"
 
     def log_tail(self, lines: int = 20) -> str:
         return "\n".join(list(self.log)[-lines:])
@@ -101,7 +98,7 @@ class ChildProcess:
             env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env},
             process_group=0,
         )
-        self._killed = False
+        self._killed, self.ready_at = False, 0.0
         self.starts += 1
         self.started_at = time.monotonic()
         self._reader = asyncio.create_task(self._read(), name=f"output of {self.name}")
@@ -165,104 +162,3 @@ async def cancelled(task: asyncio.Task[None] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def restart_delay_s(failures: int) -> float:
-    """Seconds before a process that failed for the nth time in a row is started again."""
-    return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
-
-
-class Supervisor:
-    """Keeps one process running.
-
-    `until_ready` returns, once the process serves, the text to log about it. After an end that was
-    not requested `on_exit` decides whether the process is started again; that is then done after a
-    delay that doubles until the process has been ready for a while.
-    """
-
-    def __init__(
-        self,
-        process: ChildProcess,
-        until_ready: Callable[[ChildProcess], Awaitable[str]],
-        on_exit: Callable[[ChildProcess], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self.process = process
-        self._until_ready = until_ready
-        self._on_exit = on_exit
-        self._say = say
-        self._ready = asyncio.Event()
-        self._ready_at = 0.0
-        self._returns = False
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the process runs or is going to."""
-        return self.process.running or self._returns
-
-    @property
-    def is_ready(self) -> bool:
-        return self._ready.is_set() and self.process.running
-
-    async def start(self) -> None:
-        """Starts the process, which does not run, and keeps it running from now on."""
-        await cancelled(self._task)
-        self._returns = True
-        self._ready.clear()
-        await self.process.start()
-        name = f"supervisor of {self.process.name}"
-        self._task = asyncio.create_task(self._supervise(), name=name)
-
-    async def restart(self, timeout_s: float) -> int:
-        """Ends the process with SIGTERM, after `timeout_s` with SIGKILL, and starts it again.
-
-        Returns how the old run ended: 0 after a drain.
-        """
-        await cancelled(self._task)  # this end is requested
-        self._returns = True
-        status = await self.process.stop(timeout_s)
-        await self.start()
-        return status
-
-    async def ready(self) -> None:
-        """Returns once the process is ready; Unavailable if it ended and is not started again."""
-        assert self._task is not None, "it was never started"
-        if not self.is_ready:
-            self._ready.clear()  # it has been killed, and this is not yet noted
-        ready = asyncio.create_task(self._ready.wait())
-        await asyncio.wait([ready, self._task], return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if not self._ready.is_set():
-            raise Unavailable(self.process.failure)
-
-    async def release(self) -> None:
-        """Stops supervising: the end of the process has no effect from now on."""
-        self._returns = False
-        await cancelled(self._task)
-
-    async def _supervise(self) -> None:
-        failures = 0
-        while True:
-            noting = asyncio.create_task(self._note_ready())
-            try:
-                await self.process.wait()
-            finally:
-                await cancelled(noting)
-            # Counted from ready, not from the start: a large model may take minutes to load.
-            healthy = self._ready.is_set() and time.monotonic() - self._ready_at >= _HEALTHY_S
-            failures = 1 if healthy else failures + 1
-            self._ready.clear()
-            if not self._on_exit(self.process):
-                self._returns = False
-                return
-            delay_s = restart_delay_s(failures)
-            self._say(f"{self.process.failure}; starting it again in {delay_s:g} s")
-            await asyncio.sleep(delay_s)
-            await self.process.start()
-
-    async def _note_ready(self) -> None:
-        what = await self._until_ready(self.process)
-        self._ready_at = time.monotonic()
-        self._ready.set()
-        self._say(f"{self.process.name} {what}")
