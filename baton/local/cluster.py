@@ -17,9 +17,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Self
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from baton import rpc
 from baton.config import ClusterConfig
 from baton.errors import DeadlineExceeded, Unavailable
@@ -39,6 +36,7 @@ _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels ar
 _STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
 _RESTART_GRACE_S = 15.0  # the same where no user waits at a terminal
 _STATUS_S = 5.0
+_LOOK_S = 0.2  # at most between two looks at a router
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 10.0
 _HEALTHY_S = 10.0  # a process that was ready for this long starts again as if for the first time
 
@@ -353,31 +351,24 @@ def restart_delay_s(failures: int) -> float:
 
 async def router_serving(address: str) -> None:
     """Returns once the router at `address` reports SERVING, however late it starts to listen."""
-    backoff = Backoff()
-    async with rpc.channel(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        while True:
-            call = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            try:
-                async for response in call:
-                    if response.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise rpc.error_of(error) from error
-            finally:
-                call.cancel()
-            await backoff.wait()  # the stream broke: the router is starting again
+    await _router_says(address, lambda status: status.router.state == "SERVING")
 
 
 async def router_sees(address: str, pid: int) -> None:
     """Returns once the router at `address` can place requests on the worker with this pid."""
-    backoff = Backoff()
+    await _router_says(
+        address,
+        lambda status: any(w.record.pid == pid and w.state == "READY" for w in status.workers),
+    )
+
+
+async def _router_says(address: str, is_so: Callable[[fleet_pb2.GetStatusResponse], bool]) -> None:
+    backoff = Backoff(most_s=_LOOK_S)
     async with rpc.channel(address) as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         while True:
             with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():
-                status = await fleet.GetStatus(fleet_pb2.GetStatusRequest(), timeout=_STATUS_S)
-                if any(w.record.pid == pid and w.state == "READY" for w in status.workers):
+                request = fleet_pb2.GetStatusRequest()
+                if is_so(await fleet.GetStatus(request, timeout=_STATUS_S)):
                     return
             await backoff.wait()

@@ -69,41 +69,30 @@ async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequenc
     config = ClusterConfig(port=0, otlp=receiver.address, restart=False)
     async with LocalCluster(config, say=detail, on_line=echo) as cluster:
         _step(2, f"Completing {len(prompt.splitlines())} lines of Python, {max_tokens} tokens:")
-        completion, trace_id = await _complete(cluster.address, receiver, prompt, max_tokens)
-        _step(3, "The way it took:")
-        say(route_text(completion))
-        _step(4, "Its trace, as client, router, prefill and decode recorded it:")
-        complete = partial(is_complete, services=_SERVICES)
-        try:
-            spans = await receiver.store.wait_for(trace_id, complete, _TRACE_S)
-        except DeadlineExceeded as error:
-            say(f"warning: {error}")
-            spans = receiver.store.trace(trace_id)
-        say(trace_tree.render(spans))
-        _step(5, "Stopping the router, the workers and etcd.")
-    return spans
-
-
-async def _complete(
-    address: str, receiver: OtlpReceiver, prompt: str, max_tokens: int
-) -> tuple[Completion, str]:
-    """Streams the completion to stdout, below a span of our own; (completion, trace id)."""
-    client_telemetry = telemetry.setup("baton-client", receiver.address)
-    try:
-        with client_telemetry.tracer.start_as_current_span("generate") as span:
-            print(prompt, end="", flush=True)
+        print(prompt, end="", flush=True)
+        own = telemetry.setup("baton-client", receiver.address)
+        with own.tracer.start_as_current_span("generate") as span:
             async with (
-                AsyncClient(address) as client,
+                AsyncClient(cluster.address) as client,
                 client.stream(prompt, max_tokens=max_tokens, timeout=_REQUEST_S) as stream,
             ):
                 async for delta in stream:
                     print(_bright(delta.text), end="", flush=True)
-                completion = stream.completion
-            span.set_attribute("gen_ai.usage.output_tokens", completion.usage.completion_tokens)
-            print()
-    finally:
-        await asyncio.to_thread(client_telemetry.close)
-    return completion, telemetry.trace_id_of(span)
+        print()
+        await asyncio.to_thread(own.close)
+        _step(3, "The way it took:")
+        say(route_text(stream.completion))
+        _step(4, "Its trace, as client, router, prefill and decode recorded it:")
+        complete = partial(is_complete, services=_SERVICES)
+        trace_id = telemetry.trace_id_of(span)
+        try:
+            await receiver.store.wait_for(trace_id, complete, _TRACE_S)
+        except DeadlineExceeded as error:
+            say(f"warning: {error}")
+        spans = receiver.store.trace(trace_id)
+        say(trace_tree.render(spans))
+        _step(5, "Stopping the router, the workers and etcd.")
+    return spans
 
 
 def route_text(completion: Completion) -> str:

@@ -224,7 +224,7 @@ def _title(moment: Moment, view: View) -> Text:
 def _problems(moment: Moment) -> Iterator[Text]:
     for router in moment.routers:
         if router.failure:
-            since = f" for {router.silent_s(moment.at):.0f} s" if router.last else ""
+            since = f" for {moment.at - router.samples[-1][0]:.0f} s" if router.last else ""
             text = f"router {router.address} does not answer{since}: {router.failure}"
             yield Text(" ".join(text.split()), _BAD)
         elif router.last and not router.last.router.registry_connected:

@@ -1,7 +1,7 @@
 """A member of a local cluster without a model, started with the arguments of the real one.
 
-A worker registers READY; a router serves grpc.health.v1 and lists who has registered. Further
-options: "--fail" exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on SIGTERM.
+A worker registers READY; a router serves and lists who has registered. Further options: "--fail"
+exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on SIGTERM.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import uuid
 from collections.abc import AsyncIterator
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.config import RegistryConfig
 from baton.local.child import die_with_parent
@@ -30,18 +29,17 @@ class Fleet(fleet_pb2_grpc.FleetServiceServicer):
     async def GetStatus(self, request, context):
         records = self.membership.records.values()
         workers = [fleet_pb2.WorkerStatus(record=record, state="READY") for record in records]
-        return fleet_pb2.GetStatusResponse(workers=workers)
+        router = fleet_pb2.RouterStatus(state="SERVING")
+        return fleet_pb2.GetStatusResponse(router=router, workers=workers)
 
 
 @contextlib.asynccontextmanager
 async def routing(registry: EtcdRegistry, port: int) -> AsyncIterator[None]:
-    server, servicer = grpc.aio.server(), health.aio.HealthServicer()
+    server = grpc.aio.server()
     async with registry.watch() as membership:
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(membership), server)
         server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
-        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         yield
         await server.stop(0)
 
