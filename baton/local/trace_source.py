@@ -26,6 +26,11 @@ _WAIT_S = 3.0  # for the spans of a request that has only just ended
 _MAX_JAEGER_BYTES = 64 << 20
 _JAEGER_LOOKBACK_S = 3600
 _JAEGER_LIMIT = 200  # the slowest are found among at least as many
+_FAILED = {
+    grpc.StatusCode.UNIMPLEMENTED: "{} is not a `baton up` that keeps traces: if they go to Jaeger,"
+    " name it with --jaeger URL",
+    grpc.StatusCode.UNAVAILABLE: "nothing answers at {}, where the traces should be kept",
+}
 _ADDED_BY_JAEGER = ("span.kind", "internal.")
 _PARSERS: Mapping[str, Callable[[str], AttributeValue]] = {
     "int64": int,
@@ -53,8 +58,7 @@ class KeptTraces:
         """Requests whose traces are kept: those that ended last, or took longest, first."""
         order = trace_pb2.TRACE_ORDER_SLOWEST if slowest else trace_pb2.TRACE_ORDER_LATEST
         request = trace_pb2.ListTracesRequest(order=order, most=most)
-        found: Sequence[TraceSummary] = self._call("ListTraces", request, timeout_s).traces
-        return found
+        return list(self._call("ListTraces", request, timeout_s).traces)
 
     def _call(self, method: str, request: Any, timeout_s: float) -> Any:
         credentials = grpc.ssl_channel_credentials() if self._secure else None
@@ -63,15 +67,8 @@ class KeptTraces:
             try:
                 return getattr(stub, method)(request, timeout=timeout_s)
             except grpc.RpcError as error:
-                if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                    raise Unavailable(
-                        f"{self.name} is not a `baton up` that keeps traces: if they go to Jaeger, "
-                        "name it with --jaeger URL"
-                    ) from error
-                if error.code() == grpc.StatusCode.UNAVAILABLE:
-                    raise Unavailable(
-                        f"nothing answers at {self.name}, where the traces should be kept"
-                    ) from error
+                if why := _FAILED.get(error.code()):
+                    raise Unavailable(why.format(self.name)) from error
                 raise rpc.error_of(error) from error
 
 
