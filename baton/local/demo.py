@@ -81,7 +81,7 @@ async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequenc
         print()
         await asyncio.to_thread(own.close)
         _step(3, "The way it took:")
-        say(route_text(stream.completion))
+        say(_route_text(stream.completion))
         _step(4, "Its trace, as client, router, prefill and decode recorded it:")
         complete = partial(is_complete, services=_SERVICES)
         trace_id = telemetry.trace_id_of(span)
@@ -95,18 +95,13 @@ async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequenc
     return spans
 
 
-def route_text(completion: Completion) -> str:
+def _route_text(completion: Completion) -> str:
     """Where a completion ran and how long it took."""
     route, timing, usage = completion.route, completion.timing, completion.usage
-    if route.prefill:
-        lines = [
-            f"prefill by {route.prefill}, decode by {route.decode}",
-            f"KV cache moved over {route.transport}: "
-            f"{trace_tree.bytes_text(timing.transfer_bytes)} in {timing.transfer_ms:.1f} ms",
-        ]
-    else:
-        lines = [f"prefill and decode by {route.decode}: no KV cache had to move"]
-    lines += [
+    moved = trace_tree.bytes_text(timing.transfer_bytes)
+    lines = [
+        f"prefill by {route.prefill}, decode by {route.decode}",
+        f"KV cache moved over {route.transport}: {moved} in {timing.transfer_ms:.1f} ms",
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from a cache), "
         f"{usage.completion_tokens} generated, finish reason: {completion.finish_reason}",
         f"first token after {timing.ttft_ms:.0f} ms, then one each {timing.tpot_ms:.1f} ms, "
