@@ -41,7 +41,6 @@ _MIN_TEXT = 40  # columns
 
 
 def add_commands(commands: options.Commands) -> None:
-    """Adds `doctor`."""
     parser = options.add_command(
         commands, "doctor", "look for what is missing or slow", _TEXT, _EXAMPLES
     )
@@ -155,7 +154,6 @@ def _findings(findings: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
 
 
 def _folded(head: str, text: str, width: int) -> list[str]:
-    """The text behind its head, in as many lines as it takes."""
     room = max(width, len(head) + _MIN_TEXT)
     indent = " " * len(head)
     return textwrap.wrap(text, room, initial_indent=head, subsequent_indent=indent)

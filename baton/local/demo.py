@@ -96,7 +96,6 @@ async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequenc
 
 
 def _route_text(completion: Completion) -> str:
-    """Where a completion ran and how long it took."""
     route, timing, usage = completion.route, completion.timing, completion.usage
     moved = trace_tree.bytes_text(timing.transfer_bytes)
     lines = [

@@ -64,8 +64,8 @@ class EmbeddedEtcd:
         Raises ConfigError when no etcd is installed.
         """
         self._binary = etcd_binary()
-        self.home = Path()  # the directory of its `data`, once started
         self._scratch = contextlib.ExitStack()
+        self.home = self._scratch.enter_context(scratch_folder("baton-etcd-"))
         self._port = client_port
         self._args = args
         self._process: ChildProcess | None = None
@@ -77,7 +77,6 @@ class EmbeddedEtcd:
 
     @property
     def pid(self) -> int | None:
-        """The process id while it runs."""
         return self._process.pid if self._process else None
 
     async def __aenter__(self) -> EmbeddedEtcd:
@@ -93,15 +92,11 @@ class EmbeddedEtcd:
 
     async def close(self) -> None:
         await self.stop()
-        await asyncio.to_thread(self._scratch.close)
-        self.home = Path()
+        self._scratch.close()
 
     async def start(self) -> None:
         """Returns when etcd answers; raises Unavailable, with its last output, if it fails."""
         assert self._process is None, "etcd runs already"
-        if self.home == Path():
-            enter = self._scratch.enter_context
-            self.home = await asyncio.to_thread(enter, scratch_folder("baton-etcd-"))
         attempts = 1 if self._port else _PORT_ATTEMPTS
         for attempt in range(1, attempts + 1):
             self._port = self._port if attempts == 1 else ports.free()
@@ -119,7 +114,6 @@ class EmbeddedEtcd:
             await process.stop(STOP_S)
 
     async def kill(self) -> None:
-        """SIGKILL; the data stay."""
         if self._process is not None:
             self._process.kill()
         await self.stop()

@@ -113,7 +113,6 @@ class ChildProcess:
         return status
 
     def signal(self, signum: int) -> None:
-        """Sends a signal, if it still runs."""
         if self._process is not None and self._process.returncode is None:
             self._killed = self._killed or signum == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
@@ -158,7 +157,6 @@ class ChildProcess:
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:
-    """Cancels a task and returns when it has ended."""
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

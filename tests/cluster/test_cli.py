@@ -49,7 +49,7 @@ async def generate(*argv: str) -> dict[str, Any]:
 
 
 async def test_generate_equals_one_process_and_status_has_its_keys(clusters: Clusters) -> None:
-    """The same text, tokens and keys; the route; a stop string. Status as it is documented."""
+    """Text, tokens, route, stop string; status; what is refused is one line and status 1."""
     cluster, _ = await clusters()
     target = ("--target", cluster.address)
     asked = (PROMPT * 2, "--max-tokens", "24", "--ignore-eos", *SAMPLED)
@@ -90,17 +90,13 @@ async def test_generate_equals_one_process_and_status_has_its_keys(clusters: Clu
     for worker in status["workers"]:
         assert re.search(rf"{worker['role']} +{worker['incarnation']} .* READY ", table.out)
 
-
-async def test_what_is_refused_is_one_line_and_status_1(clusters: Clusters) -> None:
-    cluster, _ = await clusters(engine=SIMULATED)
     for argv, message in (
         (("--temperature", "-1"), "temperature must be between 0 and 100, not -1.0"),
         (("--max-tokens", "2000", "--ignore-eos", "--timeout", "0.5"), "within --timeout 0.5 s"),
     ):
-        done = await baton("generate", "x", *argv, "--target", cluster.address)
-        assert done.status == 1
-        assert re.fullmatch(r"baton: error: [^\n]*\n", done.err), done.err
-        assert message in done.err
+        refused = await baton("generate", "x", *argv, *target)
+        assert refused.status == 1
+        assert re.fullmatch(r"baton: error: [^\n]*\n", refused.err) and message in refused.err
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import cli
 from tests.waiting import eventually
 
 from .statuses import DECODE, Router, pair, status, worker
@@ -141,18 +142,10 @@ async def test_however_it_ends_the_terminal_is_as_it_was(
     assert await top.ended() == exit_status
 
 
-async def test_one_frame_for_pipes(router: Router) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton", "top", "--once", "--interval", "0.1"),
-        *("--width", "100", "--target", router.address),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
-    async with asyncio.timeout(PATIENCE_S):
-        out, err = await process.communicate()
-    assert (process.returncode, err) == (0, b"")
-    text = out.decode()
+async def test_one_frame_for_pipes(router: Router, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["top", "--once", "--interval", "0.1", "--width", "100", "--target", router.address]
+    assert await asyncio.to_thread(cli.main, argv) == 0
+    text = capsys.readouterr().out
     assert text.startswith("baton top  cluster default, model demo")
     assert "\x1b" not in text and "quit" not in text
     row = next(line for line in text.splitlines() if line.startswith("127.0.0.1:"))

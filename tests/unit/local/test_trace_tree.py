@@ -7,7 +7,6 @@ import pytest
 
 from baton.local.span_store import Span
 from baton.local.trace_tree import (
-    bytes_text,
     coverage,
     entry_of,
     is_trace_id,
@@ -97,11 +96,6 @@ def test_every_line_fits() -> None:
 def test_a_span_below_itself_does_not_hang() -> None:
     spans = [span("a", "s", "y/x", 0, 0), span("b", "s", "x/y", 0, 0), span("c", "s", "z", 0, 0)]
     assert "s  c" in render(spans)
-
-
-def test_bytes_text() -> None:
-    texts = [bytes_text(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)]
-    assert texts == ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3072.0 GiB"]
 
 
 @pytest.mark.parametrize(
