@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.local.span_store import AttributeValue, Span, is_request
-from baton.v1.trace_pb2 import TraceSummary
 
 # Spans that measure what others are made of; they are no work of their own.
 _MEASURES = frozenset({"router.first_token"})
@@ -40,6 +39,20 @@ class Coverage:
     @property
     def share(self) -> float:
         return self.known_ns / self.took_ns if self.took_ns else 1.0
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """A request whose trace is kept; `error` is why it failed, None if it did not."""
+
+    trace_id: str
+    start_ns: int  # Unix time
+    took_ms: float
+    spans: int
+    error: str | None
+    input_tokens: int
+    output_tokens: int
+    attempts: int
 
 
 def is_trace_id(text: str) -> bool:

@@ -13,7 +13,7 @@ from baton import cli
 from baton.errors import InternalError, Unavailable
 from baton.local.span_store import ROUTER, is_complete
 from baton.local.trace_source import Jaeger
-from baton.local.trace_tree import entry_of
+from baton.local.trace_tree import entry_of, summaries
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())
@@ -59,8 +59,9 @@ class JaegerServer(TestServer):
         status, text = self.answers.get(request.path, (404, json.dumps(UNKNOWN)))
         return web.Response(status=status, text=text)
 
-    async def trace(self, trace_id, path=""):
-        return await asyncio.to_thread(Jaeger(f"{self.make_url(path)}").trace, trace_id, TIMEOUT_S)
+    async def traces(self, trace_id, path=""):
+        source = Jaeger(str(self.make_url(path)), 300)
+        return await asyncio.to_thread(source.traces, trace_id, TIMEOUT_S)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ async def test_a_trace_is_drawn_as_one_of_ours(jaeger, capsys):
     argv = ["trace", TRACE, "--jaeger", str(jaeger.make_url(""))]
     assert await asyncio.to_thread(cli.main, argv) == 0
     assert capsys.readouterr().out == f"{TREE}\n"
-    spans = await jaeger.trace(TRACE)
+    (spans,) = await jaeger.traces(TRACE)
     assert is_complete(spans)
     entry = entry_of(spans)
     assert entry is not None
@@ -91,7 +92,7 @@ async def test_a_base_path_and_an_id_without_its_zeros(jaeger):
         for reference in span["references"]:
             reference["traceID"] = trace_id.lstrip("0")
     jaeger.answers["/jaeger/api/traces/" + trace_id] = (200, json.dumps(answer))
-    spans = await jaeger.trace(trace_id, "/jaeger/")
+    (spans,) = await jaeger.traces(trace_id, "/jaeger/")
     assert {span.trace_id for span in spans} == {trace_id}
     assert is_complete(spans)
 
@@ -104,15 +105,13 @@ async def test_requests_are_listed(jaeger):
     other = {"traceID": "3" * 32, "spans": [], "processes": {}}
     jaeger.answers["/api/traces"] = (200, json.dumps({"data": [second, *ANSWER["data"], other]}))
 
-    async def listed(slowest, most):
-        source = Jaeger(str(jaeger.make_url("")))
-        return await asyncio.to_thread(source.summaries, slowest, most, TIMEOUT_S)
-
-    assert [one.trace_id for one in await listed(False, 20)] == [TRACE, "2" * 32]
-    assert [one.trace_id for one in await listed(True, 1)] == ["2" * 32]
+    traces = await jaeger.traces("")
+    assert [one.trace_id for one in summaries(traces, False, 20)] == [TRACE, "2" * 32]
+    assert [one.trace_id for one in summaries(traces, True, 1)] == ["2" * 32]
     asked = jaeger.asked[0].query
-    assert asked["service"] == ROUTER and int(asked["end"]) > int(asked["start"])
-    (last,) = await listed(False, 1)
+    assert (asked["service"], asked["limit"]) == (ROUTER, "300")
+    assert int(asked["end"]) > int(asked["start"])
+    (last,) = summaries(traces, False, 1)
     assert (last.attempts, last.input_tokens, last.output_tokens) == (2, 717, 40)
 
 
@@ -130,14 +129,14 @@ async def test_requests_are_listed(jaeger):
 async def test_other_answers_are_errors(jaeger, status, body, error, why):
     jaeger.answers[f"/api/traces/{TRACE}"] = (status, body)
     with pytest.raises(error, match=why):
-        await jaeger.trace(TRACE)
+        await jaeger.traces(TRACE)
 
 
 async def test_an_unknown_trace_has_no_spans_and_a_closed_port_is_an_error(jaeger):
-    assert await jaeger.trace("1" * 32) == []
+    assert await jaeger.traces("1" * 32) == []
     jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}))
-    assert await jaeger.trace("2" * 32) == []
+    assert await jaeger.traces("2" * 32) == []
     closed = Jaeger(str(jaeger.make_url("")))
     await jaeger.close()
     with pytest.raises(Unavailable, match="does not answer"):
-        await asyncio.to_thread(closed.trace, TRACE, TIMEOUT_S)
+        await asyncio.to_thread(closed.traces, TRACE, TIMEOUT_S)

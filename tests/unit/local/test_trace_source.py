@@ -120,20 +120,20 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
             assert error.startswith("baton: error: ") and why in error
     assert await trace("--json") == (0, '{"traces": []}\n', "")
     with pytest.raises(InvalidRequest, match="32 hexadecimal"):
-        await asyncio.to_thread(KeptTraces(receiver.address).trace, "xyz", TIMEOUT_S)
+        await asyncio.to_thread(KeptTraces(receiver.address).traces, "xyz", TIMEOUT_S)
 
 
 @pytest.mark.parametrize("spans", [[below(), request()], [request(), below()]])
 async def test_a_trace_is_waited_for_until_it_is_whole_and_quiet(receiver, spans):
     """Its request has ended a moment ago: spans are on their way, named by others or not."""
     asking = asyncio.create_task(
-        asyncio.to_thread(KeptTraces(receiver.address).trace, TRACE, TIMEOUT_S)
+        asyncio.to_thread(KeptTraces(receiver.address).traces, TRACE, TIMEOUT_S)
     )
     for span in spans:
         await asyncio.sleep(0.1)
         assert not asking.done()
         receiver.store.add([span])
-    assert await asking == spans
+    assert await asking == [spans]
 
 
 @pytest.mark.parametrize("spans", [[request()], [request(), below(parent_id="c" * 16)]])
@@ -142,7 +142,9 @@ async def test_an_old_trace_comes_at_once(spans, monkeypatch):
     store = SpanStore()
     store.add(spans)
     monkeypatch.setattr(store, "arrived_at", lambda trace_id: time.monotonic() - 60)
-    asked = trace_pb2.GetTraceRequest(trace_id=TRACE, wait_ms=3_600_000)
+    asked = trace_pb2.ReadTracesRequest(trace_id=TRACE, wait_ms=3_600_000)
     async with asyncio.timeout(TIMEOUT_S):
-        answer = await OtlpReceiver(store, quiet_s=3600.0).GetTrace(asked, None)
+        (answer,) = [
+            one async for one in OtlpReceiver(store, quiet_s=3600.0).ReadTraces(asked, None)
+        ]
     assert len(answer.spans) == len(spans)
