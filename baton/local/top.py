@@ -28,7 +28,7 @@ from rich.text import Text
 from baton.client.results import transport_name
 from baton.errors import ConfigError, Unavailable
 from baton.local import top_view
-from baton.local.top_view import PolledRouter, WorkerLine, polling
+from baton.local.top_view import PolledRouter, Status, WorkerLine, polling
 from baton.local.trace_tree import bytes_text
 from baton.v1 import fleet_pb2
 
@@ -188,7 +188,7 @@ def frame(moment: Moment, view: View, width: int, height: int) -> Group:
         legend.append(f" {sign}", style).append(f" {name}", _QUIET)
     parts: list[RenderableType] = [
         _title(moment, view),
-        _table(_ROUTER_COLUMNS, routers, width),
+        _table(_ROUTER_COLUMNS, [router for router in routers if router.last], width),
         *problems,
         Text(),
         *_section(_worker_columns(width), shown, width, len(workers), "workers"),
@@ -225,7 +225,9 @@ def _problems(moment: Moment) -> Iterator[Text]:
             since = f" for {moment.at - router.samples[-1][0]:.0f} s" if router.last else ""
             text = f"router {router.address} does not answer{since}: {router.failure}"
             yield Text(" ".join(text.split()), _BAD)
-        elif router.last and not router.last.router.registry_connected:
+        elif not router.last:
+            yield Text(f"router {router.address}: no answer yet", _QUIET)
+        elif not router.last.router.registry_connected:
             yield Text(f"router {router.address} does not reach the registry", _BAD)
     if all(router.failure for router in moment.routers) and top_view.answers(moment.routers):
         yield Text("no router answers: what follows is old", _BAD)
@@ -347,28 +349,16 @@ def _worker_columns(width: int) -> Sequence[Column]:
     )
 
 
-def _of_status(read: Callable[[fleet_pb2.RouterStatus], Any]) -> Callable[[PolledRouter], Any]:
-    return lambda router: read(router.last.router) if router.last else None
+def _latency(status: Status, what: str) -> str | None:
+    latency = status.router.latency
+    p50, p95 = (getattr(latency, f"{what}_p{share}_ms") for share in (50, 95))
+    return f"{_rate(p50)}/{_rate(p95)}" if latency.requests else None
 
 
-def _latency(what: str) -> Callable[[PolledRouter], str | None]:
-    def cell(status: fleet_pb2.RouterStatus) -> str | None:
-        p50, p95 = (getattr(status.latency, f"{what}_p{share}_ms") for share in (50, 95))
-        return f"{_rate(p50)}/{_rate(p95)}" if status.latency.requests else None
-
-    return _of_status(cell)
-
-
-def _good_share(router: PolledRouter) -> str | None:
+def _good_share(status: Status) -> str | None:
     """Of all requests since the router started, those that are goodput."""
-    total = top_view.ended(router.last) if router.last else 0
-    return f"{top_view.good(router.last) / total:.1%}" if router.last and total else None
-
-
-def _router_state(router: PolledRouter) -> Text:
-    if router.failure:
-        return Text("NO ANSWER", _BAD)
-    return _state_text(router.last.router.state) if router.last else Text("…", _QUIET)
+    total = top_view.ended(status)
+    return f"{top_view.good(status) / total:.1%}" if total else None
 
 
 def _state_text(state: str) -> Text:
@@ -379,21 +369,22 @@ def _clock(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
-_ROUTER_COLUMNS = (
+_ROUTER_COLUMNS = (  # of those that have answered
     Column("router", lambda r: r.address, left=True),
-    Column("state", _router_state, left=True),
-    Column("running", _of_status(lambda s: s.running)),
-    Column("queued", _of_status(lambda s: s.queued)),
+    Column("state", lambda r: _state_text("NO ANSWER" if r.failure else r.last.router.state),
+           left=True),
+    Column("running", lambda r: r.last.router.running),
+    Column("queued", lambda r: r.last.router.queued),
     Column("req/s", lambda r: r.rate(top_view.ended)),
     Column("good/s", lambda r: r.rate(top_view.good), 3),
-    Column("good", _good_share, 2),
+    Column("good", lambda r: _good_share(r.last), 2),
     Column("tok/s in", lambda r: r.rate(lambda s: s.router.counts.prompt_tokens), 8),
     Column("out", lambda r: r.rate(lambda s: s.router.counts.output_tokens), 1),
-    Column("TTFT p50/95 ms", _latency("ttft"), 4),
-    Column("TPOT p50/95 ms", _latency("tpot"), 7),
-    Column("refused", _of_status(lambda s: s.counts.refused), 5),
-    Column("failovers", _of_status(lambda s: s.counts.failovers), 6),
-)
+    Column("TTFT p50/95 ms", lambda r: _latency(r.last, "ttft"), 4),
+    Column("TPOT p50/95 ms", lambda r: _latency(r.last, "tpot"), 7),
+    Column("refused", lambda r: r.last.router.counts.refused, 5),
+    Column("failovers", lambda r: r.last.router.counts.failovers, 6),
+)  # fmt: skip
 
 
 def _shown(value: float | None, text: Callable[[float], str]) -> str | None:
