@@ -16,7 +16,6 @@ from baton.cli.status import table
 from baton.errors import BatonError, Unavailable
 
 if TYPE_CHECKING:
-    from baton.local.doctor import Finding
     from baton.v1.fleet_pb2 import GetStatusResponse
 
 _TEXT = """\
@@ -76,20 +75,15 @@ def look(target: str | None, timeout_s: float) -> dict[str, Any]:
     router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
     machine = [*doctor.check_machine(router_here), *doctor.check_gpus()]
     router: dict[str, Any] = {"target": addresses, "answers": status is not None}
-    workers: list[dict[str, Any]] = []
-    pairs: list[dict[str, Any]] = []
-    cluster: list[Finding] = []
-    if status is not None:
-        for field in ("address", "state", "model", "cluster"):
-            router[field] = getattr(status.router, field)
-        pairs, cluster = doctor_cluster.check_cluster(status)
-        workers = [doctor_cluster.worker_of(worker) for worker in status.workers]
+    pairs, cluster = doctor_cluster.check_cluster(status) if status else ([], [])
+    if status:
+        router |= {f: getattr(status.router, f) for f in ("address", "state", "model", "cluster")}
     levels = {finding.level for finding in (*machine, *cluster)}
     return {
         "status": next((level for level in ("fail", "warn") if level in levels), "ok"),
         "machine": [dataclasses.asdict(finding) for finding in machine],
         "router": router,
-        "workers": workers,
+        "workers": [*map(doctor_cluster.worker_of, status.workers)] if status else [],
         "pairs": pairs,
         "cluster": [dataclasses.asdict(finding) for finding in cluster],
     }
@@ -103,16 +97,16 @@ def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | 
     from baton.v1 import fleet_pb2, fleet_pb2_grpc
 
     problem: BatonError = Unavailable("no router is named")
-    for address in (target or options.DEFAULT_TARGET).split(","):
+    for address in map(str.strip, (target or options.DEFAULT_TARGET).split(",")):
         try:
             with (
                 options.calling(address, timeout_s),
                 rpc.translated(),
-                grpc.insecure_channel(address.strip(), options=rpc.OPTIONS) as channel,
+                rpc.channel(address, kind=grpc) as channel,
             ):
-                stub = fleet_pb2_grpc.FleetServiceStub(channel)
+                fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
                 request = fleet_pb2.GetStatusRequest()
-                status: GetStatusResponse = stub.GetStatus(request, timeout=timeout_s)
+                status: GetStatusResponse = fleet.GetStatus(request, timeout=timeout_s)
                 return status
         except BatonError as error:
             problem = error

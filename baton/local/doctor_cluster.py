@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from baton.client.results import device_of
+from baton.client.results import device_of, fields_of
 from baton.local.doctor import Finding, fail, ok, warn
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
@@ -30,20 +30,19 @@ Problem = tuple[str, str]  # what a pair could do better, and how
 
 def worker_of(worker: WorkerStatus) -> dict[str, Any]:
     """A worker in the object of `--json`."""
-    record, hardware = worker.record, worker.record.hardware
+    record = fields_of(worker.record)
+    hardware = record["hardware"]
+    gpu = hardware["gpu"]
     return {
-        "role": _ROLES.get(record.role, str(record.role)),
-        "incarnation": record.incarnation,
-        "address": record.address,
+        **{name: record[name] for name in ("role", "incarnation", "address", "host_id")},
         "state": worker.state,
-        "host_id": record.host_id,
-        "device": device_of(record),
-        "gpu": hardware.gpu.uuid or None,
-        "memory_bytes": hardware.gpu.memory_bytes or None,
-        "capability": hardware.gpu.capability or None,
-        **{name: list(getattr(hardware, name)) for name in _HARDWARE_LISTS},
-        "transports": [name_of(kind) for kind in record.transports],
-        "versions": {name: getattr(hardware, f"{name}_version") for name in _VERSIONS},
+        "device": device_of(worker.record),
+        "gpu": gpu["uuid"] or None,
+        "memory_bytes": gpu["memory_bytes"] or None,
+        "capability": gpu["capability"] or None,
+        **{name: hardware[name] for name in _HARDWARE_LISTS},
+        "transports": record["transports"],
+        "versions": {name: hardware[f"{name}_version"] for name in _VERSIONS},
     }
 
 
