@@ -40,6 +40,7 @@ _MIN_TEXT = 40  # columns
 
 
 def add_commands(commands: options.Commands) -> None:
+    """Adds `doctor`."""
     parser = options.add_command(
         commands, "doctor", "look for what is missing or slow", _TEXT, _EXAMPLES
     )

@@ -56,6 +56,7 @@ _MODEL_TEXT = (
 
 
 def add_commands(commands: options.Commands) -> None:
+    """Adds `generate`."""
     parser = options.add_command(commands, "generate", "complete a prompt", _TEXT, _EXAMPLES)
     add_prompt_options(parser)
     sampling = parser.add_argument_group("sampling")

@@ -61,6 +61,7 @@ _HEALTH_EXAMPLES = """\
 
 
 def add_commands(commands: options.Commands) -> None:
+    """Adds the three commands."""
     parser = options.add_command(
         commands, "status", "show the cluster's state", _STATUS_TEXT, _STATUS_EXAMPLES
     )

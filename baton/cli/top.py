@@ -20,6 +20,7 @@ _EXAMPLES = """\
 
 
 def add_commands(commands: options.Commands) -> None:
+    """Adds `top`."""
     parser = options.add_command(commands, "top", "watch the cluster live", _TEXT, _EXAMPLES)
     parser.add_argument(
         "--target",

@@ -36,6 +36,7 @@ _MAX_LISTED = 20
 
 
 def add_commands(commands: options.Commands) -> None:
+    """Adds `trace`."""
     summary = "show where a request's time went"
     parser = options.add_command(commands, "trace", summary, _TEXT, _EXAMPLES)
     which = parser.add_mutually_exclusive_group()

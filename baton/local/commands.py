@@ -17,6 +17,7 @@ PROGRAM = (sys.executable, "-m", "baton")
 def router(
     config: ClusterConfig, etcd: str, port: int, http_port: int = 0, metrics_port: int | None = None
 ) -> list[str]:
+    """A router's arguments."""
     settings = RouterConfig(
         **vars(config.limits),
         **_shared(config, RouterConfig),

@@ -110,6 +110,7 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
+    """How much there is, for this control group, and how much of it is free."""
     lines = MEMINFO.read_text().splitlines()
     kibibytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
     total, available = kibibytes["MemTotal"] << 10, kibibytes["MemAvailable"] << 10
@@ -127,6 +128,7 @@ def memory() -> Finding:
 
 
 def free_port(port: int, option: str, router_here: bool) -> Finding:
+    """Could a router listen there?"""
     try:
         ports.check_free("127.0.0.1", port, option)
     except ConfigError:
@@ -138,6 +140,7 @@ def free_port(port: int, option: str, router_here: bool) -> Finding:
 
 
 def version_of(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

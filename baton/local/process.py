@@ -157,6 +157,7 @@ class ChildProcess:
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancels a task and returns when it has ended."""
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

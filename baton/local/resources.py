@@ -22,6 +22,8 @@ _MAX_GPU_THREADS = 4  # a worker on a GPU computes little on its cores: it launc
 
 @dataclass(frozen=True)
 class Share:
+    """What one worker gets."""
+
     cpus: tuple[int, ...]  # to be pinned to; empty: unpinned
     threads: int
     device: str = ""  # empty: as configured

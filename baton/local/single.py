@@ -123,6 +123,7 @@ class SingleProcess:
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a text, of chat messages, or of ids as they are."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     ids = [item for item in prompt if isinstance(item, int)]

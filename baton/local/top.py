@@ -68,6 +68,8 @@ Line = TypeVar("Line")
 
 @dataclass
 class View:
+    """How it is shown; keys change it."""
+
     role: str = ROLES[0]
     sort: str = "name"
     paused: bool = False

@@ -80,6 +80,7 @@ class PolledRouter:
 async def polling(
     addresses: Sequence[str], interval_s: float, on_answer: Callable[[], None]
 ) -> AsyncIterator[Sequence[PolledRouter]]:
+    """Routers that are polled until the block is left."""
     routers = [PolledRouter(address) for address in addresses]
     tasks = [asyncio.create_task(router.poll(interval_s, on_answer)) for router in routers]
     try:
@@ -136,6 +137,8 @@ class WorkerLine(NamedTuple):
 
 
 class PairLine(NamedTuple):
+    """One pair of workers."""
+
     router: PolledRouter
     status: worker_pb2.PairStatus
 

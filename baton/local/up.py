@@ -65,11 +65,13 @@ def cancel_on_signals() -> None:
 
 
 def say(text: str) -> None:
+    """A line for the person at the terminal."""
     with contextlib.suppress(OSError):  # the cluster goes on when its reader has left
         print(text, flush=True)
 
 
 def echo(name: str, line: str) -> None:
+    """A process's log line, on stderr."""
     with contextlib.suppress(OSError):
         print(f"[{name}] {line}", file=sys.stderr, flush=True)
 

@@ -224,6 +224,7 @@ def _smallest(*limits: int) -> int:
 
 
 def check_length(num_tokens: int, limit: int) -> None:
+    """Raises InvalidRequest where the context has no room for output."""
     if limit and num_tokens >= limit:
         raise InvalidRequest(
             f"the prompt has {num_tokens} tokens and the context holds {limit}, "
