@@ -7,10 +7,9 @@ asyncio loop owns a store; nothing here is thread-safe.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import DeadlineExceeded
@@ -78,11 +77,9 @@ class SpanStore:
         """The trace's spans so far, in order of arrival; empty for an unknown trace."""
         return list(self._traces.get(trace_id, _Trace()).spans.values())
 
-    def traces(self, since: float = 0.0, until: float = math.inf) -> Iterator[list[Span]]:
-        """Traces whose last span came in that time (time.monotonic()), in order of their first."""
-        for trace in tuple(self._traces.values()):
-            if since <= trace.arrived_at < until:
-                yield list(trace.spans.values())
+    def traces(self) -> list[list[Span]]:
+        """The spans of each trace, in order of arrival."""
+        return [list(trace.spans.values()) for trace in self._traces.values()]
 
     def arrived_at(self, trace_id: str) -> float:
         """When its last span came, as time.monotonic(); 0 for an unknown trace."""

@@ -113,16 +113,16 @@ async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> Cluste
 async def _draw_finished(store: SpanStore) -> None:
     """Draws each request's trace once, when it has ended and no new span has come for a while."""
     drawn: set[str] = set()
-    began = time.monotonic()
     while True:
         await asyncio.sleep(_QUIET_S / 4)
-        until = time.monotonic() - _QUIET_S
-        for spans in store.traces(began, until):
-            if entry_of(spans) and (trace_id := spans[0].trace_id) not in drawn:
+        quiet = time.monotonic() - _QUIET_S
+        traces = {spans[0].trace_id: spans for spans in store.traces()}
+        drawn &= traces.keys()
+        for trace_id, spans in traces.items():
+            is_new = trace_id not in drawn and store.arrived_at(trace_id) < quiet
+            if is_new and entry_of(spans):
                 drawn.add(trace_id)
                 say("\n" + trace_tree.render(spans, trace_tree.width()))
-        began = until
-        drawn = {trace_id for trace_id in drawn if store.arrived_at(trace_id)}
 
 
 def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:

@@ -18,6 +18,7 @@ from baton.config import RegistryConfig, split_address
 from baton.errors import ConfigError, Unavailable
 from baton.local import etcd as local_etcd
 from baton.local import ports
+from baton.local.child import tied
 from baton.local.etcd import EmbeddedEtcd, scratch_folder
 from baton.registry.etcd_client import EtcdClient
 from tests.waiting import eventually
@@ -127,6 +128,18 @@ async def test_dies_with_its_parent(tmp_path):
         parent.send_signal(signal.SIGKILL)
         await parent.wait()
     assert await asyncio.to_thread(psutil.wait_procs, [etcd], 5) == ([etcd], [])
+
+
+def test_a_tied_program_keeps_its_pid_and_does_not_start_without_its_parent():
+    asks = "import os, sys; print(os.getpid(), os.getppid(), *sys.argv[1:])"
+    command = tied([sys.executable, "-c", asks, "a b", "--c"])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        out, _ = process.communicate(timeout=20)
+    assert out.split() == [str(process.pid), str(os.getpid()), "a", "b", "--c"]
+    command[command.index(str(os.getpid()))] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the parent ended first" in done.stderr
 
 
 def damage(etcd):
