@@ -82,9 +82,10 @@ class View:
         elif key in ("p", " "):
             self.paused = not self.paused
         elif key == "r":
-            self.role = _next(ROLES, self.role)
+            self.role = ROLES[(ROLES.index(self.role) + 1) % len(ROLES)]
         elif key == "s":
-            self.sort = _next(tuple(SORTS), self.sort)
+            names = list(SORTS)
+            self.sort = names[(names.index(self.sort) + 1) % len(names)]
 
 
 class Moment(NamedTuple):
@@ -169,10 +170,6 @@ def _keys(view: View, changed: asyncio.Event) -> Iterator[None]:
             termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
 
-def _next(values: Sequence[str], value: str) -> str:
-    return values[(values.index(value) + 1) % len(values)]
-
-
 def frame(moment: Moment, view: View, width: int, height: int) -> Group:
     """One picture of at most `width` columns and, if it can be, `height` lines."""
     routers = moment.routers
@@ -185,16 +182,14 @@ def frame(moment: Moment, view: View, width: int, height: int) -> Group:
     room = max(height - fixed - _OTHER_LINES, 2 * _MIN_ROWS)
     pairs = _first(every_pair, max(_MIN_ROWS, room - len(workers)))
     shown = _first(workers, max(_MIN_ROWS, room - len(pairs)))
-    legend = Text("KV blocks:", _QUIET)
-    for name, sign, style in _BLOCKS:
-        legend.append(f" {sign}", style).append(f" {name}", _QUIET)
+    signs = [part for name, sign, style in _BLOCKS for part in ((sign, style), f" {name} ")]
     parts: list[RenderableType] = [
         _title(moment, view),
         _table(_ROUTER_COLUMNS, [router for router in routers if router.last], width),
         *problems,
         Text(),
         *_section(_worker_columns(width), shown, width, len(workers), "workers"),
-        legend.append(f" {_FREE} free", _QUIET),
+        Text.assemble("KV blocks: ", *signs, f"{_FREE} free", style=_QUIET),
         *(Text(f"  {w.name}: {w.reason}", "red") for w in shown if w.reason),
     ]
     if pairs:
@@ -209,16 +204,17 @@ def frame(moment: Moment, view: View, width: int, height: int) -> Group:
 
 
 def _title(moment: Moment, view: View) -> Text:
-    title = Text().append("baton top", "bold")
-    if last := next((router.last for router in moment.routers if router.last), None):
-        title.append(f"  cluster {last.router.cluster}, model {last.router.model}")
-    title.append(f"  {_clock(moment.unix_s)}", _QUIET)
-    if view.paused:
-        title.append("  PAUSED", "reverse")
-    if view.keys:
-        keys = f"  q quit  p pause  r role: {view.role}  s sort: {view.sort}"
-        title.append(keys, _QUIET)
-    return title
+    last = next((router.last for router in moment.routers if router.last), None)
+    return Text.assemble(
+        ("baton top", "bold"),
+        f"  cluster {last.router.cluster}, model {last.router.model}" if last else "",
+        (f"  {_clock(moment.unix_s)}", _QUIET),
+        ("  PAUSED" if view.paused else "", "reverse"),
+        (
+            f"  q quit  p pause  r role: {view.role}  s sort: {view.sort}" if view.keys else "",
+            _QUIET,
+        ),
+    )
 
 
 def _problems(moment: Moment) -> Iterator[Text]:
@@ -237,11 +233,13 @@ def _problems(moment: Moment) -> Iterator[Text]:
 
 def _event(address: str, event: fleet_pb2.RouterEvent, width: int) -> Text:
     """In one line; the trace's id is whole or left out, so that `baton trace` can take it."""
-    name, style = _EVENT_NAMES.get(event.kind, ("event", ""))
-    text = Text(f"{_clock(event.time_ms / 1e3)} ").append(name, style)
-    text.append(f" x{event.times}" if event.times > 1 else "")
-    text.append(f" at {address}" if address else "", _QUIET)
-    text.append(f" {' '.join(event.text.split())}")
+    text = Text.assemble(
+        f"{_clock(event.time_ms / 1e3)} ",
+        _EVENT_NAMES.get(event.kind, "event"),
+        f" x{event.times}" if event.times > 1 else "",
+        (f" at {address}" if address else "", _QUIET),
+        f" {' '.join(event.text.split())}",
+    )
     if event.trace_id and width >= _MIN_TRACE_WIDTH:
         trace = f"  trace {event.trace_id}"
         text.truncate(width - len(trace), overflow="ellipsis")

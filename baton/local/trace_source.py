@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import urllib.error
@@ -111,20 +110,16 @@ class Jaeger:
         return self._get(f"/api/traces?{urllib.parse.urlencode(query)}", timeout_s)
 
     def _get(self, path: str, timeout_s: float) -> list[list[Span]]:
-        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
-            self._base + path, headers={"Accept": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310
+        url = self._base + path
+        try:  # the scheme was checked
+            with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310
                 body = response.read(_MAX_JAEGER_BYTES + 1)
         except urllib.error.HTTPError as error:
-            with error, contextlib.suppress(ValueError):
-                # Jaeger's 404 for an unknown trace is JSON; other servers' 404 are pages.
-                if error.code == 404 and isinstance(
-                    json.loads(error.read(_MAX_JAEGER_BYTES)), dict
-                ):
-                    return []
-            raise Unavailable(f"{self.name} answers {error.code} {error.reason}") from error
+            with error:
+                body = error.read(_MAX_JAEGER_BYTES)
+            # Jaeger's 404 for an unknown trace is JSON without data; other servers' 404 are pages.
+            if error.code != 404 or not body.startswith(b"{"):
+                raise Unavailable(f"{self.name} answers {error.code} {error.reason}") from error
         except OSError as error:  # URLError, a time-out, a broken connection
             reason = getattr(error, "reason", error)
             raise Unavailable(f"{self.name} does not answer: {reason}") from error
