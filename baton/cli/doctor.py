@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +32,7 @@ _PAIR_COLUMNS = {
     "prefill": "prefill", "decode": "decode", "transport": "transport", "in_use": "in use",
     "why": "why none that is faster",
 }  # fmt: skip
-
 _MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
-_MIN_TEXT = 40  # columns
 
 
 def add_commands(commands: options.Commands) -> None:
@@ -58,8 +54,7 @@ def add_commands(commands: options.Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     report = look(args.target, args.timeout)
-    columns = shutil.get_terminal_size((200, 24)).columns
-    print(json.dumps(report) if args.json else render(report, columns))
+    print(json.dumps(report) if args.json else render(report))
     return 1 if report["status"] == "fail" else 0
 
 
@@ -116,9 +111,9 @@ def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | 
     return None
 
 
-def render(report: dict[str, Any], width: int = 200) -> str:
-    """The object of `baton doctor --json` as text for people; tables may be wider than `width`."""
-    lines = ["this machine", *_findings(report["machine"], width), ""]
+def render(report: dict[str, Any]) -> str:
+    """The object of `baton doctor --json` as text for people."""
+    lines = ["this machine", *_findings(report["machine"]), ""]
     router = report["router"]
     if router["answers"]:
         lines.append(
@@ -131,27 +126,20 @@ def render(report: dict[str, Any], width: int = 200) -> str:
     if report["pairs"]:
         lines += ["", *table(_PAIR_COLUMNS, [_explained(pair) for pair in report["pairs"]])]
     if report["cluster"]:
-        lines += ["", "cluster", *_findings(report["cluster"], width)]
+        lines += ["", "cluster", *_findings(report["cluster"])]
     levels = [finding["level"] for finding in (*report["machine"], *report["cluster"])]
     failed, warned = levels.count("fail"), levels.count("warn")
     counts = f"{failed} failed, {warned} warning{'' if warned == 1 else 's'}"
     return "\n".join([*lines, "", counts if failed or warned else "nothing is missing"])
 
 
-def _findings(findings: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
+def _findings(findings: Sequence[dict[str, Any]]) -> Iterator[str]:
     longest = max((len(finding["subject"]) for finding in findings), default=0)
     column = min(longest, _MAX_SUBJECT)
     for finding in findings:
-        head = f"  {finding['level']:<4}  {finding['subject']:<{column}}  "
-        yield from _folded(head, finding["text"], width)
+        yield f"  {finding['level']:<4}  {finding['subject']:<{column}}  {finding['text']}"
         if finding["fix"]:
-            yield from _folded(" " * (column + 10) + "→ ", finding["fix"], width)
-
-
-def _folded(head: str, text: str, width: int) -> list[str]:
-    room = max(width, len(head) + _MIN_TEXT)
-    indent = " " * len(head)
-    return textwrap.wrap(text, room, initial_indent=head, subsequent_indent=indent)
+            yield f"{'':<{column + 10}}→ {finding['fix']}"
 
 
 def _shown(worker: dict[str, Any]) -> dict[str, str]:
