@@ -4,7 +4,6 @@ A worker registers READY; a router serves and lists who has registered. Further 
 exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on SIGTERM.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -46,23 +45,18 @@ async def routing(registry: EtcdRegistry, port: int) -> AsyncIterator[None]:
 
 async def main() -> None:
     die_with_parent()
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("role")
-    parser.add_argument("--config", type=json.loads)
-    for option in ("--fail", "--deaf", "--hasty"):
-        parser.add_argument(option, action="store_true")
-    args, _ = parser.parse_known_args()
-    role = args.role.removesuffix("-worker")
-    if args.fail:
+    role = sys.argv[1].removesuffix("-worker")
+    settings = json.loads(sys.argv[sys.argv.index("--config") + 1])
+    if "--fail" in sys.argv:
         sys.exit("the checkpoint is broken")
     stop = asyncio.Event()
-    on_term = (lambda: None) if args.deaf else stop.set
+    on_term = (lambda: None) if "--deaf" in sys.argv else stop.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_term)
     print(f"{role} begins", flush=True)
-    config = RegistryConfig(etcd=args.config["etcd"], cluster=args.config.get("cluster", "default"))
+    config = RegistryConfig(etcd=settings["etcd"], cluster=settings.get("cluster", "default"))
     registry = EtcdRegistry(config)
     if role == "router":
-        member = routing(registry, args.config["port"])
+        member = routing(registry, settings["port"])
     else:
         record = common_pb2.WorkerRecord(
             incarnation=uuid.uuid4().hex,
@@ -75,7 +69,7 @@ async def main() -> None:
         await stop.wait()
     await registry.close()
     print(f"{role} ended by itself", flush=True)
-    sys.exit(3 if args.hasty else 0)
+    sys.exit(3 if "--hasty" in sys.argv else 0)
 
 
 asyncio.run(main())
