@@ -37,18 +37,13 @@ _MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
 
 def add_commands(commands: options.Commands) -> None:
     """Adds `doctor`."""
-    parser = options.add_command(
-        commands, "doctor", "look for what is missing or slow", _TEXT, _EXAMPLES
-    )
-    parser.add_argument(
-        "--target",
-        metavar="HOST:PORT",
-        help=f"the router's address (default: {options.DEFAULT_TARGET}, if one answers there)",
-    )
-    parser.add_argument(
-        "--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    summary = "look for what is missing or slow"
+    parser = options.add_command(commands, "doctor", summary, _TEXT, _EXAMPLES)
+    add = parser.add_argument
+    text = f"the router's address (default: {options.DEFAULT_TARGET}, if one answers there)"
+    add("--target", metavar="HOST:PORT", help=text)
+    add("--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer")
+    add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
 

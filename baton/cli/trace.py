@@ -42,25 +42,18 @@ def add_commands(commands: options.Commands) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("trace_id", nargs="?", metavar="TRACE_ID", help="32 hexadecimal digits")
     which.add_argument("--last", action="store_true", help="the request that ended last")
-    which.add_argument(
-        "--slowest", type=count, metavar="N", help="list the N requests that took longest"
-    )
+    text = "list the N requests that took longest"
+    which.add_argument("--slowest", type=count, metavar="N", help=text)
     source = parser.add_argument_group("where the traces are")
     options.add_target_option(source)
     other = source.add_mutually_exclusive_group()
-    other.add_argument(
-        "--from",
-        dest="source",
-        metavar="HOST:PORT",
-        help="where `baton up` keeps traces (default: where the router exports to)",
-    )
-    other.add_argument(
-        "--jaeger", metavar="URL", help="read Jaeger's HTTP API, as http://HOST:16686"
-    )
-    parser.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="SECONDS", help="for the answer"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    text = "where `baton up` keeps traces (default: where the router exports to)"
+    other.add_argument("--from", dest="source", metavar="HOST:PORT", help=text)
+    text = "read Jaeger's HTTP API, as http://HOST:16686"
+    other.add_argument("--jaeger", metavar="URL", help=text)
+    add = parser.add_argument
+    add("--timeout", type=seconds, default=10.0, metavar="SECONDS", help="for the answer")
+    add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
 
