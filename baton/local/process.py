@@ -141,19 +141,17 @@ class ChildProcess:
 
     async def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
-        rest = b""
-        while chunk := await self._process.stdout.read(1 << 16):
+        rest, ended = b"", False
+        while not ended:
+            chunk = await self._process.stdout.read(1 << 16)
+            ended = not chunk
             *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > _MAX_LINE_BYTES:
+            if len(rest) > _MAX_LINE_BYTES or (rest and ended):
                 lines, rest = [*lines, rest], b""
-            self._keep(lines)
-        self._keep([rest] if rest else [])
-
-    def _keep(self, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
-            self.log.append(text)
-            self._on_line(text)
+            for line in lines:
+                text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
+                self.log.append(text)
+                self._on_line(text)
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:
