@@ -18,8 +18,8 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
 from baton.local.up import INTERRUPTED, cancel_on_signals, echo, say
 
-MAX_TOKENS = 64
-PROMPT = '''\
+_TOKENS = 64
+_PROMPT = '''\
 """A cache of values."""
 
 import threading
@@ -43,13 +43,13 @@ _REQUEST_S = 60.0
 _TRACE_S = 10.0
 
 
-async def run(prompt: str = PROMPT, max_tokens: int = MAX_TOKENS) -> int:
+async def run() -> int:
     """Runs the demo; 0 only if every step worked. Raises BatonError with the cause."""
     cancel_on_signals()
     began = time.monotonic()
     try:
         async with OtlpReceiver(SpanStore()) as receiver:
-            spans = await _show(receiver, prompt, max_tokens)
+            spans = await _show(receiver)
     except asyncio.CancelledError:
         say("interrupted: everything is stopped")
         return INTERRUPTED
@@ -58,7 +58,7 @@ async def run(prompt: str = PROMPT, max_tokens: int = MAX_TOKENS) -> int:
     return 0 if whole else 1
 
 
-async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequence[Span]:
+async def _show(receiver: OtlpReceiver) -> Sequence[Span]:
     """Everything between the first process and the last; the spans of the completion's trace."""
     _step(1, "Starting etcd, a router, one prefill and one decode worker of the demo model.")
     began = time.monotonic()
@@ -68,13 +68,13 @@ async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequenc
 
     config = ClusterConfig(port=0, otlp=receiver.address, restart=False)
     async with LocalCluster(config, say=detail, on_line=echo) as cluster:
-        _step(2, f"Completing {len(prompt.splitlines())} lines of Python, {max_tokens} tokens:")
-        print(prompt, end="", flush=True)
+        _step(2, f"Completing {len(_PROMPT.splitlines())} lines of Python, {_TOKENS} tokens:")
+        print(_PROMPT, end="", flush=True)
         own = telemetry.setup("baton-client", receiver.address)
         with own.tracer.start_as_current_span("generate") as span:
             async with (
                 AsyncClient(cluster.address) as client,
-                client.stream(prompt, max_tokens=max_tokens, timeout=_REQUEST_S) as stream,
+                client.stream(_PROMPT, max_tokens=_TOKENS, timeout=_REQUEST_S) as stream,
             ):
                 async for delta in stream:
                     print(_bright(delta.text), end="", flush=True)
