@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import grpc
-
 from baton import rpc
 from baton.local.top_view import PolledRouter
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
@@ -67,7 +65,7 @@ class Router(fleet_pb2_grpc.FleetServiceServicer):
         return f"127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> "Router":
-        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._server = rpc.server()
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(self.address)
         await self._server.start()
