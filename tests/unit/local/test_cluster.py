@@ -144,9 +144,7 @@ async def test_every_wait_for_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
 def test_ports_follow_the_first_and_are_checked() -> None:
     host = "127.7.7.7"  # loopback too, and nothing else takes its ports
-    with socket.socket() as taken:
-        taken.bind((host, 0))
-        taken.listen()
+    with socket.create_server((host, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"{host}:{port}: Address already in use"):
             ports.consecutive(host, port - 1, 2)

@@ -46,16 +46,6 @@ async def write(etcd, key):
         await client.put(key, b"x", lease)
 
 
-@contextlib.contextmanager
-def taken(port=0):
-    """A port that something else listens on."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
 async def test_comes_back_on_the_same_port_with_its_data_and_leaves_none():
     async with EmbeddedEtcd() as etcd:
         address, pid, home = etcd.address, etcd.pid, etcd.home
@@ -79,7 +69,8 @@ async def test_what_keeps_it_from_starting_is_named(monkeypatch):
     with pytest.raises(Unavailable, match=r"ended with status [12](.|\n)*no-such-flag"):
         async with EmbeddedEtcd(args=["--no-such-flag"]):
             pass
-    with taken() as port:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         with pytest.raises(Unavailable, match="address already in use"):
             async with EmbeddedEtcd(client_port=port):
                 pass
@@ -182,8 +173,8 @@ async def test_data_stay_where_something_else_keeps_etcd_from_starting():
     async with EmbeddedEtcd() as etcd:
         await write(etcd, "/one")
         await etcd.stop()
-        port = split_address(etcd.address)[1]
-        with taken(port), pytest.raises(Unavailable, match="address already in use"):
+        taken = socket.create_server(split_address(etcd.address))
+        with taken, pytest.raises(Unavailable, match="address already in use"):
             await etcd.start()
         await etcd.start()
         assert await keys(etcd) == [b"/one"]
