@@ -12,7 +12,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 ERROR = "baton: error: "  # how our commands begin their last line
 _LOG_LINES = 500
@@ -20,6 +21,7 @@ _MAX_LINE_BYTES = 16 << 10
 _OUTPUT_GRACE_S = 1.0
 
 
+@dataclass(eq=False)
 class ChildProcess:
     """A command that can be started again after it ended. `log` keeps the last lines of all runs.
 
@@ -29,27 +31,19 @@ class ChildProcess:
 
     spawn = staticmethod(asyncio.create_subprocess_exec)  # what starts a run
 
-    def __init__(
-        self,
-        name: str,
-        role: str,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self.name = name
-        self.role = role
-        self.argv = list(argv)
-        self.log: deque[str] = deque(maxlen=_LOG_LINES)
-        self.starts = 0
-        self.started_at = 0.0  # time.monotonic()
-        self.wanted = False
-        self.ready_at = 0.0  # time.monotonic(); 0: not yet
-        self._env = dict(env or {})
-        self._on_line = on_line
-        self._killed = False
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
+    name: str
+    role: str
+    argv: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)  # added to our own
+    on_line: Callable[[str], None] = lambda line: None
+    log: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=_LOG_LINES))
+    starts: int = field(init=False, default=0)
+    started_at: float = field(init=False, default=0.0)  # time.monotonic()
+    wanted: bool = field(init=False, default=False)
+    ready_at: float = field(init=False, default=0.0)  # time.monotonic(); 0: not yet
+    _killed: bool = field(init=False, default=False)
+    _process: asyncio.subprocess.Process | None = field(init=False, default=None)
+    _reader: asyncio.Task[None] | None = field(init=False, default=None)
 
     @property
     def pid(self) -> int:
@@ -95,7 +89,7 @@ class ChildProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
             process_group=0,
         )
         self._killed, self.ready_at = False, 0.0
@@ -151,7 +145,7 @@ class ChildProcess:
             for line in lines:
                 text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
                 self.log.append(text)
-                self._on_line(text)
+                self.on_line(text)
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:
