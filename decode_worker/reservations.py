@@ -48,7 +48,6 @@ class DecodeSpans:
         self._first_step_ns = 0
         self._tokens = 0
         self._steps = 0  # that gave tokens: fewer than those where drafts were right
-        self._ended = False
 
     def reserved(self, cached_tokens: int, started: bool) -> None:
         attributes = {"baton.cached_tokens": cached_tokens, "baton.prefills_here": started}
@@ -68,9 +67,8 @@ class DecodeSpans:
             self._record("decode.first_step", admitted_ns, ended_ns)
 
     def end(self, reason: str) -> None:
-        if self._ended:
+        if not self._span.is_recording():  # it has ended
             return
-        self._ended = True
         if self._first_step_ns:
             attributes = {"gen_ai.usage.output_tokens": self._tokens, "baton.steps": self._steps}
             self._record("decode.run", self._first_step_ns, None, attributes)
@@ -112,7 +110,8 @@ class Reservations:
         self._engine, self._streams = engine, streams
         self._limits, self._lease_s = limits, lease_s
         self._entries: dict[str, Entry] = {}
-        self._quarantined: dict[tuple[str, str], list[int]] = {}  # by (handoff id, token)
+        # By (handoff id, token): what the engine answers to their release.
+        self._quarantined: dict[tuple[str, str], Future[list[int]]] = {}
         self._endings: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -181,8 +180,6 @@ class Reservations:
             self._start_ending(handoff_id, "the decode worker is draining")
         await asyncio.gather(*self._endings, return_exceptions=True)
 
-    # Called by kvtransfer.
-
     def find(self, handoff_id: str, token: str) -> ReservedBlocks:
         """What a handoff may write into. Raises Stale when it is not reserved (any more)."""
         entry = self._entries.get(handoff_id)
@@ -201,14 +198,12 @@ class Reservations:
 
     async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
         """Nothing is written any more."""
-        if blocks := self._quarantined.pop((handoff_id, token), None):
-            await asyncio.wrap_future(self._engine.readmit(blocks))
+        if released := self._quarantined.pop((handoff_id, token), None):
+            await asyncio.wrap_future(self._engine.readmit(await asyncio.wrap_future(released)))
         entry = self._entries.get(handoff_id)
         if entry is not None and entry.token == token and not entry.decoding:
             log.info("handoff %s aborted: %s", handoff_id, reason, extra=entry.about)
             await self.cancel(handoff_id)
-
-    # Called by the engine.
 
     def on_step(self, report: StepReport) -> None:
         """Sends each router one message with the events of its sequences."""
@@ -285,25 +280,16 @@ class Reservations:
 
         It is under way when this returns, and ends whether or not the task is awaited.
         """
-        handoff_id, key = entry.handoff_id, (entry.handoff_id, entry.token)
-        quarantine_from = None
+        handoff_id, blocks = entry.handoff_id, entry.blocks
         if self.receiver.writing(handoff_id):
-            assert entry.blocks is not None, "nothing is written before blocks are reserved"
-            quarantine_from = entry.blocks.cached_tokens // self._limits.block_size
-            self._quarantined[key] = []
+            assert blocks is not None, "nothing is written before blocks are reserved"
+            quarantine_from = blocks.cached_tokens // self._limits.block_size
+            released = self._engine.release(handoff_id, quarantine_from)
+            self._quarantined[handoff_id, entry.token] = released
+        else:
+            released = self._engine.release(handoff_id)
         self.receiver.forget(handoff_id)
-        released = self._engine.release(handoff_id, quarantine_from)
-        return in_background(self._endings, self._note_quarantine(key, released))
-
-    async def _note_quarantine(self, key: tuple[str, str], released: Future[list[int]]) -> None:
-        try:
-            blocks = await asyncio.wrap_future(released)
-            if key in self._quarantined:
-                self._quarantined[key] = blocks
-            elif blocks:  # the sender's abort was faster
-                await asyncio.wrap_future(self._engine.readmit(blocks))
-        except Exception as error:
-            log.error("blocks were not freed: %s", error)
+        return in_background(self._endings, _released(released))
 
     def _forget(self, handoff_id: str) -> Entry | None:
         entry = self._entries.pop(handoff_id, None)
@@ -312,6 +298,13 @@ class Reservations:
         if not self._entries:
             self._idle.set()
         return entry
+
+
+async def _released(released: Future[list[int]]) -> None:
+    try:
+        await asyncio.wrap_future(released)
+    except Exception as error:
+        log.error("blocks were not freed: %s", error)
 
 
 def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:

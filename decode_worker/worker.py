@@ -9,24 +9,17 @@ from typing import Any
 import grpc
 
 from baton import rpc, telemetry
-from baton.config import WorkerConfig
 from baton.engine.build import Loaded
 from baton.engine.loop import StepReport
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.v1 import decode_pb2, handoff_pb2_grpc
 from baton.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
-from baton.worker import node
 from baton.worker.node import Node
 from decode_worker.events import EventStreams, next_message
 from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
 from kvtransfer.receiver import HandoffReceiver, HandoffServicer
-
-
-def run(config: WorkerConfig) -> int:
-    """Runs the process until drained; 0. Raises ConfigError when it cannot begin."""
-    return node.run(config, DecodeWorker)
 
 
 class DecodeWorker(Node, DecodeServiceServicer):

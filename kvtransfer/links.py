@@ -347,9 +347,9 @@ class Aborts:
 
     def send(
         self, address: str, request: handoff_pb2.AbortRequest, metadata: Metadata
-    ) -> asyncio.Future[None]:
-        """Starts sending; the future is done after the first try, whatever its result."""
-        tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ) -> asyncio.Event:
+        """Starts sending; the event is set after the first try, whatever its result."""
+        tried = asyncio.Event()
         give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else _ABORT_S
         in_background(self._tasks, self._repeat(address, request, metadata, give_up_s, tried))
         return tried
@@ -369,7 +369,7 @@ class Aborts:
         request: handoff_pb2.AbortRequest,
         metadata: Metadata,
         give_up_s: float,
-        tried: asyncio.Future[None],
+        tried: asyncio.Event,
     ) -> None:
         handoff_id, extra = request.handoff_id, about(handoff_id=request.handoff_id)
         backoff = Backoff(first_s=0.1, most_s=_MAX_INTERVAL_S)
@@ -386,12 +386,12 @@ class Aborts:
                     except BatonError as error:  # an answer, even that the handoff is long gone
                         log.info("abort of handoff %s: %s", handoff_id, error, extra=extra)
                         return
-                    _set(tried)
+                    tried.set()
                     await backoff.wait()
         except TimeoutError:
             log.error("abort of handoff %s: no answer from %s", handoff_id, address, extra=extra)
         finally:
-            _set(tried)
+            tried.set()
 
     @contextlib.asynccontextmanager
     async def _stub(self, address: str) -> AsyncIterator[handoff_pb2_grpc.HandoffServiceStub]:
@@ -406,8 +406,3 @@ class Aborts:
                 self._channels[address] = channel, users - 1
             else:
                 await channel.close(None)
-
-
-def _set(tried: asyncio.Future[None]) -> None:
-    if not tried.done():
-        tried.set_result(None)

@@ -96,10 +96,11 @@ class Peers:
         if peer is not None:
             in_background(self._freeing, _free(peer))
 
-    async def abort(self, incarnation: str) -> None:
+    async def lost(self, incarnation: str) -> None:
         """The process is dead: receives from it fail now, not at their time-out."""
         if (peer := self._peers.get(incarnation)) is not None:
             await asyncio.get_running_loop().run_in_executor(None, peer.listener.abort)
+        self.drop(incarnation)
 
     def remove(self, peer: Peer) -> None:
         if self._peers.get(peer.incarnation) is peer:

@@ -246,12 +246,11 @@ class HandoffReceiver:
             if not record.writing:
                 del self._incoming[handoff_id]
 
-    async def peer_gone(self, incarnation: str) -> list[str]:
-        """That prefill process is dead: nothing of it is written once this returns, with the ids
-        of the handoffs that it leaves unfinished, which are given up."""
-        await self._peers.abort(incarnation)
+    async def peer_gone(self, incarnation: str) -> None:
+        """That prefill process is dead: nothing of it is written once this returns, and the
+        handoffs that it leaves unfinished are given up."""
+        await self._peers.lost(incarnation)
         left = [record for record in self._incoming.values() if record.peer == incarnation]
-        self._peers.drop(incarnation)
         for record in left:
             record.granted, record.ended = False, f"prefill {incarnation} is gone"
             del self._incoming[record.handoff_id]
@@ -260,7 +259,6 @@ class HandoffReceiver:
         reason = f"prefill {incarnation} has ended"
         for record in left:
             await self._owner.aborted(record.handoff_id, record.token, reason)
-        return [record.handoff_id for record in left]
 
     async def close(self) -> None:
         await self._peers.close()

@@ -7,6 +7,7 @@ still holds its blocks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -136,10 +137,6 @@ class Handoff:
         self._conclusion = num_tokens, first_token_id
         self._queued.set()
 
-    async def commit(self, num_tokens: int, first_token_id: int) -> TransferStats:
-        self.conclude(num_tokens, first_token_id)
-        return await self.committed()
-
     async def committed(self) -> TransferStats:
         """Returns when all is sent and the decode worker has verified it.
 
@@ -170,18 +167,18 @@ class Handoff:
             # gone itself, its broken event stream does.
             return
         request = handoff_pb2.AbortRequest(**self._names, reason=reason)
-
-        def send() -> asyncio.Future[None]:
-            return self.links.aborts.send(self._address, request, self._metadata)
+        message = self._address, request, self._metadata
 
         def when_written(put: asyncio.Future[float]) -> None:
             put.exception()  # its result is not used any more
-            send()
+            self.links.aborts.send(*message)
 
         if self._put is not None and not self._put.done():
             self._put.add_done_callback(when_written)
         else:
-            await asyncio.wait({send()}, timeout=self.abort_wait_s)
+            with contextlib.suppress(TimeoutError):
+                tried = self.links.aborts.send(*message)
+                await asyncio.wait_for(tried.wait(), self.abort_wait_s)
 
     async def _run(self) -> TransferStats:
         try:
@@ -248,7 +245,8 @@ class Handoff:
     ) -> None:
         first_token, slots = chunk
         if link.transport.one_sided:
-            ids = self._part_of_grant(chunk, granted)
+            first = (first_token - self.target.cached_tokens) // self.links.pool.block_size
+            ids = granted[first : first + len(slots.block_ids)]
         else:
             ids = await self._ready(link, first_token, slots.num_tokens)
         self._stats.wait_s += time.perf_counter() - start
@@ -264,17 +262,6 @@ class Handoff:
                 raise TransferFailed(f"a put to decode {link.peer} does not end")
             self._stats.wire_s += put.result()
         self._stats.chunks += 1
-
-    def _part_of_grant(self, chunk: _Chunk, granted: tuple[int, ...]) -> tuple[int, ...]:
-        """The granted blocks that a chunk goes to. Raises InvalidRequest outside of the grant."""
-        first_token, slots = chunk
-        pool, cached = self.links.pool, self.target.cached_tokens
-        first = (first_token - cached) // pool.block_size
-        ids = granted[first : first + len(slots.block_ids)]
-        sent = self._digest.num_bytes // pool.token_bytes
-        if first_token != cached + sent or len(ids) != len(slots.block_ids):
-            raise InvalidRequest(f"no blocks are granted at token {first_token}")
-        return ids
 
     async def _prepare_resend(self, link: PairLink, failure: TransferFailed) -> PairLink:
         """When it returns all can be sent again, over that link. Raises `failure` when not.

@@ -18,7 +18,6 @@ import grpc
 from opentelemetry.context import Context
 
 from baton import rpc, telemetry
-from baton.config import WorkerConfig
 from baton.engine.build import Loaded
 from baton.engine.loop import Progress, StepReport
 from baton.engine.sequence import Sequence
@@ -26,7 +25,6 @@ from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavai
 from baton.prefix import token_digest
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
-from baton.worker import node
 from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
 from baton.worker.node import Node
 from kvtransfer.interface import Transport
@@ -227,8 +225,3 @@ def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
         logprobs=logprobs_proto(progress.logprobs[0]) if progress.logprobs else None,
         finish_reason=FINISH_REASONS[progress.finish_reason],
     )
-
-
-def run(config: WorkerConfig) -> int:
-    """Runs the process until drained; 0. Raises ConfigError when it cannot begin."""
-    return node.run(config, PrefillWorker)

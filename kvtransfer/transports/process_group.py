@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import socket
 import threading
 import time
@@ -170,10 +171,10 @@ class Staging:
     """Lends pairs of message buffers, `max_lent` at a time, and keeps them. Any thread."""
 
     def __init__(self, max_lent: int = 8) -> None:
-        self._max_lent = max_lent
-        self._lent = 0
-        self._free: list[torch.Tensor] = []  # uint8 [2, bytes]
-        self._changed = threading.Condition()
+        # uint8 [2, bytes], or None: to be allocated. What was returned last is lent next.
+        self._free: queue.LifoQueue[torch.Tensor | None] = queue.LifoQueue()
+        for _ in range(max_lent):
+            self._free.put(None)
 
     @contextmanager
     def lend(self, num_bytes: int, device: torch.device, deadline: float) -> Iterator[torch.Tensor]:
@@ -182,24 +183,18 @@ class Staging:
         After a failure they are not reused: a message that comes too late might still be written
         into them. Raises RuntimeError when none was returned in time.
         """
-        with self._changed:
-            left = deadline - time.monotonic()
-            if not self._changed.wait_for(lambda: self._lent < self._max_lent, max(left, 0.0)):
-                raise RuntimeError("no staging memory became free in time")
-            self._lent += 1
-            fits = (b for b in self._free if b.shape[1] >= num_bytes and b.device == device)
-            buffers = next(fits, None)
-            self._free = [kept for kept in self._free if kept is not buffers]
         try:
-            if buffers is None:
+            buffers = self._free.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise RuntimeError("no staging memory became free in time") from None
+        returned = None
+        try:
+            if buffers is None or buffers.shape[1] < num_bytes or buffers.device != device:
                 buffers = torch.empty((2, num_bytes), dtype=torch.uint8, device=device)
             yield buffers
-            with self._changed:
-                self._free.append(buffers)
+            returned = buffers
         finally:
-            with self._changed:
-                self._lent -= 1
-                self._changed.notify()
+            self._free.put(returned)
 
 
 class _End(Link, Listener):
@@ -251,11 +246,9 @@ class _End(Link, Listener):
             travelling = None
             for i, part in enumerate(self._pool.parts(local, self._message_bytes)):
                 data = copying.gather(part, staging[i % 2])
-                if travelling is not None:
-                    self._wait(travelling, deadline)
-                travelling = self._send(data)
-            if travelling is not None:
                 self._wait(travelling, deadline)
+                travelling = self._send(data)
+            self._wait(travelling, deadline)
 
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
@@ -326,9 +319,10 @@ class _End(Link, Listener):
         return self._group.recv([data], 1 - self._rank, 0)
 
     def _wait(self, work: Any, deadline: float) -> None:
-        """Waits for one message. A time-out closes the pair for good. Raises RuntimeError."""
+        """Waits for a message, if any. A time-out closes the pair for good. Raises RuntimeError."""
         self._check()
-        self._transport.wait(work, deadline)
+        if work is not None:
+            self._transport.wait(work, deadline)
 
     def _finish(self, copying: Copier) -> None:
         copying.finish()

@@ -247,6 +247,12 @@ def target(incarnation, handoff_id, cached=0):
     )
 
 
+class Handed(Handoff):
+    async def commit(self, num_tokens, first_token_id):
+        self.conclude(num_tokens, first_token_id)
+        return await self.committed()
+
+
 class Prefill:
     """A prefill worker's side: a pool and its links."""
 
@@ -268,7 +274,7 @@ class Prefill:
             self.pool, [transport, *more], descriptor, incarnation, find, **options
         )
         self.open = functools.partial(
-            Handoff,
+            Handed,
             self.links,
             tracer or NoOpTracer(),
             step_timeout_s=step_s,

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from baton import rpc
 from baton.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -180,38 +179,21 @@ async def test_other_incarnations_and_workers_without_a_record_get_nothing(join)
         await prefill.hand_over(to, "h", slots(4, 1))
 
 
-def ready_request(link, num_tokens):
-    names = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
-    return pb.ReadyRequest(**names, epoch=link.epoch, num_tokens=num_tokens)
-
-
-async def test_ready_of_an_old_epoch_is_refused(join):
-    prefill, decode = await join("memory")
-    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
-    decode.receiver._peers.drop("p")
-    with pytest.raises(Unavailable, match="epoch 1"), rpc.translated():
-        await link.stub.Ready(ready_request(link, 4))
-    assert not decode.receiver.writing("h")
-    prefill.links.release(link)
-
-
-@pytest.mark.parametrize("field", ["num_kv_heads", "layout_version"])
-async def test_descriptors_that_differ_are_named_before_anything_is_sent(join, field):
+async def test_descriptors_that_differ_are_named_before_anything_is_sent(join):
     other = common_pb2.KvDescriptor()
     other.CopyFrom(DESCRIPTOR)
-    setattr(other, field, 3)
+    other.layout_version = 3
     prefill, decode = await join("memory", prefill={"descriptor": other})
     aborts = []
     decode.before_call("abort", aborts.append)
-    with pytest.raises(KvMismatch, match=rf"prefill p and decode d.*{field}: 3 != 0"):
+    with pytest.raises(KvMismatch, match=r"prefill p and decode d.*layout_version: 3 != 0"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
     assert aborts == []  # nothing was granted, so there is nothing to take back
 
 
-@pytest.mark.parametrize("pid", [1 << 31, (1 << 32) - 1])
-async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
+async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link():
     async with Decode(TRANSPORTS["shm"]()) as decode:
-        register("p", pid=pid)
+        register("p", pid=(1 << 32) - 1)
         offer = pb.OfferRequest(
             incarnation="p", target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_SHM],
@@ -223,9 +205,8 @@ async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
             await decode.receiver.ready(pb.ReadyRequest(incarnation="p", epoch=1))
 
 
-@pytest.mark.parametrize("host", ["elsewhere", "other/pid:1/0"])
-async def test_shm_is_not_chosen_between_hosts(join, host):
-    prefill, decode = await join("shm", decode={"host": host})
+async def test_shm_is_not_chosen_between_hosts(join):
+    prefill, decode = await join("shm", decode={"host": "elsewhere"})
     with pytest.raises(KvMismatch, match=r"different hosts.*different machines"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
 
@@ -342,11 +323,11 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
 
 async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
     prefill, decode = await join("shm")
-    arrived, left = decode.receiver._arrived, []
+    arrived = decode.receiver._arrived
 
     async def gone_meanwhile(peer, record):
         digest = await arrived(peer, record)
-        left.extend(await decode.receiver.peer_gone("p"))
+        await decode.receiver.peer_gone("p")
         return digest
 
     decode.receiver._arrived = gone_meanwhile
@@ -354,7 +335,6 @@ async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
         handoff.send(0, slots(4, 5))
         with pytest.raises(Stale):
             await handoff.commit(4, 7)
-        assert left == ["h"]
         assert not decode.receiver.writing("h")
         assert "has ended" in decode.held.reasons["h"]
     assert decode.held.committed_tokens == {}
@@ -363,7 +343,9 @@ async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
 async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout(join):
     prefill, decode = await join("gloo", decode={"timeout_s": 0.3})
     link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
-    assert (await link.stub.Ready(ready_request(link, 8))).block_ids == [1, 2]
+    names = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
+    ready = pb.ReadyRequest(**names, epoch=link.epoch, num_tokens=8)
+    assert (await link.stub.Ready(ready)).block_ids == [1, 2]
     assert decode.receiver.writing("h")
     decode.cancel("h")
     assert decode.receiver.writing("h")

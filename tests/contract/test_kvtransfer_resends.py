@@ -1,17 +1,36 @@
-"""A transfer that failed is done again while prefill has the KV and decode holds the blocks."""
+"""A transfer that failed is done again while prefill has the KV and decode holds the blocks; one
+that is given up ends with an Abort that is answered, though giving up does not wait for that."""
 
 import asyncio
+import time
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from baton.errors import DeadlineExceeded, KvCorrupted, KvMismatch, Stale, TransferFailed
+from baton.errors import (
+    DeadlineExceeded,
+    KvCorrupted,
+    KvMismatch,
+    Stale,
+    TransferFailed,
+    Unavailable,
+)
+from baton.v1 import handoff_pb2
+from kvtransfer.links import Aborts
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
 
-from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, Times, expect_only, slots
+from .kvtransfer_parts import (
+    TOKEN_BYTES,
+    TRANSPORTS,
+    Decode,
+    MemoryTransport,
+    Times,
+    expect_only,
+    slots,
+)
 
 every_transport = pytest.mark.parametrize("name", list(TRANSPORTS))
 
@@ -44,19 +63,6 @@ async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
     assert decode.held.reasons == {}  # the reservation was never given up
     assert not decode.receiver.writing("h")
     assert [pair.epoch for pair in prefill.links.status()] == [1]
-
-
-@every_transport
-async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, name):
-    prefill, decode = await join(name, prefill={"backoff_s": 60.0})
-    async with prefill.opened(decode, 8, 1, 2) as handoff:
-        handoff.send(0, slots(4, 5))
-        await decode.asked()
-        decode.receiver._peers.drop("p")
-        handoff.send(4, slots(4, 6))
-        stats = await handoff.commit(8, 7)
-    expect_sent_again(prefill, decode, stats)
-    assert [(pair.epoch, pair.state) for pair in prefill.links.status()] == [(2, "OPEN")]
 
 
 @every_transport
@@ -102,8 +108,9 @@ async def test_a_receive_that_failed_at_the_receiver_is_posted_again(join):
 
 
 @every_transport
-async def test_all_handoffs_of_a_lost_link_are_sent_again_over_one_new_one(join, name):
-    prefill, decode = await join(name)
+async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, name):
+    """For all that used it, although the peer is quarantined for others."""
+    prefill, decode = await join(name, prefill={"backoff_s": 60.0})
     targets = [decode.reserve(f"h{n}", 8, 2 * n, 2 * n + 1) for n in range(6)]
     lost = asyncio.Event()
 
@@ -119,10 +126,12 @@ async def test_all_handoffs_of_a_lost_link_are_sent_again_over_one_new_one(join,
     decode.receiver._peers.drop("p")
     lost.set()
     stats = await asyncio.gather(*running)
-    assert len(decode.held.committed_tokens) == 6
-    assert all(one.resends <= MAX_RESENDS for one in stats)
-    assert any(one.resends for one in stats)
-    assert len(prefill.links.status()) == 1
+    assert (len(decode.held.committed_tokens), decode.held.reasons) == (6, {})
+    assert all(one.resends <= MAX_RESENDS for one in stats) and any(one.resends for one in stats)
+    [pair] = prefill.links.status()
+    assert (pair.epoch, pair.state) == (2, "OPEN")
+    own = slots(48, *(block for n in range(6) for block in (n, n + 10)))
+    expect_only(prefill.pool, own, decode.pool, slots(48, *range(12)), decode.before)
 
 
 @every_transport
@@ -196,3 +205,74 @@ async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
     assert asked == [True, False]
     assert "h" in decode.held.reasons
     assert not decode.receiver.writing("h")
+
+
+REQUEST = handoff_pb2.AbortRequest(handoff_id="h", reservation_token="token-h", incarnation="p")
+
+
+@pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
+async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
+    prefill, decode = await join(name, prefill={"abort_wait_s": 0.0})
+    losses = Times(2, Unavailable("lost"))
+    decode.before_call("abort", losses)
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        handoff.send(0, slots(4, 5))
+        await decode.asked()
+        decode.cancel("h")
+    assert decode.receiver.writing("h")  # quarantined, though the handoff is over at its sender
+    await asyncio.wait_for(decode.held.ended.wait(), 10)
+    assert losses.calls == 3
+    assert not decode.receiver.writing("h")
+
+
+async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
+    prefill, decode = await join("memory", prefill={"abort_wait_s": 0.1})
+    hung = asyncio.Event()
+    decode.before_call("abort", lambda request: hung.wait())
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        handoff.send(0, slots(4, 5))
+        await decode.asked()
+        before = time.monotonic()
+    assert time.monotonic() - before < 1.5  # a call alone would take two seconds
+    assert "h" not in decode.held.reasons
+    hung.set()
+    await asyncio.wait_for(decode.held.ended.wait(), 10)
+
+
+@pytest.mark.parametrize(
+    ("error", "errors", "give_up_s", "count", "calls"),
+    [
+        (None, 0, 60.0, 1, range(1, 2)),
+        (Stale("another sender"), 1, 60.0, 1, range(1, 2)),  # any answer ends it
+        (ValueError("a bug"), 1, 60.0, 1, range(1, 2)),
+        (Unavailable("no"), 1000, 0.5, 1, range(2, 1000)),  # patience ends
+        (None, 0, 60.0, 20, range(20, 21)),  # messages to one peer share a channel
+    ],
+)
+async def test_every_abort_ends_and_leaves_no_channel(error, errors, give_up_s, count, calls):
+    async with Decode(MemoryTransport()) as decode:
+        answers, aborts = Times(errors, error), Aborts(give_up_s=give_up_s)
+        decode.before_call("abort", answers)
+        for _ in range(count):
+            aborts.send(f"127.0.0.1:{decode.port}", REQUEST, ())
+        await asyncio.sleep(0)
+        assert len(aborts._channels) == 1
+        await asyncio.wait_for(asyncio.gather(*aborts._tasks), 10)
+        assert answers.calls in calls
+        assert not aborts._channels
+
+
+async def test_closing_waits_shortly_and_ends_what_is_not_answered():
+    aborts = Aborts()
+    async with Decode(MemoryTransport()) as decode:
+        address = f"127.0.0.1:{decode.port}"
+        answers = Times(1, Unavailable("once"))
+        decode.before_call("abort", answers)
+        await asyncio.wait_for(aborts.send(address, REQUEST, ()).wait(), 10)
+        await aborts.close()
+        assert answers.calls == 2
+    aborts = Aborts()
+    tried = aborts.send(address, REQUEST, ())
+    await asyncio.wait_for(aborts.close(), 3)  # a second for the last try, and slack
+    assert tried.is_set()
+    assert not aborts._channels and not aborts._tasks

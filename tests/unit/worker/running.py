@@ -20,8 +20,6 @@ from baton.engine import build
 from baton.engine.planner import Plan
 from baton.engine.runner import SampledTokens
 from baton.engine.sequence_table import Load
-from baton.errors import KvCorrupted
-from baton.prefix import token_digest
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.telemetry import Telemetry
 from baton.v1 import (
@@ -256,52 +254,17 @@ def offer_of(decode: Worker, incarnation: str) -> handoff_pb2.OfferRequest:
     )
 
 
-class Writer:
-    """A prefill process as far as its messages about one handoff of 20 tokens go; it sends no KV.
-
-    `pid` is that of the process (0: this one).
-    """
-
-    def __init__(self, decode: Worker, handoff_id: str, reserved: Any, pid: int = 0) -> None:
-        self._decode, self._pid, self._epoch = decode, pid, 0
-        self._names: dict[str, Any] = {
-            "handoff_id": handoff_id,
-            "reservation_token": reserved.reservation_token,
-            "incarnation": "writer",
-        }
-
-    async def grant(self) -> None:
-        """Takes a new link, and the grant."""
-        self._decode.knows_prefill("writer", self._pid)
-        self._epoch = (await self._call("Offer", offer_of(self._decode, "writer"))).epoch
-        ready = handoff_pb2.ReadyRequest(**self._names, epoch=self._epoch, num_tokens=20)
-        await self._call("Ready", ready)
-
-    async def commit(self) -> None:
-        """Commits what never arrived."""
-        names, digest = {**self._names, "epoch": self._epoch}, token_digest(prompt(20))
-        request = handoff_pb2.CommitRequest(**names, num_tokens=20, token_digest=digest)
-        await self._call("Commit", request)
-
-    async def fail_to_commit(self) -> None:
-        await self.grant()
-        with pytest.raises(KvCorrupted):
-            await self.commit()
-
-    async def abort(self, resend: bool = False) -> None:
-        request = handoff_pb2.AbortRequest(**self._names, reason="test", resend=resend)
-        await self._call("Abort", request)
-
-    async def _call(self, method: str, request: Any) -> Any:
-        with rpc.translated():
-            return await getattr(self._decode.handoff, method)(request, timeout=PATIENCE_S)
-
-
-async def granted(decode: Worker, router: Router, name: str = "a", pid: int = 0) -> Writer:
-    """The writer of a new reservation, which has been granted the write."""
-    writer = Writer(decode, name, await router.reserve(spec(name, prompt(20))), pid)
-    await writer.grant()
-    return writer
+async def granted(decode: Worker, router: Router, name: str = "a", pid: int = 0) -> dict[str, Any]:
+    """Reserves, and a prefill process "writer" (`pid`; 0: this one) gets the grant, and sends no
+    KV; returns what its messages name."""
+    reserved = await router.reserve(spec(name, prompt(20)))
+    names = {"handoff_id": name, "reservation_token": reserved.reservation_token}
+    names["incarnation"] = "writer"
+    decode.knows_prefill("writer", pid)
+    epoch = (await decode.handoff.Offer(offer_of(decode, "writer"), timeout=PATIENCE_S)).epoch
+    ready = handoff_pb2.ReadyRequest(**names, epoch=epoch, num_tokens=20)
+    await decode.handoff.Ready(ready, timeout=PATIENCE_S)
+    return names
 
 
 def asked(worker: Worker, method: str, times: int = 1) -> asyncio.Event:
