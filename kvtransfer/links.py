@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import grpc
 
@@ -113,6 +113,7 @@ class PairLink:
         await self._channel.close(None)
 
 
+@dataclass(eq=False)
 class LinkPool:
     """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
 
@@ -121,20 +122,16 @@ class LinkPool:
     container was started, so that no retry helps), gets the next transport for as long as it lives.
     """
 
-    def __init__(
-        self,
-        pool: KvPool,
-        transports: Sequence[Transport],
-        descriptor: common_pb2.KvDescriptor,
-        incarnation: str,
-        find_decode: FindWorker,
-        *,
-        cap: int = 16,
-        backoff_s: float = 1.0,
-    ) -> None:
-        self.pool, self.incarnation, self._find_decode = pool, incarnation, find_decode
-        self._transports = {transport.kind: transport for transport in transports}
-        self._descriptor, self._cap, self._backoff_s = descriptor, cap, backoff_s
+    pool: KvPool
+    transports: Sequence[Transport]
+    descriptor: common_pb2.KvDescriptor
+    incarnation: str
+    find_decode: FindWorker
+    _: KW_ONLY
+    cap: int = 16
+    backoff_s: float = 1.0
+
+    def __post_init__(self) -> None:
         self.aborts = Aborts()
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
@@ -249,7 +246,7 @@ class LinkPool:
 
     async def _open(self, peer: str) -> PairLink:
         try:
-            decode = await self._find_decode(peer)
+            decode = await self.find_decode(peer)
             try:
                 self._make_room()
                 link = await self._connect(decode)
@@ -278,13 +275,14 @@ class LinkPool:
                 request = handoff_pb2.OfferRequest(
                     incarnation=self.incarnation,
                     target_incarnation=peer,
-                    kv=self._descriptor,
+                    kv=self.descriptor,
                     transports=self._usable(peer),
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )
                 with rpc.translated():
                     offer = await stub.Offer(request, timeout=_CONNECT_S)
-                transport = self._transports.get(offer.transport)
+                transports = {transport.kind: transport for transport in self.transports}
+                transport = transports.get(offer.transport)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
                 place = self.pool, offer.endpoint, decode.pid
@@ -302,7 +300,8 @@ class LinkPool:
         return PairLink(*opened, link, thread, channel, stub)
 
     def _usable(self, peer: str) -> list[Kind]:
-        return [kind for kind in self._transports if (peer, kind) not in self._unusable]
+        kinds = (transport.kind for transport in self.transports)
+        return [kind for kind in kinds if (peer, kind) not in self._unusable]
 
     def _exclude(self, peer: str, failed: Kind, why: TransferFailed) -> bool:
         """Notes that a transport does not work with `peer`; False when no other is left."""
@@ -317,14 +316,14 @@ class LinkPool:
         return True
 
     def _make_room(self) -> None:
-        while len(self._links) + len(self._opening) > self._cap:
+        while len(self._links) + len(self._opening) > self.cap:
             idle = next((link for link in self._links.values() if link.users == 0), None)
             if idle is None:
-                raise Overloaded(f"all {self._cap} links are in use", self._backoff_s)
+                raise Overloaded(f"all {self.cap} links are in use", self.backoff_s)
             self._drop(idle)
 
     def _quarantine(self, peer: str) -> None:
-        self._refused_until[peer] = time.monotonic() + self._backoff_s
+        self._refused_until[peer] = time.monotonic() + self.backoff_s
 
     def _drop(self, link: PairLink) -> None:
         del self._links[link.peer]

@@ -19,6 +19,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -197,25 +198,20 @@ class Staging:
             self._free.put(returned)
 
 
+@dataclass(eq=False)
 class _End(Link, Listener):
     """One end of a pair: the process group and its store, for one thread except for `abort`."""
 
-    def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        pool: KvPool,
-        rank: int,
-        store: PrefixStore,
-        message_bytes: int,
-        endpoint: bytes,
-    ) -> None:
-        super().__init__(endpoint)
-        self._transport, self._pool, self._rank, self._store = transport, pool, rank, store
-        self._message_bytes = message_bytes
-        self._group: Any = None
-        self._copier: Copier | None = None
-        self._guard = threading.Lock()
-        self._aborted = False
+    _transport: ProcessGroupTransport
+    _pool: KvPool
+    _rank: int
+    _store: PrefixStore
+    _message_bytes: int
+    endpoint: bytes
+    _group: Any = None
+    _copier: Copier | None = None
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+    _aborted: bool = False
 
     def accept(self, timeout_s: float) -> None:
         """Builds the group and exchanges a hello in both directions; the same at both ends."""
@@ -336,9 +332,7 @@ class _End(Link, Listener):
 def _listening_store(host: str) -> tuple[TCPStore, int]:
     """A store on a free port of `host`, on which both ends meet, and the port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listening:
-        listening.bind(address)
-        listening.listen()
+    with socket.create_server(address, family=family) as listening:
         port, within = listening.getsockname()[1], timedelta(seconds=30)
         store = TCPStore(
             host, port, None, True, within, wait_for_workers=False,

@@ -25,7 +25,7 @@ from baton.v1 import handoff_pb2 as pb
 from baton.worker.messages import ModelLimits
 from decode_worker.events import EventStreams
 from decode_worker.reservations import DecodeSpans, Reservations
-from kvtransfer import peers
+from kvtransfer import receiver
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver
 
@@ -132,7 +132,7 @@ class World:
         self.calls, self.errors = set(), []
         self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.loop._default_executor = Inline()  # a real thread would not be at rest in time
-        self._patch = mock.patch.object(peers, "ThreadPoolExecutor", Inline)
+        self._patch = mock.patch.object(receiver, "ThreadPoolExecutor", Inline)
         self._patch.start()
 
     def start(self, call):
@@ -196,7 +196,7 @@ class World:
         self.loop.close()
 
     def _quiet(self):
-        busy = (self.reservations._endings, self.receiver._tasks, self.receiver._peers._freeing)
+        busy = (self.reservations._endings, self.receiver._tasks)
         return (
             all(call.done() for call in self.calls)
             and not any(busy)

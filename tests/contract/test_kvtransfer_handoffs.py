@@ -255,7 +255,7 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):
     to = decode.reserve("h1", 4, 1)
     await prefill.hand_over(to, "h1", slots(4, 1))
     stuck = threading.Event()
-    decode.receiver._peers._peers["p"].thread.submit(stuck.wait, 10)
+    decode.receiver._peers["p"].thread.submit(stuck.wait, 10)
     to = decode.reserve("h2", 4, 1)
     try:
         with pytest.raises(TransferFailed, match="did not answer"):
@@ -318,7 +318,7 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
     ):
         for n, prefill in enumerate((p, q, p)):
             await prefill.hand_over(decode.reserve(f"h{n}", 4, n), f"h{n}", slots(4, n))
-            assert list(decode.receiver._peers._peers) == [prefill.links.incarnation]
+            assert list(decode.receiver._peers) == [prefill.links.incarnation]
 
 
 async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):

@@ -127,7 +127,7 @@ class Scene:
 
     def __init__(self, decode):
         self.decode, self.role = decode, decode.node
-        self.pool = self.role._receiver._pool.tensor
+        self.pool = self.role._receiver.pool.tensor
         self.blocks = list(self.role._reservations._entries["h"].blocks.block_ids)
         self.others = [n for n in range(len(self.pool)) if n not in self.blocks]
 

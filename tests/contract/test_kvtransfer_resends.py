@@ -98,7 +98,7 @@ async def test_a_receive_that_failed_at_the_receiver_is_posted_again(join):
     await prefill.hand_over(decode.reserve("first", 4, 9), "first", slots(4, 7))
     decode.before = decode.pool.tensor.clone()
     decode.held.committed_tokens.clear()
-    listener = decode.receiver._peers.find("p", 1).listener
+    listener = decode.receiver._peers["p"].listener
     receive = listener.receive
 
     fails = Times(1, TransferFailed("the receive was cut"))
@@ -123,7 +123,7 @@ async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, na
 
     running = [asyncio.create_task(in_two_parts(n, to)) for n, to in enumerate(targets)]
     await decode.asked()
-    decode.receiver._peers.drop("p")
+    decode.receiver._drop("p")
     lost.set()
     stats = await asyncio.gather(*running)
     assert (len(decode.held.committed_tokens), decode.held.reasons) == (6, {})
