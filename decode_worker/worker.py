@@ -19,7 +19,7 @@ from decode_worker.events import EventStreams, next_message
 from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
-from kvtransfer.receiver import HandoffReceiver, HandoffServicer
+from kvtransfer.receiver import HandoffReceiver
 
 
 class DecodeWorker(Node, DecodeServiceServicer):
@@ -43,8 +43,7 @@ class DecodeWorker(Node, DecodeServiceServicer):
 
     def add_to(self, server: grpc.aio.Server) -> list[str]:
         add_DecodeServiceServicer_to_server(self, server)
-        handoff = HandoffServicer(self._receiver)
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, server)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self._receiver, server)
         return ["baton.v1.DecodeService", "baton.v1.HandoffService"]
 
     def on_step(self, report: StepReport) -> None:

@@ -164,7 +164,7 @@ class Peer:
 
 
 @dataclass(eq=False)
-class HandoffReceiver:
+class HandoffReceiver(HandoffServiceServicer):
     """Serves HandoffService for one pool. All methods run on the event loop.
 
     It keeps one link for each prefill process, at most `_MAX_LINKS`, and watches the processes of
@@ -189,7 +189,8 @@ class HandoffReceiver:
         self._watches: dict[str, int] = {}  # pidfds of prefill processes on this host
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
+    @rpc.unary
+    async def Offer(self, request: pb.OfferRequest, context: Any) -> pb.OfferResponse:
         """A new link, which ends the peer's earlier one.
 
         Raises Stale, KvMismatch, InvalidRequest, Overloaded, TransferFailed.
@@ -222,7 +223,8 @@ class HandoffReceiver:
         endpoint = peer.listener.endpoint
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 
-    async def ready(self, request: pb.ReadyRequest) -> pb.ReadyResponse:
+    @rpc.unary
+    async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
         """Grants the write, or returns once the receive is posted.
 
         Raises Unavailable for a link that is gone, Stale, InvalidRequest, TransferFailed.
@@ -240,13 +242,15 @@ class HandoffReceiver:
             await self._post(peer, record, slots)
         return pb.ReadyResponse(block_ids=slots.block_ids)
 
-    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+    @rpc.unary
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """Verifies and starts decoding. Raises Unavailable, Stale, KvCorrupted, TransferFailed."""
         # To the end even if the caller hangs up: a commit must not stop half-way.
         await uninterrupted(self._commit(request))
         return pb.CommitResponse()
 
-    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+    @rpc.unary
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """The sender writes no more, or not before the next Ready if it means to send all again.
 
         Raises Stale when it is not the handoff's sender, and for one that would send again, when
@@ -471,26 +475,3 @@ class HandoffReceiver:
         if idle is None:
             raise Overloaded(f"all {len(names)} links are in use")
         self._drop(idle)
-
-
-class HandoffServicer(HandoffServiceServicer):
-    """HandoffService over gRPC: each RPC is one call of `HandoffReceiver`."""
-
-    def __init__(self, receiver: HandoffReceiver) -> None:
-        self._receiver = receiver
-
-    @rpc.unary
-    async def Offer(self, request: pb.OfferRequest, context: Any) -> Any:
-        return await self._receiver.offer(request)
-
-    @rpc.unary
-    async def Ready(self, request: pb.ReadyRequest, context: Any) -> Any:
-        return await self._receiver.ready(request)
-
-    @rpc.unary
-    async def Commit(self, request: pb.CommitRequest, context: Any) -> Any:
-        return await self._receiver.commit(request)
-
-    @rpc.unary
-    async def Abort(self, request: pb.AbortRequest, context: Any) -> Any:
-        return await self._receiver.abort(request)

@@ -29,7 +29,7 @@ from kvtransfer import receiver
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver
 
-from .kvtransfer_parts import MemoryTransport
+from .kvtransfer_parts import MemoryTransport, answer
 
 BLOCKS, BLOCK_SIZE = 10, 4
 LEASE_S = 10.0
@@ -257,7 +257,7 @@ class Writer:
             incarnation=self.incarnation, target_incarnation="d", kv=DESCRIPTOR
         )
         request.transports.append(common_pb2.TRANSPORT_MEMORY)
-        response = await self.world.receiver.offer(request)
+        response = await answer(self.world.receiver, "Offer", request)
         self.link = self.world.transport.connect(self.pool, response.endpoint, 0, 1.0)
         self.epochs.append(response.epoch)
 

@@ -20,7 +20,7 @@ from kvtransfer import copier
 from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots, copy_slots
-from kvtransfer.receiver import HandoffReceiver, HandoffServicer, ReservedBlocks
+from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
 from kvtransfer.transports.cuda import CudaArea
@@ -182,15 +182,36 @@ class Held:
         self.ended.set()
 
 
+async def answer(receiver, name, request):
+    """One of its RPCs without gRPC; raises."""
+    return await getattr(HandoffReceiver, name).__wrapped__(receiver, request, None)
+
+
+def acting(name):
+    @rpc.unary
+    async def served(receiver, request, context):
+        if inspect.isawaitable(waits := receiver.acts.get(name, bool)(request)):
+            await waits
+        return await answer(receiver, name, request)
+
+    return served
+
+
+class Receiver(HandoffReceiver):
+    """Calls `acts[name](request)`, which may raise or wait, before it serves that RPC."""
+
+    Commit, Abort = acting("Commit"), acting("Abort")
+
+
 class Decode:
     """A decode worker's side: a pool, a receiver, a gRPC server on a free port."""
 
     def __init__(self, transport, *more, incarnation="d", host=None, pool=None, **options):
         self.incarnation, self.host = incarnation, host or host_id()
         self.pool = pool or make_pool(2, POOLS.get(transport.name, "host"))
-        self.before = self.pool.tensor.clone()
+        self.content = self.pool.tensor.clone()
         self.held = Held()
-        self.receiver = HandoffReceiver(
+        self.receiver = Receiver(
             self.pool,
             DESCRIPTOR,
             incarnation,
@@ -201,9 +222,8 @@ class Decode:
             **options,
         )
         self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
-            HandoffServicer(self.receiver), self.server
-        )
+        self.receiver.acts = self.before = {}
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.receiver, self.server)
 
     async def __aenter__(self):
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -219,17 +239,6 @@ class Decode:
     async def asked(self):
         """Returns when a handoff's first message has been taken in."""
         await asyncio.wait_for(self.held.asked.wait(), 5)
-
-    def before_call(self, method, act):
-        """Calls `act(request)`, which may raise or wait, before each call of the receiver's."""
-        original = getattr(self.receiver, method)
-
-        async def changed(request):
-            if inspect.isawaitable(waits := act(request)):
-                await waits
-            return await original(request)
-
-        setattr(self.receiver, method, changed)
 
     def cancel(self, handoff_id):
         """Gives a reservation up."""

@@ -33,6 +33,7 @@ from .kvtransfer_parts import (
     TRANSPORTS,
     Decode,
     Prefill,
+    answer,
     expect_only,
     make_pool,
     register,
@@ -57,7 +58,7 @@ async def test_handoffs_over_one_link(join, name):
     to = decode.reserve("h", 18, 9, 4, 5, 6, 20)
     stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(8, 3, 8), slots(2, 7))
     local, remote = slots(18, 1, 2, 3, 8, 7), slots(18, 9, 4, 5, 6, 20)
-    expect_only(prefill.pool, local, decode.pool, remote, decode.before)
+    expect_only(prefill.pool, local, decode.pool, remote, decode.content)
     assert decode.held.committed_tokens == {"h": 7}
     assert not decode.receiver.writing("h")
     assert (stats.num_bytes, stats.chunks) == (18 * TOKEN_BYTES, 3)
@@ -137,18 +138,16 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
         for field in ("checksum", "num_bytes", "num_tokens")
     }
     prefill, decode = await join(name)
-    commit = decode.receiver.commit
     if TRANSPORTS[name]().one_sided:
         row = decode.pool.tensor[2, 0, 0, 0, 0]
         changes["overwritten: checksum"] = lambda request: row.add_(1)
     for field, change in changes.items():
-        decode.receiver.commit = commit
-        decode.before_call("commit", change)
+        decode.before["Commit"] = change
         to = decode.reserve("h", 8, 1, 2)
         with pytest.raises(KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
             await prefill.hand_over(to, "h", slots(8, 5, 6))
         assert decode.held.reasons.pop("h")
-    decode.receiver.commit = commit
+    del decode.before["Commit"]
     for first, chunk in ((4, slots(4, 1)), (0, slots(3, 1)), (0, slots(12, 1, 2, 3))):
         async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(first, chunk)
@@ -163,7 +162,7 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
     assert decode.held.committed_tokens == {}
     assert pairs(prefill) == [(1, "OPEN")]
     untouched = [n for n in range(decode.pool.num_blocks) if n not in (1, 2)]
-    assert (decode.pool.tensor[untouched] == decode.before[untouched]).all()
+    assert (decode.pool.tensor[untouched] == decode.content[untouched]).all()
 
 
 async def test_other_incarnations_and_workers_without_a_record_get_nothing(join):
@@ -185,7 +184,7 @@ async def test_descriptors_that_differ_are_named_before_anything_is_sent(join):
     other.layout_version = 3
     prefill, decode = await join("memory", prefill={"descriptor": other})
     aborts = []
-    decode.before_call("abort", aborts.append)
+    decode.before["Abort"] = aborts.append
     with pytest.raises(KvMismatch, match=r"prefill p and decode d.*layout_version: 3 != 0"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
     assert aborts == []  # nothing was granted, so there is nothing to take back
@@ -199,10 +198,10 @@ async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link():
             transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
         with pytest.raises(InvalidRequest, match="pid") as refused:
-            await decode.receiver.offer(offer)
+            await answer(decode.receiver, "Offer", offer)
         assert refused.value.field == "pid"
         with pytest.raises(Unavailable, match="is gone"):
-            await decode.receiver.ready(pb.ReadyRequest(incarnation="p", epoch=1))
+            await answer(decode.receiver, "Ready", pb.ReadyRequest(incarnation="p", epoch=1))
 
 
 async def test_shm_is_not_chosen_between_hosts(join):

@@ -42,7 +42,7 @@ def corrupt(request):
 def expect_sent_again(prefill, decode, stats):
     """Handoff "h" of blocks 5 and 6 into 1 and 2 is complete, and was never given up."""
     assert stats.resends == 1
-    expect_only(prefill.pool, slots(8, 5, 6), decode.pool, slots(8, 1, 2), decode.before)
+    expect_only(prefill.pool, slots(8, 5, 6), decode.pool, slots(8, 1, 2), decode.content)
     assert (decode.held.committed_tokens, decode.held.reasons) == ({"h": 7}, {})
 
 
@@ -50,7 +50,7 @@ def expect_sent_again(prefill, decode, stats):
 @pytest.mark.parametrize("cached", [0, 4])
 async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
     prefill, decode = await join(name)
-    decode.before_call("commit", Times(1, corrupt))
+    decode.before["Commit"] = Times(1, corrupt)
     to = decode.reserve("h", 18, 9, 4, 5, 6, 20, cached=cached)
     own, there = slots(18 - cached, *(1, 2, 3, 8, 7)[cached // 4 :]), (9, 4, 5, 6, 20)
     chunks = [Slots(own.block_ids[:2], 8), Slots(own.block_ids[2:], own.num_tokens - 8)]
@@ -58,7 +58,7 @@ async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
     assert (stats.resends, stats.chunks) == (1, 2)
     assert stats.num_bytes == (18 - cached) * TOKEN_BYTES
     remote = slots(18 - cached, *there[cached // 4 :])
-    expect_only(prefill.pool, own, decode.pool, remote, decode.before)
+    expect_only(prefill.pool, own, decode.pool, remote, decode.content)
     assert decode.held.committed_tokens == {"h": 7}
     assert decode.held.reasons == {}  # the reservation was never given up
     assert not decode.receiver.writing("h")
@@ -96,7 +96,7 @@ async def test_a_put_that_fails_halfway_is_done_again(join, name):
 async def test_a_receive_that_failed_at_the_receiver_is_posted_again(join):
     prefill, decode = await join("gloo")
     await prefill.hand_over(decode.reserve("first", 4, 9), "first", slots(4, 7))
-    decode.before = decode.pool.tensor.clone()
+    decode.content = decode.pool.tensor.clone()
     decode.held.committed_tokens.clear()
     listener = decode.receiver._peers["p"].listener
     receive = listener.receive
@@ -131,7 +131,7 @@ async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, na
     [pair] = prefill.links.status()
     assert (pair.epoch, pair.state) == (2, "OPEN")
     own = slots(48, *(block for n in range(6) for block in (n, n + 10)))
-    expect_only(prefill.pool, own, decode.pool, slots(48, *range(12)), decode.before)
+    expect_only(prefill.pool, own, decode.pool, slots(48, *range(12)), decode.content)
 
 
 @every_transport
@@ -142,7 +142,7 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
     tracer = provider.get_tracer("test")
     prefill, decode = await join(name, prefill={"tracer": tracer})
     commits = Times(1 + MAX_RESENDS, corrupt)
-    decode.before_call("commit", commits)
+    decode.before["Commit"] = commits
     with pytest.raises(KvCorrupted):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     assert commits.calls == 1 + MAX_RESENDS
@@ -161,10 +161,10 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
 async def test_what_a_resend_cannot_fix_is_not_resent(join, raised):
     prefill, decode = await join("memory")
     withdrawn, timeout_s = [], 10.0
-    decode.before_call("commit", Times(9, raised))
-    decode.before_call("abort", lambda request: withdrawn.append(request.resend))
+    decode.before["Commit"] = Times(9, raised)
+    decode.before["Abort"] = lambda request: withdrawn.append(request.resend)
     if isinstance(raised, DeadlineExceeded):  # the request's own
-        decode.receiver.commit, timeout_s = lambda request: asyncio.sleep(5), 0.5
+        decode.before["Commit"], timeout_s = lambda request: asyncio.sleep(5), 0.5
     with pytest.raises(type(raised)):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5), timeout_s=timeout_s)
     assert withdrawn == [False]
@@ -178,8 +178,8 @@ async def test_a_reservation_that_is_gone_is_not_sent_again(join):
         decode.cancel("h")
 
     withdrawals = Times(1, cancel)
-    decode.before_call("commit", corrupt)
-    decode.before_call("abort", withdrawals)
+    decode.before["Commit"] = corrupt
+    decode.before["Abort"] = withdrawals
     with pytest.raises(KvCorrupted):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     assert withdrawals.calls == 2  # the second one is for good
@@ -194,8 +194,8 @@ async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
         reached.set()
         await asyncio.sleep(0.2 * request.resend)
 
-    decode.before_call("abort", slow)
-    decode.before_call("commit", corrupt)
+    decode.before["Abort"] = slow
+    decode.before["Commit"] = corrupt
     to = decode.reserve("h", 4, 1)
     running = asyncio.create_task(prefill.hand_over(to, "h", slots(4, 5)))
     await asyncio.wait_for(reached.wait(), 5)
@@ -214,7 +214,7 @@ REQUEST = handoff_pb2.AbortRequest(handoff_id="h", reservation_token="token-h", 
 async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
     prefill, decode = await join(name, prefill={"abort_wait_s": 0.0})
     losses = Times(2, Unavailable("lost"))
-    decode.before_call("abort", losses)
+    decode.before["Abort"] = losses
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         handoff.send(0, slots(4, 5))
         await decode.asked()
@@ -228,7 +228,7 @@ async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
 async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
     prefill, decode = await join("memory", prefill={"abort_wait_s": 0.1})
     hung = asyncio.Event()
-    decode.before_call("abort", lambda request: hung.wait())
+    decode.before["Abort"] = lambda request: hung.wait()
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         handoff.send(0, slots(4, 5))
         await decode.asked()
@@ -252,7 +252,7 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
 async def test_every_abort_ends_and_leaves_no_channel(error, errors, give_up_s, count, calls):
     async with Decode(MemoryTransport()) as decode:
         answers, aborts = Times(errors, error), Aborts(give_up_s=give_up_s)
-        decode.before_call("abort", answers)
+        decode.before["Abort"] = answers
         for _ in range(count):
             aborts.send(f"127.0.0.1:{decode.port}", REQUEST, ())
         await asyncio.sleep(0)
@@ -267,7 +267,7 @@ async def test_closing_waits_shortly_and_ends_what_is_not_answered():
     async with Decode(MemoryTransport()) as decode:
         address = f"127.0.0.1:{decode.port}"
         answers = Times(1, Unavailable("once"))
-        decode.before_call("abort", answers)
+        decode.before["Abort"] = answers
         await asyncio.wait_for(aborts.send(address, REQUEST, ()).wait(), 10)
         await aborts.close()
         assert answers.calls == 2
