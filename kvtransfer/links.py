@@ -1,8 +1,8 @@
 """The prefill side's open links: one for each decode process, opened once, kept while useful.
 
-And its Abort messages, which outlive the links: until a decode worker knows that its writer has
-stopped, it must keep the blocks out of use. So an Abort must not be lost, but a handoff that is
-given up need not wait for the answer.
+And the Aborts sent over them: until a decode worker knows that its writer has stopped, it must keep
+the blocks out of use. So an Abort must not be lost, but a handoff that is given up need not wait
+for the answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -64,15 +64,15 @@ class PairLink:
     """
 
     peer: str
-    address: str
     epoch: int
     transport: Transport
     _link: Link
     _thread: ThreadPoolExecutor
-    _channel: grpc.aio.Channel
+    channel: grpc.aio.Channel
     stub: handoff_pb2_grpc.HandoffServiceStub
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
+    users: int = 0  # handoffs
+    aborts: int = 0  # that are not answered yet
     sent_bytes: int = 0
     sent_s: float = 0.0
     _closing: bool = False
@@ -80,7 +80,7 @@ class PairLink:
     @property
     def abandoned(self) -> bool:
         """Whether no handoff uses it and its control connection has ended."""
-        return not self.users and self._channel.get_state() in _CONNECTION_LOST
+        return not self.users and self.channel.get_state() in _CONNECTION_LOST
 
     async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> float:
         """`Link.put` on the link's thread, and the seconds it took.
@@ -109,9 +109,6 @@ class PairLink:
         await run(self._thread, self._link.close)
         self._thread.shutdown()
 
-    async def close_control(self) -> None:
-        await self._channel.close(None)
-
 
 @dataclass(eq=False)
 class LinkPool:
@@ -120,6 +117,8 @@ class LinkPool:
     A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch. A
     peer whose memory this worker should be able to map, but cannot (which depends on how its
     container was started, so that no retry helps), gets the next transport for as long as it lives.
+    An Abort is repeated until it is answered or `give_up_s` have passed. Then only the end of this
+    process frees the blocks: by then the peer has almost surely ended.
     """
 
     pool: KvPool
@@ -130,13 +129,14 @@ class LinkPool:
     _: KW_ONLY
     cap: int = 16
     backoff_s: float = 1.0
+    give_up_s: float = 600.0
 
     def __post_init__(self) -> None:
-        self.aborts = Aborts()
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._refused_until: dict[str, float] = {}
         self._unusable: set[tuple[str, Kind]] = set()  # by peer
+        self._aborts: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -174,8 +174,17 @@ class LinkPool:
 
     def release(self, link: PairLink) -> None:
         link.users -= 1
-        if link.users == 0 and self._links.get(link.peer) is not link:
-            in_background(self._closing, link.close_control())
+        self._close_unused(link)
+
+    def abort(
+        self, link: PairLink, request: handoff_pb2.AbortRequest, metadata: Metadata
+    ) -> asyncio.Event:
+        """Starts sending it; the event is set after the first try, whatever its result."""
+        tried = asyncio.Event()
+        give_up_s = self.give_up_s if len(self._aborts) < _MAX_PENDING else _ABORT_S
+        link.aborts += 1
+        in_background(self._aborts, self._abort(link, request, metadata, give_up_s, tried))
+        return tried
 
     @contextlib.contextmanager
     def closing_on_failure(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
@@ -231,18 +240,21 @@ class LinkPool:
         ]
 
     async def close(self) -> None:
-        """Closes every link; handoffs that still run fail. Aborts get a last try."""
-        self._closed = True
+        """Closes every link; handoffs that still run fail. Aborts get a last try, and those that
+        come later are tried for one call's time."""
+        self._closed, self.give_up_s = True, _ABORT_S
         for task in self._opening.values():
             task.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
         for link in list(self._links.values()):
             self._drop(link)
-            if link.users:  # its users may release it only after this process's end
-                in_background(self._closing, link.close_control())
+        if self._aborts:
+            await asyncio.wait(set(self._aborts), timeout=_CLOSE_S)
+        for abort in self._aborts:
+            abort.cancel()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
         while self._closing:
             await asyncio.gather(*self._closing)
-        await self.aborts.close()
 
     async def _open(self, peer: str) -> PairLink:
         try:
@@ -296,8 +308,7 @@ class LinkPool:
             thread.shutdown(wait=False)
             await channel.close(None)
             raise
-        opened = peer, decode.address, offer.epoch, transport
-        return PairLink(*opened, link, thread, channel, stub)
+        return PairLink(peer, offer.epoch, transport, link, thread, channel, stub)
 
     def _usable(self, peer: str) -> list[Kind]:
         kinds = (transport.kind for transport in self.transports)
@@ -328,43 +339,16 @@ class LinkPool:
     def _drop(self, link: PairLink) -> None:
         del self._links[link.peer]
         in_background(self._closing, link.close_data())
-        if link.users == 0:
-            in_background(self._closing, link.close_control())
+        self._close_unused(link)
 
+    def _close_unused(self, link: PairLink) -> None:
+        """Ends its control connection if it is out of service, and nothing is sent any more."""
+        if not link.users and not link.aborts and self._links.get(link.peer) is not link:
+            in_background(self._closing, link.channel.close(None))
 
-class Aborts:
-    """Reports to decode workers, in the background, that nothing more is written.
-
-    Each message is repeated until it is answered or `give_up_s` have passed. Then only the end of
-    this process frees the blocks: by then the peer has almost surely ended.
-    """
-
-    def __init__(self, give_up_s: float = 600.0) -> None:
-        self._give_up_s = give_up_s
-        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # by address, with its users
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def send(
-        self, address: str, request: handoff_pb2.AbortRequest, metadata: Metadata
-    ) -> asyncio.Event:
-        """Starts sending; the event is set after the first try, whatever its result."""
-        tried = asyncio.Event()
-        give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else _ABORT_S
-        in_background(self._tasks, self._repeat(address, request, metadata, give_up_s, tried))
-        return tried
-
-    async def close(self) -> None:
-        """Waits shortly for answers, then ends. What is sent later is tried for one call's time."""
-        self._give_up_s = _ABORT_S
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _repeat(
+    async def _abort(
         self,
-        address: str,
+        link: PairLink,
         request: handoff_pb2.AbortRequest,
         metadata: Metadata,
         give_up_s: float,
@@ -373,11 +357,11 @@ class Aborts:
         handoff_id, extra = request.handoff_id, about(handoff_id=request.handoff_id)
         backoff = Backoff(first_s=0.1, most_s=_MAX_INTERVAL_S)
         try:
-            async with asyncio.timeout(give_up_s), self._stub(address) as stub:
+            async with asyncio.timeout(give_up_s):
                 while True:
                     try:
                         with rpc.translated():
-                            await stub.Abort(request, timeout=_ABORT_S, metadata=metadata)
+                            await link.stub.Abort(request, timeout=_ABORT_S, metadata=metadata)
                         return
                     except _NO_ANSWER as error:
                         why = "abort of handoff %s is not answered yet: %s"
@@ -388,20 +372,8 @@ class Aborts:
                     tried.set()
                     await backoff.wait()
         except TimeoutError:
-            log.error("abort of handoff %s: no answer from %s", handoff_id, address, extra=extra)
+            log.error("abort of handoff %s: no answer from %s", handoff_id, link.peer, extra=extra)
         finally:
             tried.set()
-
-    @contextlib.asynccontextmanager
-    async def _stub(self, address: str) -> AsyncIterator[handoff_pb2_grpc.HandoffServiceStub]:
-        """One channel for each peer, kept while a message to it is on its way."""
-        channel, users = self._channels.get(address) or (rpc.channel(address), 0)
-        self._channels[address] = channel, users + 1
-        try:
-            yield handoff_pb2_grpc.HandoffServiceStub(channel)
-        finally:
-            channel, users = self._channels.pop(address)
-            if users > 1:
-                self._channels[address] = channel, users - 1
-            else:
-                await channel.close(None)
+            link.aborts -= 1
+            self._close_unused(link)

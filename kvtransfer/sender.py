@@ -93,8 +93,7 @@ class Handoff:
         self._chunks: list[_Chunk] = []
         self._conclusion: tuple[int, int] | None = None  # (tokens, first token's id)
         self._queued = asyncio.Event()
-        self._link: PairLink | None = None
-        self._address = ""  # of the decode worker, once it may have received a message of ours
+        self._link: PairLink | None = None  # set once decode may have received a message of ours
         self._put: asyncio.Future[float] | None = None  # the last one of this attempt
         self._stats: TransferStats  # of this attempt, as is `_digest`
         self._resends = 0
@@ -115,7 +114,8 @@ class Handoff:
         try:
             await self.abort(f"{kind.__name__}: {error}" if kind else "not committed")
         finally:
-            self._release()
+            if self._link is not None:
+                self.links.release(self._link)
 
     def send(self, first_token: int, local: Slots) -> None:
         """Queues blocks that are complete, starting at position `first_token`; returns at once.
@@ -138,11 +138,8 @@ class Handoff:
         self._queued.set()
 
     async def committed(self) -> TransferStats:
-        """Returns when all is sent and the decode worker has verified it.
-
-        Raises TransferFailed, KvCorrupted, Stale, KvMismatch, Unavailable, Overloaded,
-        DeadlineExceeded.
-        """
+        """Returns when all is sent and the decode worker has verified it. Raises TransferFailed,
+        KvCorrupted, Stale, KvMismatch, Unavailable, Overloaded, DeadlineExceeded."""
         stats = await asyncio.shield(self._task)
         self._ended = True
         return stats
@@ -162,29 +159,30 @@ class Handoff:
             if (failure := self._task.exception()) is None:
                 return  # committed after all, though nothing awaited it
             reason = f"{type(failure).__name__}: {failure}"
-        if not self._address:
+        link, put = self._link, self._put
+        if link is None:
             # Nothing was granted, and the router that reserved the blocks cancels them; if it is
             # gone itself, its broken event stream does.
             return
         request = handoff_pb2.AbortRequest(**self._names, reason=reason)
-        message = self._address, request, self._metadata
 
         def when_written(put: asyncio.Future[float]) -> None:
             put.exception()  # its result is not used any more
-            self.links.aborts.send(*message)
+            self.links.abort(link, request, self._metadata)
+            self.links.release(link)
 
-        if self._put is not None and not self._put.done():
-            self._put.add_done_callback(when_written)
+        if put is not None and not put.done():
+            self._link = None  # released when it is written
+            put.add_done_callback(when_written)
         else:
+            tried = self.links.abort(link, request, self._metadata)
             with contextlib.suppress(TimeoutError):
-                tried = self.links.aborts.send(*message)
                 await asyncio.wait_for(tried.wait(), self.abort_wait_s)
 
     async def _run(self) -> TransferStats:
         try:
             async with asyncio.timeout(self._deadline.left_s(float("inf"))):
                 link = self._link = await self.links.acquire(self.target, self._deadline)
-                self._address = link.address
                 while True:
                     try:
                         await self._attempt(link)
@@ -280,8 +278,9 @@ class Handoff:
             timeout_s = min(self._time_left_s(), _RESEND_ABORT_S)
             with rpc.translated():
                 await link.stub.Abort(request, timeout=timeout_s, metadata=self._metadata)
-            self._release()
-            return await self.links.acquire(self.target, self._deadline, skip_backoff=True)
+            opened = await self.links.acquire(self.target, self._deadline, skip_backoff=True)
+            self.links.release(link)
+            return opened
         except BatonError as error:
             why = "handoff %s cannot be resent: %s"
             log.warning(why, handoff_id, error, extra=self._about)
@@ -299,11 +298,6 @@ class Handoff:
 
     def _time_left_s(self) -> float:
         return self._deadline.left_s(self.step_timeout_s)
-
-    def _release(self) -> None:
-        if self._link is not None:
-            self.links.release(self._link)
-            self._link = None
 
     def _finished(self) -> TransferStats:
         end_ns = time.time_ns()

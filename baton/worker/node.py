@@ -47,10 +47,7 @@ from kvtransfer.transports.shm import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 
-_ROLES = {
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
+_ROLES = {"prefill": common_pb2.WORKER_ROLE_PREFILL, "decode": common_pb2.WORKER_ROLE_DECODE}
 STOP_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
 REGISTRY_TIMEOUT_S = 5.0
@@ -61,10 +58,7 @@ STALL_STEPS = 50  # mean steps that a step may take
 
 
 class Node(WorkerServiceServicer, ABC):
-    """One worker process, and what it answers about itself; its role is a subclass.
-
-    `run()` returns when it has drained.
-    """
+    """One worker process, and what it answers about itself; its role is a subclass."""
 
     def __init__(self, config: WorkerConfig, registry: Registry, trace: Telemetry) -> None:
         self.config, self.telemetry, self.tracer = config, trace, trace.tracer
@@ -87,8 +81,6 @@ class Node(WorkerServiceServicer, ABC):
         self._stepped = asyncio.Event()
         self._failure: Exception | None = None  # that no request here can survive
         self._health = Health()
-
-    # What makes it a prefill or a decode worker.
 
     @abstractmethod
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
@@ -114,10 +106,8 @@ class Node(WorkerServiceServicer, ABC):
     async def close(self) -> None:
         """Gives up what still runs and frees everything."""
 
-    # What both have in common.
-
     async def run(self, load: Callable[[], tuple[Loaded, KvPool]]) -> None:
-        """From binding to leaving.
+        """From binding to leaving; returns when it has drained.
 
         Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
         InternalError when the engine failed.
@@ -250,7 +240,11 @@ class Node(WorkerServiceServicer, ABC):
         drain_s = 0.0 if failed else self.config.drain_s
         log.info("draining for at most %.0f s", drain_s)
         await self._enter(common_pb2.WORKER_STATE_DRAINING, registration)
-        await self._finish_work(drain_s)
+        try:
+            async with asyncio.timeout(drain_s):
+                await self.idle()
+        except TimeoutError:
+            log.warning("not idle after %.0f s: giving the rest back", drain_s)
         if self._failure is not None:
             raise InternalError(f"a step's report was lost: {self._failure}") from self._failure
         if failed:
@@ -265,13 +259,6 @@ class Node(WorkerServiceServicer, ABC):
                 await registration.update(self.record)
         except (TimeoutError, Unavailable):
             log.warning("the registry does not answer; routers get this state from Watch")
-
-    async def _finish_work(self, drain_s: float) -> None:
-        try:
-            async with asyncio.timeout(drain_s):
-                await self.idle()
-        except TimeoutError:
-            log.warning("not idle after %.0f s: giving the rest back", drain_s)
 
     async def _leave(self) -> None:
         """Frees everything, then ends the watches and answers Drain calls."""

@@ -18,15 +18,13 @@ from baton.errors import (
     Unavailable,
 )
 from baton.v1 import handoff_pb2
-from kvtransfer.links import Aborts
+from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
 
 from .kvtransfer_parts import (
     TOKEN_BYTES,
     TRANSPORTS,
-    Decode,
-    MemoryTransport,
     Times,
     expect_only,
     slots,
@@ -246,33 +244,30 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
         (Stale("another sender"), 1, 60.0, 1, range(1, 2)),  # any answer ends it
         (ValueError("a bug"), 1, 60.0, 1, range(1, 2)),
         (Unavailable("no"), 1000, 0.5, 1, range(2, 1000)),  # patience ends
-        (None, 0, 60.0, 20, range(20, 21)),  # messages to one peer share a channel
+        (None, 0, 60.0, 20, range(20, 21)),
     ],
 )
-async def test_every_abort_ends_and_leaves_no_channel(error, errors, give_up_s, count, calls):
-    async with Decode(MemoryTransport()) as decode:
-        answers, aborts = Times(errors, error), Aborts(give_up_s=give_up_s)
-        decode.before["Abort"] = answers
-        for _ in range(count):
-            aborts.send(f"127.0.0.1:{decode.port}", REQUEST, ())
-        await asyncio.sleep(0)
-        assert len(aborts._channels) == 1
-        await asyncio.wait_for(asyncio.gather(*aborts._tasks), 10)
-        assert answers.calls in calls
-        assert not aborts._channels
+async def test_every_abort_ends(join, error, errors, give_up_s, count, calls):
+    prefill, decode = await join("memory", prefill={"give_up_s": give_up_s})
+    answers = decode.before["Abort"] = Times(errors, error)
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
+    for _ in range(count):
+        prefill.links.abort(link, REQUEST, ())
+    prefill.links.remove(link)
+    prefill.links.release(link)  # its control stays open for them
+    await asyncio.wait_for(asyncio.gather(*prefill.links._aborts), 10)
+    assert answers.calls in calls
+    assert link.channel._channel.closed()
 
 
-async def test_closing_waits_shortly_and_ends_what_is_not_answered():
-    aborts = Aborts()
-    async with Decode(MemoryTransport()) as decode:
-        address = f"127.0.0.1:{decode.port}"
-        answers = Times(1, Unavailable("once"))
-        decode.before["Abort"] = answers
-        await asyncio.wait_for(aborts.send(address, REQUEST, ()).wait(), 10)
-        await aborts.close()
-        assert answers.calls == 2
-    aborts = Aborts()
-    tried = aborts.send(address, REQUEST, ())
-    await asyncio.wait_for(aborts.close(), 3)  # a second for the last try, and slack
-    assert tried.is_set()
-    assert not aborts._channels and not aborts._tasks
+async def test_closing_waits_shortly_and_ends_what_is_not_answered(join):
+    prefill, decode = await join("memory")
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
+    prefill.links.release(link)
+    answers = decode.before["Abort"] = Times(1, Unavailable("once"))
+    await asyncio.wait_for(prefill.links.abort(link, REQUEST, ()).wait(), 10)
+    decode.before["Abort"] = lambda request: asyncio.sleep(30)
+    tried = prefill.links.abort(link, REQUEST, ())
+    await asyncio.wait_for(prefill.links.close(), 3)  # a second for the last try, and slack
+    assert answers.calls == 1 and tried.is_set()
+    assert not prefill.links._aborts
