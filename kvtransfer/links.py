@@ -37,7 +37,7 @@ from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, wor
 from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, Link, Transport
-from kvtransfer.pairing import ONE_HOST, Kind, name_of
+from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import reachable_gpus
 
@@ -282,19 +282,19 @@ class LinkPool:
         stub = handoff_pb2_grpc.HandoffServiceStub(channel)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
         run = asyncio.get_running_loop().run_in_executor
+        usable = [one for one in self.transports if (peer, one.kind) not in self._unusable]
         try:
             while True:
                 request = handoff_pb2.OfferRequest(
                     incarnation=self.incarnation,
                     target_incarnation=peer,
                     kv=self.descriptor,
-                    transports=self._usable(peer),
+                    transports=[one.kind for one in usable],
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )
                 with rpc.translated():
                     offer = await stub.Offer(request, timeout=_CONNECT_S)
-                transports = {transport.kind: transport for transport in self.transports}
-                transport = transports.get(offer.transport)
+                transport = next((one for one in usable if one.kind == offer.transport), None)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
                 place = self.pool, offer.endpoint, decode.pid
@@ -302,29 +302,20 @@ class LinkPool:
                     link = await run(thread, transport.connect, *place, _CONNECT_S)
                     break
                 except TransferFailed as error:
-                    if not self._exclude(peer, transport.kind, error):
+                    usable.remove(transport)
+                    if transport.kind not in ONE_HOST or not usable:
                         raise
+                    if len(self._unusable) == _REMEMBERED:
+                        self._unusable.clear()  # those that live are tried again
+                    self._unusable.add((peer, transport.kind))
+                    names = transport.name, ", ".join(one.name for one in usable)
+                    falls = "link to decode %s falls from %s to %s, because %s"
+                    log.warning(falls, peer, *names, error)
         except BaseException:
             thread.shutdown(wait=False)
             await channel.close(None)
             raise
         return PairLink(peer, offer.epoch, transport, link, thread, channel, stub)
-
-    def _usable(self, peer: str) -> list[Kind]:
-        kinds = (transport.kind for transport in self.transports)
-        return [kind for kind in kinds if (peer, kind) not in self._unusable]
-
-    def _exclude(self, peer: str, failed: Kind, why: TransferFailed) -> bool:
-        """Notes that a transport does not work with `peer`; False when no other is left."""
-        left = [kind for kind in self._usable(peer) if kind != failed]
-        if failed not in ONE_HOST or not left:
-            return False
-        if len(self._unusable) == _REMEMBERED:
-            self._unusable.clear()  # those that live are tried again
-        self._unusable.add((peer, failed))
-        names = name_of(failed), ", ".join(map(name_of, left))
-        log.warning("link to decode %s falls from %s to %s, because %s", peer, *names, why)
-        return True
 
     def _make_room(self) -> None:
         while len(self._links) + len(self._opening) > self.cap:

@@ -101,7 +101,15 @@ class PrefillWorker(Node, PrefillServiceServicer):
         self.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
         sequence = sequence_of(spec, self.limits, park_after=1)
-        self._check(sequence, cached_tokens)
+        if sequence.seq_id in self._prompts:
+            raise InvalidRequest(f"handoff {sequence.seq_id} runs here", "sequence.handoff_id")
+        size = self.limits.block_size
+        if cached_tokens % size or cached_tokens >= sequence.num_tokens:
+            raise InvalidRequest(
+                f"{cached_tokens} of {sequence.num_tokens} tokens cannot be cached in whole blocks "
+                f"of {size} with one left to compute",
+                "target.cached_tokens",
+            )
         attributes = {"baton.prompt_tokens": len(spec.token_ids)}
         with telemetry.span(self.tracer, "prefill", trace, attributes) as span:
             context = telemetry.context_of(span)
@@ -113,17 +121,6 @@ class PrefillWorker(Node, PrefillServiceServicer):
                 raise
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed during prefill") from None
-
-    def _check(self, sequence: Sequence, cached_tokens: int) -> None:
-        if sequence.seq_id in self._prompts:
-            raise InvalidRequest(f"handoff {sequence.seq_id} runs here", "sequence.handoff_id")
-        size = self.limits.block_size
-        if cached_tokens % size or cached_tokens >= sequence.num_tokens:
-            raise InvalidRequest(
-                f"{cached_tokens} of {sequence.num_tokens} tokens cannot be cached in whole blocks "
-                f"of {size} with one left to compute",
-                "target.cached_tokens",
-            )
 
     async def _run(self, prompt: Prompt, request: prefill_pb2.PrefillRequest, send: Send) -> None:
         sequence, seq_id = prompt.sequence, prompt.sequence.seq_id
