@@ -2,7 +2,6 @@
 
 `decode TRANSPORT` serves handoffs "h" and "next": it prints its port, the hash of its pool once "h"
 is committed, and ends with its input;
-`hang ENDPOINT` connects to a gloo listener, says so and waits to be killed;
 `stop WHERE NUM_TOKENS TARGET RECORD` is a sender that stops itself in the middle: it fills its pool
 with ones, hands them over to the target at the decode worker of that record (protobuf, in
 hexadecimal), and prints how that ended. It stops "before" the put, after the grant, or "amid" it.
@@ -24,7 +23,7 @@ from kvtransfer import pool as pools
 from kvtransfer.links import LinkPool
 from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
-from tests.contract.kvtransfer_parts import TRANSPORTS, Decode, make_pool, register
+from tests.contract.kvtransfer_parts import TRANSPORTS, Decode, register
 
 REMOTE = (9, 4, 5, 6, 20)
 
@@ -46,13 +45,6 @@ async def decode(name):
         await done.wait()
         print(hashlib.sha256(worker.pool.tensor.numpy()).hexdigest(), flush=True)
         await asyncio.to_thread(sys.stdin.read)
-
-
-async def hang(endpoint):
-    link = TRANSPORTS["gloo"]().connect(make_pool(1), bytes.fromhex(endpoint), os.getppid(), 5.0)
-    print("connected", flush=True)
-    signal.pause()
-    link.close()
 
 
 async def stop(where, num_tokens, target, record):
@@ -107,4 +99,4 @@ def stop_at(where):
 
 
 if __name__ == "__main__":
-    asyncio.run({"decode": decode, "hang": hang, "stop": stop}[sys.argv[1]](*sys.argv[2:]))
+    asyncio.run({"decode": decode, "stop": stop}[sys.argv[1]](*sys.argv[2:]))

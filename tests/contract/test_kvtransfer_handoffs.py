@@ -6,17 +6,7 @@ import threading
 
 import pytest
 
-from baton.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    KvCorrupted,
-    KvMismatch,
-    Overloaded,
-    Stale,
-    TransferFailed,
-    Unavailable,
-)
+from baton import errors
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import sender
@@ -121,7 +111,7 @@ async def test_handoffs_over_one_link(join, name):
 
     to = decode.reserve("guessed", 4, 1)
     to.reservation_token = "guessed"
-    with pytest.raises(Stale):
+    with pytest.raises(errors.Stale):
         await prefill.hand_over(to, "guessed", slots(4, 1))
     await prefill.hand_over(decode.reserve("last", 4, 0), "last", slots(4, 3))
     assert pairs(prefill) == [(1, "OPEN")]
@@ -144,7 +134,7 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
     for field, change in changes.items():
         decode.before["Commit"] = change
         to = decode.reserve("h", 8, 1, 2)
-        with pytest.raises(KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
+        with pytest.raises(errors.KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
             await prefill.hand_over(to, "h", slots(8, 5, 6))
         assert decode.held.reasons.pop("h")
     del decode.before["Commit"]
@@ -152,11 +142,11 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
         async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(first, chunk)
             handoff.send(first + chunk.num_tokens, slots(4, 9))
-            with pytest.raises((InvalidRequest, KvCorrupted)):
+            with pytest.raises((errors.InvalidRequest, errors.KvCorrupted)):
                 await handoff.commit(8, 7)
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         handoff.send(0, slots(4, 5))
-        with pytest.raises(KvCorrupted):
+        with pytest.raises(errors.KvCorrupted):
             await handoff.commit(4, 7)
     assert "h" in decode.held.reasons
     assert decode.held.committed_tokens == {}
@@ -169,12 +159,12 @@ async def test_other_incarnations_and_workers_without_a_record_get_nothing(join)
     prefill, decode = await join("shm")
     to = decode.reserve("h", 4, 1)
     to.incarnation = "stranger"
-    with pytest.raises(TransferFailed, match="registry has no worker stranger"):
+    with pytest.raises(errors.TransferFailed, match="registry has no worker stranger"):
         await prefill.hand_over(to, "h", slots(4, 1))
     assert prefill.links.status() == []
     to.incarnation = "before"
     register("before", decode.port)
-    with pytest.raises(Stale):
+    with pytest.raises(errors.Stale):
         await prefill.hand_over(to, "h", slots(4, 1))
 
 
@@ -185,7 +175,7 @@ async def test_descriptors_that_differ_are_named_before_anything_is_sent(join):
     prefill, decode = await join("memory", prefill={"descriptor": other})
     aborts = []
     decode.before["Abort"] = aborts.append
-    with pytest.raises(KvMismatch, match=r"prefill p and decode d.*layout_version: 3 != 0"):
+    with pytest.raises(errors.KvMismatch, match=r"prefill p and decode d.*layout_version: 3 != 0"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
     assert aborts == []  # nothing was granted, so there is nothing to take back
 
@@ -197,16 +187,16 @@ async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link():
             incarnation="p", target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
-        with pytest.raises(InvalidRequest, match="pid") as refused:
+        with pytest.raises(errors.InvalidRequest, match="pid") as refused:
             await answer(decode.receiver, "Offer", offer)
         assert refused.value.field == "pid"
-        with pytest.raises(Unavailable, match="is gone"):
+        with pytest.raises(errors.Unavailable, match="is gone"):
             await answer(decode.receiver, "Ready", pb.ReadyRequest(incarnation="p", epoch=1))
 
 
 async def test_shm_is_not_chosen_between_hosts(join):
     prefill, decode = await join("shm", decode={"host": "elsewhere"})
-    with pytest.raises(KvMismatch, match=r"different hosts.*different machines"):
+    with pytest.raises(errors.KvMismatch, match=r"different hosts.*different machines"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
 
 
@@ -244,7 +234,7 @@ async def test_memory_that_cannot_be_opened_is_left_out_and_the_pair_uses_the_ne
         assert pairs(prefill) == [(3, "OPEN")]
         assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
     async with unopenable() as (prefill, decode):  # nothing else is left
-        with pytest.raises(TransferFailed, match="invalid device ordinal"):
+        with pytest.raises(errors.TransferFailed, match="invalid device ordinal"):
             await prefill.hand_over(decode.reserve("h", 4, 9), "h", slots(4, 1))
         assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
 
@@ -257,26 +247,26 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):
     decode.receiver._peers["p"].thread.submit(stuck.wait, 10)
     to = decode.reserve("h2", 4, 1)
     try:
-        with pytest.raises(TransferFailed, match="did not answer"):
+        with pytest.raises(errors.TransferFailed, match="did not answer"):
             await asyncio.wait_for(prefill.hand_over(to, "h2", slots(4, 1)), 4)
     finally:
         stuck.set()
-    with pytest.raises(Unavailable):
+    with pytest.raises(errors.Unavailable):
         await prefill.hand_over(to, "h2", slots(4, 1))
 
 
 async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_that_waits(join):
     prefill, decode = await join("shm")
     async with prefill.opened(decode, 8, 1, 2) as handoff:
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(errors.InvalidRequest):
             handoff.send(0, slots(5, 1))
         await handoff.abort("changed my mind")
-        with pytest.raises(Cancelled):
+        with pytest.raises(errors.Cancelled):
             handoff.send(0, slots(4, 1))
     assert decode.held.reasons == {"h": "changed my mind"} or not decode.held.asked.is_set()
     async with prefill.opened(decode, 8, 1, 2, timeout_s=0.3) as handoff:
         handoff.send(0, slots(4, 1))
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             await asyncio.wait_for(asyncio.shield(handoff._task), 5)
     assert "h" in decode.held.reasons
     assert pairs(prefill) == [(1, "OPEN")]
@@ -303,7 +293,7 @@ async def test_least_recently_used_link_is_closed(name):
             for handoff, decode in ((one, a), (two, c)):
                 handoff.send(0, slots(4, 1))
                 await decode.asked()
-            with pytest.raises(Overloaded):
+            with pytest.raises(errors.Overloaded):
                 await prefill.hand_over(b.reserve("z", 4, 1), "z", slots(4, 1))
 
 
@@ -332,7 +322,7 @@ async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
     decode.receiver._arrived = gone_meanwhile
     async with prefill.opened(decode, 4, 1) as handoff:
         handoff.send(0, slots(4, 5))
-        with pytest.raises(Stale):
+        with pytest.raises(errors.Stale):
             await handoff.commit(4, 7)
         assert not decode.receiver.writing("h")
         assert "has ended" in decode.held.reasons["h"]
@@ -360,12 +350,14 @@ async def test_reservation_that_changes_under_a_receive_discards_it(join):
         await decode.asked()
         decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, b"")
         handoff.send(4, slots(4, 6))
-        with pytest.raises(Stale):
+        with pytest.raises(errors.Stale):
             await handoff.commit(8, 7)
     assert decode.held.committed_tokens == {}
 
 
-@pytest.mark.parametrize("timeout_s, error", [(0.3, DeadlineExceeded), (30.0, TransferFailed)])
+@pytest.mark.parametrize(
+    "timeout_s, error", [(0.3, errors.DeadlineExceeded), (30.0, errors.TransferFailed)]
+)
 async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
     join, monkeypatch, timeout_s, error
 ):

@@ -18,13 +18,13 @@ import pytest
 from baton.errors import Overloaded, TransferFailed, Unavailable
 from baton.registry.memory import MemoryStore
 from kvtransfer.deadline import Deadline
-from kvtransfer.pool import Digest
-from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.worker.running import Router, Worker, prompt, spec
+from tests.unit.worker.running import Router, Worker, directory, prompt, spec
 from tests.unit.worker.running import target as target_at
 from tests.waiting import eventually
 
 from .kvtransfer_parts import TRANSPORTS, Prefill, make_pool, register, slots, target
+
+__all__ = ["directory"]
 
 ROOT = Path(__file__).parents[2]
 REMOTE = (9, 4, 5, 6, 20)
@@ -86,34 +86,6 @@ async def test_handoff_to_another_process_that_is_killed_then(name):
         with pytest.raises(Unavailable):
             await prefill.hand_over(to, "next", slots(4, 1))
         assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
-
-
-async def test_killed_sender_fails_the_receive_quickly():
-    pool = make_pool(2)
-    listener = TRANSPORTS["gloo"]().listen(pool, "p/1")
-    async with peer("hang", listener.endpoint.hex()) as (process, line):
-        await asyncio.to_thread(listener.accept, 30.0)
-        assert await line() == "connected"
-        posted, loop = asyncio.Event(), asyncio.get_running_loop()
-        wake = lambda: loop.call_soon_threadsafe(posted.set)  # noqa: E731
-        receive = asyncio.create_task(
-            asyncio.to_thread(listener.receive, slots(4, 1), Digest(), 30.0, wake)
-        )
-        await asyncio.wait_for(posted.wait(), 10)
-        start = time.monotonic()
-        process.kill()
-        with pytest.raises(TransferFailed):
-            await receive
-        assert time.monotonic() - start < 1.0
-    listener.close()
-    pool.area.close()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(path, "LlamaForCausalLM", tokenizer=True)
-    return path
 
 
 def state_of(pid):

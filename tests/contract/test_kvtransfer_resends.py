@@ -9,14 +9,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from baton.errors import (
-    DeadlineExceeded,
-    KvCorrupted,
-    KvMismatch,
-    Stale,
-    TransferFailed,
-    Unavailable,
-)
+from baton import errors
 from baton.v1 import handoff_pb2
 from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
@@ -71,7 +64,7 @@ async def test_a_put_that_fails_halfway_is_done_again(join, name):
     def fail(link, put, local, remote, digest):
         if link.transport.one_sided:
             put(Slots(local.block_ids[:1], 4), Slots(remote.block_ids[:1], 4), digest, 1)
-        raise TransferFailed("cut in the middle")
+        raise errors.TransferFailed("cut in the middle")
 
     fails = Times(1, fail)
 
@@ -99,7 +92,7 @@ async def test_a_receive_that_failed_at_the_receiver_is_posted_again(join):
     listener = decode.receiver._peers["p"].listener
     receive = listener.receive
 
-    fails = Times(1, TransferFailed("the receive was cut"))
+    fails = Times(1, errors.TransferFailed("the receive was cut"))
     listener.receive = lambda *arguments: fails() or receive(*arguments)
     stats = await prefill.hand_over(decode.reserve("h", 8, 1, 2), "h", slots(8, 5, 6))
     expect_sent_again(prefill, decode, stats)
@@ -141,7 +134,7 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
     prefill, decode = await join(name, prefill={"tracer": tracer})
     commits = Times(1 + MAX_RESENDS, corrupt)
     decode.before["Commit"] = commits
-    with pytest.raises(KvCorrupted):
+    with pytest.raises(errors.KvCorrupted):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     assert commits.calls == 1 + MAX_RESENDS
     assert "KvCorrupted" in decode.held.reasons["h"]
@@ -154,14 +147,16 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
 
 
 @pytest.mark.parametrize(
-    "raised", [Stale("x"), KvMismatch("x"), DeadlineExceeded("x")], ids=lambda e: type(e).__name__
+    "raised",
+    [errors.Stale("x"), errors.KvMismatch("x"), errors.DeadlineExceeded("x")],
+    ids=lambda e: type(e).__name__,
 )
 async def test_what_a_resend_cannot_fix_is_not_resent(join, raised):
     prefill, decode = await join("memory")
     withdrawn, timeout_s = [], 10.0
     decode.before["Commit"] = Times(9, raised)
     decode.before["Abort"] = lambda request: withdrawn.append(request.resend)
-    if isinstance(raised, DeadlineExceeded):  # the request's own
+    if isinstance(raised, errors.DeadlineExceeded):  # the request's own
         decode.before["Commit"], timeout_s = lambda request: asyncio.sleep(5), 0.5
     with pytest.raises(type(raised)):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5), timeout_s=timeout_s)
@@ -178,7 +173,7 @@ async def test_a_reservation_that_is_gone_is_not_sent_again(join):
     withdrawals = Times(1, cancel)
     decode.before["Commit"] = corrupt
     decode.before["Abort"] = withdrawals
-    with pytest.raises(KvCorrupted):
+    with pytest.raises(errors.KvCorrupted):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     assert withdrawals.calls == 2  # the second one is for good
 
@@ -211,7 +206,7 @@ REQUEST = handoff_pb2.AbortRequest(handoff_id="h", reservation_token="token-h", 
 @pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
 async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
     prefill, decode = await join(name, prefill={"abort_wait_s": 0.0})
-    losses = Times(2, Unavailable("lost"))
+    losses = Times(2, errors.Unavailable("lost"))
     decode.before["Abort"] = losses
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         handoff.send(0, slots(4, 5))
@@ -238,18 +233,18 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
 
 
 @pytest.mark.parametrize(
-    ("error", "errors", "give_up_s", "count", "calls"),
+    ("error", "times", "give_up_s", "count", "calls"),
     [
         (None, 0, 60.0, 1, range(1, 2)),
-        (Stale("another sender"), 1, 60.0, 1, range(1, 2)),  # any answer ends it
+        (errors.Stale("another sender"), 1, 60.0, 1, range(1, 2)),  # any answer ends it
         (ValueError("a bug"), 1, 60.0, 1, range(1, 2)),
-        (Unavailable("no"), 1000, 0.5, 1, range(2, 1000)),  # patience ends
+        (errors.Unavailable("no"), 1000, 0.5, 1, range(2, 1000)),  # patience ends
         (None, 0, 60.0, 20, range(20, 21)),
     ],
 )
-async def test_every_abort_ends(join, error, errors, give_up_s, count, calls):
+async def test_every_abort_ends(join, error, times, give_up_s, count, calls):
     prefill, decode = await join("memory", prefill={"give_up_s": give_up_s})
-    answers = decode.before["Abort"] = Times(errors, error)
+    answers = decode.before["Abort"] = Times(times, error)
     link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
     for _ in range(count):
         prefill.links.abort(link, REQUEST, ())
@@ -264,7 +259,7 @@ async def test_closing_waits_shortly_and_ends_what_is_not_answered(join):
     prefill, decode = await join("memory")
     link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
     prefill.links.release(link)
-    answers = decode.before["Abort"] = Times(1, Unavailable("once"))
+    answers = decode.before["Abort"] = Times(1, errors.Unavailable("once"))
     await asyncio.wait_for(prefill.links.abort(link, REQUEST, ()).wait(), 10)
     decode.before["Abort"] = lambda request: asyncio.sleep(30)
     tried = prefill.links.abort(link, REQUEST, ())
