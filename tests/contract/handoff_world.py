@@ -23,7 +23,6 @@ from baton.engine.runner import SampledTokens
 from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.messages import ModelLimits
-from decode_worker.events import EventStreams
 from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer import receiver
 from kvtransfer.pool import Digest, KvPool, Slots
@@ -121,10 +120,9 @@ class World:
         self.blocks = BlockPool(BLOCKS, BLOCK_SIZE)
         planner = Planner(self.blocks, chunk_tokens=8, max_batch=4)
         self.engine = Engine(self.runner, planner, frozenset(), 64, self._publish)
-        self.streams, self.queues = EventStreams(), {}
-        self.reservations = Reservations(
-            self.engine, self.streams, ModelLimits(1000, 64, BLOCK_SIZE), LEASE_S
-        )
+        self.queues = {}
+        limits = ModelLimits(1000, 64, BLOCK_SIZE)
+        self.reservations = Reservations(self.engine, limits, LEASE_S)
         self.receiver = HandoffReceiver(
             KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations, find
         )
@@ -173,14 +171,11 @@ class World:
         self.settle()
 
     def listen(self, stream_id):
-        """As the servicer does when a router opens its stream, for the first time or again."""
-        self.reservations.cancel_stream(stream_id)
-        self.queues[stream_id] = self.streams.register(stream_id, "router")
+        """A router opens its stream, for the first time or again."""
+        self.queues[stream_id] = self.reservations.listen(stream_id, "router")
 
     def hang_up(self, stream_id):
-        """As the servicer does when the router's stream breaks."""
-        if self.streams.leave(stream_id, self.queues.pop(stream_id)):
-            self.reservations.cancel_stream(stream_id)
+        self.reservations.hang_up(stream_id, self.queues.pop(stream_id))
 
     async def reserve(self, stream_id, spec, local):
         request = decode_pb2.ReserveRequest(

@@ -10,7 +10,7 @@ from baton import rpc
 from baton.errors import InvalidRequest, Overloaded, Stale, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, handoff_pb2
 from baton.worker import node
-from decode_worker import events
+from decode_worker import reservations
 from tests.unit.worker.running import (
     PATIENCE_S,
     Router,
@@ -192,14 +192,13 @@ async def test_a_router_that_does_not_read_is_cut_off_at_once(decode, monkeypatc
     async with Router(decode, "fast") as fast:
         await fast.reserve(spec("c", prompt(20), max_tokens=50), local=20)
         assert len(await fast.tokens("c")) == 50
-        monkeypatch.setattr(events, "MAX_BACKLOG", 3)
-        streams = decode.node._streams
-        mute = Router(decode, "mute")
-        unread = streams.register(mute.stream_id, "mute")  # as a stream whose write is stuck
+        monkeypatch.setattr(reservations, "MAX_BACKLOG", 3)
+        mute, held = Router(decode, "mute"), decode.node._reservations
+        unread = held.listen(mute.stream_id, "mute")  # as a stream whose write is stuck
         await mute.reserve(spec("b", prompt(20)))
         await mute.reserve(spec("a", prompt(20), max_tokens=200), local=20)
         assert await decode.clean()
-        assert mute.stream_id not in streams and fast.stream_id in streams
+        assert held._streams.keys() == {fast.stream_id}
         assert [unread.get_nowait() for _ in range(unread.qsize())] == [None]
         assert (await decode.blocks()).steps < 150
 
@@ -220,9 +219,8 @@ async def test_a_dead_writers_blocks_come_back(decode, router):
 
 async def test_a_commit_with_an_impossible_token_is_refused(decode, router):
     reserved = await router.reserve(spec("a", prompt(20)))
-    reservations = decode.node._reservations
     with pytest.raises(InvalidRequest):
-        await reservations.committed("a", reserved.reservation_token, 320)
+        await decode.node._reservations.committed("a", reserved.reservation_token, 320)
     await router.cancel("a")
 
 
