@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 MAX_RESENDS = 2
 _RESEND_ABORT_S = 2.0
 _PUT_GRACE_S = 1.0  # for a put that is out of time to end by itself
-
-_Chunk: TypeAlias = tuple[int, Slots]  # position of the first token, and the blocks
 
 
 @dataclass
@@ -90,8 +88,8 @@ class Handoff:
         trace_id = telemetry.trace_id_in(self.parent)
         self._about = about(trace_id=trace_id, handoff_id=self.handoff_id)
         # Kept, so that all can be sent again; every one has at least one token of the sequence.
-        self._chunks: list[_Chunk] = []
-        self._conclusion: tuple[int, int] | None = None  # (tokens, first token's id)
+        self._chunks: list[Slots] = []
+        self._first_token_id: int | None = None  # once no more chunks come
         self._queued = asyncio.Event()
         self._link: PairLink | None = None  # set once decode may have received a message of ours
         self._put: asyncio.Future[float] | None = None  # the last one of this attempt
@@ -117,11 +115,11 @@ class Handoff:
             if self._link is not None:
                 self.links.release(self._link)
 
-    def send(self, first_token: int, local: Slots) -> None:
-        """Queues blocks that are complete, starting at position `first_token`; returns at once.
+    def send(self, local: Slots) -> None:
+        """Queues the next complete blocks, at first those after the cached ones; returns at once.
 
-        Every call continues where the last one ended, at first the target's cached tokens; all but
-        the last end at a block's end. Raises InvalidRequest, and once the transfer has failed, why.
+        All but the last end at a block's end. Raises InvalidRequest, and once the transfer has
+        failed, why.
         """
         local.check(self.links.pool.block_size, self.links.pool.num_blocks)
         if self._task.done():
@@ -129,12 +127,12 @@ class Handoff:
                 raise Cancelled("the handoff was aborted")
             self._task.result()
             raise InvalidRequest("the handoff was committed already")
-        self._chunks.append((first_token, local))
+        self._chunks.append(local)
         self._queued.set()
 
-    def conclude(self, num_tokens: int, first_token_id: int) -> None:
+    def conclude(self, first_token_id: int) -> None:
         """Queues the Commit behind what is to be sent; returns at once."""
-        self._conclusion = num_tokens, first_token_id
+        self._first_token_id = first_token_id
         self._queued.set()
 
     async def committed(self) -> TransferStats:
@@ -202,30 +200,29 @@ class Handoff:
         granted: tuple[int, ...] = ()
         if link.transport.one_sided and self.num_tokens > cached:
             granted = await self._ready(link, cached, self.num_tokens - cached)
-        while sent < len(self._chunks) or self._conclusion is None:
+        while sent < len(self._chunks) or self._first_token_id is None:
             if sent == len(self._chunks):
                 self._queued.clear()
                 await self._queued.wait()
                 continue
             await self._send_chunk(link, self._chunks[sent], granted)
-            if self._conclusion is None:
+            if self._first_token_id is None:
                 stats.hidden_s = stats.wire_s
             sent += 1
-        num_tokens, first_token_id = self._conclusion
         request = handoff_pb2.CommitRequest(
             **self._names,
             epoch=link.epoch,
-            num_tokens=num_tokens,
+            num_tokens=self.num_tokens,
             num_bytes=self._digest.num_bytes,
             checksum=self._digest.value,
-            first_token_id=first_token_id,
+            first_token_id=self._first_token_id,
             token_digest=self.token_digest,
         )
         start = time.perf_counter()
         await self._call(link, link.stub.Commit, request)
         stats.wait_s += time.perf_counter() - start
 
-    async def _send_chunk(self, link: PairLink, chunk: _Chunk, granted: tuple[int, ...]) -> None:
+    async def _send_chunk(self, link: PairLink, slots: Slots, granted: tuple[int, ...]) -> None:
         start, timeout_s = time.perf_counter(), self._time_left_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -234,19 +231,19 @@ class Handoff:
             raise TransferFailed(f"the link to decode {link.peer} was not free in time") from error
         try:
             # Between Ready and the end of the put the receiver counts on us: no stopping there.
-            await uninterrupted(self._put_chunk(link, chunk, granted, start))
+            await uninterrupted(self._put_chunk(link, slots, granted, start))
         finally:
             link.turn.release()
 
     async def _put_chunk(
-        self, link: PairLink, chunk: _Chunk, granted: tuple[int, ...], start: float
+        self, link: PairLink, slots: Slots, granted: tuple[int, ...], start: float
     ) -> None:
-        first_token, slots = chunk
+        sent = self._digest.num_bytes // self.links.pool.token_bytes
         if link.transport.one_sided:
-            first = (first_token - self.target.cached_tokens) // self.links.pool.block_size
+            first = sent // self.links.pool.block_size
             ids = granted[first : first + len(slots.block_ids)]
         else:
-            ids = await self._ready(link, first_token, slots.num_tokens)
+            ids = await self._ready(link, self.target.cached_tokens + sent, slots.num_tokens)
         self._stats.wait_s += time.perf_counter() - start
         self._start_ns = self._start_ns or time.time_ns()
         remote = Slots(ids, slots.num_tokens)

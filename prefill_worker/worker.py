@@ -177,7 +177,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
             if not progress.finish_reason:
                 self._send_blocks(prompt, handoff)
                 if progress.token_ids:
-                    handoff.conclude(prompt.num_tokens, progress.token_ids[0])
+                    handoff.conclude(progress.token_ids[0])
             if started is not None:
                 await send(prefill_pb2.PrefillResponse(started=started))
             if progress.token_ids:
@@ -196,7 +196,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
         if not blocks:  # it has ended by itself; the step that reports it is already queued
             return
         with self.metrics.transferring():
-            handoff.send(prompt.sent, Slots(tuple(blocks), end - prompt.sent))
+            handoff.send(Slots(tuple(blocks), end - prompt.sent))
         prompt.sent = end
 
     def _started(self, prompt: Prompt, report: StepReport) -> prefill_pb2.PrefillStarted:

@@ -216,7 +216,7 @@ class _End(Link, Listener):
     def accept(self, timeout_s: float) -> None:
         """Builds the group and exchanges a hello in both directions; the same at both ends."""
         deadline = time.monotonic() + timeout_s
-        with self._failing("no connection"):
+        try:
             copying = copier(self._pool)
             with (
                 self._transport.watch(deadline, self.abort),
@@ -232,13 +232,12 @@ class _End(Link, Listener):
                     self._wait(begin(hello), deadline)
                 self._finish(copying)
             self._copier = copying
+        except RuntimeError as error:
+            raise TransferFailed(f"{self._transport.name}: no connection: {error}") from error
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        with (
-            self._failing("send failed"),
-            self._transfer(digest, deadline) as (copying, staging),
-        ):
+        with self._transfer("send", digest, deadline) as (copying, staging):
             travelling = None
             for i, part in enumerate(self._pool.parts(local, self._message_bytes)):
                 data = copying.gather(part, staging[i % 2])
@@ -251,10 +250,7 @@ class _End(Link, Listener):
     ) -> None:
         deadline = time.monotonic() + timeout_s
         parts = self._pool.parts(slots, self._message_bytes)
-        with (
-            self._failing("receive failed"),
-            self._transfer(digest, deadline) as (copying, staging),
-        ):
+        with self._transfer("receive", digest, deadline) as (copying, staging):
 
             def post(i: int) -> tuple[torch.Tensor, Any]:
                 data = staging[i % 2][: self._pool.nbytes(parts[i])]
@@ -283,30 +279,28 @@ class _End(Link, Listener):
         self._group = None
 
     @contextmanager
-    def _transfer(self, digest: Digest, deadline: float) -> Iterator[tuple[Copier, torch.Tensor]]:
+    def _transfer(
+        self, what: str, digest: Digest, deadline: float
+    ) -> Iterator[tuple[Copier, torch.Tensor]]:
         """Around one put or receive. When it is left all is done and in `digest`, or nothing goes
-        on. Raises RuntimeError."""
+        on. Raises TransferFailed."""
         assert self._copier is not None, "not connected"
         size = max(self._message_bytes, self._pool.block_bytes)
-        with (
-            self._transport.staging.lend(size, self._pool.device, deadline) as staging,
-            self._transport.watch(deadline, self.abort),
-            self._copier.transfer(digest),
-        ):
-            try:
-                self._check()
-                yield self._copier, staging
-                self._finish(self._copier)
-            except RuntimeError:
-                self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
-                raise
-
-    @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
         try:
-            yield
+            with (
+                self._transport.staging.lend(size, self._pool.device, deadline) as staging,
+                self._transport.watch(deadline, self.abort),
+                self._copier.transfer(digest),
+            ):
+                try:
+                    self._check()
+                    yield self._copier, staging
+                    self._finish(self._copier)
+                except RuntimeError:
+                    self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
+                    raise
         except RuntimeError as error:
-            raise TransferFailed(f"{self._transport.name}: {what}: {error}") from error
+            raise TransferFailed(f"{self._transport.name}: {what} failed: {error}") from error
 
     def _send(self, data: torch.Tensor) -> Any:
         return self._group.send([data], 1 - self._rank, 0)

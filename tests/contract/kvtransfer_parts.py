@@ -257,8 +257,8 @@ def target(incarnation, handoff_id, cached=0):
 
 
 class Handed(Handoff):
-    async def commit(self, num_tokens, first_token_id):
-        self.conclude(num_tokens, first_token_id)
+    async def commit(self, first_token_id):
+        self.conclude(first_token_id)
         return await self.committed()
 
 
@@ -302,15 +302,13 @@ class Prefill:
         to = decode.reserve("h", num_tokens, *ids)
         return self.open(to, "h", num_tokens, timeout_s)
 
-    async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0, first_token=7):
+    async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0):
         """Sends chunks one after another and commits; returns the stats."""
-        position = to.cached_tokens
-        total = position + sum(chunk.num_tokens for chunk in chunks)
+        total = to.cached_tokens + sum(chunk.num_tokens for chunk in chunks)
         async with self.open(to, handoff_id, total, timeout_s) as handoff:
             for chunk in chunks:
-                handoff.send(position, chunk)
-                position += chunk.num_tokens
-            return await handoff.commit(total, first_token)
+                handoff.send(chunk)
+            return await handoff.commit(7)
 
 
 class Times:

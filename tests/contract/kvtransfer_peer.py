@@ -63,8 +63,8 @@ async def stop(where, num_tokens, target, record):
     try:
         async with Handoff(links, NoOpTracer(), to, "h", num_tokens, 120.0) as handoff:
             # Every other block, so that the put is made of several pieces.
-            handoff.send(0, pools.Slots(tuple(range(0, 2 * blocks, 2)), num_tokens))
-            handoff.conclude(num_tokens, 7)
+            handoff.send(pools.Slots(tuple(range(0, 2 * blocks, 2)), num_tokens))
+            handoff.conclude(7)
             await handoff.committed()
         print("committed", flush=True)
     except BatonError as error:

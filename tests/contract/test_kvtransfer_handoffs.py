@@ -59,15 +59,15 @@ async def test_handoffs_over_one_link(join, name):
     assert pair.sent_ms == pytest.approx(stats.wire_s * 1e3)
 
     async with prefill.open(decode.reserve("slow", 8, 4, 5), "slow", 8, 10.0) as handoff:
-        handoff.send(0, slots(4, 3))
+        handoff.send(slots(4, 3))
 
         async def more_sent():
             return [pair.sent_bytes > stats.num_bytes for pair in prefill.links.status()]
 
         await eventually(more_sent, any, "the first chunk was not put")
         await asyncio.sleep(0.05)  # the put is over; a moment later what follows it is, too
-        handoff.send(4, slots(4, 8))
-        handoff.conclude(8, 7)
+        handoff.send(slots(4, 8))
+        handoff.conclude(7)
         assert "slow" not in decode.held.committed_tokens
         slow = await handoff.committed()
     assert decode.held.committed_tokens["slow"] == 7
@@ -90,7 +90,7 @@ async def test_handoffs_over_one_link(join, name):
     decode.held.asked.clear()
     with pytest.raises(RuntimeError, match="cancelled"):
         async with prefill.opened(decode, 8, 1, 2) as handoff:
-            handoff.send(0, slots(4, 1))
+            handoff.send(slots(4, 1))
             await decode.asked()
             raise RuntimeError("cancelled")
     assert "cancelled" in decode.held.reasons["h"]
@@ -98,7 +98,7 @@ async def test_handoffs_over_one_link(join, name):
 
     async def forever(n, to):
         async with prefill.open(to, f"c{n}", 8, 30.0) as handoff:
-            handoff.send(0, slots(4, n))
+            handoff.send(slots(4, n))
             await asyncio.Event().wait()
 
     targets = [decode.reserve(f"c{n}", 8, 2 * n, 2 * n + 1) for n in range(6)]
@@ -138,16 +138,16 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
             await prefill.hand_over(to, "h", slots(8, 5, 6))
         assert decode.held.reasons.pop("h")
     del decode.before["Commit"]
-    for first, chunk in ((4, slots(4, 1)), (0, slots(3, 1)), (0, slots(12, 1, 2, 3))):
+    for chunk in (slots(3, 1), slots(12, 1, 2, 3)):  # ends in a block; more than is reserved
         async with prefill.opened(decode, 8, 1, 2) as handoff:
-            handoff.send(first, chunk)
-            handoff.send(first + chunk.num_tokens, slots(4, 9))
+            handoff.send(chunk)
+            handoff.send(slots(4, 9))
             with pytest.raises((errors.InvalidRequest, errors.KvCorrupted)):
-                await handoff.commit(8, 7)
+                await handoff.commit(7)
     async with prefill.opened(decode, 8, 1, 2) as handoff:
-        handoff.send(0, slots(4, 5))
+        handoff.send(slots(4, 5))
         with pytest.raises(errors.KvCorrupted):
-            await handoff.commit(4, 7)
+            await handoff.commit(7)
     assert "h" in decode.held.reasons
     assert decode.held.committed_tokens == {}
     assert pairs(prefill) == [(1, "OPEN")]
@@ -259,13 +259,13 @@ async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_tha
     prefill, decode = await join("shm")
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         with pytest.raises(errors.InvalidRequest):
-            handoff.send(0, slots(5, 1))
+            handoff.send(slots(5, 1))
         await handoff.abort("changed my mind")
         with pytest.raises(errors.Cancelled):
-            handoff.send(0, slots(4, 1))
+            handoff.send(slots(4, 1))
     assert decode.held.reasons == {"h": "changed my mind"} or not decode.held.asked.is_set()
     async with prefill.opened(decode, 8, 1, 2, timeout_s=0.3) as handoff:
-        handoff.send(0, slots(4, 1))
+        handoff.send(slots(4, 1))
         with pytest.raises(errors.DeadlineExceeded):
             await asyncio.wait_for(asyncio.shield(handoff._task), 5)
     assert "h" in decode.held.reasons
@@ -291,7 +291,7 @@ async def test_least_recently_used_link_is_closed(name):
             prefill.open(c.reserve("y", 8, 1, 2), "y", 8, 5.0) as two,
         ):
             for handoff, decode in ((one, a), (two, c)):
-                handoff.send(0, slots(4, 1))
+                handoff.send(slots(4, 1))
                 await decode.asked()
             with pytest.raises(errors.Overloaded):
                 await prefill.hand_over(b.reserve("z", 4, 1), "z", slots(4, 1))
@@ -321,9 +321,9 @@ async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
 
     decode.receiver._arrived = gone_meanwhile
     async with prefill.opened(decode, 4, 1) as handoff:
-        handoff.send(0, slots(4, 5))
+        handoff.send(slots(4, 5))
         with pytest.raises(errors.Stale):
-            await handoff.commit(4, 7)
+            await handoff.commit(7)
         assert not decode.receiver.writing("h")
         assert "has ended" in decode.held.reasons["h"]
     assert decode.held.committed_tokens == {}
@@ -346,12 +346,12 @@ async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout
 async def test_reservation_that_changes_under_a_receive_discards_it(join):
     prefill, decode = await join("gloo")
     async with prefill.opened(decode, 8, 1, 2) as handoff:
-        handoff.send(0, slots(4, 5))
+        handoff.send(slots(4, 5))
         await decode.asked()
         decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, b"")
-        handoff.send(4, slots(4, 6))
+        handoff.send(slots(4, 6))
         with pytest.raises(errors.Stale):
-            await handoff.commit(8, 7)
+            await handoff.commit(7)
     assert decode.held.committed_tokens == {}
 
 
@@ -375,8 +375,8 @@ async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
 
     async def run():
         async with prefill.opened(decode, 8, 1, 2, timeout_s=timeout_s) as handoff:
-            handoff.send(0, slots(8, 5, 6))
-            await handoff.commit(8, 7)
+            handoff.send(slots(8, 5, 6))
+            await handoff.commit(7)
 
     bound_s = min(timeout_s, 0.5) + 0.1 + 1.5  # one put or the deadline, its grace, and slack
     try:

@@ -107,10 +107,10 @@ async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, na
 
     async def in_two_parts(n, to):
         async with prefill.open(to, f"h{n}", 8, 20.0) as handoff:
-            handoff.send(0, slots(4, n))
+            handoff.send(slots(4, n))
             await lost.wait()
-            handoff.send(4, slots(4, n + 10))
-            return await handoff.commit(8, 7)
+            handoff.send(slots(4, n + 10))
+            return await handoff.commit(7)
 
     running = [asyncio.create_task(in_two_parts(n, to)) for n, to in enumerate(targets)]
     await decode.asked()
@@ -209,7 +209,7 @@ async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
     losses = Times(2, errors.Unavailable("lost"))
     decode.before["Abort"] = losses
     async with prefill.opened(decode, 8, 1, 2) as handoff:
-        handoff.send(0, slots(4, 5))
+        handoff.send(slots(4, 5))
         await decode.asked()
         decode.cancel("h")
     assert decode.receiver.writing("h")  # quarantined, though the handoff is over at its sender
@@ -223,7 +223,7 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
     hung = asyncio.Event()
     decode.before["Abort"] = lambda request: hung.wait()
     async with prefill.opened(decode, 8, 1, 2) as handoff:
-        handoff.send(0, slots(4, 5))
+        handoff.send(slots(4, 5))
         await decode.asked()
         before = time.monotonic()
     assert time.monotonic() - before < 1.5  # a call alone would take two seconds
