@@ -168,6 +168,26 @@ async def test_other_incarnations_and_workers_without_a_record_get_nothing(join)
         await prefill.hand_over(to, "h", slots(4, 1))
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"first_token": 4}, errors.InvalidRequest),
+        *(({"num_tokens": number}, errors.InvalidRequest) for number in (0, 3, 12)),
+        ({"epoch": 9}, errors.Unavailable),
+        ({"reservation_token": "guessed"}, errors.Stale),
+    ],
+)
+async def test_ready_for_what_is_not_next_or_over_no_link_grants_nothing(join, change, error):
+    prefill, decode = await join("memory")
+    link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
+    fields = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
+    ready = {**fields, "epoch": link.epoch, "num_tokens": 8, **change}
+    with pytest.raises(error):
+        await answer(decode.receiver, "Ready", pb.ReadyRequest(**ready))
+    assert not decode.receiver.writing("h")
+    prefill.links.release(link)
+
+
 async def test_descriptors_that_differ_are_named_before_anything_is_sent(join):
     other = common_pb2.KvDescriptor()
     other.CopyFrom(DESCRIPTOR)
