@@ -6,7 +6,6 @@ got.
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import signal
 import sys
@@ -22,12 +21,11 @@ from tests.unit.worker.running import Router, Worker, directory, prompt, spec
 from tests.unit.worker.running import target as target_at
 from tests.waiting import eventually
 
-from .kvtransfer_parts import TRANSPORTS, Prefill, make_pool, register, slots, target
+from .kvtransfer_parts import TRANSPORTS, Prefill, register, slots, target
 
 __all__ = ["directory"]
 
 ROOT = Path(__file__).parents[2]
-REMOTE = (9, 4, 5, 6, 20)
 NUM_TOKENS = 40  # of the sender that stops: two and a half blocks
 
 
@@ -53,15 +51,6 @@ async def peer(*arguments):
         process._transport.close()
 
 
-def expected_content(source):
-    pool = make_pool(2)
-    for here, there, fill in zip((1, 2, 3, 8, 7), REMOTE, (4, 4, 4, 4, 2), strict=True):
-        pool.tensor[there, ..., :fill, :] = source.tensor[here, ..., :fill, :]
-    content = hashlib.sha256(pool.tensor.numpy()).hexdigest()
-    pool.area.close()
-    return content
-
-
 @pytest.mark.parametrize("name", ["shm", "gloo", "cuda_ipc"])
 async def test_handoff_to_another_process_that_is_killed_then(name):
     """The next handoff, and a put into its memory, fail at once."""
@@ -70,7 +59,6 @@ async def test_handoff_to_another_process_that_is_killed_then(name):
         to = target("d", "h")
         stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(10, 3, 8, 7))
         assert stats.transport == name
-        assert await line() == expected_content(prefill.pool)
         link = await prefill.links.acquire(to, Deadline(5.0))
         process.kill()
         await process.wait()
