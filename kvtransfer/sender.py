@@ -97,7 +97,7 @@ class Handoff:
         self._resends = 0
         self._start_ns = 0
         self._task: asyncio.Task[TransferStats]
-        self._ended = False
+        self._committed = False
 
     async def __aenter__(self) -> Handoff:
         self._task = asyncio.create_task(self._run())
@@ -109,8 +109,13 @@ class Handoff:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Gives up, unless committed. When it returns nothing more is written, and the Abort was
+        sent or is being sent in the background. A put that does not end in time is left to itself:
+        its bytes are not used, and the Abort is sent when it has ended."""
+        reason = f"{kind.__name__}: {error}" if kind else "not committed"
         try:
-            await self.abort(f"{kind.__name__}: {error}" if kind else "not committed")
+            if not self._committed:
+                await uninterrupted(self._abort(reason))
         finally:
             if self._link is not None:
                 self.links.release(self._link)
@@ -139,16 +144,8 @@ class Handoff:
         """Returns when all is sent and the decode worker has verified it. Raises TransferFailed,
         KvCorrupted, Stale, KvMismatch, Unavailable, Overloaded, DeadlineExceeded."""
         stats = await asyncio.shield(self._task)
-        self._ended = True
+        self._committed = True
         return stats
-
-    async def abort(self, reason: str) -> None:
-        """Gives up, unless committed. When it returns nothing more is written, and the Abort was
-        sent or is being sent in the background. A put that does not end in time is left to itself:
-        its bytes are not used, and the Abort is sent when it has ended."""
-        if not self._ended:
-            self._ended = True
-            await uninterrupted(self._abort(reason))
 
     async def _abort(self, reason: str) -> None:
         self._task.cancel()  # a put that runs is finished first, if it ends in time
