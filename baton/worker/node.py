@@ -292,7 +292,6 @@ def run(config: WorkerConfig, role: type[Node]) -> int:
 
 
 async def _run(config: WorkerConfig, role: type[Node]) -> int:
-    memory = PoolMemory(config.transport)
     service = f"baton-{config.role}"
     instance = {"service.instance.id": config.incarnation}
     trace = telemetry.setup(service, config.otlp, instance, config.trace_sample)
@@ -304,54 +303,51 @@ async def _run(config: WorkerConfig, role: type[Node]) -> int:
             if config.metrics_port is not None:
                 page = serving(node.metrics.render, config.host, config.metrics_port)
                 await stack.enter_async_context(page)
-            await node.run(partial(_load, config, memory))
+            await node.run(partial(_load, config))
     finally:
         await registry.close()
         await asyncio.to_thread(trace.close)
-        memory.close()
     return 0
 
 
-def _load(config: WorkerConfig, memory: PoolMemory) -> tuple[build.Loaded, KvPool]:
+def _load(config: WorkerConfig) -> tuple[Loaded, KvPool]:
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
         # Its steps are chunks: what only decode steps use would take memory and be idle.
         settings = replace(settings, graphs=False, overlap=False)
+    device, area = build.device_of(settings), None
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        nonlocal area
+        area = shareable_memory(device, num_bytes, config.transport)
+        return area.tensor if area else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
     with cpu.pinned_to(settings.cpus):
-        loaded = build.load(settings, partial(memory.allocate, build.device_of(settings)))
-        if isinstance(memory.area, SharedMemoryArea) and not settings.simulate:
-            memory.area.touch()  # KV of simulated models is small; leave the memory free
-        pool = KvPool(loaded.runner.pool, memory.area)
+        loaded = build.load(settings, allocate)
+        if isinstance(area, SharedMemoryArea) and not settings.simulate:
+            area.touch()  # KV of simulated models is small; leave the memory free
+        pool = KvPool(loaded.runner.pool, area)
         copier.prepare(pool)
         build.warm_up(loaded)
     return loaded, pool
 
 
-class PoolMemory:
-    """Allocates a worker's KV pool: where workers of its machine can write, if possible."""
+def shareable_memory(
+    device: torch.device, num_bytes: int, transport: str
+) -> SharedMemoryArea | CudaArea | None:
+    """Zeroed memory for a KV pool, where workers of its machine can write; None where they cannot.
 
-    def __init__(self, transport: str) -> None:
-        self.area: SharedMemoryArea | CudaArea | None = None
-        self._transport = transport
-
-    def allocate(self, device: torch.device, num_bytes: int) -> torch.Tensor:
-        """Zeroed memory of a device; to be called once."""
-        if device.type == "cpu":
-            self.area = SharedMemoryArea(num_bytes)
-        elif self._transport in ("auto", "cuda_ipc"):
-            try:
-                self.area = CudaArea(num_bytes, device)
-            except OSError as error:
-                if self._transport == "cuda_ipc":
-                    raise ConfigError(f"--transport cuda_ipc: {error}") from error
-                log.warning("other processes cannot write into this GPU's KV: %s", error)
-        if self.area is None:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        return self.area.tensor
-
-    def close(self) -> None:
-        """Frees memory that outlives the process. A GPU's does not, and must not be freed earlier:
-        what another process has open may be written until then."""
-        if isinstance(self.area, SharedMemoryArea):
-            self.area.close()
+    It is freed with the process: what another one has open may be written until then. Raises
+    ConfigError when `transport` needs it.
+    """
+    if device.type == "cpu":
+        return SharedMemoryArea(num_bytes)
+    if transport in ("auto", "cuda_ipc"):
+        try:
+            return CudaArea(num_bytes, device)
+        except OSError as error:
+            if transport == "cuda_ipc":
+                raise ConfigError(f"--transport cuda_ipc: {error}") from error
+            log.warning("other processes cannot write into this GPU's KV: %s", error)
+    return None

@@ -9,7 +9,6 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
-from baton.engine import build
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.telemetry import Telemetry
 from baton.v1 import (
@@ -22,9 +21,8 @@ from baton.v1 import (
     prefill_pb2_grpc,
     worker_pb2_grpc,
 )
+from baton.worker import node
 from decode_worker.worker import DecodeWorker
-from kvtransfer.pool import KvPool
-from kvtransfer.transports import shm
 from prefill_worker.worker import PrefillWorker
 from tests.unit.engine.checkpoints import make_checkpoint
 
@@ -84,12 +82,9 @@ class Worker:
                 self._area.close()
 
     def load(self):
-        def allocate(num_bytes):
-            self._area = shm.SharedMemoryArea(num_bytes)
-            return self._area.tensor
-
-        loaded = build.load(self.config.engine, allocate)
-        return loaded, KvPool(loaded.runner.pool, self._area)
+        loaded, pool = node._load(self.config)
+        self._area = pool.area
+        return loaded, pool
 
     def stop(self):
         """As SIGTERM does."""
