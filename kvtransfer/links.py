@@ -159,15 +159,13 @@ class LinkPool:
                     pair = f"{self.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
                 self._opening[peer] = asyncio.create_task(self._open(peer))
-            # Shielded: others may wait for the same link. Its own time is bounded.
-            opening = asyncio.shield(self._opening[peer])
-            try:
-                await asyncio.wait_for(opening, deadline.left_s(3 * _CONNECT_S))
-            except DeadlineExceeded:
-                raise
-            except TimeoutError:
+            # It is not cancelled: others may wait for the same link, and its own time is bounded.
+            opening = self._opening[peer]
+            await asyncio.wait({opening}, timeout=deadline.left_s(3 * _CONNECT_S))
+            if not opening.done():
                 deadline.left_s(0)
-                raise TransferFailed(f"no link to decode {peer} in time") from None
+                raise TransferFailed(f"no link to decode {peer} in time")
+            opening.result()
         self._links[peer] = self._links.pop(peer)
         link.users += 1
         return link
