@@ -31,15 +31,9 @@ class DecodeWorker(Node, DecodeServiceServicer):
         config = self.config
         self._reservations = Reservations(self.engine, self.limits, config.lease_s)
         self._receiver = HandoffReceiver(
-            pool,
-            loaded.descriptor,
-            config.incarnation,
-            self.record.host_id,
-            usable,
-            self._reservations,
-            partial(self.find, "prefill"),
+            pool, self.record, usable, self._reservations, partial(self.find, "prefill"),
             timeout_s=config.transfer_timeout_s,
-        )
+        )  # fmt: skip
         self._reservations.receiver = self._receiver
 
     def add_to(self, server: grpc.aio.Server) -> list[str]:

@@ -122,9 +122,8 @@ class LinkPool:
     """
 
     pool: KvPool
+    record: common_pb2.WorkerRecord  # this worker's, complete before the first link is opened
     transports: Sequence[Transport]
-    descriptor: common_pb2.KvDescriptor
-    incarnation: str
     find_decode: FindWorker
     _: KW_ONLY
     cap: int = 16
@@ -156,7 +155,7 @@ class LinkPool:
                     raise Unavailable("the prefill worker is closing its links")
                 left_s = self._refused_until.get(peer, 0.0) - time.monotonic()
                 if left_s > 0 and not skip_backoff:
-                    pair = f"{self.incarnation} → {peer}"
+                    pair = f"{self.record.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
                 self._opening[peer] = asyncio.create_task(self._open(peer))
             # It is not cancelled: others may wait for the same link, and its own time is bounded.
@@ -221,7 +220,7 @@ class LinkPool:
         self._refused_until = {p: end for p, end in self._refused_until.items() if end > now}
         pairs = [
             worker_pb2.PairStatus(
-                prefill=self.incarnation,
+                prefill=self.record.incarnation,
                 decode=link.peer,
                 transport=link.transport.kind,
                 state="OPEN",
@@ -232,7 +231,7 @@ class LinkPool:
             for link in self._links.values()
         ]
         return pairs + [
-            worker_pb2.PairStatus(prefill=self.incarnation, decode=peer, state="QUARANTINED")
+            worker_pb2.PairStatus(prefill=self.record.incarnation, decode=peer, state="QUARANTINED")
             for peer in self._refused_until
             if peer not in self._links
         ]
@@ -263,7 +262,7 @@ class LinkPool:
             except (KvMismatch, Stale, Overloaded):
                 raise
             except BatonError as error:
-                us = self.incarnation
+                us = self.record.incarnation
                 log.warning("no link from prefill %s to decode %s: %s", us, peer, error)
                 self._quarantine(peer)
                 raise
@@ -284,9 +283,9 @@ class LinkPool:
         try:
             while True:
                 request = handoff_pb2.OfferRequest(
-                    incarnation=self.incarnation,
+                    incarnation=self.record.incarnation,
                     target_incarnation=peer,
-                    kv=self.descriptor,
+                    kv=self.record.kv,
                     transports=[one.kind for one in usable],
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )

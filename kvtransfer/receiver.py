@@ -168,14 +168,13 @@ class HandoffReceiver(HandoffServiceServicer):
     """Serves HandoffService for one pool. All methods run on the event loop.
 
     It keeps one link for each prefill process, at most `_MAX_LINKS`, and watches the processes of
-    its host: one that has ended writes no more, and nothing less proves that. `transports` are
-    usable ones; `timeout_s` bounds each receive and each connection.
+    its host: one that has ended writes no more, and nothing less proves that. `record` is this
+    worker's, complete before the first Offer; `transports` are usable ones; `timeout_s` bounds each
+    receive and each connection.
     """
 
     pool: KvPool
-    descriptor: common_pb2.KvDescriptor
-    incarnation: str
-    host_id: str
+    record: common_pb2.WorkerRecord
     transports: Sequence[Transport]
     owner: BlockOwner
     find_prefill: FindWorker
@@ -195,15 +194,15 @@ class HandoffReceiver(HandoffServiceServicer):
 
         Raises Stale, KvMismatch, InvalidRequest, Overloaded, TransferFailed.
         """
-        ours, theirs = self.incarnation, request.incarnation
+        ours, theirs = self.record.incarnation, request.incarnation
         if request.target_incarnation != ours:
             raise Stale(f"decode {request.target_incarnation} is gone; this is {ours}")
-        if fields := pairing.differences(request.kv, self.descriptor):
+        if fields := pairing.differences(request.kv, self.record.kv):
             caches = f"KV caches of prefill {theirs} and decode {ours}"
             raise KvMismatch(f"{caches} differ in {'; '.join(fields)}")
         sender = await self.find_prefill(theirs)
         ends = pairing.Ends(
-            apart=pairing.apart(sender.host_id, self.host_id),
+            apart=pairing.apart(sender.host_id, self.record.host_id),
             gpu=gpu_uuid(self.pool.device),
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),

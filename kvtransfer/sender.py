@@ -83,7 +83,7 @@ class Handoff:
         self._names: dict[str, Any] = {  # of every message
             "handoff_id": self.handoff_id,
             "reservation_token": self.target.reservation_token,
-            "incarnation": self.links.incarnation,
+            "incarnation": self.links.record.incarnation,
         }
         trace_id = telemetry.trace_id_in(self.parent)
         self._about = about(trace_id=trace_id, handoff_id=self.handoff_id)

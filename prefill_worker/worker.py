@@ -55,7 +55,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
 
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
         find = partial(self.find, "decode")
-        self._links = LinkPool(pool, usable, loaded.descriptor, self.config.incarnation, find)
+        self._links = LinkPool(pool, self.record, usable, find)
         self._prompts: dict[str, Prompt] = {}
         self._idle = asyncio.Event()
         self._idle.set()

@@ -123,8 +123,9 @@ class World:
         self.queues = {}
         limits = ModelLimits(1000, 64, BLOCK_SIZE)
         self.reservations = Reservations(self.engine, limits, LEASE_S)
+        record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
         self.receiver = HandoffReceiver(
-            KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations, find
+            KvPool(self.pool), record, [self.transport], self.reservations, find
         )
         self.reservations.receiver = self.receiver
         self.calls, self.errors = set(), []

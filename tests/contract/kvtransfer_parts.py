@@ -145,13 +145,14 @@ class Pair:
 RECORDS = {}  # the registry, by incarnation
 
 
-def register(incarnation, port=0, pid=None, host=None):
-    RECORDS[incarnation] = common_pb2.WorkerRecord(
-        incarnation=incarnation,
-        address=f"127.0.0.1:{port}",
-        pid=pid or os.getpid(),
-        host_id=host or host_id(),
-    )
+def register(incarnation, port=0, pid=None, host=None, kv=DESCRIPTOR):
+    place = {
+        "address": f"127.0.0.1:{port}",
+        "pid": pid or os.getpid(),
+        "host_id": host or host_id(),
+    }
+    RECORDS[incarnation] = common_pb2.WorkerRecord(incarnation=incarnation, kv=kv, **place)
+    return RECORDS[incarnation]
 
 
 async def find(incarnation):
@@ -207,20 +208,11 @@ class Decode:
     """A decode worker's side: a pool, a receiver, a gRPC server on a free port."""
 
     def __init__(self, transport, *more, incarnation="d", host=None, pool=None, **options):
-        self.incarnation, self.host = incarnation, host or host_id()
         self.pool = pool or make_pool(2, POOLS.get(transport.name, "host"))
         self.content = self.pool.tensor.clone()
-        self.held = Held()
-        self.receiver = Receiver(
-            self.pool,
-            DESCRIPTOR,
-            incarnation,
-            self.host,
-            [transport, *more],
-            self.held,
-            find,
-            **options,
-        )
+        self.held, self.record = Held(), register(incarnation, host=host)
+        kinds = [transport, *more]
+        self.receiver = Receiver(self.pool, self.record, kinds, self.held, find, **options)
         self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         self.receiver.acts = self.before = {}
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.receiver, self.server)
@@ -228,7 +220,7 @@ class Decode:
     async def __aenter__(self):
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
-        register(self.incarnation, self.port)
+        self.record.address = f"127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *_):
@@ -247,7 +239,7 @@ class Decode:
 
     def reserve(self, handoff_id, num_tokens, *ids, cached=0):
         self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, b"")
-        return target(self.incarnation, handoff_id, cached)
+        return target(self.record.incarnation, handoff_id, cached)
 
 
 def target(incarnation, handoff_id, cached=0):
@@ -278,10 +270,8 @@ class Prefill:
         **options,
     ):
         self.pool = pool or make_pool(1, POOLS.get(transport.name, "host"))
-        register(incarnation)
-        self.links = LinkPool(
-            self.pool, [transport, *more], descriptor, incarnation, find, **options
-        )
+        record = register(incarnation, kv=descriptor)
+        self.links = LinkPool(self.pool, record, [transport, *more], find, **options)
         self.open = functools.partial(
             Handed,
             self.links,

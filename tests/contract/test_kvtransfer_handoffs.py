@@ -326,7 +326,7 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
     ):
         for n, prefill in enumerate((p, q, p)):
             await prefill.hand_over(decode.reserve(f"h{n}", 4, n), f"h{n}", slots(4, n))
-            assert list(decode.receiver._peers) == [prefill.links.incarnation]
+            assert list(decode.receiver._peers) == [prefill.links.record.incarnation]
 
 
 async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
