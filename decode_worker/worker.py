@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Any
 
 import grpc
@@ -30,10 +29,10 @@ class DecodeWorker(Node, DecodeServiceServicer):
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
         config = self.config
         self._reservations = Reservations(self.engine, self.limits, config.lease_s)
+        owner, timeout_s = self._reservations, config.transfer_timeout_s
         self._receiver = HandoffReceiver(
-            pool, self.record, usable, self._reservations, partial(self.find, "prefill"),
-            timeout_s=config.transfer_timeout_s,
-        )  # fmt: skip
+            pool, self.record, usable, owner, self.find, timeout_s=timeout_s
+        )
         self._reservations.receiver = self._receiver
 
     def add_to(self, server: grpc.aio.Server) -> list[str]:

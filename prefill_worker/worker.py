@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import grpc
@@ -54,8 +53,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
     """Runs prompts for routers and hands their KV over."""
 
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
-        find = partial(self.find, "decode")
-        self._links = LinkPool(pool, self.record, usable, find)
+        self._links = LinkPool(pool, self.record, usable, self.find)
         self._prompts: dict[str, Prompt] = {}
         self._idle = asyncio.Event()
         self._idle.set()

@@ -150,9 +150,11 @@ class Node(WorkerServiceServicer, ABC):
         load.step_age_ms = self.engine.step_age_s * 1e3
         return load
 
-    async def find(self, role: str, incarnation: str) -> common_pb2.WorkerRecord:
-        """The registry's record of a worker. Raises TransferFailed when it has none."""
+    async def find(self, incarnation: str) -> common_pb2.WorkerRecord:
+        """The registry's record of a worker of the other role. Raises TransferFailed when it has
+        none."""
         record = await self._members.find(incarnation, RECORD_WAIT_S)
+        role = "prefill" if self.config.role == "decode" else "decode"
         if record is None or record.role != _ROLES[role]:
             raise TransferFailed(f"the registry has no {role} worker {incarnation}")
         return record
