@@ -249,6 +249,8 @@ def target(incarnation, handoff_id, cached=0):
 
 
 class Handed(Handoff):
+    """A handoff whose Commit is queued and awaited in one call."""
+
     async def commit(self, first_token_id):
         self.conclude(first_token_id)
         return await self.committed()
