@@ -176,13 +176,15 @@ def _run_worker(args: argparse.Namespace) -> int:
 
     check_model(config.engine, worker=True)  # it takes longer to import torch
     limit_cpu(config.engine.threads, config.engine.cpus)
+    from baton.worker import node
+
     if config.role == "prefill":
-        from prefill_worker import worker as prefill
+        from prefill_worker.worker import PrefillWorker
 
-        return prefill.run(config)
-    from decode_worker import worker as decode
+        return node.run(config, PrefillWorker)
+    from decode_worker.worker import DecodeWorker
 
-    return decode.run(config)
+    return node.run(config, DecodeWorker)
 
 
 def _follow_parent(parent: int | None) -> None:

@@ -44,11 +44,6 @@ def copy(
 
 def checksum(pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) -> None:
     """Only reads."""
-    full, fill = divmod(slots.num_tokens, pool.block_size)
-    words = pool.block_bytes // 4
-    for first, block, count in runs(slots.block_ids[:full]):
-        data = pool.blocks[block : block + count].view(-1)
-        sums += word_sum(data, first_word + first * words).to(sums.device)
-    if fill:
-        tail = pool.tail(slots.block_ids[full], fill).contiguous().view(-1)
-        sums += word_sum(tail, first_word + full * words).to(sums.device)
+    for start, _, piece in pool.pieces(slots):
+        found = word_sum(piece.contiguous().view(-1), first_word + start // 4)
+        sums += found.to(sums.device)

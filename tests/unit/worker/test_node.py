@@ -132,10 +132,10 @@ def lose_reports(worker):
 
 
 def break_serving(worker):
-    async def broken(drain_s):
+    async def broken():
         fail()
 
-    worker.node._finish_work = broken
+    worker.node.idle = broken
     worker.stop()
 
 
