@@ -8,22 +8,22 @@ import json
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from baton.bench.generator import Generator, Run
-from baton.bench.interference import Interference, interference
+from baton.bench.interference import interference
 from baton.bench.page import page_of
 from baton.bench.report import Report, Stage, report_of, stitched
-from baton.bench.servers import RequestOptions, Server, connected
+from baton.bench.request import RequestOptions
+from baton.bench.servers import Server, connected
 from baton.bench.terminal import Progress
-from baton.bench.workload import Workload
+from baton.bench.workload import Interference, Workload
 from baton.errors import ConfigError, Unavailable
 from baton.slo import Slo
 
 _WARM_UP_TOKENS = 16  # of output at most: enough to touch every part of a server
-_WARM_UP_SALT = 0  # apart from those of stages: a warm-up must not fill caches for the run
 _WARM_UP_CONCURRENCY = 4
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WRITTEN = (  # of an outcome, in requests.jsonl
@@ -42,7 +42,7 @@ class Settings:
     slo: Slo | None = None
     warm_up: int = 4
     blocks: int = 4  # turns that each server has in a stage, when there are two
-    interference: Interference | None = None  # instead of the workload's own requests
+    interference: Interference | None = None  # beside the workload, which is then streams
     output: Path | None = None  # a directory for the report's files
 
 
@@ -67,8 +67,8 @@ async def run(settings: Settings, progress: Progress) -> Report:
                 ) from error
         stop = stack.enter_context(_stop_on_signals(progress))
         bench = _Bench(settings, servers, stop, progress)
-        for info, server in zip(infos, servers, strict=True):
-            await bench.warm_up(info["name"], server)
+        for name, server in zip("AB", servers, strict=False):
+            await bench.warm_up(name, server)
         if settings.interference:
             await bench.interfere(settings.interference)
         else:
@@ -102,10 +102,12 @@ class _Bench:
 
         The requests have the run's prompt lengths, prompts of their own and short outputs.
         """
-        workload = replace(self._settings.workload, salt=_WARM_UP_SALT)
+        workload, load = replace(self._settings.workload, salt=0), self._settings.interference
+        long = islice(load.prompts(workload), 1) if load else ()
+        found = chain(long, workload.demands())
         demands = (
             replace(demand, new_tokens=min(demand.new_tokens, _WARM_UP_TOKENS))
-            for demand in islice(workload.demands(), self._settings.warm_up)
+            for demand in islice(found, self._settings.warm_up)
         )
         generator = Generator(server, self._stop)
         async with self._progress.of(f"warming up {name}", generator.run):
@@ -124,6 +126,7 @@ class _Bench:
             stage = Stage(workload if value is None else workload.at(value), value)
             self.stages.append(stage)
             # Each stage and server has prompts of its own: else the second is served from caches.
+            # Salt 0 is the warm-up's.
             number = len(self._servers)
             blocks = [
                 replace(stage.workload, salt=len(self.stages) * number + i).blocks(self._num_turns)
@@ -151,9 +154,11 @@ class _Bench:
             if self._stop.is_set():
                 return
             self._progress.say(f"interference on {self._names[i]}, round {turn + 1}")
-            seed = (self._settings.workload.seed << 8 | turn) << 1 | i
+            workload = self._settings.workload
+            salted = replace(workload, salt=1 + turn * len(self._servers) + i)
+            alone_first = (workload.seed + turn) % 2 == 0
             stats, runs = await interference(
-                self._servers[i], load, seed, turn % 2 == 0, self._stop
+                self._servers[i], salted, load, alone_first, self._stop
             )
             if not self._stop.is_set():  # a round that was ended early has no meaning
                 self.interference[i]["rounds"].append(stats)
@@ -212,15 +217,15 @@ def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
 def _workload_info(settings: Settings) -> dict[str, Any]:
     """The load as it was asked for, None where it does not apply."""
     workload, options = settings.workload, settings.targets[0][1]
-    is_open, is_generated = not workload.concurrency, workload.trace is None
+    is_generated = workload.trace is None
     return {
         "rate": None if settings.sweep else workload.rate or None,
         "sweep": list(settings.sweep),
-        "concurrency": workload.concurrency or None,
-        "arrivals": workload.arrivals if is_open and is_generated else None,
+        **{
+            name: getattr(workload, name) or None for name in ("concurrency", "count", "duration_s")
+        },
+        "arrivals": workload.arrivals if is_generated and not workload.concurrency else None,
         "burstiness": workload.burstiness if workload.arrivals == "bursty" else None,
-        "count": workload.count or None,
-        "duration_s": workload.duration_s or None,
         "prompt_tokens": str(workload.prompt_lengths) if is_generated else None,
         "output_tokens": str(workload.output_lengths) if is_generated else None,
         "shared_prefix": workload.shared_prefix,
@@ -229,7 +234,5 @@ def _workload_info(settings: Settings) -> dict[str, Any]:
         "rate_scale": None if is_generated else workload.scale.rate,
         "length_scale": None if is_generated else workload.scale.length,
         "seed": workload.seed,
-        "prompt_form": options.prompt_form,
-        "ignore_eos": options.ignore_eos,
-        "timeout_s": options.timeout_s,
+        **{name: getattr(options, name) for name in ("prompt_form", "ignore_eos", "timeout_s")},
     }

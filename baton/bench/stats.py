@@ -92,7 +92,7 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
         "prefix_cache": _prefix_cache(ok),
         "short_outputs": sum(o.output_tokens < o.planned_output_tokens for o in ok),
         # Where messages give a count: another one than the usage at the stream's end.
-        "miscounted": sum(bool(o.phases) and sum(o.token_counts) != o.output_tokens for o in ok),
+        "miscounted": sum(bool(o.finish) and sum(o.token_counts) != o.output_tokens for o in ok),
         "opened_connections": sum(o.opened_connection for o in every),
         "quantiles": {name: quantiles(values) for name, values in latencies.items()},
     }
@@ -145,22 +145,25 @@ def _prefix_cache(ok: Sequence[Outcome]) -> Stats | None:
 
 def _phases(ok: Sequence[Outcome]) -> Stats | None:
     """Where the time went according to a Baton server, and outside it."""
-    pairs = [(outcome, outcome.phases) for outcome in ok if outcome.phases]
+    pairs = [(outcome, outcome.finish) for outcome in ok if outcome.finish is not None]
     if not pairs:
         return None
-    phases = [p for _, p in pairs]
+    times, routes = [finish.timing for _, finish in pairs], [finish.route for _, finish in pairs]
+    milliseconds = {
+        "queue_s": (t.queue_ms for t in times),
+        "first_token_after_queue_s": (max(0.0, t.ttft_ms - t.queue_ms) for t in times),
+        "transfer_s": (t.transfer_ms for t in times if t.transfer_bytes),
+        "decode_s": (t.e2e_ms - t.ttft_ms for t in times),
+        "outside_s": (o.ttft_s * 1e3 - f.timing.ttft_ms for o, f in pairs if o.ttft_s is not None),
+        "server_ttft_s": (t.ttft_ms for t in times),
+        "server_e2e_s": (t.e2e_ms for t in times),
+    }
     return {
-        "queue_s": spread_of(p.queue_s for p in phases),
-        "first_token_after_queue_s": spread_of(max(0.0, p.ttft_s - p.queue_s) for p in phases),
-        "transfer_s": spread_of(p.transfer_s for p in phases if p.transfer_bytes),
-        "decode_s": spread_of(p.e2e_s - p.ttft_s for p in phases),
-        "outside_s": spread_of(o.ttft_s - p.ttft_s for o, p in pairs if o.ttft_s is not None),
-        "server_ttft_s": spread_of(p.ttft_s for p in phases),
-        "server_e2e_s": spread_of(p.e2e_s for p in phases),
-        "transfer_bytes": sum(p.transfer_bytes for p in phases),
-        "transferred": sum(bool(p.transfer_bytes) for p in phases),
-        "prefilled_by_decode": sum(p.prefilled_by_decode for p in phases),
-        "failovers": sum(p.attempts > 1 for p in phases),
+        **{name: spread_of(ms / 1e3 for ms in values) for name, values in milliseconds.items()},
+        "transfer_bytes": sum(t.transfer_bytes for t in times),
+        "transferred": sum(bool(t.transfer_bytes) for t in times),
+        "prefilled_by_decode": sum(not route.prefill for route in routes),
+        "failovers": sum(route.attempts > 1 for route in routes),
     }
 
 

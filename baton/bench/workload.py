@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 
 _FORMS = "512, 100-200, lognormal:MEDIAN,SIGMA or lognormal:MEDIAN,SIGMA,MOST"
 _SALT_SHIFT = 128  # above the seeds of parts
-_PREFIX_SEED = 1 << 80  # apart from the seeds of prompts' own parts
+_PREFIX_SEED, _PROMPT_SEED = 1 << 80, 1 << 96  # apart from those of prompts' own parts
 
 
 def arrival_times_s(
@@ -104,7 +104,7 @@ class Workload:
         demands = iter(trace.demands(self.trace, self.scale)) if self.trace else self._generated()
         if self.duration_s and not self.concurrency:
             demands = itertools.takewhile(lambda demand: demand.at_s < self.duration_s, demands)
-        return map(self._salted, itertools.islice(demands, self.count or None))
+        return map(self.salted, itertools.islice(demands, self.count or None))
 
     def blocks(self, number: int) -> list[tuple[Iterator[Demand], float]]:
         """The same requests in so many consecutive runs, each with its own clock.
@@ -142,7 +142,8 @@ class Workload:
             return f"{self.scale.rate:g}x trace"
         return f"{self.rate:g} req/s"
 
-    def _salted(self, demand: Demand) -> Demand:
+    def salted(self, demand: Demand) -> Demand:
+        """The same sizes in other words for each seed and salt."""
         base = (self.seed << 32 | self.salt) << _SALT_SHIFT
         return replace(demand, parts=tuple((base + seed, n) for seed, n in demand.parts))
 
@@ -158,3 +159,26 @@ class Workload:
                 prefix = _PREFIX_SEED + sizes.randrange(self.prefixes)
                 parts.insert(0, (prefix, self.shared_prefix))
             yield Demand(at_s, tuple(parts), self.output_lengths.sample(sizes))
+
+
+@dataclass(frozen=True)
+class Interference:
+    """Long prompts, one at the beginning of each period of the window. Lengths are tokens."""
+
+    prompt: int = 2048
+    output: int = 8
+    every_s: float = 6.0
+    periods: int = 4
+    ramp_s: float = 4.0  # before the window, until all streams run
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """Begin and end of what counts, seconds after the start: whole periods."""
+        return self.ramp_s, self.ramp_s + self.periods * self.every_s
+
+    def prompts(self, workload: Workload) -> Iterator[Demand]:
+        """None of them is one of the workload's own."""
+        for number in range(self.periods):
+            at_s = self.ramp_s + number * self.every_s
+            parts = ((_PROMPT_SEED + number, self.prompt),)
+            yield workload.salted(Demand(at_s, parts, self.output))

@@ -7,18 +7,20 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.bench.request import RequestOptions
+from baton.bench.trace import Scale
+from baton.bench.workload import Interference, Lengths, Workload
 from baton.cli import options
 from baton.cli.generate import api_key_of
-from baton.cli.options import count, positive, seconds
-from baton.errors import ConfigError
+from baton.cli.options import argument, count, positive, seconds
+from baton.slo import Slo
 
 if TYPE_CHECKING:
-    from baton.bench.interference import Interference
     from baton.bench.serve import Settings
-    from baton.bench.workload import Workload
 
 _TEXT = """\
 Sends requests to a Baton router (gRPC) or to any server with OpenAI's API, at given times whatever
@@ -35,7 +37,7 @@ _EXAMPLES = """\
   baton bench serve --interference                                  streams beside long prompts
   baton bench serve --target http://127.0.0.1:7780 --against http://127.0.0.1:8000 --rate 2
                                                                     two servers, in turns"""
-_DEFAULT_DURATION_S = 30.0
+_DEFAULT_DURATION_S, _INTERFERENCE_S = 30.0, 24.0
 
 
 def add_commands(commands: options.Commands) -> None:
@@ -98,7 +100,8 @@ def _add_load_options(group: argparse._ArgumentGroup) -> None:
         "instead: --concurrency streams (6), alone and beside a prompt of so many tokens every S "
         "seconds (default: 2048,6), for --duration (24) after they have started"
     )
-    add("--interference", nargs="?", const="2048,6", metavar="TOKENS,S", help=text)
+    example = "2048,6"
+    add("--interference", nargs="?", const=example, type=_every, metavar="TOKENS,S", help=text)
 
 
 def _add_trace_options(add: Any) -> None:
@@ -122,22 +125,23 @@ def _add_prompt_options(add: Any) -> None:
     for option, default, beside in (("--prompt-tokens", 256, 64), ("--output-tokens", 64, 200)):
         text = (
             "tokens: 512, 100-200 or lognormal:MEDIAN,SIGMA[,MOST]; not for traces "
-            f"(default: {default}; {beside} with --interference, where it is one number)"
+            f"(default: {default}; {beside} with --interference)"
         )
-        add(option, metavar="LENGTHS", help=text)
+        add(option, type=argument(Lengths.parse), metavar="LENGTHS", help=text)
     text = "put before each prompt; traces tell what is shared (default: none)"
     add("--shared-prefix", type=int, default=0, metavar="TOKENS", help=text)
     add("--prefixes", type=count, default=1, metavar="N", help="different shared prefixes")
     text = "token ids; text or a chat message of as many words"
     add("--prompt-as", choices=("ids", "text", "chat"), default="ids", help=text)
-    add("--ids", default="1000-4000", metavar="FIRST-END", help="token ids in prompts")
+    text = "token ids in prompts"
+    add("--ids", type=_ids, default="1000-4000", metavar="FIRST-END", help=text)
     text = "let answers end before their length: for servers that do not know ignore_eos"
     add("--stop-at-eos", action="store_true", help=text)
 
 
 def _add_measure_options(add: Any) -> None:
     text = "what is good, in seconds: ttft=0.5,tpot=0.05,e2e=10 (default: no goodput)"
-    add("--slo", metavar="LIMITS", help=text)
+    add("--slo", type=argument(Slo.parse), metavar="LIMITS", help=text)
     text = "requests before, not measured (default: 4, or --concurrency if that is more)"
     add("--warm-up", type=int, metavar="N", help=text)
     add("--blocks", type=count, default=4, metavar="N", help="turns of each server with --against")
@@ -148,6 +152,19 @@ def _add_measure_options(add: Any) -> None:
 
 def _rates(text: str) -> list[float]:
     return [positive(part) for part in text.split(",")]
+
+
+def _every(text: str) -> tuple[int, float]:
+    """Tokens of long prompts, and seconds from one to the next."""
+    tokens, _, every = text.partition(",")
+    return count(tokens), seconds(every or "6")
+
+
+def _ids(text: str) -> range:
+    first, _, end = text.partition("-")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"{text} is no range: write FIRST-END, as in 1000-4000")
+    return range(int(first), int(end))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -185,87 +202,55 @@ def _run(args: argparse.Namespace) -> int:
 def settings_of(args: argparse.Namespace) -> Settings:
     """What the options ask for; raises ConfigError."""
     from baton.bench.serve import Settings
-    from baton.slo import Slo
 
     key = api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
-    targets = [(args.target, _request_options(args, args.model, key))]
+    made = RequestOptions(
+        model=args.model,
+        prompt_form=args.prompt_as,
+        ids=args.ids,
+        ignore_eos=not args.stop_at_eos,
+        timeout_s=args.timeout,
+        api_key=key,
+        keep_alive=not args.no_keep_alive,
+    )
+    targets = [(args.target, made)]
     if args.against:
         key = api_key_of(args.against_api_key_file, None)
-        targets.append((args.against, _request_options(args, args.against_model, key)))
-    workload = _workload(args)
-    warm_up = max(4, workload.concurrency) if args.warm_up is None else args.warm_up
+        targets.append((args.against, replace(made, model=args.against_model, api_key=key)))
+    workload, beside = _workload(args), None
+    if args.interference:
+        tokens, every_s = args.interference
+        periods = round((args.duration or _INTERFERENCE_S) / every_s)
+        beside = Interference(tokens, every_s=every_s, periods=max(1, periods))
     return Settings(
         workload=workload,
         targets=targets,
         sweep=args.sweep,
-        slo=Slo.parse(args.slo) if args.slo else None,
-        warm_up=warm_up,
+        slo=args.slo,
+        warm_up=max(4, workload.concurrency) if args.warm_up is None else args.warm_up,
         blocks=args.blocks,
-        interference=_interference(args, workload) if args.interference else None,
+        interference=beside,
         output=args.output,
     )
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    from baton.bench.trace import Scale
-    from baton.bench.workload import Lengths, Workload
-
     prompt, output, streams = (64, 200, 6) if args.interference else (256, 64, 0)
     scale = args.rate_scale, args.length_scale, args.skip, args.max_prompt, args.max_output
     concurrency = args.concurrency or streams
     ends_itself = args.count or args.trace or args.interference
-    rate = 0.0 if args.trace or concurrency else args.rate or (args.sweep or (1.0,))[0]
     return Workload(
-        rate=rate,
+        rate=0.0 if args.trace or concurrency else args.rate or (args.sweep or (1.0,))[0],
         concurrency=concurrency,
         arrivals=args.arrivals,
         burstiness=args.burstiness,
         count=args.count,
         duration_s=args.duration or (0.0 if ends_itself else _DEFAULT_DURATION_S),
-        prompt_lengths=Lengths.parse(args.prompt_tokens or str(prompt)),
-        output_lengths=Lengths.parse(args.output_tokens or str(output)),
+        prompt_lengths=args.prompt_tokens or Lengths(prompt, prompt),
+        output_lengths=args.output_tokens or Lengths(output, output),
         shared_prefix=args.shared_prefix,
         prefixes=args.prefixes,
         trace=args.trace,
         scale=Scale(*scale, args.spread_ties),
         seed=random.randrange(1 << 31) if args.seed is None else args.seed,  # noqa: S311
-    )
-
-
-def _interference(args: argparse.Namespace, workload: Workload) -> Interference:
-    from baton.bench.interference import Interference
-
-    prompt, _, every = args.interference.partition(",")
-    try:
-        tokens, every_s = int(prompt), float(every or Interference.every_s)
-    except ValueError:
-        tokens, every_s = 0, 0.0
-    if tokens < 1 or not every_s > 0:
-        raise ConfigError(f"--interference {args.interference}: write TOKENS,SECONDS, as 2048,6")
-    periods = round(workload.duration_s / every_s) if workload.duration_s else Interference.periods
-    return Interference(
-        streams=workload.concurrency,
-        stream_prompt=workload.prompt_lengths.low,
-        stream_output=workload.output_lengths.low,
-        prompt=tokens,
-        every_s=every_s,
-        periods=max(1, periods),
-    )
-
-
-def _request_options(args: argparse.Namespace, model: str, api_key: str | None) -> Any:
-    from baton.bench.request import IdRange
-    from baton.bench.servers import RequestOptions
-
-    first, _, end = args.ids.partition("-")
-    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
-        raise ConfigError(f"--ids {args.ids} is no range: write FIRST-END, as in 1000-4000")
-    return RequestOptions(
-        model=model,
-        prompt_form=args.prompt_as,
-        ids=IdRange(int(first), int(end)),
-        ignore_eos=not args.stop_at_eos,
-        timeout_s=args.timeout,
-        api_key=api_key,
-        keep_alive=not args.no_keep_alive,
     )

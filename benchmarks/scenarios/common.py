@@ -1,26 +1,95 @@
-"""Clusters for the scenarios, the options that describe them, and small parts of reports."""
+"""What scenarios share: clusters, the comparison of variants under loads, and bits of reports."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from baton.bench import servers
+from rich.console import Console
+
+from baton.bench import serve, servers
 from baton.bench.generator import Run
-from baton.bench.servers import RequestOptions, Server
-from baton.bench.stats import percentile
+from baton.bench.request import RequestOptions
+from baton.bench.serve import Settings
+from baton.bench.servers import Server
+from baton.bench.stats import Stats, percentile
+from baton.bench.terminal import Progress, Row, median_table
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig
+from baton.errors import BatonError
 from baton.local.cluster import LocalCluster
-from benchmarks.environment import console
+from benchmarks.environment import Failed, Missing, console, rotated
 
 TINY = Path(__file__).with_name("tiny.json")
 _POLL_S = 0.5
+
+Target = tuple[str, RequestOptions]
+Variants = Mapping[str, Callable[[], AbstractAsyncContextManager[Target]]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """One that `baton bench serve` could run, and what is shown of its statistics."""
+
+    settings: Settings
+    rows: Sequence[Row]
+
+
+@dataclass
+class Comparison:
+    """Variants under the same loads, one at a time, in rounds whose order rotates.
+
+    A variant that fails is left out from then on; what there is when ctrl-C comes is kept.
+    """
+
+    loads: Mapping[str, Load]
+    results: dict[str, dict[str, list[Stats]]] = field(default_factory=dict)  # by load, by variant
+    absent: dict[str, str] = field(default_factory=dict)  # and why
+    is_partial: bool = False
+
+    def run(self, variants: Variants, rounds: int) -> int:
+        """Measures and prints a table for each load; the exit status."""
+        self.results = {kind: {} for kind in self.loads}
+        try:
+            asyncio.run(self._rounds(variants, rounds))
+        except KeyboardInterrupt:  # what was started has been stopped on its way
+            self.is_partial = True
+        for kind, load in self.loads.items():
+            title = f"{kind}: median (min-max){', PARTIAL: ended early' * self.is_partial}"
+            console.print("", median_table(title, load.rows, self.results[kind]), sep="\n")
+        return 130 if self.is_partial else int(bool(self.absent) and not any(self.results.values()))
+
+    async def _rounds(self, variants: Variants, rounds: int) -> None:
+        progress = Progress(Console(stderr=True))
+        for round_ in range(rounds):
+            for name in rotated([name for name in variants if name not in self.absent], round_):
+                try:
+                    async with variants[name]() as target:
+                        for place, (kind, load) in enumerate(self.loads.items()):
+                            progress.say(f"round {round_ + 1} of {rounds}: {name}, {kind}")
+                            # No two loads have a prompt in common, all variants have the same.
+                            seed = place << 16 | round_
+                            workload = replace(load.settings.workload, seed=seed)
+                            settings = replace(load.settings, workload=workload, targets=[target])
+                            report = await serve.run(settings, progress)
+                            if report["partial"]:
+                                raise KeyboardInterrupt
+                            found = report["interference"] or report["stages"]
+                            self.results[kind].setdefault(name, []).append(
+                                found[0]["rounds"][0]
+                                if report["interference"]
+                                else found[0]["servers"][0]["figures"]
+                            )
+                except (Missing, Failed, BatonError, OSError) as error:
+                    kind = "not installed" if isinstance(error, Missing) else "failed"
+                    self.absent[name] = f"{kind}: {error}"
+                    console.print(f"{name}: {self.absent[name]}")
 
 
 def add_cluster_options(
@@ -54,13 +123,15 @@ def cluster(
         kv_blocks=args.kv_blocks,
         chunk_tokens=args.chunk_tokens,
     )
-    model = f"simulated engines ({args.simulate})" if args.simulate else "the demo model"
-    console.print(
-        f"{args.prefill} prefill and {args.decode} decode workers of {model}, {args.kv_blocks} KV "
-        f"blocks and chunks of {args.chunk_tokens} tokens each"
-    )
     config = ClusterConfig(engine=engine, port=0, prefill=args.prefill, decode=args.decode)
     return LocalCluster(config, extra_args={"router": router}, programs=programs)
+
+
+@asynccontextmanager
+async def target_of(cluster: LocalCluster, **options: Any) -> AsyncIterator[Target]:
+    """A cluster's router as a variant, while the cluster runs."""
+    async with cluster:
+        yield cluster.address, RequestOptions(**options)
 
 
 def connected(url: str, **options: Any) -> AbstractAsyncContextManager[Server]:

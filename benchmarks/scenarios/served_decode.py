@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from baton.bench.generator import Generator
-from baton.bench.request import IdRange
 from baton.bench.workload import Lengths, Workload
 from baton.config import ClusterConfig, EngineConfig
 from baton.local.cluster import LocalCluster
@@ -57,7 +56,7 @@ async def main(args: argparse.Namespace) -> None:
     shares = []
     async with (
         LocalCluster(ClusterConfig(engine=engine, port=0)) as cluster,
-        connected(cluster.address, ids=IdRange(10, shape.vocab)) as server,
+        connected(cluster.address, ids=range(10, shape.vocab)) as server,
     ):
         for number in range(args.rounds + 1):
             seconds, _ = await asyncio.to_thread(alone.decode, batch, context, tokens // 2)

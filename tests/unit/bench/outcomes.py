@@ -2,8 +2,10 @@
 
 from array import array
 
-from baton.bench.request import Outcome
-from baton.bench.servers import RequestOptions, Server
+from baton.bench.request import Outcome, RequestOptions
+from baton.bench.servers import Server
+from baton.v1.common_pb2 import Route, Timing
+from baton.v1.inference_pb2 import Finish
 
 NO_SERVER = "127.0.0.1:1"  # an address at which nothing listens
 
@@ -26,6 +28,11 @@ def failed(status, message="no", **fields):
     """One that brought nothing."""
     defaults = {"status": status, "message": message, "ended_s": 0.1, "prompt_tokens": 0}
     return outcome(**{**defaults, **fields})
+
+
+def finish(*, prefill="p", attempts=1, **timing):
+    """A Baton router's last message."""
+    return Finish(timing=Timing(**timing), route=Route(prefill=prefill, attempts=attempts))
 
 
 class FakeServer(Server):

@@ -13,17 +13,17 @@ from rich.console import Console
 from baton.bench.generator import Run
 from baton.bench.page import page_of
 from baton.bench.report import SCHEMA, Stage, generator_stats, report_of
-from baton.bench.request import Phases
 from baton.bench.terminal import show
 from baton.bench.workload import Workload
 from baton.slo import Slo
-from tests.unit.bench.outcomes import failed, outcome
+from tests.unit.bench.outcomes import failed, finish, outcome
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarking.md"
 SERVERS = [
     {"name": name, "url": f"http://{name}<script>", "protocol": "openai", "model": "m&m"}
     for name in "AB"
 ]
+TIMED = finish(queue_ms=10, ttft_ms=90, e2e_ms=500, transfer_ms=4, transfer_bytes=4096)
 SWEEP = (1.0, 2.0, 4.0)
 
 
@@ -39,7 +39,7 @@ def run(scale=1.0):
     outcomes = [
         outcome(
             *(0.1 * scale, 0.2 * scale, 0.35 * scale), sent_s=0.5 * i, at_s=0.5 * i - 0.001,
-            phases=Phases(0.01, 0.09, 0.5, 0.004, 4096), cached_tokens=5,
+            cached_tokens=5, finish=TIMED,
         )
         for i in range(3)
     ]  # fmt: skip

@@ -14,12 +14,11 @@ from rich.console import Console
 from baton import cli
 from baton.bench import serve, terminal
 from baton.bench.generator import Run
-from baton.bench.interference import Interference
+from baton.bench.request import RequestOptions
 from baton.bench.serve import Settings
-from baton.bench.servers import RequestOptions
 from baton.bench.terminal import Progress, show
 from baton.bench.trace import Scale
-from baton.bench.workload import Lengths, Workload
+from baton.bench.workload import Interference, Lengths, Workload
 from baton.cli.bench import settings_of
 from baton.errors import ConfigError, Unavailable
 from baton.slo import Slo
@@ -107,8 +106,7 @@ async def test_a_router_against_a_gateway_as_a_sweep():
 
 
 async def test_interference_is_a_workload(tmp_path):
-    load = Interference(streams=2, stream_prompt=3, stream_output=2, prompt=9, every_s=0.1,
-                        periods=1, ramp_s=0.05)  # fmt: skip
+    load = Interference(prompt=9, every_s=0.1, periods=1, ramp_s=0.05)
     async with serving(ScriptedOpenAI(HELLO)) as a, serving(ScriptedOpenAI(HELLO)) as b:
         report, _ = await bench(LOAD, a, b, blocks=2, interference=load, output=tmp_path)
     assert report["stages"] == []
@@ -186,7 +184,7 @@ def test_each_server_has_its_own_model_and_key(tmp_path, monkeypatch):
     assert [url for url, _ in settings.targets] == ["http://a", "b:1"]
     first, second = (options for _, options in settings.targets)
     assert (first.model, first.api_key, second.model, second.api_key) == ("", "secret", "m", None)
-    assert (first.timeout_s, first.ignore_eos, first.ids.first) == (3, False, 7)
+    assert (first.timeout_s, first.ignore_eos, first.ids.start) == (3, False, 7)
     settings = settings_from(f"{both} --against-api-key-file {tmp_path / 'key'}")
     assert [options.api_key for _, options in settings.targets] == ["secret", "other"]
 
@@ -206,8 +204,9 @@ def test_each_server_has_its_own_model_and_key(tmp_path, monkeypatch):
          "--spread-ties", {"rate": 0, "duration_s": 0, "scale": Scale(2, 0.5, 3, 7, 8, True)}, {}),
         ("--interference 1000,2 --duration 7", {},
          {"interference": Interference(prompt=1000, every_s=2, periods=4)}),
-        ("--interference --concurrency 3 --output-tokens 9", {},
-         {"interference": Interference(streams=3, stream_output=9)}),
+        ("--interference --concurrency 3 --output-tokens 9",
+         {"concurrency": 3, "prompt_lengths": Lengths(64, 64), "output_lengths": Lengths(9, 9)},
+         {"interference": Interference()}),
     ],
 )  # fmt: skip
 def test_settings_are_what_the_options_say(options, workload, settings):
@@ -231,10 +230,10 @@ def test_settings_are_what_the_options_say(options, workload, settings):
         ("--sweep 1,2 --concurrency 2", 2, "--concurrency"),
         ("--trace x --shared-prefix 9", 2, "--shared-prefix"),
         ("--arrivals never", 2, "--arrivals"),
-        ("--ids 9-7", 1, "no range"),
-        ("--slo x=1", 1, "--slo"),
-        ("--interference 0,1", 1, "2048,6"),
-        ("--prompt-tokens many", 1, "no length"),
+        ("--ids 9-7", 2, "no range"),
+        ("--slo x=1", 2, "--slo"),
+        ("--interference 0,1", 2, "--interference"),
+        ("--prompt-tokens many", 2, "no length"),
         ("--target nowhere", 1, "nowhere"),
     ],
 )

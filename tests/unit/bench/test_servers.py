@@ -7,8 +7,8 @@ import json
 import pytest
 
 from baton import errors
-from baton.bench.request import Demand, Outcome, Phases
-from baton.bench.servers import GrpcServer, HttpServer, RequestOptions, connected
+from baton.bench.request import Demand, Outcome, RequestOptions
+from baton.bench.servers import GrpcServer, HttpServer, connected
 from baton.v1 import common_pb2
 from tests.unit.bench.outcomes import NO_SERVER
 from tests.unit.bench.scripted_openai import (
@@ -76,7 +76,7 @@ async def test_a_completion_over_grpc():
     assert outcome.ok and client.model == "demo" and list(outcome.token_counts) == [1, 2]
     counts = (outcome.prompt_tokens, outcome.output_tokens, outcome.cached_tokens)
     assert counts == (5, 3, 2)
-    assert outcome.phases == Phases(0.001, 0.02, 0.04, 0.005, 64, 2, False)
+    assert outcome.finish == end.finish
     (request,) = router.requests
     assert list(request.token_ids.ids) == DEMAND.prompt(RequestOptions().ids)
     assert (request.sampling.max_tokens, request.sampling.ignore_eos) == (7, True)
@@ -102,6 +102,15 @@ async def test_prompts_as_text_and_as_chat():
     assert chatted["path"] == "/v1/chat/completions"
     assert chatted["messages"] == [{"role": "user", "content": plain["prompt"]}]
     assert [r.text or r.chat.messages[0].content for r in router.requests] == [plain["prompt"]] * 2
+
+
+async def test_a_whole_answer_is_one_message_of_tokens():
+    whole = {"choices": [{"text": "Hello"}], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}
+    server = ScriptedOpenAI([json.dumps(whole).encode()])
+    async with client_of(server, stream=False) as client:
+        outcome = await ask(client)
+    assert outcome.ok and (outcome.prompt_tokens, outcome.output_tokens) == (3, 7)
+    assert len(outcome.token_times_s) == 1 and "stream" not in server.bodies[0]
 
 
 async def test_tokens_are_timed_when_they_come():

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from baton.bench.report import compared, knee_of
-from baton.bench.request import INTERRUPTED, Outcome, Phases
+from baton.bench.request import INTERRUPTED, Outcome
 from baton.bench.stats import (
     percentile,
     quantiles,
@@ -16,7 +16,7 @@ from baton.bench.stats import (
     value_at,
 )
 from baton.slo import Slo
-from tests.unit.bench.outcomes import failed, outcome
+from tests.unit.bench.outcomes import failed, finish, outcome
 
 FAST = outcome(0.1, 0.2, 0.3, 0.4)  # TTFT 0.1, TPOT 0.1, E2E 0.4
 SLOW = outcome(1.0, 1.5, 2.5)  # TTFT 1.0, TPOT 0.75, E2E 2.5
@@ -83,7 +83,7 @@ def test_errors_are_counted_by_status_and_interrupted_requests_nowhere():
 
 def test_short_and_miscounted_answers_and_cached_tokens():
     short = outcome(0.1, 0.2, planned_output_tokens=5)
-    miscounted = outcome(0.1, 0.2, output_tokens=3, phases=Phases())
+    miscounted = outcome(0.1, 0.2, output_tokens=3, finish=finish())
     stats = stats_of([FAST, short, miscounted], 1.0)
     assert (stats["short_outputs"], stats["miscounted"], stats["prefix_cache"]) == (1, 1, None)
     known = outcome(0.1, cached_tokens=4)
@@ -93,9 +93,11 @@ def test_short_and_miscounted_answers_and_cached_tokens():
 
 def test_phases():
     """Of 300 ms to the first token the server saw 250, 50 of them in the queue."""
-    moved = Phases(0.05, 0.25, 0.6, 0.02, 4096, attempts=2)
-    local = Phases(0, 0.2, 0.3, prefilled_by_decode=True)
-    outcomes = [outcome(0.3, 0.6, phases=moved), outcome(0.3, phases=local), FAST]
+    moved = finish(
+        queue_ms=50, ttft_ms=250, e2e_ms=600, transfer_ms=20, transfer_bytes=4096, attempts=2
+    )
+    local = finish(ttft_ms=200, e2e_ms=300, prefill="")
+    outcomes = [outcome(0.3, 0.6, finish=moved), outcome(0.3, finish=local), FAST]
     phases = stats_of(outcomes, 1.0)["phases"]
     medians = {name: s["p50"] if isinstance(s, dict) else s for name, s in phases.items()}
     assert medians == pytest.approx(

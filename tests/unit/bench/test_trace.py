@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from baton.bench.request import IdRange
 from baton.bench.trace import Scale, demands
 from baton.errors import ConfigError
 
-IDS = IdRange(100, 4000)
+IDS = range(100, 4000)
 ROWS = [
     (0, 1000, 80, [1, 2]),
     (3000, 1100, 80, [1, 2, 3]),

@@ -7,11 +7,11 @@ from itertools import islice, pairwise
 
 import pytest
 
-from baton.bench.request import Demand, IdRange, text_of
+from baton.bench.request import Demand, text_of
 from baton.bench.workload import Lengths, Workload, arrival_times_s
 from baton.errors import ConfigError
 
-IDS = IdRange(100, 4000)
+IDS = range(100, 4000)
 LOAD = Workload(rate=9, count=30, prompt_lengths=Lengths(5, 99))
 
 

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.config import EngineConfig
 from benchmarks import serve
 from benchmarks.environment import Failed, Missing, Rivals, cores
 
 
 def start(tmp_path, rivals):
-    return serve.Start("tiny", tmp_path, rivals, tmp_path / "log", EngineConfig())
+    return serve.Start("tiny", tmp_path, rivals, tmp_path / "log")
 
 
 def test_a_rival_that_is_not_installed_is_missing(tmp_path):
@@ -29,12 +28,19 @@ async def test_a_server_that_ends_is_a_failure_with_its_last_lines(tmp_path):
             pass
 
 
-def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker(tmp_path, monkeypatch):
+async def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker(
+    tmp_path, monkeypatch
+):
     seen = SimpleNamespace()
-    monkeypatch.setattr(
-        serve, "_cluster", lambda config, extra: seen.__dict__.update(c=config, e=extra)
-    )
-    serve.baton_aggregated(start(tmp_path, Rivals()))
-    assert seen.c.limits.local_prefill_max_tokens > 1_000_000
-    threads = seen.e["decode"].index("--threads")
-    assert int(seen.e["decode"][threads + 1]) == len(cores())
+
+    def cluster(config, extra_args, **_):
+        seen.config, seen.extra = config, extra_args
+        raise Failed
+
+    monkeypatch.setattr(serve, "LocalCluster", cluster)
+    with pytest.raises(Failed):
+        async with serve.SERVERS["baton-aggregated"](start(tmp_path, Rivals())):
+            pass
+    assert seen.config.limits.local_prefill_max_tokens > 1_000_000
+    threads = seen.extra["decode"].index("--threads")
+    assert int(seen.extra["decode"][threads + 1]) == len(cores())
