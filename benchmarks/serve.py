@@ -24,9 +24,7 @@ from pathlib import Path
 import aiohttp
 
 from baton.bench.request import RequestOptions
-from baton.bench.serve import Settings
-from baton.bench.terminal import INTERFERENCE_ROWS, Row
-from baton.bench.workload import Interference, Lengths, Workload
+from baton.bench.workload import Interference, Lengths, Settings, Workload
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local import ports
 from baton.local.cluster import LocalCluster
@@ -34,7 +32,7 @@ from baton.slo import Slo
 from benchmarks import checkpoint, environment
 from benchmarks.engine.adapters.gguf_file import gguf_of
 from benchmarks.environment import Failed, Missing, Rivals, console, cores, exit_text
-from benchmarks.scenarios.common import Comparison, Load, Target
+from benchmarks.scenarios.common import Comparison, Target
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.comparison/2"
@@ -51,20 +49,6 @@ MIXED = Workload(
 )
 LOADS = ("interference", "mixed")
 MIXED_SLO = Slo.parse("ttft=1,tpot=0.1")
-_MIXED_ROWS: tuple[Row, ...] = (
-    ("requests/s finished", "requests_per_s", 1, ".2f"),
-    ("output tokens/s", "output_tokens_per_s", 1, ".0f"),
-    ("TTFT p50, ms", "ttft_s.p50", 1e3, ".1f"),
-    ("TTFT p95, ms", "ttft_s.p95", 1e3, ".1f"),
-    ("TPOT p50, ms", "tpot_s.p50", 1e3, ".1f"),
-    ("TPOT p95, ms", "tpot_s.p95", 1e3, ".1f"),
-    ("ITL p50, ms", "itl_s.p50", 1e3, ".1f"),
-    ("ITL p99, ms", "itl_s.p99", 1e3, ".1f"),
-    ("ITL max, ms", "itl_s.max", 1e3, ".1f"),
-    ("goodput, requests/s", "goodput.requests_per_s", 1, ".2f"),
-    ("goodput, % of requests", "goodput.share", 100, ".1f"),
-    ("failed requests", "requests.failed", 1, ".0f"),
-)
 
 
 @dataclass(frozen=True)
@@ -213,10 +197,7 @@ def main(args: argparse.Namespace) -> int:
     )
     beside = Interference(every_s=args.every, periods=args.periods)
     mixed = replace(MIXED, rate=args.rate, duration_s=args.mixed_duration)
-    known = (
-        Load(Settings(STREAMS, (), interference=beside), INTERFERENCE_ROWS),
-        Load(Settings(mixed, (), slo=MIXED_SLO), _MIXED_ROWS),
-    )
+    known = Settings(STREAMS, interference=beside), Settings(mixed, slo=MIXED_SLO)
     loads = dict(zip(LOADS, known, strict=True))
     made = args.shape, checkpoint.directory_of(SHAPES[args.shape], args.cache)
     rivals = Rivals(args.rivals, args.llama_cpp)

@@ -15,13 +15,13 @@ from typing import Any
 from baton.bench.generator import Run
 from baton.bench.request import Outcome
 from baton.bench.stats import (
+    FIGURES,
     Stats,
     limits_of,
     percentile,
     spread_of,
     stats_of,
     timeline_of,
-    value_at,
 )
 from baton.bench.workload import Workload
 from baton.slo import Slo
@@ -29,14 +29,6 @@ from baton.slo import Slo
 SCHEMA = "baton.bench.serve/1"
 Report = dict[str, Any]
 
-# What is compared of two servers, and whether more of it is better.
-_COMPARED = {
-    **{f"{name}_s.{p}": False for name in ("ttft", "itl", "tpot", "e2e") for p in ("p50", "p95")},
-    "requests_per_s": True,
-    "output_tokens_per_s": True,
-    "goodput.share": True,
-    "requests.failed": False,
-}
 _MIN_BLOCKS = 4  # of equal servers one is better in all four with a chance of 1 in 8
 _GOOD_SHARE = 0.9
 _LATE_MS, _BUSY = 10.0, 0.85  # of the generator: beyond these the results are in doubt
@@ -155,21 +147,18 @@ def compared(
     Where ratios lie on both sides of 1 the difference may be chance, and neither is better.
     """
     found = []
-    for figure, more_is_better in _COMPARED.items():
-        a, b = value_at(first, figure), value_at(second, figure)
-        if a is None or b is None:
+    for figure in FIGURES:
+        a, b = figure.of(first), figure.of(second)
+        if a is None or b is None or not figure.better:
             continue
-        pairs = [(value_at(x, figure), value_at(y, figure)) for x, y in blocks]
+        pairs = [(figure.of(x), figure.of(y)) for x, y in blocks]
         ratios = [y / x for x, y in pairs if x and y is not None]
         better = ""
-        if len(ratios) >= _MIN_BLOCKS:
-            if all(ratio > 1 for ratio in ratios):
-                better = "second" if more_is_better else "first"
-            elif all(ratio < 1 for ratio in ratios):
-                better = "first" if more_is_better else "second"
+        if len(ratios) >= _MIN_BLOCKS and (min(ratios) > 1 or max(ratios) < 1):
+            better = "second" if (ratios[0] > 1) == (figure.better > 0) else "first"
         found.append(
             {
-                "figure": figure,
+                "figure": figure.path,
                 "first": a,
                 "second": b,
                 "ratio": b / a if a else None,

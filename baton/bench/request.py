@@ -10,28 +10,50 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from baton import options
+from baton.errors import ConfigError
+from baton.options import option
 
 if TYPE_CHECKING:
     from baton.v1.inference_pb2 import Finish
 
+_FORMS = ("ids", "text", "chat")
 OK = "OK"
 INTERRUPTED = "INTERRUPTED"  # cancelled by the generator, when the run was ended early
+
+
+def _ids(text: str) -> range:
+    first, _, end = text.partition("-")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
+        raise ConfigError(f"{text} is no range: write FIRST-END, as in 1000-4000")
+    return range(int(first), int(end))
 
 
 @dataclass(frozen=True)
 class RequestOptions:
     """How requests are made for a server."""
 
+    GROUP: ClassVar[str] = "requests"
     model: str = ""  # empty: the first one it lists
-    prompt_form: str = "ids"
-    ids: range = range(1000, 4000)  # that prompts are made of
-    ignore_eos: bool = True
-    timeout_s: float = 120.0  # of a request
     api_key: str | None = None
-    keep_alive: bool = True  # of HTTP connections; False: one a request
     stream: bool = True  # over HTTP; False: answers come whole
     ttft_target_ms: int = 0  # over gRPC; 0: the router's own
+    prompt_form: str = option(
+        "ids", "--prompt-as", "token ids; text or a chat message of as many words", choices=_FORMS
+    )
+    ids: range = option(
+        range(1000, 4000), "--ids FIRST-END", "token ids in prompts (default: 1000-4000)", _ids
+    )
+    stop_at_eos: bool = option(False, "--stop-at-eos", "for servers that do not know ignore_eos")
+    timeout_s: float = option(120.0, "--timeout S", "of a request", least=0.001)
+    keep_alive: bool = option(
+        True, "--keep-alive", "HTTP connections; some servers close them without saying so"
+    )
+
+    def __post_init__(self) -> None:
+        options.check(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,34 +16,18 @@ from baton.bench.generator import Generator, Run
 from baton.bench.interference import interference
 from baton.bench.page import page_of
 from baton.bench.report import Report, Stage, report_of, stitched
-from baton.bench.request import RequestOptions
 from baton.bench.servers import Server, connected
 from baton.bench.terminal import Progress
-from baton.bench.workload import Interference, Workload
+from baton.bench.workload import Interference, Settings
 from baton.errors import ConfigError, Unavailable
-from baton.slo import Slo
 
 _WARM_UP_TOKENS = 16  # of output at most: enough to touch every part of a server
-_WARM_UP_CONCURRENCY = 4
+_WARM_UP = 4  # requests, and so many at a time
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WRITTEN = (  # of an outcome, in requests.jsonl
     "at_s", "sent_s", "status", "message", "planned_prompt_tokens", "planned_output_tokens",
     "prompt_tokens", "output_tokens", "cached_tokens", "ended_s",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run is to do."""
-
-    workload: Workload
-    targets: Sequence[tuple[str, RequestOptions]]  # one, or two that are compared
-    sweep: Sequence[float] = ()
-    slo: Slo | None = None
-    warm_up: int = 4
-    blocks: int = 4  # turns that each server has in a stage, when there are two
-    interference: Interference | None = None  # beside the workload, which is then streams
-    output: Path | None = None  # a directory for the report's files
 
 
 async def run(settings: Settings, progress: Progress) -> Report:
@@ -103,15 +87,18 @@ class _Bench:
         The requests have the run's prompt lengths, prompts of their own and short outputs.
         """
         workload, load = replace(self._settings.workload, salt=0), self._settings.interference
+        number = self._settings.warm_up
+        if number is None:
+            number = max(_WARM_UP, workload.concurrency)
         long = islice(load.prompts(workload), 1) if load else ()
         found = chain(long, workload.demands())
         demands = (
             replace(demand, new_tokens=min(demand.new_tokens, _WARM_UP_TOKENS))
-            for demand in islice(found, self._settings.warm_up)
+            for demand in islice(found, number)
         )
         generator = Generator(server, self._stop)
         async with self._progress.of(f"warming up {name}", generator.run):
-            concurrency = workload.concurrency or _WARM_UP_CONCURRENCY
+            concurrency = workload.concurrency or _WARM_UP
             done = await generator.closed_loop(demands, concurrency)
         if done.outcomes and not self._stop.is_set() and not done.ok:
             first = done.outcomes[0]
@@ -218,13 +205,14 @@ def _workload_info(settings: Settings) -> dict[str, Any]:
     """The load as it was asked for, None where it does not apply."""
     workload, options = settings.workload, settings.targets[0][1]
     is_generated = workload.trace is None
+    is_open = is_generated and not workload.concurrency
     return {
-        "rate": None if settings.sweep else workload.rate or None,
+        "rate": workload.rate if is_open and not settings.sweep else None,
         "sweep": list(settings.sweep),
-        **{
-            name: getattr(workload, name) or None for name in ("concurrency", "count", "duration_s")
-        },
-        "arrivals": workload.arrivals if is_generated and not workload.concurrency else None,
+        "concurrency": workload.concurrency or None,
+        "count": workload.count or None,
+        "duration_s": workload.duration_s or None,
+        "arrivals": workload.arrivals if is_open else None,
         "burstiness": workload.burstiness if workload.arrivals == "bursty" else None,
         "prompt_tokens": str(workload.prompt_lengths) if is_generated else None,
         "output_tokens": str(workload.output_lengths) if is_generated else None,
@@ -234,5 +222,7 @@ def _workload_info(settings: Settings) -> dict[str, Any]:
         "rate_scale": None if is_generated else workload.scale.rate,
         "length_scale": None if is_generated else workload.scale.length,
         "seed": workload.seed,
-        **{name: getattr(options, name) for name in ("prompt_form", "ignore_eos", "timeout_s")},
+        "prompt_form": options.prompt_form,
+        "ignore_eos": not options.stop_at_eos,
+        "timeout_s": options.timeout_s,
     }

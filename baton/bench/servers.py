@@ -122,7 +122,7 @@ class GrpcServer(Server):
         else:
             request.chat.messages.add(role="user", content=text_of(ids))
         request.sampling.max_tokens = demand.new_tokens
-        request.sampling.ignore_eos = options.ignore_eos
+        request.sampling.ignore_eos = not options.stop_at_eos
         return request.SerializeToString()
 
     async def _send(self, body: bytes, outcome: Outcome, began: float) -> None:
@@ -199,7 +199,7 @@ class HttpServer(Server):
         }
         if options.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if options.ignore_eos:
+        if not options.stop_at_eos:
             body["ignore_eos"] = True
         if options.prompt_form == "chat":
             body["messages"] = [{"role": "user", "content": text_of(ids)}]

@@ -13,20 +13,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 
-from baton.bench.serve import Settings
-from baton.bench.terminal import INTERFERENCE_ROWS, Row
-from baton.bench.workload import Interference, Lengths, Workload
+from baton.bench.workload import Interference, Lengths, Settings, Workload
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local.cluster import LocalCluster
-from benchmarks.scenarios.common import Comparison, Load, Target, target_of
+from benchmarks.scenarios.common import Comparison, Target, target_of
 
-_REST_ROWS: tuple[Row, ...] = (
-    ("TTFT p50, ms", "ttft_s.p50", 1e3, ".1f"),
-    ("TPOT p50, ms", "tpot_s.p50", 1e3, ".2f"),
-    ("last token p50, ms", "e2e_s.p50", 1e3, ".1f"),
-    ("KV transfer p50, ms", "phases.transfer_s.p50", 1e3, ".1f"),
-    ("KiB moved in all", "phases.transfer_bytes", 1 / 1024, ".0f"),
-)
 _MOST = {"handed over": 0, "by decode": 100_000}  # tokens of prompts that decode computes
 _ALONE = Workload(concurrency=1, output_lengths=Lengths(8, 8))
 _STREAMS = Workload(concurrency=6, prompt_lengths=Lengths(64, 64), output_lengths=Lengths(200, 200))
@@ -46,11 +37,10 @@ def main(args: argparse.Namespace) -> int:
         config = ClusterConfig(engine=EngineConfig(dtype=args.dtype), limits=limits, port=0)
         return target_of(LocalCluster(config))
 
-    loads = {}
+    loads: dict[str, Settings] = {}
     for n in args.lengths:
         one = replace(_ALONE, count=args.repeats, prompt_lengths=Lengths(n, n))
         beside = Interference(n, every_s=0.2, periods=20, ramp_s=1.0)
-        loads[f"{n} tokens, at rest"] = Load(Settings(one, ()), _REST_ROWS)
-        settings = Settings(_STREAMS, (), interference=beside)
-        loads[f"{n} tokens beside streams"] = Load(settings, INTERFERENCE_ROWS)
+        loads[f"{n} tokens, at rest"] = Settings(one)
+        loads[f"{n} tokens beside streams"] = Settings(_STREAMS, interference=beside)
     return Comparison(loads).run({k: partial(start, v) for k, v in _MOST.items()}, args.rounds)

@@ -14,25 +14,13 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
-from baton.bench.serve import Settings
-from baton.bench.terminal import Row
 from baton.bench.trace import Scale
-from baton.bench.workload import Workload
+from baton.bench.workload import Settings, Workload
 from benchmarks.scenarios import baseline_router, common
-from benchmarks.scenarios.common import Comparison, Load, Target
+from benchmarks.scenarios.common import Comparison, Target
 
 _OWN = "baton"
 _POLICIES = (_OWN, *baseline_router.POLICIES)
-_ROWS: tuple[Row, ...] = (
-    ("TTFT p50, ms", "ttft_s.p50", 1e3, ".0f"),
-    ("TTFT p99, ms", "ttft_s.p99", 1e3, ".0f"),
-    ("E2E p50, ms", "e2e_s.p50", 1e3, ".0f"),
-    ("E2E p99, ms", "e2e_s.p99", 1e3, ".0f"),
-    ("cached, %", "prefix_cache.share", 100, ".1f"),
-    ("requests/s", "requests_per_s", 1, ".1f"),
-    ("prompt tokens/s", "input_tokens_per_s", 1, ".0f"),
-    ("failed requests", "requests.failed", 1, ".0f"),
-)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +52,6 @@ def main(args: argparse.Namespace) -> int:
         return common.target_of(common.cluster(args, programs=programs), timeout_s=300.0)
 
     workload = Workload(trace=args.trace, scale=scale, count=args.count)
-    loads = {"trace": Load(Settings(workload, (), warm_up=0), _ROWS)}
+    loads = {"trace": Settings(workload, warm_up=0)}
     variants = {policy: partial(start, policy) for policy in args.policies}
     return Comparison(loads).run(variants, args.rounds)

@@ -15,10 +15,9 @@ from baton import cli
 from baton.bench import serve, terminal
 from baton.bench.generator import Run
 from baton.bench.request import RequestOptions
-from baton.bench.serve import Settings
 from baton.bench.terminal import Progress, show
 from baton.bench.trace import Scale
-from baton.bench.workload import Interference, Lengths, Workload
+from baton.bench.workload import Interference, Lengths, Settings, Workload
 from baton.cli.bench import settings_of
 from baton.errors import ConfigError, Unavailable
 from baton.slo import Slo
@@ -184,7 +183,7 @@ def test_each_server_has_its_own_model_and_key(tmp_path, monkeypatch):
     assert [url for url, _ in settings.targets] == ["http://a", "b:1"]
     first, second = (options for _, options in settings.targets)
     assert (first.model, first.api_key, second.model, second.api_key) == ("", "secret", "m", None)
-    assert (first.timeout_s, first.ignore_eos, first.ids.start) == (3, False, 7)
+    assert (first.timeout_s, first.stop_at_eos, first.ids.start) == (3, True, 7)
     settings = settings_from(f"{both} --against-api-key-file {tmp_path / 'key'}")
     assert [options.api_key for _, options in settings.targets] == ["secret", "other"]
 
@@ -192,18 +191,19 @@ def test_each_server_has_its_own_model_and_key(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "workload", "settings"),
     [
-        ("", {"duration_s": 30, "rate": 1}, {"warm_up": 4, "output": None}),
+        ("", {"duration_s": 30, "rate": 1}, {"warm_up": None, "output": None}),
         ("--count 5", {"duration_s": 0, "count": 5}, {}),
-        ("--concurrency 9", {"rate": 0, "concurrency": 9}, {"warm_up": 9}),
+        ("--concurrency 9", {"concurrency": 9}, {"warm_up": None}),
         ("--rate 3 --seed 5 --duration 9", {"rate": 3, "seed": 5, "duration_s": 9}, {}),
-        ("--sweep 1,2.5 --blocks 6", {"rate": 1}, {"sweep": [1, 2.5], "blocks": 6}),
+        ("--sweep 1,2.5 --blocks 6 --warm-up 0", {"rate": 1},
+         {"sweep": (1, 2.5), "blocks": 6, "warm_up": 0}),
         ("--slo ttft=1 --output d", {}, {"slo": Slo.parse("ttft=1"), "output": Path("d")}),
         ("--arrivals constant --prompt-tokens 5-9",
          {"arrivals": "constant", "prompt_lengths": Lengths(5, 9)}, {}),
         ("--trace x --rate-scale 2 --length-scale 0.5 --skip 3 --max-prompt 7 --max-output 8 "
-         "--spread-ties", {"rate": 0, "duration_s": 0, "scale": Scale(2, 0.5, 3, 7, 8, True)}, {}),
+         "--spread-ties", {"duration_s": 0, "scale": Scale(2, 0.5, 3, 7, 8, True)}, {}),
         ("--interference 1000,2 --duration 7", {},
-         {"interference": Interference(prompt=1000, every_s=2, periods=4)}),
+         {"interference": Interference(prompt=1000, every_s=2.0, periods=4)}),
         ("--interference --concurrency 3 --output-tokens 9",
          {"concurrency": 3, "prompt_lengths": Lengths(64, 64), "output_lengths": Lengths(9, 9)},
          {"interference": Interference()}),
@@ -221,9 +221,9 @@ def test_settings_are_what_the_options_say(options, workload, settings):
     ("options", "status", "message"),
     [
         ("--rate 1 --concurrency 2", 2, "--concurrency"),
-        ("--rate 0", 2, "--rate"),
+        ("--rate 0", 1, "--rate"),
         ("--rate x", 2, "--rate"),
-        ("--count 0", 2, "--count"),
+        ("--count -1", 1, "--count"),
         ("--sweep 1,,2", 2, "--sweep"),
         ("--trace x --rate 2", 2, "--rate-scale"),
         ("--interference --rate 2", 2, "--interference"),

@@ -93,7 +93,7 @@ async def test_prompts_as_text_and_as_chat():
     for form in ("text", "chat"):
         async with client_of(router, prompt_form=form) as client:
             assert (await ask(client)).ok
-        async with client_of(server, prompt_form=form, ignore_eos=False, model="m") as other:
+        async with client_of(server, prompt_form=form, stop_at_eos=True, model="m") as other:
             outcome = await ask(other)
     assert outcome.ok and len(outcome.token_times_s) == 1  # the role is no token
     plain, chatted = server.bodies

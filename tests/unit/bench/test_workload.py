@@ -3,12 +3,12 @@
 import random
 import statistics
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import pytest
 
 from baton.bench.request import Demand, text_of
-from baton.bench.workload import Lengths, Workload, arrival_times_s
+from baton.bench.workload import Lengths, Workload
 from baton.errors import ConfigError
 
 IDS = range(100, 4000)
@@ -21,8 +21,8 @@ LOAD = Workload(rate=9, count=30, prompt_lengths=Lengths(5, 99))
 )
 def test_arrivals_have_the_rate_and_the_burstiness(kind, burstiness, variation):
     """Gaps' standard deviation over their mean: 0, 1, and 1 / sqrt(burstiness)."""
-    times = islice(arrival_times_s(kind, 8.0, burstiness, random.Random(7)), 20_000)
-    gaps = [later - earlier for earlier, later in pairwise(times)]
+    load = Workload(rate=8, arrivals=kind, burstiness=burstiness, seed=7, count=20_000)
+    gaps = [later.at_s - earlier.at_s for earlier, later in pairwise(load.demands())]
     mean = statistics.mean(gaps)
     assert mean == pytest.approx(1 / 8, rel=0.06)
     assert statistics.stdev(gaps) / mean == pytest.approx(variation, rel=0.08, abs=1e-6)
