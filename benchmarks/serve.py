@@ -12,9 +12,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -28,10 +25,11 @@ from baton.bench.workload import Interference, Lengths, Settings, Workload
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local import ports
 from baton.local.cluster import LocalCluster
+from baton.local.supervisor import ChildProcess
 from baton.slo import Slo
 from benchmarks import checkpoint, environment
 from benchmarks.engine.adapters.gguf_file import gguf_of
-from benchmarks.environment import Failed, Missing, Rivals, console, cores, exit_text
+from benchmarks.environment import Failed, Missing, Rivals, console, cores
 from benchmarks.scenarios.common import Comparison, Target
 from benchmarks.shapes import SHAPES
 
@@ -58,7 +56,6 @@ class Start:
     shape: str
     directory: Path
     rivals: Rivals
-    log: Path
 
 
 @asynccontextmanager
@@ -99,7 +96,7 @@ def vllm(start: Start) -> AbstractAsyncContextManager[str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "LD_PRELOAD": start.rivals.preload,
     }
-    return program(argv, env, start.log)
+    return program(argv, env)
 
 
 def llama_server(start: Start) -> AbstractAsyncContextManager[str]:
@@ -114,7 +111,7 @@ def llama_server(start: Start) -> AbstractAsyncContextManager[str]:
         *("--threads", threads, "--threads-batch", threads),
         *("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _MOST_CONTEXT)),
     ]
-    return program(argv, {}, start.log)
+    return program(argv, {})
 
 
 SERVERS: Mapping[str, Callable[[Start], AbstractAsyncContextManager[str]]] = {
@@ -128,40 +125,33 @@ _CLOSING = frozenset({"llama-server"})
 
 
 @asynccontextmanager
-async def program(argv: Sequence[str], env: Mapping[str, str], log: Path) -> AsyncIterator[str]:
+async def program(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[str]:
     """Runs a server until the block ends; its URL once it is healthy. Raises Failed."""
     port = str(ports.free())
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
-    with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            *(*argv, "--host", "127.0.0.1", "--port", port),
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,  # so that whatever it starts can be ended with it
-        )
+    url = f"http://127.0.0.1:{port}"
+    process = ChildProcess("it", "server", [*argv, "--host", "127.0.0.1", "--port", port], env)
+    await process.start()
     try:
-        async with aiohttp.ClientSession() as session:
-            while True:
-                if process.returncode is not None:
-                    raise Failed(exit_text(process.returncode, log))
-                # llama-server lists models before it has loaded one: /health waits for it.
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get(f"{url}/health") as response:
-                        if response.status == 200:
-                            break
-                if time.monotonic() > until:
-                    raise Failed(f"not ready after {_READY_S:g} s")
-                await asyncio.sleep(_POLL_S)
+        while not await _is_healthy(url):
+            if process.exit_status is not None:
+                await process.wait()
+                raise Failed(f"{process.ending} | {process.log_tail(5)}")
+            if process.age_s > _READY_S:
+                raise Failed(f"not ready after {_READY_S:g} s")
+            await asyncio.sleep(_POLL_S)
         yield url
     finally:
-        with contextlib.suppress(ProcessLookupError, TimeoutError):
-            process.terminate()
-            await asyncio.wait_for(process.wait(), _END_S)
-        with contextlib.suppress(ProcessLookupError):
+        await process.stop(_END_S)
+        with contextlib.suppress(ProcessLookupError):  # what it started and left behind
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+
+
+async def _is_healthy(url: str) -> bool:
+    """llama-server lists models before it has loaded one: /health waits for it."""
+    with contextlib.suppress(aiohttp.ClientError):
+        async with aiohttp.request("GET", f"{url}/health") as response:
+            return response.status == 200
+    return False
 
 
 @asynccontextmanager
@@ -199,15 +189,11 @@ def main(args: argparse.Namespace) -> int:
     mixed = replace(MIXED, rate=args.rate, duration_s=args.mixed_duration)
     known = Settings(STREAMS, interference=beside), Settings(mixed, slo=MIXED_SLO)
     loads = dict(zip(LOADS, known, strict=True))
-    made = args.shape, checkpoint.directory_of(SHAPES[args.shape], args.cache)
-    rivals = Rivals(args.rivals, args.llama_cpp)
+    directory = checkpoint.directory_of(SHAPES[args.shape], args.cache)
+    start = Start(args.shape, directory, Rivals(args.rivals, args.llama_cpp))
     comparison = Comparison({kind: loads[kind] for kind in args.loads})
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
-        variants = {
-            name: partial(target, name, Start(*made, rivals, Path(logs, name)))
-            for name in args.servers
-        }
-        status = comparison.run(variants, args.rounds)
+    variants = {name: partial(target, name, start) for name in args.servers}
+    status = comparison.run(variants, args.rounds)
     found = {"partial": comparison.is_partial, "absent": comparison.absent, **comparison.results}
     shape = SHAPES[args.shape].config()
     environment.write(args.json, {"schema": SCHEMA, "machine": machine, "shape": shape, **found})

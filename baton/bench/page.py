@@ -138,6 +138,8 @@ def _svg(plots: Sequence[Plot]) -> str:
             logs = [v for line in lines for v in getattr(line, plot.log) if v > 0]
             if logs and max(logs) > _LOG_FROM * min(logs):
                 axes.set(**{f"{plot.log}scale": "log"})
+            if not plot.log:
+                axes.set_ylim(bottom=0)
             axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
             axes.grid(color="#e3e7ee")
             axes.legend()

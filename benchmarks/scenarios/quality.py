@@ -19,12 +19,12 @@ at once: about ten bytes for each parameter.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -151,16 +151,6 @@ def encode(tokenizer: Tokenizer, documents: list[str], tokens_max: int) -> Tenso
     return torch.tensor(stream[: tokens_max + 1])
 
 
-def rows_of(
-    scores: dict[str, Score], variants: dict[str, Variant], num_bytes: int
-) -> Iterator[list[str]]:
-    """A row for each variant."""
-    for name, one in scores.items():
-        bits = one.nats / math.log(2) / num_bytes
-        fit = f"{one.nats / one.tokens:.4f}", f"{bits:.4f}", f"{variants[name].token_bytes}"
-        yield [name, *fit, *(cell for reference in REFERENCES for cell in one.cells(reference))]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="a model directory (default: demo)")
     parser.add_argument("--text", type=Path, help="a text file, UTF-8")
@@ -181,15 +171,18 @@ def main(args: argparse.Namespace) -> None:
         kv_blocks=window // EngineConfig.block_size + 1,
     )
     variants = {
-        name: Variant(dataclasses.replace(settings, **changes))  # type: ignore[arg-type]
+        name: Variant(replace(settings, **changes))  # type: ignore[arg-type]
         for name, changes in VARIANTS.items()
     }
     columns = ["nats/token", "bits/byte", "KV"]
-    for reference in REFERENCES:
-        columns += [f"KL {reference}", "p99", "max", "same"]
+    columns += [c for reference in REFERENCES for c in (f"KL {reference}", "p99", "max", "same")]
     for name, documents in texts(args.text).items():
         stream = encode(tokenizer, documents, args.tokens)
         num_bytes = len(tokenizer.decode(stream[1:].tolist()).encode())
-        rows = list(rows_of(score(variants, stream, window), variants, num_bytes))
+        rows = []
+        for variant, one in score(variants, stream, window).items():
+            bits = one.nats / math.log(2) / num_bytes
+            fit = f"{one.nats / one.tokens:.4f}", f"{bits:.4f}", f"{variants[variant].token_bytes}"
+            rows.append([variant, *fit, *chain(*map(one.cells, REFERENCES))])
         console.print(f"\n{name}: {len(stream) - 1} tokens, {num_bytes} bytes")
         console.print(table("", columns, rows))

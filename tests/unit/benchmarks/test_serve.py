@@ -10,7 +10,7 @@ from benchmarks.environment import Failed, Missing, Rivals, cores
 
 
 def start(tmp_path, rivals):
-    return serve.Start("tiny", tmp_path, rivals, tmp_path / "log")
+    return serve.Start("tiny", tmp_path, rivals)
 
 
 def test_a_rival_that_is_not_installed_is_missing(tmp_path):
@@ -21,10 +21,10 @@ def test_a_rival_that_is_not_installed_is_missing(tmp_path):
     Rivals().need("json")
 
 
-async def test_a_server_that_ends_is_a_failure_with_its_last_lines(tmp_path):
+async def test_a_server_that_ends_is_a_failure_with_its_last_lines():
     argv = [sys.executable, "-c", "print('no model'); raise SystemExit(4)"]
     with pytest.raises(Failed, match=r"status 4 \| no model"):
-        async with serve.program(argv, {}, tmp_path / "log"):
+        async with serve.program(argv, {}):
             pass
 
 
