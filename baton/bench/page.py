@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -20,7 +20,6 @@ from baton.bench.terminal import show
 _LOG_FROM = 5.0  # smaller spans are easier to read on an even scale
 _WIDTH = 110  # of the tables, characters
 _COLUMNS = 3  # plots in a row
-_SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "baton", "font.size": 8}
 _STYLE = """
 body { max-width: 1400px; margin: 0 auto; padding: 20px; font: 15px/1.5 system-ui, sans-serif;
   color: #1d2430; background: #fff; }
@@ -36,27 +35,8 @@ _TIMELINES = (
 )
 
 
-class Line(NamedTuple):
-    """One line of a plot; `texts` stand at its points."""
-
-    x: Sequence[float]
-    y: Sequence[float]
-    color: int
-    label: str
-    style: str = "-"
-    texts: Sequence[str] = ()
-
-
-class Plot(NamedTuple):
-    """One plot: titles of itself and its axes, and which axis is logarithmic, if any."""
-
-    title: str
-    x: str
-    y: str
-    lines: Sequence[Line]
-    log: str = ""
-
-
+# Text stays text; ids of equal plots are equal, so that the page does not change by chance.
+@rc_context({"svg.fonttype": "none", "svg.hashsalt": "baton", "font.size": 8})
 def page_of(report: Report) -> str:
     """The page's whole text."""
     console = Console(record=True, width=_WIDTH, file=io.StringIO())
@@ -76,37 +56,39 @@ def page_of(report: Report) -> str:
         tables,
     ]
     if report["knees"]:
-        parts += ["<h2>Sweep</h2>", _svg(list(_sweep(report)))]
+        parts += ["<h2>Sweep</h2>", _sweep(report)]
     for stage in report["stages"]:
-        parts += [f"<h2>{escape(stage['label'])}</h2>", _svg(list(_stage(stage["servers"])))]
+        parts += [f"<h2>{escape(stage['label'])}</h2>", _stage(stage["servers"])]
     parts.append(f'<script type="application/json" id="report">{data}</script></body></html>')
     return "\n".join(parts)
 
 
-def _sweep(report: Report) -> Iterator[Plot]:
+def _sweep(report: Report) -> str:
     """Throughput against latency, a point for each value of the sweep."""
-    for name, title in LATENCIES.items():
-        lines = []
+    figure, grid = _grid(len(LATENCIES))
+    for axes, (name, title) in zip(grid, LATENCIES.items(), strict=True):
         for i, server in enumerate(report["servers"]):
             found = [(stage["servers"][i]["figures"], stage["value"]) for stage in report["stages"]]
             found = [(figures, value) for figures, value in found if figures[name]]
             x = [figures["output_tokens_per_s"] for figures, _ in found]
             y = [figures[name]["p95"] * 1e3 for figures, _ in found]
-            lines.append(Line(x, y, i, server["name"], "o-", [f"{value:g}" for _, value in found]))
-        yield Plot(f"Throughput and {title}, p95", "output tokens/s", "ms", lines, "y")
+            axes.plot(x, y, "o-", color=f"C{i}", label=server["name"])
+            for (_, value), *at in zip(found, x, y, strict=True):
+                axes.annotate(f"{value:g}", at, xytext=(5, 5), textcoords="offset points")
+        _finish(axes, f"Throughput and {title}, p95", "output tokens/s", "ms", log="y")
+    return _svg(figure)
 
 
-def _stage(servers: Sequence[dict[str, Any]]) -> Iterator[Plot]:
+def _stage(servers: Sequence[dict[str, Any]]) -> str:
     """Distributions of latencies, and how they and the load went over time."""
-    for name, title in LATENCIES.items():
-        lines = []
+    figure, grid = _grid(len(LATENCIES) + len(_TIMELINES))
+    for axes, (name, title) in zip(grid, LATENCIES.items(), strict=False):
         for i, server in enumerate(servers):
             values = [value * 1e3 for value in server["figures"]["quantiles"][name]]
             shares = [100 * k / max(1, len(values) - 1) for k in range(len(values))]
-            lines.append(Line(values, shares, i, server["server"]))
-        yield Plot(f"{title.capitalize()}, distribution", "ms", "% of values", lines, "x")
-    for title, unit, names in _TIMELINES:
-        lines = []
+            axes.plot(values, shares, color=f"C{i}", label=server["server"])
+        _finish(axes, f"{title.capitalize()}, distribution", "ms", "% of values", log="x")
+    for axes, (title, unit, names) in zip(grid[len(LATENCIES) :], _TIMELINES, strict=True):
         for i, server in enumerate(servers):
             timeline = server["timeline"]
             scale = {"ms": 1e3, "per second": 1 / timeline["width_s"], "": 1}[unit]
@@ -115,34 +97,32 @@ def _stage(servers: Sequence[dict[str, Any]]) -> Iterator[Plot]:
                 label = f"{server['server']} {name.removesuffix('_s').replace('_', ' ')}"
                 # Of two servers each has a colour, and each of its values a style.
                 color, style = (i, (".-", ".:", ".--")[k]) if len(servers) > 1 else (k, ".-")
-                lines.append(Line(timeline["begin_s"], values, color, label, style))
-        yield Plot(title, "s", unit, lines)
+                axes.plot(timeline["begin_s"], values, style, color=f"C{color}", label=label)
+        axes.set_ylim(bottom=0)
+        _finish(axes, title, "s", unit)
+    return _svg(figure)
 
 
-def _svg(plots: Sequence[Plot]) -> str:
-    """The plots beside each other as one SVG element, which is the same for the same report.
+def _grid(number: int) -> tuple[Figure, list[Any]]:
+    """A figure and the axes of so many plots, side by side."""
+    rows = -(-number // _COLUMNS)
+    figure = Figure(figsize=(5 * _COLUMNS, 3 * rows), layout="constrained")
+    return figure, [figure.add_subplot(rows, _COLUMNS, i + 1) for i in range(number)]
 
-    A logarithmic axis is an even one where its values differ little. Text stays text.
-    """
-    rows = -(-len(plots) // _COLUMNS)
+
+def _finish(axes: Any, title: str, x: str, y: str, log: str = "") -> None:
+    """Titles; the axis `log` is logarithmic where its values differ enough."""
+    lines = axes.get_lines() if log else ()
+    values = [value for line in lines for value in getattr(line, f"get_{log}data")() if value > 0]
+    if values and max(values) > _LOG_FROM * min(values):
+        axes.set(**{f"{log}scale": "log"})
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(color="#e3e7ee")
+    axes.legend()
+
+
+def _svg(figure: Figure) -> str:
     out = io.StringIO()
-    with rc_context(_SETTINGS):
-        figure = Figure(figsize=(5 * _COLUMNS, 3 * rows), layout="constrained")
-        for place, plot in enumerate(plots, 1):
-            axes: Any = figure.add_subplot(rows, _COLUMNS, place)
-            for line in plot.lines:
-                axes.plot(line.x, line.y, line.style, color=f"C{line.color}", label=line.label)
-                for text, x, y in zip(line.texts, line.x, line.y, strict=False):
-                    axes.annotate(text, (x, y), xytext=(5, 5), textcoords="offset points")
-            lines = plot.lines if plot.log else ()
-            logs = [v for line in lines for v in getattr(line, plot.log) if v > 0]
-            if logs and max(logs) > _LOG_FROM * min(logs):
-                axes.set(**{f"{plot.log}scale": "log"})
-            if not plot.log:
-                axes.set_ylim(bottom=0)
-            axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
-            axes.grid(color="#e3e7ee")
-            axes.legend()
-        figure.savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata={"Date": None})
     svg = re.sub(r"^.*?(?=<svg)", "", out.getvalue(), flags=re.S)
     return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)

@@ -20,10 +20,12 @@ from baton.bench.servers import Server
 from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Stats, percentile
 from baton.bench.terminal import Progress, median_table
 from baton.bench.workload import Settings
+from baton.cli import options
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig
 from baton.errors import BatonError
 from baton.local.cluster import LocalCluster
+from baton.options import build
 from benchmarks.environment import Failed, Missing, console, rotated
 
 TINY = Path(__file__).with_name("tiny.json")
@@ -86,22 +88,12 @@ class Comparison:
             self.results[kind].setdefault(name, []).append(stats[0])
 
 
-def add_cluster_options(
-    parser: argparse.ArgumentParser,
-    workers: int,
-    simulate: str = "",
-    kv_blocks: int = 4096,
-    chunk_tokens: int = 256,
-) -> None:
-    """How many workers of each role there are and what runs on them."""
-    add = parser.add_argument
-    add("--prefill", type=int, default=workers, help=f"prefill workers: {workers}")
-    add("--decode", type=int, default=workers, help=f"decode workers: {workers}")
-    speed = "TOKENS_PER_S,STEP_MS[,MS_PER_SEQUENCE]"
-    text = f"simulated engines of this speed (default: {simulate or 'the demo model, computed'})"
-    add("--simulate", default=simulate, metavar=speed, help=text)
-    add("--kv-blocks", type=int, default=kv_blocks, help="of 16 tokens, each worker")
-    add("--chunk-tokens", type=int, default=chunk_tokens, help="in one engine step")
+def add_cluster_options(parser: argparse.ArgumentParser, workers: int, **engine: Any) -> None:
+    """How many workers of each role there are, and their engines; `engine`: other defaults."""
+    for role in ("prefill", "decode"):
+        parser.add_argument(f"--{role}", type=int, default=workers, help=f"workers: {workers}")
+    options.add_declared(parser, EngineConfig, f"engines (here by default: {engine})")
+    parser.set_defaults(engine={name.replace("_", "-"): value for name, value in engine.items()})
 
 
 def cluster(
@@ -110,13 +102,10 @@ def cluster(
     programs: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> LocalCluster:
     """The cluster that the options describe; `router` are more of its router's options."""
-    engine = EngineConfig(
-        model=str(TINY) if args.simulate else "demo",
-        random_weights=bool(args.simulate),
-        simulate=args.simulate,
-        kv_blocks=args.kv_blocks,
-        chunk_tokens=args.chunk_tokens,
-    )
+    values = args.engine | vars(args)
+    if "simulate" in values:
+        values = {"random-weights": str(TINY)} | values
+    engine = build(EngineConfig, values)
     config = ClusterConfig(engine=engine, port=0, prefill=args.prefill, decode=args.decode)
     return LocalCluster(config, extra_args={"router": router}, programs=programs)
 

@@ -35,7 +35,7 @@ _MIB = 2**20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    common.add_cluster_options(parser, workers=2)
+    common.add_cluster_options(parser, workers=2, kv_blocks=4096, chunk_tokens=256)
     add = parser.add_argument
     add("--seconds", type=float, default=60.0, help="of overload: 60")
     add("--times", type=float, default=5.0, help="the capacity: 5")

@@ -33,7 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=4096, help="prompts are cut to so many: 4096")
     add("--rounds", type=int, default=3, help="of each policy: 3")
     add("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
-    common.add_cluster_options(parser, workers=4, simulate="8000,20", kv_blocks=16384)
+    common.add_cluster_options(
+        parser, workers=4, simulate="8000,20", kv_blocks=16384, chunk_tokens=256
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -18,25 +18,17 @@ STREAMS = Workload(concurrency=2, prompt_lengths=Lengths(8, 8), output_lengths=L
 @pytest.mark.parametrize(
     ("outcomes", "window_s", "expected"),
     [
-        pytest.param(
-            [outcome(0.3, 0.7, 1.2, 2.0, sent_s=0.2)], (1.0, 2.0),
-            {"tokens_per_s": 1, "itl_s": 0.5, "long_gap_share": 1.0, "ttft_s": None},
-            id="messages at 0.5, 0.9, 1.4 and 2.2 of a request sent before the window",
-        ),
-        pytest.param(
-            [outcome(0.1, 0.2, 0.5)], (0.0, 1.0),
-            {"long_gap_share": 0.75, "ttft_s": 0.1, "itl_s": 0.3},
-            id="gaps of 100 and 300 ms: three quarters of the time in the longer",
-        ),
-        pytest.param(
-            [outcome(0.1, 0.2, output_tokens=6),
-             outcome(0.3, 0.4, status=INTERRUPTED, output_tokens=0)], (0.0, 1.0),
-            {"tokens_per_s": 4 * 3, "failed": 0},
-            id="three tokens a message, also of a request that was given up",
-        ),
-        pytest.param(
-            [outcome(0.1, status="BROKEN")], (0.0, 1.0), {"failed": 1}, id="a failure counts"
-        ),
+        # Messages at 0.5, 0.9, 1.4 and 2.2 of a request sent before the window.
+        ([outcome(0.3, 0.7, 1.2, 2.0, sent_s=0.2)], (1.0, 2.0),
+         {"tokens_per_s": 1, "itl_s": 0.5, "long_gap_share": 1.0, "ttft_s": None}),
+        # Gaps of 100 and 300 ms: three quarters of the time in the longer.
+        ([outcome(0.1, 0.2, 0.5)], (0.0, 1.0),
+         {"long_gap_share": 0.75, "ttft_s": 0.1, "itl_s": 0.3}),
+        # Three tokens a message, also of a request that was given up.
+        ([outcome(0.1, 0.2, output_tokens=6),
+          outcome(0.3, 0.4, status=INTERRUPTED, output_tokens=0)], (0.0, 1.0),
+         {"tokens_per_s": 4 * 3, "failed": 0}),
+        ([outcome(0.1, status="BROKEN")], (0.0, 1.0), {"failed": 1}),
     ],
 )  # fmt: skip
 def test_only_what_is_inside_the_window_counts(outcomes, window_s, expected):

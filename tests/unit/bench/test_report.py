@@ -12,7 +12,7 @@ from rich.console import Console
 
 from baton.bench.generator import Run
 from baton.bench.page import page_of
-from baton.bench.report import SCHEMA, Stage, generator_stats, report_of
+from baton.bench.report import SCHEMA, Stage, report_of
 from baton.bench.terminal import show
 from baton.bench.workload import Workload
 from baton.slo import Slo
@@ -128,10 +128,10 @@ def test_a_run_without_requests_makes_a_report_too():
 
 def test_a_generator_that_was_late_or_busy_is_a_warning():
     late = Run([outcome(0.1, sent_s=i, at_s=i - 0.02) for i in range(99)], 10.0, [0.02] * 99, 9.0)
-    assert generator_stats([late])["complaints"] == [
-        "requests were sent late (p99 20.0 ms)",
-        "its event loop was late (p99 20.0 ms)",
-        "it kept a core busy (90%)",
-    ]
     stage = Stage(Workload(rate=1), None, [[late]])
-    assert "bottleneck" in text_of(report_of({}, SERVERS[:1], [stage], None, False))
+    text = " ".join(text_of(report_of({}, SERVERS[:1], [stage], None, False)).split())
+    for complaint in (
+        "bottleneck", "requests were sent late (p99 20.0 ms)",
+        "its event loop was late (p99 20.0 ms)", "it kept a core busy (90%)",
+    ):  # fmt: skip
+        assert complaint in text

@@ -65,6 +65,11 @@ def test_equal_parts_are_equal_tokens_and_a_shorter_part_is_a_prefix():
     assert all(Demand(0.0, ((1, n),), 5).prompt(IDS) == prompt[:n] for n in range(1, 20))
     assert len(text_of(range(500)).split()) == 500
     assert text_of([1, 2, 3]) == text_of([1, 2, 3]) != text_of([1, 2, 4])
+    load = Workload(rate=9, count=40, shared_prefix=8, prefixes=3)
+    prompts = [d.prompt(IDS) for d in load.demands()]
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 3
+    assert len({tuple(prompt[8:]) for prompt in prompts}) == 40
+    assert {len(prompt) for prompt in prompts} == {264}
 
 
 def test_a_count_or_a_duration_ends_a_load():
@@ -96,14 +101,6 @@ def test_seed_salt_and_rate_change_what_they_should():
     assert LOAD.at(2).label == "2 req/s"
 
 
-def test_prompts_share_prefixes():
-    load = Workload(rate=9, count=40, shared_prefix=8, prefixes=3)
-    prompts = [d.prompt(IDS) for d in load.demands()]
-    assert len({tuple(prompt[:8]) for prompt in prompts}) == 3
-    assert len({tuple(prompt[8:]) for prompt in prompts}) == 40
-    assert {len(prompt) for prompt in prompts} == {264}
-
-
 def test_blocks_are_the_same_requests_in_turns():
     load = Workload(rate=20, duration_s=8, prompt_lengths=Lengths(5, 99))
     blocks = [list(demands) for demands, _ in load.blocks(4)]
@@ -118,13 +115,3 @@ def test_blocks_are_the_same_requests_in_turns():
     timed = Workload(concurrency=2, duration_s=8).blocks(4)
     assert [limit_s for _, limit_s in timed] == [2, 2, 2, 2]
     assert next(timed[0][0]) != next(timed[1][0])  # each block goes on behind the one before
-
-
-def test_a_trace_is_replayed(tmp_path):
-    path = tmp_path / "trace.csv"
-    rows = [f"2024-05-10 00:00:{s:02d}.5,{100 + s},{s + 1}" for s in range(10)]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    load = Workload(trace=path).at(2.0)
-    assert load.label == "2x trace"
-    assert [d.at_s for d in load.demands()] == [s / 2 for s in range(10)]
-    assert [d.new_tokens for d in replace(load, duration_s=2.0).demands()] == [1, 2, 3, 4]
