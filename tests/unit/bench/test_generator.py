@@ -52,15 +52,12 @@ async def test_an_open_loop_sends_each_request_at_its_time():
     assert (first.planned_prompt_tokens, first.planned_output_tokens) == (4, 2)
 
 
-async def test_a_closed_loop_keeps_its_concurrency():
+async def test_a_closed_loop_keeps_its_concurrency_and_begins_nothing_after_its_time():
     server = Slow(0.01)
     run = await Generator(server).closed_loop(demands(30), 4)
     assert (server.most, len(run.outcomes), run.ok) == (4, 30, 30)
     assert sorted(d.parts[0][0] for d in server.demands) == list(range(30))
     assert run.outcomes[4].at_s >= 0.01  # due when the one before it had ended
-
-
-async def test_a_closed_loop_begins_nothing_after_its_time():
     run = await Generator(Slow(0.05)).closed_loop(demands(10**6), 2, 0.3)
     assert run.outcomes and all(o.ok and o.at_s < 0.3 for o in run.outcomes)
 
