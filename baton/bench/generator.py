@@ -160,13 +160,15 @@ class Generator:
         outcome = Outcome(at_s, self._now_s(), demand.prompt_tokens, demand.new_tokens)
         self.run.outcomes.append(outcome)
         self._sending.add(task)
+        began = time.monotonic()
         try:
-            await self._server.send(body, outcome)
+            await self._server.send(body, outcome, began)
         except asyncio.CancelledError:
             outcome.fail(INTERRUPTED, "the run was ended early")
             if not self._stop.is_set():
                 raise
             task.uncancel()  # by `cancel_on_stop`: the run itself goes on to its report
         finally:
+            outcome.ended_s = time.monotonic() - began
             self._sending.discard(task)
             self.run.count(outcome)

@@ -45,16 +45,12 @@ class Server(abc.ABC):
     def body(self, demand: Demand) -> bytes:
         """The request as it is sent: made before its time, so that making it delays nothing."""
 
-    async def send(self, body: bytes, outcome: Outcome) -> None:
-        """Sends it and records the outcome, errors too; only its own cancellation is raised."""
-        began = time.monotonic()
-        try:
-            await self._send(body, outcome, began)
-        finally:
-            outcome.ended_s = time.monotonic() - began
-
     @abc.abstractmethod
-    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None: ...
+    async def send(self, body: bytes, outcome: Outcome, began: float) -> None:
+        """Sends it and records the outcome, errors too; only its own cancellation is raised.
+
+        `began`: time.monotonic() from which its times are taken.
+        """
 
     @abc.abstractmethod
     async def close(self) -> None: ...
@@ -125,7 +121,7 @@ class GrpcServer(Server):
         request.sampling.ignore_eos = not options.stop_at_eos
         return request.SerializeToString()
 
-    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None:
+    async def send(self, body: bytes, outcome: Outcome, began: float) -> None:
         call = self._generate(body, timeout=self._options.timeout_s, metadata=self._metadata)
         try:
             while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
@@ -207,7 +203,7 @@ class HttpServer(Server):
             body["prompt"] = ids if options.prompt_form == "ids" else text_of(ids)
         return json.dumps(body, separators=(",", ":")).encode()
 
-    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None:
+    async def send(self, body: bytes, outcome: Outcome, began: float) -> None:
         try:
             async with self._session.post(
                 self._completions, data=body, timeout=self._timeout, trace_request_ctx=outcome

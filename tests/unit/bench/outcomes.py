@@ -49,7 +49,7 @@ class FakeServer(Server):
         self._bodies.append(demand)
         return str(len(self._bodies) - 1).encode()
 
-    async def _send(self, body, outcome, began):
+    async def send(self, body, outcome, began):
         self.demands.append(self._bodies[int(body)])
         await self.answer(self.demands[-1], outcome)
 

@@ -1,12 +1,20 @@
 """The scenarios' own parts: a wrong figure or an unfair baseline would go unnoticed."""
 
+from contextlib import asynccontextmanager
+from functools import partial
+
 import pytest
 
 from baton.bench.generator import Run
+from baton.bench.request import RequestOptions
+from baton.bench.workload import Interference, Settings, Workload
 from benchmarks.__main__ import COMMANDS, parser
+from benchmarks.environment import Failed
 from benchmarks.scenarios.baseline_router import POLICIES, picker
+from benchmarks.scenarios.common import Comparison
 from benchmarks.scenarios.overload import goals_of
 from tests.unit.bench.outcomes import failed, outcome
+from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving
 from tests.unit.router.snapshots import fleet, needs, worker
 
 
@@ -56,3 +64,33 @@ def refusal(ended_s, retry_after_s=0.5):
 def test_each_goal_of_overload_is_met_or_missed(further, missed):
     goals = list(goals_of(Run([outcome(0.1), further], 2.0), 0.5).values())
     assert len(goals) == 5 and [i for i, is_met in enumerate(goals) if not is_met] == missed
+
+
+def test_a_variant_that_fails_is_left_out_and_what_there_is_is_shown(capsys):
+    order = []
+
+    @asynccontextmanager
+    async def start(name):
+        order.append(name)
+        if order.count(name) == 2 and name == "broken":
+            raise Failed("no memory")
+        async with serving(ScriptedOpenAI(HELLO)) as url:
+            yield url, RequestOptions()
+
+    loads = {
+        "closed": Settings(Workload(concurrency=2, count=4)),
+        "beside": Settings(
+            Workload(concurrency=1), interference=Interference(9, 2, 0.1, 1, ramp_s=0.05)
+        ),
+    }
+    comparison = Comparison(loads)
+    assert comparison.run({name: partial(start, name) for name in ("good", "broken")}, 3) == 0
+    assert order == ["good", "broken", "broken", "good", "good"]
+    rounds = {
+        kind: {n: len(of) for n, of in found.items()} for kind, found in comparison.results.items()
+    }
+    assert rounds == {kind: {"good": 3, "broken": 1} for kind in loads}
+    assert comparison.absent == {"broken": "failed: no memory"}
+    assert comparison.results["closed"]["good"][0]["requests"]["ok"] == 4
+    shown = capsys.readouterr().out
+    assert "closed: median (min-max)" in shown and "streams beside: tokens/s" in shown
