@@ -47,7 +47,7 @@ class RequestOptions:
         range(1000, 4000), "--ids FIRST-END", "token ids in prompts (default: 1000-4000)", _ids
     )
     stop_at_eos: bool = option(False, "--stop-at-eos", "for servers that do not know ignore_eos")
-    timeout_s: float = option(120.0, "--timeout S", "of a request", least=0.001)
+    timeout_s: float = option(120.0, "--timeout S", "of a request", least=0.001, most=1e6)
     keep_alive: bool = option(
         True, "--keep-alive", "HTTP connections; some servers close them without saying so"
     )

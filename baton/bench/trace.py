@@ -32,8 +32,12 @@ class Scale:
     """How a trace is fitted to a machine."""
 
     GROUP: ClassVar[str] = "trace"
-    rate: float = option(1.0, "--rate-scale X", "times as many requests a second", least=1e-6)
-    length: float = option(1.0, "--length-scale X", "times as long prompts and outputs", least=1e-6)
+    rate: float = option(
+        1.0, "--rate-scale X", "times as many requests a second", least=1e-6, most=1e6
+    )
+    length: float = option(
+        1.0, "--length-scale X", "times as long prompts and outputs", least=1e-6, most=1e6
+    )
     skip: int = option(0, "--skip N", "leave out so many rows first (default: none)")
     max_prompt: int = option(0, "--max-prompt TOKENS", "cut prompts to that (default: not cut)")
     max_output: int = option(0, "--max-output TOKENS", "cut outputs to that (default: not cut)")

@@ -83,7 +83,7 @@ class Workload:
     """
 
     GROUP: ClassVar[str] = "load"
-    rate: float = option(1.0, "--rate R", "requests a second", least=1e-6)
+    rate: float = option(1.0, "--rate R", "requests a second", least=1e-6, most=1e6)
     concurrency: int = option(
         0, "--concurrency N", "requests at a time, without a rate (default: an open loop)"
     )
@@ -92,7 +92,10 @@ class Workload:
         0.25, "--burstiness B", "of bursty arrivals: 1 is Poisson, less is burstier", least=1e-3
     )
     duration_s: float = option(
-        0.0, "--duration S", "begin requests for so long (default: 30, unless --count or --trace)"
+        0.0,
+        "--duration S",
+        "begin requests for so long (default: 30, unless --count or --trace)",
+        most=1e6,
     )
     count: int = option(0, "--count N", "send so many requests (default: as many as arrive)")
     prompt_lengths: Lengths = option(

@@ -127,8 +127,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         }  # fmt: skip
         periods = round(given.get("duration", _INTERFERENCE_S) / interference.every_s)
         interference = replace(interference, periods=max(1, periods))
-    elif not {"count", "trace"} & given.keys():
-        values["duration"] = _DEFAULT_DURATION_S
+    elif not (given.get("trace") or given.get("count") or given.get("duration")):
+        given = given | {"duration": _DEFAULT_DURATION_S}
     values |= given
     key = api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
     made = build(RequestOptions, values, model=args.model, api_key=key)

@@ -181,6 +181,7 @@ def test_each_server_has_its_own_model_and_key(tmp_path, monkeypatch):
     [
         ("", {"duration_s": 30}, {"slo": None}),
         ("--count 5", {"duration_s": 0, "count": 5}, {}),
+        ("--count 0 --duration 0", {"duration_s": 30, "count": 0}, {}),  # something ends it
         ("--seed 5 --sweep 1,2.5 --slo ttft=1", {"seed": 5},
          {"sweep": (1, 2.5), "slo": Slo.parse("ttft=1")}),
         ("--trace x --rate-scale 2 --length-scale 0.5 --skip 3 --max-prompt 7 --max-output 8 "
@@ -204,6 +205,8 @@ def test_settings_are_what_the_options_say(options, workload, settings):
     [
         ("--rate 1 --concurrency 2", 2, "--concurrency"),
         ("--rate 0", 1, "--rate"),
+        ("--rate inf", 1, "--rate"),
+        ("--duration inf", 1, "--duration"),
         ("--sweep 1,,2", 2, "--sweep"),
         ("--trace x --rate 2", 2, "--rate-scale"),
         ("--interference --rate 2", 2, "--interference"),
