@@ -74,11 +74,6 @@ LATENCIES = {
     "tpot_s": "time per output token",
     "e2e_s": "end to end",
 }
-LATENCY_FIGURES = tuple(
-    Figure(f"{name[:-2].upper()} {rank}, ms", f"{name}.{rank}", 1e3, ".2f", better)
-    for name in LATENCIES
-    for rank, better in (("p50", -1), ("p95", -1), ("p99", 0), ("max", 0))
-)
 LOAD_FIGURES = (
     Figure("requests sent", "requests.sent", 1, ".0f"),
     Figure("requests failed", "requests.failed", 1, ".0f", -1),
@@ -103,7 +98,14 @@ LOAD_FIGURES = (
     Figure("prefilled by decode", "phases.prefilled_by_decode", 1, ".0f"),
     Figure("failovers", "phases.failovers", 1, ".0f"),
 )
-FIGURES = (*LATENCY_FIGURES, *LOAD_FIGURES)
+FIGURES = (
+    *(
+        Figure(f"{name[:-2].upper()} {rank}, ms", f"{name}.{rank}", 1e3, ".2f", better)
+        for name in LATENCIES
+        for rank, better in (("p50", -1), ("p95", -1), ("p99", 0), ("max", 0))
+    ),
+    *LOAD_FIGURES,
+)
 INTERFERENCE_FIGURES = (
     Figure("share of tokens/s kept, %", "kept", 100),
     *(

@@ -19,7 +19,6 @@ from baton.bench.stats import (
     FIGURES,
     INTERFERENCE_FIGURES,
     LATENCIES,
-    LATENCY_FIGURES,
     LOAD_FIGURES,
     Figure,
     percentile,
@@ -105,9 +104,9 @@ def _stage(stage: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield table(f"{stage['label']}, ms", _COLUMNS, rows)
     compared = {one["figure"]: one for one in stage["comparison"] or ()}
     rows = []
-    for figure in FIGURES if compared else LOAD_FIGURES:
+    for figure in [one for one in FIGURES if one.path in compared or one in LOAD_FIGURES]:
         values = [figure.of(stats) for stats in servers.values()]
-        if not any(values) or (compared and figure in LATENCY_FIGURES and not figure.better):
+        if not any(values):
             continue
         rows.append([f"  {figure.title}", *map(figure.show, values)])
         if one := compared.get(figure.path):
