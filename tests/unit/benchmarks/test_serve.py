@@ -24,7 +24,7 @@ def test_a_rival_that_is_not_installed_is_missing(tmp_path):
 
 async def test_a_server_that_ends_is_a_failure_with_its_last_lines():
     argv = [sys.executable, "-c", "print('no model'); raise SystemExit(4)"]
-    with pytest.raises(Failed, match=r"status 4 \| no model"):
+    with pytest.raises(Failed, match=r"status 4: no model \| no model"):
         async with serve.program(argv, {}):
             pass
 
