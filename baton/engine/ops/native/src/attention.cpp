@@ -146,7 +146,7 @@ class PieceAttention {
     HeadRows rows_of(const Piece& piece) const {
         const Span& span = *piece.span;
         const auto part = [&](Part which) {
-            return PagedRows::of(pool_, shape_.layer, piece.kv_head, which, span.table);
+            return PagedRows(pool_, shape_.layer, piece.kv_head, which, span.table);
         };
         return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
     }

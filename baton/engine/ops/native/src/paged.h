@@ -13,35 +13,27 @@ constexpr int RUN = 16;
 enum Part { KEYS, VALUES };
 
 // The K or V rows of one sequence, layer and KV head.
-class PagedRows {
-   public:
-    static PagedRows of(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table) {
-        PagedRows rows;
-        rows.table_ = table;
-        rows.block_size_ = pool.block_size;
-        const size_t size = pool.head_size;
-        rows.stride_ = pool.int8 ? size + sizeof(float) : size * sizeof(Activation);
-        const size_t head_bytes = rows.stride_ * pool.block_size;
-        rows.block_bytes_ = head_bytes * pool.kv_heads * 2 * pool.layers;
-        rows.begin_ = static_cast<char*>(pool.data) +
-                      ((size_t(layer) * 2 + part) * pool.kv_heads + kv_head) * head_bytes;
-        return rows;
+struct PagedRows {
+    const int32_t* table;
+    int block_size;
+    size_t stride;  // bytes from a row to the next one of its block
+    size_t block_bytes;
+    char* begin;
+
+    PagedRows(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table)
+        : table(table),
+          block_size(pool.block_size),
+          stride(pool.int8 ? pool.head_size + sizeof(float) : pool.head_size * sizeof(Activation)) {
+        const size_t head_bytes = stride * block_size;
+        block_bytes = head_bytes * pool.kv_heads * 2 * pool.layers;
+        begin = (char*)pool.data + ((size_t(layer) * 2 + part) * pool.kv_heads + kv_head) * head_bytes;
     }
 
     // The row of a position that the table has a block for.
     char* at(int position) const {
-        const size_t block = table_[position / block_size_], offset = position % block_size_;
-        return begin_ + block * block_bytes_ + offset * stride_;
+        const size_t block = table[position / block_size], offset = position % block_size;
+        return begin + block * block_bytes + offset * stride;
     }
-
-    // Bytes from a row to the next one of its block.
-    size_t stride() const { return stride_; }
-
-   private:
-    const int32_t* table_;
-    char* begin_;
-    size_t stride_, block_bytes_;
-    int block_size_;
 };
 
 // Some rows of a span, [first, first + count) of its own rows.
@@ -52,8 +44,8 @@ struct Piece {
     int kv_head;
 };
 
-// All spans' rows in pieces of at most `rows`, each once for each KV head; the last rows come first, because
-// in causal attention they take longest. A cursor: the pieces asked of it may skip, but not go back.
+// All spans' rows in pieces of at most `rows`, each once for each KV head; the last rows come first,
+// because in causal attention they take longest. A cursor: it may skip pieces, but not go back.
 class Pieces {
    public:
     Pieces(const Span* spans, int num_spans, int rows, int kv_heads)

@@ -3,7 +3,6 @@
 
 #include "kernels.h"
 #include "paged.h"
-#include "transpose.h"
 
 namespace baton {
 namespace {
@@ -68,8 +67,8 @@ void rotate_row(Activation* heads, int position, const int32_t* table, const Att
     const Activation* kv[] = {heads + shape.heads * size, heads + turned * size};
     for (int i = 0; i < pool.kv_heads; i++)
         for (Part part : {KEYS, VALUES}) {
-            const PagedRows rows = PagedRows::of(pool, shape.layer, i, part, table);
-            store_head(kv[part] + i * size, pool, rows.at(position));
+            char* row = PagedRows(pool, shape.layer, i, part, table).at(position);
+            store_head(kv[part] + i * size, pool, row);
         }
 }
 
