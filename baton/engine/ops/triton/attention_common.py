@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.torch.attention import AttentionBatch, attend
+from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, attend
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, unpack_rows
 
 LOG2_E = math.log2(math.e)
@@ -38,7 +38,7 @@ NO_WINDOW = 2**31 - 1
 
 def pool_sizes(q: Tensor, pool: Tensor) -> dict[str, Any]:
     """What a kernel's code depends on in a pool and queries q `[rows, heads, head_size]` of it, as
-    the kernels name it; not to be changed. ValueError for heads, types or sizes that do not fit.
+    the kernels name it; not to be changed.
     """
     return _pool_sizes(q.shape[1:], q.dtype, pool.shape[3:], pool.dtype, q.device.type)
 
@@ -51,17 +51,9 @@ def _pool_sizes(
     heads, head_size = queries
     kv_heads, block_size, row_size = rows
     quantized = is_quantized(row_type)
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads")
-    if row_size != head_size + (SCALE_BYTES if quantized else 0):
-        raise ValueError(f"KV rows of {row_size} elements do not hold heads of {head_size}")
-    if not quantized and row_type != query_type:
-        raise ValueError(f"queries of {query_type} cannot attend to KV of {row_type}")
-    if head_size % 16 or block_size % 16:
-        raise ValueError(
-            f"attention kernels take head and block sizes that are multiples of 16, "
-            f"not {head_size} and {block_size}"
-        )
+    assert heads % kv_heads == 0 and (quantized or row_type == query_type)
+    assert row_size == head_size + (SCALE_BYTES if quantized else 0)
+    assert head_size % 16 == 0 and block_size % 16 == 0, "the backend takes no other models"
     k_type = v_type = TRITON_TYPES[query_type]
     if quantized and query_type == torch.float16:
         # A weight times a row's scale may be less than float16 has; all eight-bit values are
@@ -85,11 +77,24 @@ def kernel_key(q: Tensor, pool: Tensor) -> dict[str, int | str]:
     }
 
 
-def attend_by_torch(
-    q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, window: int | None
-) -> Tensor:
-    """The references: the engine's attention in float64, whatever lies where none may read."""
+def attention_reference(
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    query_lens: Tensor, scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """As `prefill_attention`, by the engine's attention in torch: in float64, whatever lies where
+    none may read.
+    """
     values = unpack_rows(pool, torch.float32) if is_quantized(pool.dtype) else pool
+    segments, row = [], 0
+    for table, context, count in zip(
+        block_tables.long(), context_lens.tolist(), query_lens.tolist(), strict=True
+    ):
+        if count:
+            blocks = table[: -(-(context + count) // pool.shape[4])]
+            segments.append(PrefillSegment(row, count, context, blocks))
+        row += count
+    nothing = torch.empty(0, device=q.device)
+    batch = AttentionBatch(nothing, 0, nothing, nothing, tuple(segments))
     found = attend(q.double(), values.double().nan_to_num(), layer, batch, scale, window)
     return found.view(q.shape).to(q.dtype)
 

@@ -15,20 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.torch.attention import AttentionBatch
 from baton.engine.ops.triton.attention_common import (
     LOG2_E,
     LOWEST,
     NO_WINDOW,
-    attend_by_torch,
     attend_range,
     kernel_key,
     pool_sizes,
 )  # fmt: skip
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
-
-NAME = "decode_attention"
 
 # More than this are joined no faster than they are read.
 MOST_SPLITS = 64
@@ -40,7 +36,7 @@ PROGRAMS_PER_PROCESSOR = 8
 
 def decode_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, seq_lens: Tensor, scale: float,
-    window: int | None, splits: int = 0, config: Config | None = None, out: Tensor | None = None,
+    window: int | None, splits: int = 0, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of each row of q over its own sequence, whose KV is in the pool already.
 
@@ -48,20 +44,19 @@ def decode_attention(
     each sequence; what lies behind those of its tokens is not read · seq_lens: int32 `[rows]`,
     tokens of the sequence, the row's own included; 0 is a padding row, which gives zeros · scale:
     of scores · window: tokens that a row sees; None is all · splits: programs that share a row at
-    most; 0 chooses by shapes and GPU · config: None is the one in effect · out: where the result is
-    put, contiguous; None makes it. Result like q. Waits for nothing on the device.
-    ValueError for heads, types or sizes that the kernel does not take.
+    most; 0 chooses by shapes and GPU · config: None is the one in effect. Result like q. Waits for
+    nothing on the device.
     """
     rows, heads, head_size = q.shape
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     sizes = pool_sizes(q, pool)
     kv_heads = sizes["KV_HEADS"]
-    config = config or choose(NAME, kernel_key(q, pool), q.device)
+    config = config or choose("decode_attention", kernel_key(q, pool), q.device)
     if not splits:
         keys = block_tables.shape[1] * sizes["BLOCK_SIZE"]
         longest = min(keys, window or keys)
         splits = splits_for(rows * kv_heads, longest // config["LEAST_SPLIT"], processors(q.device))
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty_like(q)
     # The weighted sums of the parts, and behind all of them their log-sum-exps.
     parts = None
     if splits > 1:
@@ -206,14 +201,3 @@ def join_kernel(
     )
     joined = tl.sum(results * shares[:, None], 0) / tl.sum(shares, 0)
     tl.store(out + head * HEAD_SIZE + dims, joined.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
-
-
-def decode_attention_reference(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, seq_lens: Tensor, scale: float,
-    window: int | None,
-) -> Tensor:  # fmt: skip
-    """The same as `decode_attention` in plain torch."""
-    slots = torch.empty(0, device=q.device)
-    batch = AttentionBatch(slots, len(q), block_tables.long(), seq_lens.long(), ())
-    out = attend_by_torch(q, pool, layer, batch, scale, window)
-    return out.masked_fill_((seq_lens == 0)[:, None, None], 0)

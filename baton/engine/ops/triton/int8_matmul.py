@@ -61,14 +61,6 @@ def scale_sums(
     return out
 
 
-def scale_sums_reference(
-    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """The same in torch."""
-    out = sums.float() * (row_scales[:, None] * column_scales)
-    return (out if bias is None else out + bias.float()).to(dtype)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _int8_matmul(
     x, weight, row_scales, output_scales, bias, out, num_rows, num_outputs, depth,
@@ -131,15 +123,6 @@ def tile_rows(num_rows: int) -> int:
     return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
-def int8_matmul_reference(
-    x: Tensor, weight: Tensor, row_scales: Tensor, output_scales: Tensor, bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """`int8_matmul` in plain torch; float64 holds every sum."""
-    sums = (x.double() @ weight.double().T).to(torch.int32)
-    return scale_sums_reference(sums, row_scales, output_scales, bias, dtype)
-
-
 def _configs(key: Key) -> list[Config]:
     return [
         {"num_warps": warps, "num_stages": stages, "OUTPUTS": outputs, "DEPTH": depth}
@@ -149,6 +132,14 @@ def _configs(key: Key) -> list[Config]:
         for stages in (3, 4, 6)
         if stages * depth * (outputs + int(key["rows"])) <= 160 * 1024
     ]
+
+
+def _reference(
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor]:
+    """`scale_sums` in torch."""
+    out = sums.float() * (row_scales[:, None] * column_scales)
+    return ((out if bias is None else out + bias.float()).to(dtype),)
 
 
 def _scales(
@@ -168,7 +159,7 @@ def _scale_trial(shape: Key, device: torch.device) -> Trial:
     return Trial(
         {},
         lambda config: (scale_sums(sums, *scales),),
-        lambda: (scale_sums_reference(sums, *scales),),
+        lambda: _reference(sums, *scales),
         moved_bytes=(4 + scales[-1].itemsize) * rows * columns,
     )
 
@@ -183,7 +174,7 @@ def _matmul_trial(shape: Key, device: torch.device) -> Trial:
     return Trial(
         {"rows": tile_rows(rows), "outputs": outputs, "depth": depth},
         lambda config: (int8_matmul(x, weight, *scales, config),),
-        lambda: (int8_matmul_reference(x, weight, *scales),),
+        lambda: _reference(x.double() @ weight.double().T, *scales),
         moved_bytes=outputs * depth + rows * (depth + 2 * outputs),
     )
 

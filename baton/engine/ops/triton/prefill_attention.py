@@ -15,20 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment
 from baton.engine.ops.triton.attention_common import (
     LOG2_E,
     LOWEST,
     NO_WINDOW,
-    attend_by_torch,
     attend_range,
     kernel_key,
     pool_sizes,
 )  # fmt: skip
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
-
-NAME = "prefill_attention"
 
 # Query rows of a program: the least that tensor cores take, and the most that registers hold.
 LEAST_ROWS, MOST_ROWS = 16, 128
@@ -52,11 +48,10 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
     """Cuts the chunks of a step into tiles, without waiting for the device.
 
     query_lens: int32 `[sequences]`, rows of each, num_rows together · group: query heads that share
-    a KV head. A sequence's last tile, which sees the most keys, comes first, so that the longest
-    work starts early. ValueError if a group has more heads than a tile has rows.
+    a KV head, at most MOST_ROWS. A sequence's last tile, which sees the most keys, comes first, so
+    that the longest work starts early.
     """
-    if group > MOST_ROWS:
-        raise ValueError(f"{group} query heads of one KV head: at most {MOST_ROWS} are possible")
+    assert group <= MOST_ROWS, "the backend takes no other models"
     sequences = len(query_lens)
     average = -(-num_rows // max(sequences, 1)) * group
     rows = min(max(LEAST_ROWS, int(triton.next_power_of_2(average))), MOST_ROWS)
@@ -78,7 +73,7 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
 def prefill_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
     query_lens: Tensor, tiles: Tiles, scale: float, window: int | None,
-    config: Config | None = None, out: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of every row over its sequence up to itself, whose KV is in the pool already.
 
@@ -86,14 +81,15 @@ def prefill_attention(
     int32 `[sequences, width]`, the blocks of each sequence; what lies behind those of its tokens is
     not read · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
     int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens · scale: of scores ·
-    window: tokens that a row sees, itself included; None is all · config: None is the one in effect
-    · out: where the result is put, contiguous; None makes it. Result like q.
-    ValueError for heads, types or sizes that the kernel does not take.
+    window: tokens that a row sees, itself included; None is all · config: None is the one in
+    effect. Result like q.
     """
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     sizes = pool_sizes(q, pool)
-    config = config or choose(NAME, {**kernel_key(q, pool), "rows": tiles.rows}, q.device)
-    out = torch.empty_like(q) if out is None else out
+    config = config or choose(
+        "prefill_attention", {**kernel_key(q, pool), "rows": tiles.rows}, q.device
+    )
+    out = torch.empty_like(q)
     prefill_kernel[sizes["KV_HEADS"], len(tiles.places)](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
         block_tables.stride(0), pool.stride(0), scale * LOG2_E, window or NO_WINDOW, **sizes,
@@ -172,21 +168,3 @@ def prefill_kernel(
 
     result = weighted / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)
-
-
-def prefill_attention_reference(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-    query_lens: Tensor, scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
-    """The same as `prefill_attention` in plain torch."""
-    segments, row = [], 0
-    for table, context, count in zip(
-        block_tables.long(), context_lens.tolist(), query_lens.tolist(), strict=True
-    ):
-        blocks = -(-(context + count) // pool.shape[4])
-        if count:
-            segments.append(PrefillSegment(row, count, context, table[:blocks]))
-        row += count
-    nothing = torch.empty(0, device=q.device)
-    batch = AttentionBatch(nothing, 0, nothing, nothing, tuple(segments))
-    return attend_by_torch(q, pool, layer, batch, scale, window)

@@ -13,9 +13,8 @@ import triton
 
 from baton.engine.ops.triton import __main__ as command
 from baton.engine.ops.triton import tuning
-from baton.engine.ops.triton.__main__ import tune
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, specs_in, text_of
-from baton.engine.ops.triton.tuning import Configs, choose
+from baton.engine.ops.triton.tuning import Configs, choose, tune
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
