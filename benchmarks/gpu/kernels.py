@@ -256,7 +256,7 @@ def _row_cases(part: Part) -> Iterator[Case]:
 def _block_cases(part: Part) -> Iterator[Case]:
     """Blocks of an 8B model, in random order."""
     layers = part.job.sized(32, 1)
-    pool: Key = {"dtype": "bf16", "layers": layers, "kv_heads": 8, "row": 128}
+    pool: Key = {"dtype": "bfloat16", "layers": layers, "kv_heads": 8, "row": 128}
     count = part.job.sized(_MOVED // (layers << 16), 3)
     for use in ("gather", "scatter", "copy", "checksum"):
         shape: Key = {**pool, "use": use, "blocks": count}

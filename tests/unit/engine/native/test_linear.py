@@ -51,9 +51,9 @@ def linear(
     scratch = torch.empty(size(ctypes.byref(weights), rows), dtype=torch.uint8)
     # The row behind the last is to stay as it is.
     y = torch.full((rows + 1, packed.outputs), UNTOUCHED, dtype=kind[1])
-    kernels["baton_linear" if kind[0] == kind[1] else "baton_linear_floats"](
+    kernels.baton_linear(
         threads, ctypes.c_void_p(x.data_ptr()), rows, ctypes.byref(weights),
-        ctypes.c_void_p(y.data_ptr()), ctypes.c_void_p(scratch.data_ptr()),
+        ctypes.c_void_p(y.data_ptr()), kind[1] == F32, ctypes.c_void_p(scratch.data_ptr()),
     )  # fmt: skip
     assert (y[rows] == UNTOUCHED).all()
     return y[:rows]

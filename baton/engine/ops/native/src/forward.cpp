@@ -12,10 +12,8 @@ namespace baton {
 // The structures are mirrored in baton/engine/ops/native/model.py.
 
 struct Layer {
-    const Activation* input_norm;
-    const Activation* post_norm;
-    const Activation* q_norm;  // or null
-    const Activation* k_norm;
+    const Activation *input_norm, *post_norm;
+    const Activation *q_norm, *k_norm;  // or null
     Linear qkv, o, gate_up, down;
     int32_t window;  // tokens a row sees; 0: all
 };
@@ -23,8 +21,7 @@ struct Layer {
 struct Model {
     const Activation* embedding;  // [vocab][hidden]
     const Activation* final_norm;
-    const float* cos;  // [max_context][head_size]
-    const float* sin;
+    const float *cos, *sin;  // [max_context][head_size]
     const Layer* layers;
     Linear lm_head;
     int32_t num_layers, hidden, heads, kv_heads, head_size, inner;
@@ -51,22 +48,16 @@ namespace {
 constexpr size_t ALIGNMENT = 64;
 
 // Memory for what lives during a step, handed out piece by piece.
-class Workspace {
-   public:
-    explicit Workspace(void* begin) : next_(reinterpret_cast<uintptr_t>(begin)) {}
+struct Workspace {
+    uintptr_t next;
 
     template <class Element>
     Element* take(size_t count) {
-        next_ = (next_ + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-        Element* result = reinterpret_cast<Element*>(next_);
-        next_ += count * sizeof(Element);
+        next = (next + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        Element* result = (Element*)next;
+        next += count * sizeof(Element);
         return result;
     }
-
-    size_t size() const { return next_; }
-
-   private:
-    uintptr_t next_;
 };
 
 struct Buffers {
@@ -209,7 +200,7 @@ struct Forward {
 
 extern "C" {
 void baton_step(int threads, const Model* model, const Step* step) {
-    Workspace space(step->workspace);
+    Workspace space{uintptr_t(step->workspace)};
     const Buffers at(space, *model, step->rows);
     const std::vector<Span> spans = spans_of(*step), wanted = wanted_spans(*step, spans);
     with_team(threads, [&](Team& team) {
@@ -220,9 +211,9 @@ void baton_step(int threads, const Model* model, const Step* step) {
 
 // Bytes of `Step::workspace` for so many rows.
 size_t baton_workspace(const Model* model, int rows) {
-    Workspace space(nullptr);
+    Workspace space{0};
     Buffers(space, *model, rows);
-    return space.size() + ALIGNMENT;
+    return space.next + ALIGNMENT;
 }
 }
 

@@ -13,8 +13,7 @@ struct Linear {
     const float* scales;     // int8 weights: [out], of each output; otherwise null
     const int32_t* offsets;  // int8 weights: [out], 128 times the sum of an output's weights
     const Activation* bias;  // [out], or null
-    int32_t in;
-    int32_t out;
+    int32_t in, out;
 };
 
 constexpr int PANEL = 64;  // columns packed side by side
@@ -46,11 +45,9 @@ constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
 // elements of the compute type, or head_size int8 followed by their float scale.
 struct Pool {
     void* data;
-    int32_t layers;
-    int32_t kv_heads;
-    int32_t block_size;  // a multiple of 16
-    int32_t head_size;   // a multiple of 16, at most MAX_HEAD_SIZE
-    int32_t int8;        // 1: rows are int8 with a scale
+    int32_t layers, kv_heads;
+    int32_t block_size, head_size;  // multiples of 16, the latter at most MAX_HEAD_SIZE
+    int32_t int8;                   // 1: rows are int8 with a scale
 };
 
 // Rows of one sequence: [first_row, first_row + count) of the batch, at positions
@@ -63,15 +60,11 @@ struct Span {
 };
 
 struct AttentionShape {
-    int32_t heads;
-    int32_t layer;
-    int32_t window;  // tokens a row sees, its own included; 0: all
-    float scale;
-    float eps;         // of q_norm and k_norm
-    const float* cos;  // [max_context][head_size]
-    const float* sin;
-    const Activation* q_norm;  // [head_size], or null
-    const Activation* k_norm;
+    int32_t heads, layer;
+    int32_t window;                     // tokens a row sees, its own included; 0: all
+    float scale, eps;                   // of scores; of q_norm and k_norm
+    const float *cos, *sin;             // [max_context][head_size]
+    const Activation *q_norm, *k_norm;  // [head_size], or null
 };
 
 // qkv [rows][(heads + 2 * kv_heads) * head_size]: normalises and turns q in place, and writes k
@@ -79,9 +72,8 @@ struct AttentionShape {
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
                       const AttentionShape& shape, const Pool& pool);
 
-// Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size].
-// A row's bits depend on its own query and its sequence's KV alone, not
-// on how many rows share its span, batch or chunk.
+// Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size]. A row's
+// bits depend on its own query and its sequence's KV alone, not on what shares its span or batch.
 void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Activation* out);
 

@@ -98,16 +98,14 @@ struct Panel {
         Fetch fetch{(const char*)next, (const char*)next + bytes, lines};
         for (int row = begin, tile = 0; tile < tiles; tile++) {
             const int rows = (end - row) / (tiles - tile);
-            with_constant<TILE_ROWS>(rows, [&](auto size) { strips<size()>(row, chunk, fetch); });
+            with_constant<TILE_ROWS>(rows, [&](auto size) {
+                constexpr int VECTORS = tile_vectors(size());
+                for (int vector = 0; vector < PANEL / LANES; vector += VECTORS) {
+                    this->template tile<size(), VECTORS>(row, vector, chunk, fetch);
+                    fetch.advance(chunk.groups);
+                }
+            });
             row += rows;
-        }
-    }
-
-    template <int ROWS>
-    void strips(int row, const Chunk& chunk, Fetch& fetch) const {
-        for (int vector = 0; vector < PANEL / LANES; vector += tile_vectors(ROWS)) {
-            tile<ROWS, tile_vectors(ROWS)>(row, vector, chunk, fetch);
-            fetch.advance(chunk.groups);
         }
     }
 
@@ -237,14 +235,14 @@ template void linear(Team&, const Activation*, int, const Linear&, float*, void*
 #endif
 
 extern "C" {
-void baton_linear(int threads, const Activation* x, int rows, const Linear* weights, Activation* y,
-                  void* scratch) {
-    with_team(threads, [&](Team& team) { linear(team, x, rows, *weights, y, scratch); });
-}
-
-void baton_linear_floats(int threads, const Activation* x, int rows, const Linear* weights, float* y,
-                         void* scratch) {
-    with_team(threads, [&](Team& team) { linear(team, x, rows, *weights, y, scratch); });
+void baton_linear(int threads, const Activation* x, int rows, const Linear* weights, void* y,
+                  bool floats, void* scratch) {
+    with_team(threads, [&](Team& team) {
+        if (floats)
+            linear(team, x, rows, *weights, (float*)y, scratch);
+        else
+            linear(team, x, rows, *weights, (Activation*)y, scratch);
+    });
 }
 
 size_t baton_linear_scratch(const Linear* weights, int rows) {
