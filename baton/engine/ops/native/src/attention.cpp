@@ -92,17 +92,6 @@ inline void softmax(TileScores (&scores)[ROWS], const Visible (&visible)[ROWS],
 // Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
 
-// Calls work(size, first) for all of [first, end) in as few parts as a size of MAX allows, all
-// about equal; `size` is a constant.
-template <int MAX, class Work>
-inline void in_parts(int first, int end, const Work& work) {
-    for (int parts = (end - first + MAX - 1) / MAX; parts; parts--) {
-        const int size = (end - first + parts - 1) / parts;
-        with_constant<MAX>(size, [&](auto constant) { work(constant, first); });
-        first += size;
-    }
-}
-
 // The queries of a piece that share a KV head, and what attention has made of them so far.
 struct Queries {
     alignas(64) Activation rows[MAX_QUERIES * MAX_HEAD_SIZE];

@@ -25,8 +25,6 @@ constexpr int BLOCK = 48 * TILE_ROWS;
 constexpr int SMALL_BLOCK = 8 * TILE_ROWS;
 constexpr int PIECES_PER_THREAD = 8;  // at least, so that all threads end at nearly the same time
 
-inline int parts(int count, int size) { return (count + size - 1) / size; }
-
 // The left operand of a product: activations as they are, or quantised.
 template <class Weight>
 struct Left {
@@ -96,17 +94,13 @@ struct Panel {
         const int lines = end - begin > LONE_ROWS ? parts(GROUP_LINES, passes) : 0;
         const size_t bytes = size_t(chunk.groups) * GROUP_LINES * LINE;
         Fetch fetch{(const char*)next, (const char*)next + bytes, lines};
-        for (int row = begin, tile = 0; tile < tiles; tile++) {
-            const int rows = (end - row) / (tiles - tile);
-            with_constant<TILE_ROWS>(rows, [&](auto size) {
-                constexpr int VECTORS = tile_vectors(size());
-                for (int vector = 0; vector < PANEL / LANES; vector += VECTORS) {
-                    this->template tile<size(), VECTORS>(row, vector, chunk, fetch);
-                    fetch.advance(chunk.groups);
-                }
-            });
-            row += rows;
-        }
+        in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
+            constexpr int VECTORS = tile_vectors(rows());
+            for (int vector = 0; vector < PANEL / LANES; vector += VECTORS) {
+                this->template tile<rows(), VECTORS>(row, vector, chunk, fetch);
+                fetch.advance(chunk.groups);
+            }
+        });
     }
 
     template <int ROWS, int VECTORS>
@@ -234,20 +228,14 @@ template void linear(Team&, const Activation*, int, const Linear&, Activation*, 
 template void linear(Team&, const Activation*, int, const Linear&, float*, void*);
 #endif
 
-extern "C" {
-void baton_linear(int threads, const Activation* x, int rows, const Linear* weights, void* y,
-                  bool floats, void* scratch) {
+extern "C" void baton_linear(int threads, const Activation* x, int rows, const Linear* weights,
+                             void* y, bool floats, void* scratch) {
     with_team(threads, [&](Team& team) {
         if (floats)
             linear(team, x, rows, *weights, (float*)y, scratch);
         else
             linear(team, x, rows, *weights, (Activation*)y, scratch);
     });
-}
-
-size_t baton_linear_scratch(const Linear* weights, int rows) {
-    return linear_scratch(*weights, rows);
-}
 }
 
 }  // namespace baton

@@ -26,7 +26,8 @@ struct PagedRows {
           stride(pool.int8 ? pool.head_size + sizeof(float) : pool.head_size * sizeof(Activation)) {
         const size_t head_bytes = stride * block_size;
         block_bytes = head_bytes * pool.kv_heads * 2 * pool.layers;
-        begin = (char*)pool.data + ((size_t(layer) * 2 + part) * pool.kv_heads + kv_head) * head_bytes;
+        const size_t head = (size_t(layer) * 2 + part) * pool.kv_heads + kv_head;
+        begin = (char*)pool.data + head * head_bytes;
     }
 
     // The row of a position that the table has a block for.
@@ -68,7 +69,7 @@ class Pieces {
     }
 
    private:
-    int pieces_of(const Span& span) const { return (span.count + rows_ - 1) / rows_; }
+    int pieces_of(const Span& span) const { return parts(span.count, rows_); }
 
     const Span* spans_;
     const int rows_, kv_heads_;

@@ -263,12 +263,25 @@ inline void multiply(const Element* a, size_t a_stride, const Element* b, size_t
     std::memcpy(sums, held, sizeof held);
 }
 
+inline int parts(int count, int size) { return (count + size - 1) / size; }
+
 // Calls work with a size of 1 to MAX as a constant.
 template <int MAX, class Work>
 inline void with_constant(int size, const Work& work) {
     if constexpr (MAX > 0) {
         if (size == MAX) return work(std::integral_constant<int, MAX>{});
         with_constant<MAX - 1>(size, work);
+    }
+}
+
+// Calls work(size, first) for all of [first, end) in as few parts as a size of MAX allows, all
+// about equal; `size` is a constant.
+template <int MAX, class Work>
+inline void in_parts(int first, int end, const Work& work) {
+    for (int left = parts(end - first, MAX); left; left--) {
+        const int size = parts(end - first, left);
+        with_constant<MAX>(size, [&](auto constant) { work(constant, first); });
+        first += size;
     }
 }
 
