@@ -98,21 +98,12 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
 class NativeModel:
     """Packed weights, and scratch memory that one thread at a time may use."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        dtype: torch.dtype,
-        native: ctypes.CDLL | None = None,
-    ) -> None:
-        """native: the library to use, or None for this CPU's. Weights may be packed already.
-
-        Raises ConfigError where there is none.
-        """
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
+        """Weights may be packed already. Raises ConfigError where there is no library."""
         self.config = config
         self.dtype = dtype
         self.seconds: ctypes.Array[c_double] | None = None  # by phase, once there is one
-        native = native or library.require(dtype)
+        native = library.require(dtype)
         self._run, self._workspace_size = native.baton_step, native.baton_workspace
         self._run.restype, self._workspace_size.restype = None, c_size_t
         self._kept: list[Tensor] = []  # what the structures point at
@@ -127,14 +118,21 @@ class NativeModel:
         The next-token scores of its `logit_rows`, float32 `[n, vocab]`; valid until the next step.
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
-        self._make_room(rows, wanted)
+        if rows > self._rows:
+            size = self._workspace_size(byref(self._model), rows)
+            self._workspace, self._rows = torch.empty(size, dtype=torch.uint8), rows
+        if wanted > len(self._logits):
+            self._logits = torch.empty(wanted, self.config.vocab_size)
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
             batch.logit_rows, self._logits, self._workspace,
         )  # fmt: skip
+        _, layers, _, kv_heads, block_size, _ = pool.shape
+        int8, head_size = pool.dtype == torch.int8, self.config.head_size
+        kv = Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
         pointers = (tensor.data_ptr() for tensor in inputs)
-        step = Step(*pointers, self.seconds, self._pool(pool), *sizes)
+        step = Step(*pointers, self.seconds, kv, *sizes)
         self._run(torch.get_num_threads(), byref(self._model), byref(step))
         return self._logits[:wanted]
 
@@ -142,20 +140,6 @@ class NativeModel:
         """Seconds by phase since the last call; the first call starts the clock."""
         before, self.seconds = self.seconds, (c_double * len(PHASES))()
         return dict(zip(PHASES, before, strict=True)) if before is not None else {}
-
-    def _make_room(self, rows: int, wanted: int) -> None:
-        if rows > self._rows:
-            size = self._workspace_size(byref(self._model), rows)
-            self._workspace = torch.empty(size, dtype=torch.uint8)
-            self._rows = rows
-        if wanted > len(self._logits):
-            self._logits = torch.empty(wanted, self.config.vocab_size)
-
-    def _pool(self, pool: Tensor) -> Pool:
-        _, layers, _, kv_heads, block_size, _ = pool.shape
-        int8 = pool.dtype == torch.int8
-        head_size = self.config.head_size
-        return Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
 
     def _whole(self, weights: Weights) -> ModelWeights:
         config = self.config

@@ -36,9 +36,9 @@ TRITON_TYPES = {
 NO_WINDOW = 2**31 - 1
 
 
-def pool_sizes(q: Tensor, pool: Tensor) -> dict[str, Any]:
+def pool_sizes(q: Tensor, pool: Tensor) -> tuple[dict[str, Any], dict[str, int | str]]:
     """What a kernel's code depends on in a pool and queries q `[rows, heads, head_size]` of it, as
-    the kernels name it; not to be changed.
+    the kernels name it; and what its best sizes do, heads as tiles hold them. Not to be changed.
     """
     return _pool_sizes(q.shape[1:], q.dtype, pool.shape[3:], pool.dtype, q.device.type)
 
@@ -47,7 +47,7 @@ def pool_sizes(q: Tensor, pool: Tensor) -> dict[str, Any]:
 def _pool_sizes(
     queries: torch.Size, query_type: torch.dtype, rows: torch.Size, row_type: torch.dtype,
     device_type: str,
-) -> dict[str, Any]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, int | str]]:  # fmt: skip
     heads, head_size = queries
     kv_heads, block_size, row_size = rows
     quantized = is_quantized(row_type)
@@ -61,20 +61,15 @@ def _pool_sizes(
         v_type = tl.bfloat16
     if device_type == "cpu":  # the interpreter keeps bfloat16 as whole numbers: no products
         k_type, v_type = (tl.float32 if of == tl.bfloat16 else of for of in (k_type, v_type))
+    padded = int(triton.next_power_of_2(head_size))
+    key: dict[str, int | str] = {
+        "head_size": padded, "query_bytes": query_type.itemsize, "kv_bytes": row_type.itemsize,
+    }  # fmt: skip
     return {
         "HEADS": heads, "KV_HEADS": kv_heads, "BLOCK_SIZE": block_size, "ROW_SIZE": row_size,
-        "HEAD_SIZE": head_size, "HEAD_PAD": int(triton.next_power_of_2(head_size)),
-        "QUANTIZED": quantized, "K_TYPE": k_type, "V_TYPE": v_type,
-    }  # fmt: skip
-
-
-def kernel_key(q: Tensor, pool: Tensor) -> dict[str, int | str]:
-    """What the best sizes of an attention kernel depend on: heads as tiles hold them, padded."""
-    return {
-        "head_size": int(triton.next_power_of_2(q.shape[2])),
-        "query_bytes": q.element_size(),
-        "kv_bytes": pool.element_size(),
-    }
+        "HEAD_SIZE": head_size, "HEAD_PAD": padded, "QUANTIZED": quantized, "K_TYPE": k_type,
+        "V_TYPE": v_type,
+    }, key  # fmt: skip
 
 
 def attention_reference(

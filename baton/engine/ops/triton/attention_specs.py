@@ -9,10 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.ops.triton.attention_common import attention_reference, kernel_key
-from baton.engine.ops.triton.decode_attention import decode_attention
-from baton.engine.ops.triton.prefill_attention import plan_tiles, prefill_attention
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
+from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
+from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows
 
 _DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
@@ -118,6 +117,7 @@ def _trial(
     )
     first = (q, pool, pool.shape[1] - 1, block_tables)
     last = (float(q.shape[2] ** -0.5), window)
+    _, key = pool_sizes(q, pool)
 
     def reference() -> tuple[Tensor]:
         found = attention_reference(*first, context_lens.clamp_min(0), query_lens, *last)
@@ -126,7 +126,7 @@ def _trial(
     if decodes:
         seq_lens = context_lens + 1
         return Trial(
-            kernel_key(q, pool),
+            key,
             lambda config: (decode_attention(*first, seq_lens, *last, splits, config),),
             reference,
             moved_bytes=sum(map(len, seen)) * pool[0, 0].nbytes // pool.shape[4],
@@ -134,7 +134,7 @@ def _trial(
     tiles = plan_tiles(query_lens, len(q), q.shape[1] // pool.shape[3])
     pairs = sum(b * a + b * (b + 1) / 2 for a, b in zip(before, tokens, strict=True))
     return Trial(
-        {**kernel_key(q, pool), "rows": tiles.rows},
+        {**key, "rows": tiles.rows},
         lambda config: (prefill_attention(*first, context_lens, query_lens, tiles, *last, config),),
         reference,
         flops=4.0 * q.shape[1] * q.shape[2] * pairs,
@@ -145,20 +145,12 @@ _FP8: Key = {"kv": "fp8", "least": 89}  # what the kernels load needs sm_89
 _WINDOW: Key = {"window": 40}
 _SIZES: Key = {"kv_heads": 8, "layers": 2}
 _HEADS: tuple[Key, ...] = (
-    {},
-    {"kv": "int8"},
-    _FP8,
-    {"dtype": "fp16"},
-    {"dtype": "fp16", "kv": "int8"},
-    {"dtype": "fp16", **_FP8},
-    {"dtype": "fp32"},
-    {"dtype": "fp32", "kv": "int8"},
-    {"head_size": 64, "group": 7},
-    {"head_size": 80, "group": 1},
-    {"kv": "int8", "head_size": 96, "group": 3},
-    {"head_size": 256, "group": 8},
-    {"group": 32},
-)
+    {}, {"kv": "int8"}, _FP8,
+    {"dtype": "fp16"}, {"dtype": "fp16", "kv": "int8"}, {"dtype": "fp16", **_FP8},
+    {"dtype": "fp32"}, {"dtype": "fp32", "kv": "int8"},
+    {"head_size": 64, "group": 7}, {"head_size": 80, "group": 1},
+    {"kv": "int8", "head_size": 96, "group": 3}, {"head_size": 256, "group": 8}, {"group": 32},
+)  # fmt: skip
 
 
 def _prefill_cases() -> list[Key]:
@@ -174,19 +166,15 @@ def _prefill_cases() -> list[Key]:
     ]
 
 
-def _configs(
-    warps: tuple[int, ...], stages: tuple[int, ...], **sizes: int
-) -> Callable[[Key], list[Config]]:
+def _configs(**sizes: tuple[int, ...]) -> Callable[[Key], list[Config]]:
     """Those whose tiles of K and V in flight fit a multiprocessor's shared memory."""
 
     def fitting(key: Key) -> list[Config]:
         row_bytes = int(triton.next_power_of_2(int(key["head_size"]))) * int(key["kv_bytes"])
         return [
-            {"num_warps": w, "num_stages": s, "TILE": tile, **sizes}
-            for tile in (16, 32, 64, 128)
-            for w in warps
-            for s in stages
-            if (s - 1) * 2 * tile * row_bytes <= 144 * 1024
+            config
+            for config in product_of(TILE=(16, 32, 64, 128), **sizes)
+            if (config["num_stages"] - 1) * 2 * config["TILE"] * row_bytes <= 144 * 1024
         ]
 
     return fitting
@@ -206,14 +194,14 @@ SPECS = (
             for at, heads in enumerate(_HEADS)
             for use in ({"splits": 3}, {**_WINDOW, "splits": 1})
         ],
-        configs=_configs((2, 4, 8), (2, 3, 4, 5), LEAST_SPLIT=256),
+        configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4, 5), LEAST_SPLIT=(256,)),
         shapes=_SHAPES,
     ),
     KernelSpec(
         "prefill_attention",
         prefill_trial,
         cases=_prefill_cases(),
-        configs=_configs((4, 8), (1, 2, 3, 4)),
+        configs=_configs(num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
         # Short chunks with long contexts, and chunks of 2,048 tokens that fill the largest tiles.
         shapes=[
             {**shape, "batch": batch, "context": context, "tokens": tokens}

@@ -173,11 +173,7 @@ SPECS = (
     KernelSpec(
         "scale_sums",
         _scale_trial,
-        cases=[
-            {"rows": 5, "columns": 1040, "dtype": dtype, "bias": bias}
-            for dtype in ("fp32", "bf16", "fp16")
-            for bias in (0, 1)
-        ],
+        cases=product_of(rows=(5,), columns=(1040,), dtype=("fp32", "bf16", "fp16"), bias=(0, 1)),
     ),
     KernelSpec(
         NAME,

@@ -107,8 +107,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     def reference() -> Outputs:
         tokens = torch.empty_like(padding)
         batch = StepBatch(tokens, context_lens, query_lens, block_tables, tokens, sequences)
-        rows = place(batch, 16)
-        found = (rows.positions, rows.attention.slots, rows.positions + 1)
+        positions, attention = place(batch, 16)
+        found = (positions, attention.slots, positions + 1)
         return tuple(
             part.masked_fill(padding, value).int()
             for part, value in zip(found, (0, -1, 0), strict=True)

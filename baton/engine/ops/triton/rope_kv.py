@@ -6,6 +6,8 @@ projection is read once, queries are written once, and K and V go straight to th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from torch import Tensor
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
 from baton.engine.ops.triton.rows import bits_of, scale_of
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
@@ -180,28 +182,24 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=device).to(dtype)
     angles = torch.randn(rows, head_size // 2, device=device).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    norms = torch.rand(2, head_size, device=device).to(dtype).unbind() if "norms" in shape else ()
+    norms = torch.rand(2, head_size, device=device).to(dtype).unbind()
     slots = torch.arange(rows, dtype=torch.int32, device=device)
     written = torch.where(slots % 5 == 4, -1, slots) if "padding" in shape else slots
     row_size = head_size + (SCALE_BYTES if is_quantized(kv_dtype) else 0)
     blocks = (triton.cdiv(rows, 16), 2, 2, kv_heads, 16, row_size)
     pool = torch.zeros(blocks, dtype=torch.uint8, device=device).to(kv_dtype)
     expected_pool = pool.clone()
-    inputs = (qkv, slots, written, cos, sin)
-    sizes = (1, heads, kv_heads, *norms)
 
-    def results(q: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
+    def launch(kernel: Callable[..., Tensor], pool: Tensor, *config: Config | None) -> Outputs:
+        norm = (*norms, 1e-5) if "norms" in shape else (None, None, 1e-5)
+        q = kernel(qkv, slots, written, cos, sin, pool, 1, heads, kv_heads, *norm, *config)
         quantized = is_quantized(kv_dtype) and device.type != "meta"
         return q, unpack_rows(pool, torch.float32) if quantized else pool
 
     return Trial(
         {"rows": rows, "heads": heads, "kv_heads": kv_heads},
-        lambda config: results(
-            rope_and_write(*inputs, pool, *sizes, eps=1e-5, config=config), pool
-        ),
-        lambda: results(
-            rope_and_write_reference(*inputs, expected_pool, *sizes, eps=1e-5), expected_pool
-        ),
+        lambda config: launch(rope_and_write, pool, config),
+        lambda: launch(rope_and_write_reference, expected_pool),
         moved_bytes=2 * qkv.nbytes,
         # A number of eight bits may be rounded to its neighbour.
         tolerance={torch.int8: 0.02, FP8: 0.08}.get(kv_dtype),
@@ -223,12 +221,15 @@ SPECS = (
             {**_HEADS, "kv": "int8", "head_size": 256},
         ),
         configs=lambda key: [
-            config
-            for config in product_of(
-                HEADS=(1, 2, 4, 8, 16, 32), num_warps=(1, 2, 4, 8), num_stages=(1,)
-            )
-            if config["HEADS"] <= triton.next_power_of_2(int(key["heads"]))
+            {"num_warps": warps, "num_stages": 1, "HEADS": heads}
+            for heads in (1, 2, 4, 8, 16, 32)
+            if heads <= triton.next_power_of_2(int(key["heads"]))
+            for warps in (1, 2, 4, 8)
         ],
-        shapes=product_of(heads=(32, 64), kv_heads=(8,), rows=(1, 32, 256, 8192)),
+        shapes=[
+            {"rows": rows, "heads": heads, "kv_heads": 8}
+            for heads in (32, 64)
+            for rows in (1, 32, 256, 8192)
+        ],
     ),
 )

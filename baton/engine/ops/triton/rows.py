@@ -52,12 +52,10 @@ def add_rms_norm(
     """The residual stream with x added in place, and its RMS norm times weight: (normed, stream).
 
     x, residual: `[rows, size]` of one type · weight: `[size]`. Without a residual x itself is the
-    stream, and nothing is added. config: of the launch; None is that of `tuning`. ValueError for
-    rows of over LARGEST_ROW elements.
+    stream, and nothing is added. config: of the launch; None is that of `tuning`.
     """
     rows, size = x.shape
-    if size > LARGEST_ROW:
-        raise ValueError(f"rows of {size} elements are longer than {LARGEST_ROW}")
+    assert size <= LARGEST_ROW, "no model's rows are as long"
     assert x.stride(1) == 1 and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     config = config or choose("add_rms_norm", {"rows": rows, "size": size}, x.device)

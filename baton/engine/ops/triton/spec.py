@@ -96,7 +96,7 @@ def specs_in(names: Iterable[str] = ()) -> list[Any]:
     return found
 
 
-def product_of(**values: Sequence[int]) -> list[dict[str, int]]:
+def product_of(**values: Sequence[Any]) -> list[dict[str, Any]]:
     """All combinations, as keyword arguments or sizes by name; the last name changes first."""
     return [dict(zip(values, one, strict=True)) for one in itertools.product(*values.values())]
 

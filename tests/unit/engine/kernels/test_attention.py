@@ -11,19 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.ops.triton.attention_specs import decode_trial, draw, prefill_trial
-from baton.engine.ops.triton.decode_attention import (
+from baton.engine.ops.triton.attention import (
+    LEAST_ROWS,
+    MOST_ROWS,
     MOST_SPLITS,
     PROGRAMS_PER_PROCESSOR,
     decode_attention,
-    splits_for,
-)
-from baton.engine.ops.triton.prefill_attention import (
-    LEAST_ROWS,
-    MOST_ROWS,
     plan_tiles,
     prefill_attention,
+    splits_for,
 )
+from baton.engine.ops.triton.attention_specs import decode_trial, draw, prefill_trial
 from baton.engine.ops.triton.spec import Key, Trial, relative_error
 
 CPU = torch.device("cpu")

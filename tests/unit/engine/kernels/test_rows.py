@@ -8,7 +8,7 @@ import torch
 from baton.engine.models.decoder import rms_norm
 from baton.engine.ops.torch.linear import silu_gate
 from baton.engine.ops.triton import rows as kernels
-from baton.engine.ops.triton.rows import LARGEST_ROW, add_rms_norm, quantize_rows, silu_mul
+from baton.engine.ops.triton.rows import add_rms_norm, quantize_rows, silu_mul
 from baton.engine.weights import quantize
 
 FP8 = torch.float8_e4m3fn
@@ -44,9 +44,6 @@ def test_values_by_hand() -> None:
     assert not normed.any(), "a row of zeros stays zero"
     gate_up = torch.tensor([[80.0, -80.0, 0.0, 2.0, 3.0, 4.0]])
     torch.testing.assert_close(silu_mul(gate_up), torch.tensor([[160.0, 0.0, 0.0]]))
-    size = LARGEST_ROW + 1
-    with pytest.raises(ValueError, match=f"rows of {size} elements"):
-        add_rms_norm(torch.zeros(1, size), None, torch.ones(size), 1e-6)
 
 
 def rows_of(kind: torch.dtype) -> dict[str, torch.Tensor]:

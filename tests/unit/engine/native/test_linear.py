@@ -14,10 +14,9 @@ from baton.engine.ops.native import library
 from baton.engine.ops.native.model import Linear
 from baton.engine.ops.native.packing import PANEL, PackedWeight, pack
 from baton.engine.weights.quantize import Int8Weight, quantize_rows
+from tests.unit.engine.native.paged_rows import native, random_tensor
 
-pytestmark = pytest.mark.skipif(
-    library.load() is None, reason="no native library can be built here"
-)
+pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
 F32, BF16 = torch.float32, torch.bfloat16
 # Types of activations and of outputs.
 by_kind = pytest.mark.parametrize(
@@ -31,7 +30,7 @@ UNTOUCHED = 77.0
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return random_tensor(*shape, seed=seed).to(dtype)
 
 
 def linear(

@@ -1,7 +1,7 @@
 // A tile of keys and values, taken from the pool and packed for `multiply`.
 #pragma once
 
-#include "paged.h"
+#include "kernels.h"
 
 namespace baton {
 

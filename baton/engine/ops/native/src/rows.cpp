@@ -2,7 +2,6 @@
 #include <cmath>
 
 #include "kernels.h"
-#include "paged.h"
 
 namespace baton {
 namespace {
