@@ -174,49 +174,34 @@ class PieceAttention {
             const int last = first_ + (query + i) / group_ - key;
             visible[i] = Visible{shape_.window ? last - shape_.window + 1 : 0, last};
         }
-        score<ROWS>(queries_.rows + query * size_, scores);
+        accumulate<ROWS>(queries_.rows + query * size_, size_, tile_.keys, TILE_KEYS, nullptr,
+                         scores[0]);
         softmax(scores, visible, tile_, queries_.states + query, corrections, weights);
-        gather<ROWS>(weights[0], corrections, queries_.sums + query * size_);
+        accumulate<ROWS>(weights[0], TILE_KEYS, tile_.values, size_, corrections,
+                         queries_.sums + query * size_);
     }
 
+    // to [ROWS][columns] = what is there times each row's correction (null: nothing is), plus rows of
+    // a, `depth` elements each, times columns of b.
     template <int ROWS>
-    void score(const Activation* rows, TileScores (&scores)[ROWS]) {
-        in_parts<TILE_VECTORS>(0, TILE_KEYS / LANES, [&](auto vectors, int first) {
+    void accumulate(const Activation* a, int depth, const Activation* b, int columns,
+                    const float* corrections, float* to) {
+        constexpr int STEP = 8;  // depth / GROUP is a multiple of it
+        in_parts<TILE_VECTORS>(0, columns / LANES, [&](auto vectors, int first) {
             f32x16 sums[ROWS][vectors()] = {};
-            fetch_and_multiply(rows, size_, tile_.keys + first * LANES * GROUP, TILE_KEYS,
-                               size_ / GROUP, sums);
+            float* const part = to + first * LANES;
+            for (int i = 0; corrections && i < ROWS; i++)
+                for (int j = 0; j < vectors(); j++)
+                    sums[i][j] = load<f32x16>(part + i * columns + j * LANES) * corrections[i];
+            for (int g = 0; g < depth / GROUP; g += STEP) {
+                tile_.prefetcher.fetch(8);  // the keys that are needed next
+                multiply(a + g * GROUP, depth, b + (first * LANES + g * columns) * GROUP,
+                         columns * GROUP, STEP, sums);
+            }
             for (int i = 0; i < ROWS; i++)
                 for (int j = 0; j < vectors(); j++)
-                    store(scores[i] + (first + j) * LANES, sums[i][j]);
+                    store(part + i * columns + j * LANES, sums[i][j]);
         });
-    }
-
-    template <int ROWS>
-    void gather(const Activation* weights, const float* corrections, float* to) {
-        in_parts<TILE_VECTORS>(0, size_ / LANES, [&](auto vectors, int first) {
-            f32x16 sums[ROWS][vectors()];
-            for (int i = 0; i < ROWS; i++)
-                for (int j = 0; j < vectors(); j++) {
-                    const float* from = to + i * size_ + (first + j) * LANES;
-                    sums[i][j] = load<f32x16>(from) * corrections[i];
-                }
-            fetch_and_multiply(weights, TILE_KEYS, tile_.values + first * LANES * GROUP, size_,
-                               TILE_KEYS / GROUP, sums);
-            for (int i = 0; i < ROWS; i++)
-                for (int j = 0; j < vectors(); j++)
-                    store(to + i * size_ + (first + j) * LANES, sums[i][j]);
-        });
-    }
-
-    // `multiply`, with the keys that are needed next on their way to the cache.
-    template <int ROWS, int VECTORS>
-    void fetch_and_multiply(const Activation* a, size_t a_stride, const Activation* b, size_t columns,
-                            int groups, f32x16 (&sums)[ROWS][VECTORS]) {
-        constexpr int STEP = 8;  // head_size / GROUP is a multiple of it
-        for (int g = 0; g < groups; g += STEP) {
-            tile_.prefetcher.fetch(8);
-            multiply(a + g * GROUP, a_stride, b + g * columns * GROUP, columns * GROUP, STEP, sums);
-        }
     }
 
     void give_results(Activation* out, size_t stride) {
