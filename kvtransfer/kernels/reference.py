@@ -41,10 +41,12 @@ def copy(
 def checksum(pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """Only reads."""
     full, fill = divmod(slots.num_tokens, pool.block_size)
-    words = pool.block_bytes // 4
-    for first, block, count in runs(slots.block_ids[:full]):
-        data = pool.blocks[block : block + count].view(-1)
-        sums += word_sum(data, first_word + first * words).to(sums.device)
+    parts = [
+        (first, pool.blocks[block : block + count])
+        for first, block, count in runs(slots.block_ids[:full])
+    ]
     if fill:
-        tail = pool.tail(slots.block_ids[full], fill).contiguous().view(-1)
-        sums += word_sum(tail, first_word + full * words).to(sums.device)
+        parts.append((full, pool.tail(slots.block_ids[full], fill).contiguous()))
+    for first, data in parts:
+        words = first_word + first * (pool.block_bytes // 4)
+        sums += word_sum(data.view(-1), words).to(sums.device)

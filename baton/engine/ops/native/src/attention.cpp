@@ -92,13 +92,6 @@ inline void softmax(TileScores (&scores)[ROWS], const Visible (&visible)[ROWS],
 // Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
 
-// The queries of a piece that share a KV head, and what attention has made of them so far.
-struct Queries {
-    alignas(64) Activation rows[MAX_QUERIES * MAX_HEAD_SIZE];
-    alignas(64) float sums[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
-    Softmax states[MAX_QUERIES];
-};
-
 class PieceAttention {
    public:
     PieceAttention(const AttentionShape& shape, const Pool& pool)
@@ -127,9 +120,9 @@ class PieceAttention {
     void take_queries(const Activation* from, size_t stride) {
         const size_t elements = group_ * size_;
         for (int i = 0; i < count_; i++)
-            std::copy_n(from + i * stride, elements, queries_.rows + i * elements);
-        std::fill_n(queries_.sums, count_ * elements, 0.0f);
-        for (int i = 0; i < count_ * group_; i++) queries_.states[i] = Softmax{f32x16{}, NEVER};
+            std::copy_n(from + i * stride, elements, queries_ + i * elements);
+        std::fill_n(sums_, count_ * elements, 0.0f);
+        for (int i = 0; i < count_ * group_; i++) states_[i] = Softmax{f32x16{}, NEVER};
     }
 
     HeadRows rows_of(const Piece& piece) const {
@@ -174,11 +167,11 @@ class PieceAttention {
             const int last = first_ + (query + i) / group_ - key;
             visible[i] = Visible{shape_.window ? last - shape_.window + 1 : 0, last};
         }
-        accumulate<ROWS>(queries_.rows + query * size_, size_, tile_.keys, TILE_KEYS, nullptr,
+        accumulate<ROWS>(queries_ + query * size_, size_, tile_.keys, TILE_KEYS, nullptr,
                          scores[0]);
-        softmax(scores, visible, tile_, queries_.states + query, corrections, weights);
+        softmax(scores, visible, tile_, states_ + query, corrections, weights);
         accumulate<ROWS>(weights[0], TILE_KEYS, tile_.values, size_, corrections,
-                         queries_.sums + query * size_);
+                         sums_ + query * size_);
     }
 
     // to [ROWS][columns] = what is there times each row's correction (null: nothing is), plus rows of
@@ -206,9 +199,9 @@ class PieceAttention {
 
     void give_results(Activation* out, size_t stride) {
         for (int query = 0; query < count_ * group_; query++) {
-            const float* sums = queries_.sums + query * size_;
+            const float* sums = sums_ + query * size_;
             Activation* to = out + query / group_ * stride + query % group_ * size_;
-            const float total = sum(queries_.states[query].total);
+            const float total = sum(states_[query].total);
             // A weight of 0 times an unseen value may turn -0 into 0; adding 0 makes both 0.
             for (int i = 0; i < size_; i += LANES)
                 store_floats(to + i, load_floats(sums + i) / total + 0.0f);
@@ -219,7 +212,10 @@ class PieceAttention {
     const Pool& pool_;
     const int group_, size_;
     int first_, count_;  // positions of the piece's rows
-    Queries queries_;
+    // The queries that share a KV head, and what attention has made of them so far.
+    alignas(64) Activation queries_[MAX_QUERIES * MAX_HEAD_SIZE];
+    alignas(64) float sums_[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
+    Softmax states_[MAX_QUERIES];
     KeyTile tile_;
 };
 

@@ -35,10 +35,8 @@ struct Left {
 
 // Part of the depth, which all rows of a block go through before the next.
 struct Chunk {
-    int first;  // group
-    int groups;
-    bool begins;  // the sums
-    bool ends;
+    int first, groups;
+    bool ends;  // the depth
 };
 
 // Fetches some lines of the next weights a group, while a product is computed from others.
@@ -110,7 +108,7 @@ struct Panel {
         Sum sums[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = chunk.begins ? Sum{} : kept[row - begin + r][vector + v];
+                sums[r][v] = chunk.first == 0 ? Sum{} : kept[row - begin + r][vector + v];
         multiply(a, left.stride, from, size_t(PANEL) * P::GROUP, chunk.groups, sums, fetch);
         if (chunk.ends) {
             if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
@@ -175,7 +173,7 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
             const int now = whole - first < groups ? whole - first : groups;
             const bool ends = first + now == whole;
             const Weight* next = b + size_t(first + now) * PANEL * P::GROUP;
-            panel.take(Chunk{first, now, first == 0, ends}, ends ? following : next);
+            panel.take(Chunk{first, now, ends}, ends ? following : next);
         }
     });
 }
