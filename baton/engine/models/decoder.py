@@ -124,9 +124,8 @@ class Model:
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """What all layers of a step share: where its rows read and write KV."""
-        rows = place(batch, pool.shape[4])
-        angles = self._cos[rows.positions][:, None], self._sin[rows.positions][:, None]
-        return rows.attention, angles
+        positions, attention = place(batch, pool.shape[4])
+        return attention, (self._cos[positions][:, None], self._sin[positions][:, None])
 
     def _add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor

@@ -19,8 +19,7 @@ from baton.engine.backends.gpu.graphs import (
 )
 from baton.engine.backends.gpu.runner import BlockTables
 from baton.engine.backends.gpu.warmup import step_shapes, warm_up
-from baton.engine.ops.triton.decode_attention import splits_for
-from baton.engine.ops.triton.prefill_attention import plan_tiles
+from baton.engine.ops.triton.attention import plan_tiles, splits_for
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
