@@ -15,9 +15,8 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import StepReport
+from baton.engine.loop import Load, StepReport
 from baton.engine.runner import CountsRows, StepRunner
-from baton.engine.sequence_table import Load
 from baton.errors import BatonError
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2

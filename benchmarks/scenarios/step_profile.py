@@ -105,7 +105,7 @@ def profile(
 
     def start_all() -> None:
         for sequence in sequences:
-            engine._sequences.resume(sequence.seq_id, context, 7)
+            engine.resume(sequence.seq_id, context, 7)
 
     engine.submit(start_all).result()
     ended.wait()

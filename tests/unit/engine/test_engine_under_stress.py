@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from baton.engine.blocks import BlockPool
-from baton.engine.loop import MAX_FAILED_STEPS, Engine
+from baton.engine.loop import MAX_FAILED_STEPS, SEQUENCES_PER_PLACE, Engine
 from baton.engine.planner import Planner
 from baton.engine.runner import SampledTokens
 from baton.engine.sequence import Sequence
-from baton.engine.sequence_table import SEQUENCES_PER_PLACE
 from baton.errors import InternalError, Overloaded, Unavailable
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import WAIT_S, Bench

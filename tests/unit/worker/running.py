@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerPro
 from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
 from baton.engine import build
+from baton.engine.loop import Load
 from baton.engine.planner import Plan
 from baton.engine.runner import SampledTokens
-from baton.engine.sequence_table import Load
 from baton.errors import KvCorrupted
 from baton.prefix import token_digest
 from baton.registry.memory import MemoryRegistry, MemoryStore

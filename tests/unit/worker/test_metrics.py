@@ -8,9 +8,8 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import Progress, StepReport
+from baton.engine.loop import Load, Progress, StepReport
 from baton.engine.runner import Runner
-from baton.engine.sequence_table import Load
 from baton.errors import Stale
 from baton.v1 import worker_pb2
 from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
