@@ -27,6 +27,7 @@ from baton.engine.models.config import (
     FINAL_NORM,
     LM_HEAD,
     ModelConfig,
+    Shapes,
     check_tensors,
 )
 from baton.engine.ops.native.packing import Matrix
@@ -43,22 +44,22 @@ Progress = Callable[[int, int], None]
 """Called after each tensor with the bytes of the files that were read, and the bytes of all."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """One decoder layer; matrices are `[out, in]`. Absent biases and norms are None."""
 
     input_norm: Tensor
     qkv: Matrix
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     o: Matrix
-    o_bias: Tensor | None
+    o_bias: Tensor | None = None
     post_norm: Tensor
     gate_up: Matrix
-    gate_up_bias: Tensor | None
+    gate_up_bias: Tensor | None = None
     down: Matrix
-    down_bias: Tensor | None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,24 +72,8 @@ class Weights:
     lm_head: Matrix
 
 
-Make = Callable[[dict[str, tuple[int, ...]]], Tensor]
+Make = Callable[[Shapes], Tensor]
 """Makes one tensor of those with these names and shapes, joined along the first axis."""
-
-_LAYER = {  # the tensors of the checkpoint that each field is joined of
-    "input_norm": ("input_layernorm.weight",),
-    "qkv": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-    "qkv_bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
-    "q_norm": ("self_attn.q_norm.weight",),
-    "k_norm": ("self_attn.k_norm.weight",),
-    "o": ("self_attn.o_proj.weight",),
-    "o_bias": ("self_attn.o_proj.bias",),
-    "post_norm": ("post_attention_layernorm.weight",),
-    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-    "down": ("mlp.down_proj.weight",),
-    "down_bias": ("mlp.down_proj.bias",),
-}
-_MATRICES = ("qkv", "o", "gate_up", "down")
 
 
 def _as_read(matrix: Tensor) -> Matrix:
@@ -129,7 +114,7 @@ def load_weights(
                 raise CheckpointError(f"{tensor.file}: tensor {tensor.name}: {error}") from error
             return found
 
-        def make(shapes: dict[str, tuple[int, ...]]) -> Tensor:
+        def make(shapes: Shapes) -> Tensor:
             nonlocal done
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
@@ -156,7 +141,7 @@ def random_weights(
     """
     generator, tensors = torch.Generator().manual_seed(seed), RandomTensors(seed, device)
 
-    def make(shapes: dict[str, tuple[int, ...]]) -> Tensor:
+    def make(shapes: Shapes) -> Tensor:
         shape = _joined(shapes)
         if next(iter(shapes)).endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
@@ -170,16 +155,16 @@ def random_weights(
 def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
     shapes = config.tensor_shapes
 
-    def tensor(*names: str) -> Any:
-        """None where the model has none."""
-        return make({name: shapes[name] for name in names}) if names[0] in shapes else None
+    def tensor(name: str) -> Tensor:
+        return make({name: shapes[name]})
+
+    def part(parts: Shapes) -> Any:
+        is_matrix = all(len(shape) == 2 for shape in parts.values())
+        return prepare(make(parts)) if is_matrix else make(parts)
 
     def layer(index: int) -> LayerWeights:
-        fields: dict[str, Any] = {}
-        for field, parts in _LAYER.items():
-            names = [f"model.layers.{index}.{part}" for part in parts]
-            fields[field] = prepare(tensor(*names)) if field in _MATRICES else tensor(*names)
-        return LayerWeights(**fields)
+        tensors = config.layer_tensors(index)
+        return LayerWeights(**{field: part(parts) for field, parts in tensors.items()})
 
     embedding = tensor(EMBEDDING)
     layers = tuple(layer(index) for index in range(config.num_layers))
@@ -189,7 +174,7 @@ def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
     )
 
 
-def _joined(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _joined(shapes: Shapes) -> tuple[int, ...]:
     first, *_ = shapes.values()
     return (sum(shape[0] for shape in shapes.values()), *first[1:])
 
