@@ -1,6 +1,6 @@
 """Puts an engine together from settings: checkpoint, kernels, KV pool, planner, sampler, thread.
 
-One path for all; a `Backend` answers what differs between a CPU, a GPU and a simulation.
+One path for all; a backend answers what differs between a CPU, a GPU and a simulation.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from baton.config import EngineConfig, model_path
+from baton.engine.backends import Backend
 from baton.engine.backends.cpu import CpuBackend, SimulatedBackend
 from baton.engine.backends.gpu import memory
 from baton.engine.blocks import BlockPool
@@ -35,32 +34,6 @@ from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
 
 log = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """What computes an engine's steps on one device. Its methods are called once, in this order."""
-
-    device: torch.device
-    kv_bytes: int  # of KV where no size is asked for; 0: what else there is decides
-
-    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
-        """The model, loaded. Raises ConfigError for what cannot be computed here."""
-
-    def layout(
-        self,
-        model: Any,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
-        asked: KvLayout | None,
-    ) -> KvLayout:
-        """The KV pool that is asked for, or that fits. Raises ConfigError."""
-
-    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
-        """What runs the model's steps, each sequence up to so many tokens."""
-
-    def prepare(self, runner: Any) -> None:
-        """What takes time before the first step."""
 
 
 @dataclass(frozen=True)

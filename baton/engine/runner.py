@@ -57,9 +57,7 @@ class Runner:
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
         """Runs every row of the plan; tokens for each sequence that has caught up, by its id."""
         logits = self.model.step(self._batches.build(plan), self.pool)
-        sampling = [work for work in plan.work if work.samples]
-        rows = [row for work in sampling for row in sample_rows(work)]
-        sampled = tokens_by_sequence(sampling, self.sampler.sample(logits, rows))
+        sampled = self._sample(plan.work, logits)
         self.wait_for_writes()  # what was computed is there for other threads, too
         return sampled
 
@@ -69,12 +67,20 @@ class Runner:
         Attention multiplies what it must not see by zero, which undoes any number but not a NaN.
         """
         if blocks:
-            self.pool[torch.tensor(blocks, device=self.pool.device)] = 0
+            # As bytes: not every operation knows every type of element.
+            content, which = self.pool.view(torch.uint8), torch.tensor(blocks)
+            with torch.inference_mode():
+                content.index_fill_(0, which.to(content.device), 0)
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         """Waits for what a GPU has not done yet; on a CPU nothing is left when `run` returns."""
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
+
+    def _sample(self, work: list[Work], logits: torch.Tensor) -> dict[str, SampledTokens]:
+        sampling = [item for item in work if item.samples]
+        rows = [row for item in sampling for row in sample_rows(item)]
+        return tokens_by_sequence(sampling, self.sampler.sample(logits, rows))
 
 
 def sample_rows(work: Work) -> Iterator[SampleRow]:

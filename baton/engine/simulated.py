@@ -28,10 +28,6 @@ from baton.prefix import root_hash
 
 Words = npt.NDArray[np.uint64]
 
-_FACTOR = 0xD6E8FEB86659FD93  # odd, so that it has an inverse
-_INVERSE = pow(_FACTOR, -1, 1 << 64)
-_MASK = (1 << 64) - 1
-_STRIDE = 2048  # tokens hashed at once
 _FAVOURITES = 8  # tokens that stand out of a row of logits
 _BEST_LOGIT = 12.0
 
@@ -113,7 +109,9 @@ class SimulatedRunner:
         token_ids, logprobs = [0] * len(rows), list[TokenLogprobs | None]([None] * len(rows))
         rest = []
         for at, (sequence, row) in enumerate(rows):
-            if _is_plain(row):  # what the sampler would take from the logits, without making them
+            if (
+                row.greedy and row.plain
+            ):  # what the sampler would take from the logits, without making them
                 token_ids[at] = int(self._favourites(sequence, row)[0])
             else:
                 rest.append(at)
@@ -143,7 +141,7 @@ class _History:
 
     salt: str
     computed_here: int = 0  # where the last step ended
-    _hashes: Words = field(default_factory=lambda: np.zeros(_STRIDE, np.uint64))
+    _hashes: Words = field(default_factory=lambda: np.zeros(2048, np.uint64))
     _known: int = 0
 
     def accept(self, known: int, right: int) -> None:
@@ -152,31 +150,21 @@ class _History:
         self.computed_here += right
 
     def hashes(self, tokens: Tokens[int]) -> Words:
-        """`[tokens]`, independent of the salt."""
-        if len(tokens) > len(self._hashes):
-            grown = np.zeros(2 * len(tokens), np.uint64)
-            grown[: self._known] = self._hashes[: self._known]
-            self._hashes = grown
-        while self._known < len(tokens):
-            self._extend(tokens[self._known : self._known + _STRIDE])
-        return self._hashes[: len(tokens)]
+        """`[tokens]`, independent of the salt: sums of a hash of each token and its position."""
+        known, count = self._known, len(tokens)
+        if count > len(self._hashes):
+            self._hashes = np.resize(self._hashes, 2 * count)
+        if count > known:
+            places = np.arange(known, count, dtype=np.uint64) << np.uint64(32)
+            terms = splitmix64(np.array(tokens[known:], np.uint64) + places)
+            before = self._hashes[known - 1] if known else np.uint64(0)
+            self._hashes[known:count] = before + np.cumsum(terms)
+            self._known = count
+        return self._hashes[:count]
 
     def kv(self, tokens: Tokens[int], start: int, end: int) -> Words:
         """What the KV of positions [start, end) is made of: another salt's is never the same."""
         return splitmix64(self.hashes(tokens)[start:end] ^ np.uint64(root_hash(self.salt)))
-
-    def _extend(self, tokens: Tokens[int]) -> None:
-        """hash[i] = hash[i - 1] * FACTOR + token[i] + 1, for all tokens at once.
-
-        Divided by FACTOR ** i it is a running sum.
-        """
-        count = len(tokens)
-        before = self._hashes[self._known - 1] if self._known else np.uint64(0)
-        terms = (np.array(tokens, np.uint64) + np.uint64(1)) * _INVERSES[:count]
-        self._hashes[self._known : self._known + count] = (
-            np.cumsum(terms, dtype=np.uint64) + before
-        ) * _FACTORS[:count]
-        self._known += count
 
 
 class _Slots:
@@ -220,20 +208,3 @@ class _Slots:
         """`[tokens, layers, 2, kv_heads, words]`."""
         words = kv.view(np.uint16).reshape(len(kv), 4)[:, self._quarter]
         return words[:, None, None, None, :] ^ self._places
-
-
-def _is_plain(row: SampleRow) -> bool:
-    """Whether the row's likeliest token is its token, and nothing else is asked."""
-    return row.greedy and not row.adjusted and row.params.logprobs is None
-
-
-def _powers(base: int) -> Words:
-    """base ** 1 to base ** _STRIDE, modulo 2 ** 64."""
-    powers, power = [], 1
-    for _ in range(_STRIDE):
-        power = power * base & _MASK
-        powers.append(power)
-    return np.array(powers, np.uint64)
-
-
-_FACTORS, _INVERSES = _powers(_FACTOR), _powers(_INVERSE)

@@ -95,7 +95,7 @@ class OurEngine:
         model = GpuModel(self.config, self._weights, self._dtype, self._device)
         runner = GpuRunner(model, self._pool, self._sampler, settings, limits.context)
         if graphs:
-            runner.capture(lambda done, total: None)
+            runner.capture()
         return self._driver(runner, limits, OverlappedEngine)
 
     def reference(self, limits: Limits) -> Driver:

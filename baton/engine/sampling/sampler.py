@@ -59,6 +59,11 @@ class SampleRow(NamedTuple):
         """Whether the row's logits are changed before a token is chosen."""
         return self.params.has_penalties or self.output_tokens < self.params.min_tokens
 
+    @property
+    def plain(self) -> bool:
+        """Whether its logits are taken as they are, for a token alone; stays so as it grows."""
+        return self.params.logprobs is None and not self.adjusted
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

@@ -195,8 +195,8 @@ def weights_of(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    prepare: Prepare,
     kernels: str,
+    prepare: Prepare = _as_read,
 ) -> Weights:
     """The weights of the model at `path`, or made-up ones, on the device, prepared one by one.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.sampling import filters, randomness
-from baton.engine.sampling.sampler import GREEDY_BELOW, SampleRow
+from baton.engine.sampling.sampler import GREEDY_BELOW
 from baton.sampling import SamplingParams
 
 _NUM_VALUES = filters.NUM_SETTINGS + 2  # and the random numbers, and the rows that sample
@@ -80,11 +80,3 @@ class DeviceSampler:
             weights = filters.weigh(some, values, plan.settings)
             tokens.index_copy_(0, which, filters.sample(weights, values[_UNIFORM]))
         self.host_tokens[: plan.rows].copy_(tokens, non_blocking=True)
-
-
-def is_plain(row: SampleRow) -> bool:
-    """Whether a row's logits are taken as they are, and nothing but its token is asked for.
-
-    It stays so: output only grows.
-    """
-    return row.params.logprobs is None and not row.adjusted

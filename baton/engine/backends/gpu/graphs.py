@@ -10,7 +10,8 @@ context -1: they write no KV and attend to nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import logging
+import time
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from baton.engine.backends.gpu.device import Stream, Work
 from baton.engine.batch import StepModel
 
+log = logging.getLogger(__name__)
 _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
 # Sections begin at multiples of so many elements: kernels load faster from aligned addresses, and
 # would be compiled once more for those that are not.
@@ -131,16 +133,18 @@ class DecodeGraphs:
         assert self._logits is not None, "a graph leaves its logits there"
         return self._logits[:size]
 
-    def capture(self, progress: Callable[[int, int], None]) -> None:
+    def capture(self) -> None:
         """Captures every shape, largest first, so that the others fit into the memory it took.
 
-        progress: called with (captured, of how many). Writes nothing into the pool. Before
-        requests are served.
+        Writes nothing into the pool. Before requests are served.
         """
         shapes = list(itertools.product(reversed(self.sizes), reversed(self.widths)))
+        logged = time.monotonic()
         for done, (size, width) in enumerate(shapes, 1):
             self._capture(size, width)
-            progress(done, len(shapes))
+            if done == len(shapes) or time.monotonic() >= logged + 1.0:
+                logged = time.monotonic()
+                log.info("captured %d of %d decode steps as graphs", done, len(shapes))
 
     def _capture(self, size: int, width: int) -> None:
         def first() -> None:

@@ -26,7 +26,7 @@ SPARE_BYTES = 256 << 20
 MOST_BLOCKS = 1 << 20
 
 # A captured graph keeps its kernels' arguments on the device; all share cuBLAS's scratch memory.
-# Guesses to be on the safe side: once captured, what was taken is measured and logged.
+# Guesses to be on the safe side; what captured graphs really keep is logged.
 _GRAPH_BYTES_PER_LAYER = 128 << 10
 _GRAPHS_SCRATCH_BYTES = 128 << 20
 
@@ -38,8 +38,8 @@ class Usage:
     """What holds a GPU's memory, in bytes, once all but the KV cache is known.
 
     total: of the GPU · free: now that the weights are there, and nothing else of this engine ·
-    weights · activations: the most that a step needs beside weights and KV · graphs: what captured
-    decode steps keep, reserved or measured.
+    weights · activations: the most that a step needs beside weights and KV · graphs: what is
+    reserved for captured decode steps.
     """
 
     total: int
@@ -109,9 +109,9 @@ def kv_layout(
 
 
 def summary(
-    name: str, usage: Usage, layout: KvLayout, settings: EngineConfig, max_context: int, graphs: str
+    name: str, usage: Usage, layout: KvLayout, settings: EngineConfig, max_context: int
 ) -> str:
-    """All of it for people, in several lines; `graphs` are "reserved" or "measured"."""
+    """All of it for people, in several lines."""
     block_bytes = layout.num_bytes // layout.num_blocks
     dtype = str(layout.dtype).removeprefix("torch.")
     blocks = (
@@ -123,7 +123,7 @@ def summary(
     rows = (
         ("weights", usage.weights, weights),
         ("activations", usage.activations, steps),
-        ("graphs", usage.graphs, graphs),
+        ("graphs", usage.graphs, "reserved"),
         ("KV", layout.num_bytes, blocks),
         ("others", usage.others, "other processes, and CUDA itself"),
         ("free", max(0, usage.most - layout.num_bytes), ""),

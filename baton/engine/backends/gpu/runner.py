@@ -10,7 +10,6 @@ Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import CudaStream, Stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler, is_plain
+from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.backends.gpu.graphs import (
     PADDING,
     DecodeGraphs,
@@ -28,9 +27,8 @@ from baton.engine.backends.gpu.graphs import (
     num_elements,
     sections,
 )
-from baton.engine.batch import BatchBuilder
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import SampledTokens, sample_rows, tokens_by_sequence
+from baton.engine.runner import Runner, SampledTokens
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
@@ -103,7 +101,7 @@ class Launch:
     slot: _Slot
 
 
-class GpuRunner:
+class GpuRunner(Runner):
     """Runs a model over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
 
     decode_rows: how many so far were "wanted", "padding", or "wasted" (the sequence was gone); may
@@ -120,16 +118,13 @@ class GpuRunner:
         stream: Stream | None = None,
     ) -> None:
         """max_context: of sequences, in tokens. The stream is one of the pool's device if None."""
-        self.model = model
-        self.pool = pool
-        self.sampler = sampler
+        super().__init__(model, pool, sampler)
         self.decode_rows = {"wanted": 0, "padding": 0, "wasted": 0}
         self._max_batch, self._max_context = settings.max_batch, max_context
         self._block_size = pool.shape[4]
         if stream is None:
             stream = CudaStream(pool.device) if pool.device.type == "cuda" else Stream()
         self._stream = stream
-        self._batches = BatchBuilder(self._block_size, pool.device)
         self._last: Launch | None = None  # until it is waited for
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
@@ -138,13 +133,13 @@ class GpuRunner:
             self._slots = [_Slot(stream, self._max_batch, width) for _ in range(2)]
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Captures decode steps before requests are served; progress: see `DecodeGraphs`.
+    def capture(self) -> None:
+        """Captures decode steps before requests are served.
 
         Raises ConfigError where it cannot be done.
         """
         try:
-            self._graphs.capture(progress)
+            self._graphs.capture()
         except RuntimeError as error:
             raise ConfigError(
                 f"decode steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
@@ -167,7 +162,7 @@ class GpuRunner:
     def launches(self, plan: Plan) -> bool:
         """Whether one launch computes a plan and samples its tokens."""
         return self._are_decoding(plan.work) and all(
-            is_plain(SampleRow(one.params, one.tokens, one.prompt_tokens))
+            SampleRow(one.params, one.tokens, one.prompt_tokens).plain
             for one in (item.sequence for item in plan.work)
         )
 
@@ -216,10 +211,7 @@ class GpuRunner:
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into; see `Runner.scrub`."""
         if blocks:
-            # As bytes: not every operation knows every type of element.
-            content, which = self.pool.view(torch.uint8), torch.tensor(blocks)
-            with torch.inference_mode():
-                self._stream.call(lambda: content.index_fill_(0, which.to(content.device), 0))
+            self._stream.call(lambda: Runner.scrub(self, blocks))
             self._stream.record_event().synchronize()
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
@@ -246,9 +238,7 @@ class GpuRunner:
             self.decode_rows["wanted"] += len(work)
         else:
             logits = self.model.step(self._batches.build(Plan(work)), self.pool)
-        sampling = [item for item in work if item.samples]
-        rows = [row for item in sampling for row in sample_rows(item)]
-        return tokens_by_sequence(sampling, self.sampler.sample(logits, rows))
+        return self._sample(work, logits)
 
     def _are_decoding(self, work: list[Work]) -> bool:
         """Whether these are single tokens, all of which sample, no more than a batch holds."""

@@ -136,5 +136,5 @@ def on_gpu(stream, num_blocks, *, overlap=True, graphs=False, max_batch=6, **opt
     """On the GPU's runner, over a stream of the CPU."""
     runner = gpu_runner(stream, num_blocks, max_batch)
     if graphs:
-        runner.capture(lambda done, total: None)
+        runner.capture()
     return Driven(runner, num_blocks, max_batch=max_batch, overlap=overlap, **options)

@@ -47,7 +47,7 @@ def driven_on(device, weights, *, graphs, overlap):
     settings = EngineConfig(max_batch=4, block_size=SIZE)
     runner = GpuRunner(model, pool, Sampler(EOS, CONFIG.vocab_size), settings, MAX_CONTEXT)
     if graphs:
-        runner.capture(lambda done, total: None)
+        runner.capture()
     return _driven(runner, overlap=overlap)
 
 
