@@ -17,11 +17,14 @@ from baton.config import EngineConfig, model_path
 from baton.engine.backends import Backend
 from baton.engine.backends.cpu import CpuBackend, SimulatedBackend
 from baton.engine.backends.gpu import memory
+from baton.engine.backends.gpu.backend import GpuBackend
+from baton.engine.backends.gpu.device import Gpu
+from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
 from baton.engine.loop import Engine, StepReport
 from baton.engine.models.config import ModelConfig, fingerprint
-from baton.engine.overlap import LaunchingRunner, OverlappedEngine
+from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
@@ -61,7 +64,7 @@ class Loaded:
         planner = Planner(blocks, settings.chunk_tokens, settings.max_batch, speculation)
         eos = frozenset(self.model_config.eos_token_ids)
         engine: Engine
-        if settings.overlap and not speculation and isinstance(runner, LaunchingRunner):
+        if settings.overlap and not speculation and isinstance(runner, GpuRunner):
             engine = OverlappedEngine(runner, planner, eos, most, publish)
         else:
             engine = Engine(runner, planner, eos, most, publish)
@@ -136,10 +139,6 @@ def warm_up(loaded: Loaded) -> None:
 def _backend(settings: EngineConfig) -> Backend:
     device = device_of(settings)
     if device.type == "cuda":
-        # What only a GPU needs is imported only for one.
-        from baton.engine.backends.gpu.backend import GpuBackend  # noqa: PLC0415
-        from baton.engine.backends.gpu.device import Gpu  # noqa: PLC0415
-
         return GpuBackend(settings, Gpu(device))
     return SimulatedBackend(settings) if settings.simulate else CpuBackend(settings)
 

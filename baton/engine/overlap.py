@@ -24,42 +24,27 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
+from baton.engine.backends.gpu.runner import GpuRunner, Launch
 from baton.engine.loop import Engine, Progress, Started, now
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import SampledTokens, StepRunner
-from baton.engine.sequence import Sequence
+from baton.engine.runner import SampledTokens
 
 log = logging.getLogger(__name__)
 UNKNOWN = 0  # in the place of a token that is being sampled
 
 
-@runtime_checkable
-class LaunchingRunner(StepRunner, Protocol):
-    """A runner whose decode steps can be waited for later."""
-
-    def launches(self, plan: Plan) -> bool:
-        """Whether the step needs nothing of the host but its plan."""
-
-    def launch(self, plan: Plan) -> Any:
-        """Starts a step; a token that the launch before samples is taken from there."""
-
-    def tokens(self, launch: Any, wanted: set[Sequence]) -> dict[str, SampledTokens]:
-        """Waits for a launch: tokens of the wanted sequences by their ids; others' are wasted."""
-
-
 @dataclass
 class _Flight:
     plan: Plan
-    launch: Any
+    launch: Launch
     started: Started
 
 
 class OverlappedEngine(Engine):
     """An `Engine` with up to two decode steps on the device. Proposes no tokens."""
 
-    _runner: LaunchingRunner
+    _runner: GpuRunner
     _flight: _Flight | None = None
 
     @property

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,9 +23,6 @@ from baton.engine.sampling import filters, randomness
 from baton.engine.sequence import TokenCounts
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
-
-# Tokens `[rows]`, on the device of their logits; from a CPU as an array.
-Chosen = Tensor | npt.NDArray[np.int64]
 
 # Below this a temperature is 0, as in vLLM: dividing by it would overflow.
 GREEDY_BELOW = 1e-5
@@ -126,7 +122,8 @@ class Sampler:
             if adjusted:
                 self._adjust(some, of)
             chosen.append(_likeliest(some) if greedy else _sample(some, of))
-        token_ids = _on_host(chosen)
+        # The only wait for the device, however the rows were grouped.
+        token_ids: list[int] = torch.cat(chosen).tolist()
         if len(groups) > 1:
             order = itertools.chain.from_iterable(groups.values())
             by_row = dict(zip(order, token_ids, strict=True))
@@ -200,29 +197,20 @@ def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
     return logits.index_select(0, torch.tensor(which, device=logits.device))
 
 
-def _on_host(chosen: list[Chosen]) -> list[int]:
-    """All groups' tokens, one group after the other."""
-    if isinstance(chosen[0], Tensor):
-        # The only wait for the device, however the rows were grouped.
-        return torch.cat(chosen).tolist()  # type: ignore[arg-type]
-    return [token_id for some in chosen for token_id in some.tolist()]
-
-
-def _likeliest(logits: Tensor) -> Chosen:
+def _likeliest(logits: Tensor) -> Tensor:
     """The likeliest token of each row `[rows]`; of equals the one with the lowest id."""
     if logits.device.type == "cpu":
         # With vector instructions: five times as fast as torch, which has none for this.
-        likeliest: npt.NDArray[np.int64] = logits.numpy().argmax(1)
-        return likeliest
+        return torch.from_numpy(logits.numpy().argmax(1))
     return logits.argmax(1)
 
 
-def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
+def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """One token for each row `[rows]`, by the number that belongs to its seed and position."""
     params = [row.params for row in rows]
     numbers = randomness.uniform([one.seed for one in params], [len(row.token_ids) for row in rows])
     if logits.device.type == "cpu":
-        return filters.sample_on_cpu(logits.numpy(), params, numbers)
+        return torch.from_numpy(filters.sample_on_cpu(logits.numpy(), params, numbers))
     uniform = torch.from_numpy(numbers).to(logits.device)
     return filters.sample(filters.weights(logits, params), uniform)
 

@@ -35,13 +35,12 @@ from baton.engine.sampling.randomness import RandomTensors
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
 from baton.errors import CheckpointError
 
+log = logging.getLogger(__name__)
 RANDOM_STD = 0.02
+_GIB = float(1 << 30)
 
 Prepare = Callable[[Tensor], Matrix]
 """What is done to each matrix as soon as it is read; what it was read into is then given up."""
-
-Progress = Callable[[int, int], None]
-"""Called after each tensor with the bytes of the files that were read, and the bytes of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,6 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
     prepare: Prepare = _as_read,
 ) -> Weights:
     """The weights in a model directory, converted to dtype and moved to device.
@@ -100,6 +98,7 @@ def load_weights(
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
     total, done = sum(_num_bytes(stored[name]) for name in config.tensor_shapes), 0
+    began = logged = time.monotonic()
     opened: dict[Path, Any] = {}
     with ExitStack() as files:
 
@@ -115,14 +114,18 @@ def load_weights(
             return found
 
         def make(shapes: Shapes) -> Tensor:
-            nonlocal done
+            nonlocal done, logged
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
                 target.copy_(read(stored[name]))
                 done += _num_bytes(stored[name])
-                if progress is not None:
-                    progress(done, total)
+            if (now := time.monotonic()) >= logged + 1.0:
+                logged, rate = now, done / (now - began)
+                log.info(
+                    "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
+                    done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
+                )  # fmt: skip
             return whole
 
         return _assemble(config, make, prepare)
@@ -183,10 +186,8 @@ def _num_bytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape) * ELEMENT_BYTES[stored.dtype]
 
 
-log = logging.getLogger(__name__)
 _CPU_WEIGHTS_SEED, _GPU_WEIGHTS_SEED = 0, 1
 _SIMULATED_SEED = -1  # so that no simulated worker is paired with a real one
-_GIB = float(1 << 30)
 
 
 def weights_of(
@@ -207,7 +208,7 @@ def weights_of(
     if seed is not None:
         weights = random_weights(config, dtype, device, seed, prepare)
     else:
-        weights = load_weights(path, config, dtype, device, LoadProgress(), prepare)
+        weights = load_weights(path, config, dtype, device, prepare)
     log.info(
         "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
         path.name, config.num_parameters / 1e6,
@@ -227,24 +228,3 @@ def random_seed(settings: EngineConfig, device: torch.device) -> int | None:
     if not settings.random_weights:
         return None
     return _CPU_WEIGHTS_SEED if device.type == "cpu" else _GPU_WEIGHTS_SEED
-
-
-class LoadProgress:
-    """Logs how far loading is, at most once a second: bytes, their rate, the time that is left."""
-
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
-        self._began = now_s()
-        self._told = self._began
-
-    def __call__(self, done: int, total: int) -> None:
-        """Takes in that so many bytes of all are there."""
-        now = self._now_s()
-        if now < self._told + 1.0:
-            return
-        self._told = now
-        rate = done / (now - self._began)
-        log.info(
-            "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
-            done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
-        )  # fmt: skip

@@ -77,17 +77,16 @@ class GpuBackend(Backend):
         block = plan_layout(config, kv_dtype, settings.block_size, 1, 0)
         pool = allocate_pool(block, None, self.device)
         rows = settings.chunk_tokens + settings.max_batch
-        sampled = min(rows, settings.max_batch * (1 + settings.speculate))
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
-        chunk = gpu.peak_of(lambda: warmup.largest_chunk(model, sampler, pool, most, rows, sampled))
-        decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, most, settings.max_batch))
+        step = gpu.peak_of(lambda: warmup.largest_step(model, sampler, pool, settings, most))
+        decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
         num_graphs = 0
         if settings.graphs and self._kernels == "triton":
             width = -(-most // settings.block_size)
             num_graphs = len(batch_sizes(settings.max_batch)) * len(table_widths(width))
         graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
         free, total = gpu.free_and_total()
-        usage = memory.Usage(total, free, weights, max(chunk, decode), graphs)
+        usage = memory.Usage(total, free, weights, max(step, decode), graphs)
         layout = memory.kv_layout(usage, settings, config, kv_dtype, asked)
         self._max_context = min(most, layout.num_tokens - 1)
         log.info("%s", memory.summary(gpu.name, usage, layout, settings, self._max_context))

@@ -74,11 +74,9 @@ class BlockTables:
         return entry.row
 
     def _write(self, entry: _TableRow, blocks: list[int]) -> None:
-        row, known = self._rows[entry.row], len(entry.blocks)
-        if blocks[:known] != entry.blocks:
-            known = 0
+        row = self._rows[entry.row]
         used = min(len(blocks), len(row))
-        row[known:used] = blocks[known:used]
+        row[:used] = blocks[:used]
         row[used:] = 0
         entry.blocks = blocks
 
