@@ -6,7 +6,6 @@ written again: each library call costs tens of microseconds while weights fill t
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +77,12 @@ class BatchBuilder:
 
     def new_batch(self, work: list[Work]) -> StepBatch:
         """A batch of tensors of its own."""
+        token_ids, logit_rows = list[int](), list[int]()
+        for item in work:
+            token_ids += item.sequence.tokens[item.start : item.start + item.count]
+            token_ids += item.proposed
+            if item.samples:
+                logit_rows += range(len(token_ids) - 1 - len(item.proposed), len(token_ids))
         context_lens = [item.start for item in work]
         query_lens = [item.count for item in work]
         num_decodes = query_lens.count(1)
@@ -88,11 +93,11 @@ class BatchBuilder:
         for row, item, used in zip(block_tables, work, needed, strict=True):
             row[:used] = item.sequence.block_ids[:used]
         return StepBatch(
-            token_ids=self._tensor(np.array(_token_ids(work), np.int32)),
+            token_ids=self._tensor(np.array(token_ids, np.int32)),
             context_lens=self._tensor(np.array(context_lens, np.int32)),
             query_lens=self._tensor(np.array(query_lens, np.int32)),
             block_tables=self._tensor(block_tables),
-            logit_rows=self._tensor(np.array(_logit_rows(work), np.int32)),
+            logit_rows=self._tensor(np.array(logit_rows, np.int32)),
             num_decodes=num_decodes,
         )
 
@@ -147,22 +152,3 @@ class _DecodeBatch:
         self._tables[at, len(blocks) :] = 0
         self._blocks[at] = list(blocks)
         return True
-
-
-def _token_ids(work: list[Work]) -> list[int]:
-    """The tokens of each work, one after the other."""
-    token_ids: list[int] = []
-    for item in work:
-        token_ids += item.sequence.tokens[item.start : item.start + item.count]
-        token_ids += item.proposed
-    return token_ids
-
-
-def _logit_rows(work: list[Work]) -> list[int]:
-    """Rows whose scores are wanted, ascending."""
-    logit_rows: list[int] = []
-    ends = itertools.accumulate(item.count for item in work)
-    for item, end in zip(work, ends, strict=True):
-        if item.samples:
-            logit_rows += range(end - 1 - len(item.proposed), end)
-    return logit_rows

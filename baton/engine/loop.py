@@ -23,6 +23,7 @@ from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Stale, Unavailable
+from baton.v1.worker_pb2 import Load
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,34 +88,6 @@ class Reserved:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Load:
-    """The engine's load after a step."""
-
-    queue_tokens: int
-    running: int
-    waiting: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_held: int
-    blocks_quarantined: int
-    steps: int
-    preemptions: int
-
-
-class Started(NamedTuple):
-    """When a step began: by the wall clock, for spans, and by the monotonic one, for durations."""
-
-    time_ns: int
-    monotonic_ns: int
-
-
-def now() -> Started:
-    """A step that begins now."""
-    return Started(time.time_ns(), time.monotonic_ns())
-
-
 class Progress(NamedTuple):
     """What one sequence got out of one step."""
 
@@ -130,7 +103,7 @@ class Progress(NamedTuple):
 class StepReport:
     """One step, as it is published.
 
-    started_ns is `time.time_ns`; ended_ns is as much later as the step took by a monotonic clock.
+    ended_ns is `time.time_ns`; started_ns is as much earlier as the step took by a monotonic clock.
     """
 
     started_ns: int
@@ -309,18 +282,8 @@ class Engine:
 
     @_command
     def load(self) -> Load:
-        """The load now."""
+        """The load now; what needs a clock, the worker adds."""
         return self._load()
-
-    @_command
-    def cached_hashes(self) -> list[int]:
-        """Every prefix hash that can be hit now."""
-        return self._blocks.cached_hashes
-
-    @_command
-    def check(self) -> None:
-        """Asserts the block pool's invariants."""
-        self._blocks.check()
 
     # The thread.
 
@@ -354,22 +317,22 @@ class Engine:
 
     def _compute(self, plan: Plan) -> None:
         """Runs and publishes a plan; if nothing fits, waits for a command and publishes that."""
-        started = now()
+        began_ns = time.monotonic_ns()
         if not plan.work:
             if self._planner.num_waiting and not self._stopping:
                 self._inbox.wait_and_run()
-            self._publish(plan, [], started)
+            self._publish(plan, [], began_ns)
             return
         self._steps += 1
         sampled, failure = self._watched(lambda: self._runner.run(plan))
         if failure is None:
-            self._planner.ran(plan, (time.monotonic_ns() - started.monotonic_ns) / 1e9)
+            self._planner.ran(plan, (time.monotonic_ns() - began_ns) / 1e9)
             progress = [
                 self._advance(work, sampled.get(work.sequence.seq_id)) for work in plan.work
             ]
         else:
             progress = [self._give_up(work.sequence, failure) for work in plan.work]
-        self._publish(plan, progress, started)
+        self._publish(plan, progress, began_ns)
         self._count_failures(failure)
 
     def _watched(
@@ -391,11 +354,12 @@ class Engine:
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise InternalError(f"{self._failed_steps} steps in a row failed; the last: {failure}")
 
-    def _publish(self, plan: Plan, progress: list[Progress], started: Started) -> None:
+    def _publish(self, plan: Plan, progress: list[Progress], began_ns: int) -> None:
+        ended_ns = time.time_ns()
         self._publish_report(
             StepReport(
-                started.time_ns,
-                started.time_ns + time.monotonic_ns() - started.monotonic_ns,
+                ended_ns - (time.monotonic_ns() - began_ns),
+                ended_ns,
                 plan.num_tokens,
                 progress,
                 self._load(),
@@ -470,7 +434,14 @@ class Engine:
     def _load(self) -> Load:
         blocks, planner = self._blocks, self._planner
         return Load(
-            planner.queue_tokens, len(planner.running), planner.num_waiting, blocks.num_blocks,
-            blocks.num_free, blocks.num_cached, blocks.num_held, blocks.num_quarantined,
-            self._steps, planner.preemptions,
-        )  # fmt: skip
+            queue_tokens=planner.queue_tokens,
+            running=len(planner.running),
+            waiting=planner.num_waiting,
+            blocks_total=blocks.num_blocks,
+            blocks_free=blocks.num_free,
+            blocks_cached=blocks.num_cached,
+            blocks_held=blocks.num_held,
+            blocks_quarantined=blocks.num_quarantined,
+            steps=self._steps,
+            preemptions=planner.preemptions,
+        )

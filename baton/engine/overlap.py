@@ -23,10 +23,11 @@ Why that is safe:
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 from baton.engine.backends.gpu.runner import GpuRunner, Launch
-from baton.engine.loop import Engine, Progress, Started, now
+from baton.engine.loop import Engine, Progress
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import SampledTokens
 
@@ -38,7 +39,7 @@ UNKNOWN = 0  # in the place of a token that is being sampled
 class _Flight:
     plan: Plan
     launch: Launch
-    started: Started
+    began_ns: int
 
 
 class OverlappedEngine(Engine):
@@ -64,7 +65,7 @@ class OverlappedEngine(Engine):
         """Launches a plan if it can be, and makes its sequences one token longer."""
         if not plan.work or not self._runner.launches(plan):
             return None
-        started = now()
+        began_ns = time.monotonic_ns()
         try:
             launch = self._runner.launch(plan)
         except Exception:
@@ -78,7 +79,7 @@ class OverlappedEngine(Engine):
             sequence.new_tokens += 1
             if not sequence.tokens_left(self._max_context):
                 self._planner.remove(sequence)
-        return _Flight(plan, launch, started)
+        return _Flight(plan, launch, began_ns)
 
     def _land(self, flight: _Flight) -> None:
         """Waits for a launched step and publishes it."""
@@ -95,10 +96,10 @@ class OverlappedEngine(Engine):
             progress = [
                 self._give_up(sequence, failure) for sequence in wanted if self._holds(sequence)
             ]
-        self._publish(flight.plan, progress, flight.started)
+        self._publish(flight.plan, progress, flight.began_ns)
         self._count_failures(failure)
         if self._flight is not None:
-            self._flight.started = now()  # what it waited for was the other's time
+            self._flight.began_ns = time.monotonic_ns()  # what it waited for was the other's time
 
     def _fill_in(self, work: Work, sampled: SampledTokens) -> Progress:
         """`_advance` for a sequence whose place for this token may have one behind it."""

@@ -19,7 +19,7 @@ import torch
 
 from baton.config import SimulatedSpeed
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import SampledTokens, sample_rows, tokens_by_sequence
+from baton.engine.runner import SampledTokens, StepRunner, sample_rows, tokens_by_sequence
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
@@ -32,14 +32,13 @@ _FAVOURITES = 8  # tokens that stand out of a row of logits
 _BEST_LOGIT = 12.0
 
 
-class SimulatedRunner:
+class SimulatedRunner(StepRunner):
     """Runs plans over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
 
     def __init__(self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler) -> None:
-        self.pool = pool
+        super().__init__(pool, sampler)
         self._speed = speed
         self._slots = _Slots(pool)
-        self._sampler = sampler
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
         self._steps = 0
 
@@ -55,13 +54,6 @@ class SimulatedRunner:
         sampled = self._sample_work([work for work in plan.work if work.samples])
         time.sleep(max(0.0, ends - time.monotonic()))
         return sampled
-
-    def scrub(self, blocks: list[int]) -> None:
-        """Zeroes blocks that unverified bytes came into, as the real runner does."""
-        self._slots.clear(blocks)
-
-    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        """Nothing runs between steps here."""
 
     def _takes_s(self, plan: Plan) -> float:
         sequences = sum(work.count - len(work.proposed) == 1 for work in plan.work)
@@ -109,21 +101,19 @@ class SimulatedRunner:
         token_ids, logprobs = [0] * len(rows), list[TokenLogprobs | None]([None] * len(rows))
         rest = []
         for at, (sequence, row) in enumerate(rows):
-            if (
-                row.greedy and row.plain
-            ):  # what the sampler would take from the logits, without making them
+            if row.greedy and row.plain:  # the sampler's choice, without making logits
                 token_ids[at] = int(self._favourites(sequence, row)[0])
             else:
                 rest.append(at)
         logits = torch.from_numpy(self._logits([rows[at] for at in rest]))
-        sampled = self._sampler.sample(logits, [rows[at][1] for at in rest])
+        sampled = self.sampler.sample(logits, [rows[at][1] for at in rest])
         for at, token_id, one in zip(rest, sampled.token_ids, sampled.logprobs, strict=True):
             token_ids[at], logprobs[at] = token_id, one
         return Sampled(token_ids, logprobs)
 
     def _logits(self, rows: list[tuple[Sequence, SampleRow]]) -> npt.NDArray[np.float32]:
         """`[rows, vocab]`: a few favourites over an even ground."""
-        logits = np.zeros((len(rows), self._sampler.vocab_size), np.float32)
+        logits = np.zeros((len(rows), self.sampler.vocab_size), np.float32)
         heights = _BEST_LOGIT - np.arange(_FAVOURITES, dtype=np.float32)
         for scores, (sequence, row) in zip(logits, rows, strict=True):
             np.maximum.at(scores, self._favourites(sequence, row), heights)
@@ -132,7 +122,7 @@ class SimulatedRunner:
     def _favourites(self, sequence: Sequence, row: SampleRow) -> npt.NDArray[np.int64]:
         hashes = self._histories[sequence].hashes(row.token_ids)
         words = splitmix64(hashes[-1] + np.arange(1, _FAVOURITES + 1, dtype=np.uint64))
-        return (words % np.uint64(self._sampler.vocab_size)).astype(np.int64)
+        return (words % np.uint64(self.sampler.vocab_size)).astype(np.int64)
 
 
 @dataclass
@@ -190,10 +180,6 @@ class _Slots:
         differs = self._words[rows, :, :, :, slots] != self._content(kv)
         wrong = differs.any((1, 2, 3, 4)).nonzero()[0]
         return start + int(wrong[0]) if wrong.size else None
-
-    def clear(self, blocks: list[int]) -> None:
-        """Zeroes whole blocks."""
-        self._words[blocks] = 0
 
     def _where(
         self, blocks: list[int], start: int, count: int

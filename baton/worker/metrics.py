@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import asdict
 
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import Load, StepReport
-from baton.engine.runner import CountsRows, StepRunner
+from baton.engine.loop import StepReport
+from baton.engine.runner import StepRunner
 from baton.errors import BatonError
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
@@ -38,7 +37,7 @@ class LoadTracker:
         self._closed = False
 
     def update(self, report: StepReport) -> None:
-        load = load_proto(report.load)
+        load = report.load
         load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         load.step_ms = self.load.step_ms
         sampled = sum(len(progress.token_ids) for progress in report.progress)
@@ -122,11 +121,6 @@ def _smooth(mean: float, value: float) -> float:
     return value if mean == 0 else mean + _SMOOTHING * (value - mean)
 
 
-def load_proto(load: Load) -> worker_pb2.Load:
-    """The engine's counts as a message; the fields are named alike."""
-    return worker_pb2.Load(**asdict(load))
-
-
 class WorkerMetrics:
     """One worker's metrics. Event-loop thread only."""
 
@@ -199,7 +193,7 @@ class WorkerMetrics:
         observe("baton.engine.tokens.generated", lambda: [(load().tokens_generated, {})])
         observe("baton.engine.preemptions", lambda: [(load().preemptions, {})])
         observe("baton.kv.blocks", lambda: states("blocks_", *blocks))
-        if isinstance(runner, CountsRows):
+        if runner.decode_rows:
             observe(
                 "baton.engine.gpu.rows",
                 lambda: [(rows, {"kind": kind}) for kind, rows in runner.decode_rows.items()],

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 LENGTHS = (4, 3, 2)  # of the text that has to be found again; the longest is looked for first
 MOST_PLACES = 1 << 15  # remembered for each sequence, twice over: about 8 MiB at most
+NEWEST = 12  # an accepted or rejected token counts as one of so many
 CATCH_UP_TOKENS = 1024  # read in one step, which takes less than a ms
 
 
@@ -30,7 +31,7 @@ class NgramProposer:
         self._places: dict[tuple[int, ...], int] = {}  # text -> where it was followed
         self._older_places: dict[tuple[int, ...], int] = {}
         self._read = 1  # tokens before this one are known as text that something follows
-        self._chances = {length: _Chance() for length in LENGTHS}
+        self._chances = dict.fromkeys(LENGTHS, 0.5)  # that a token is right, lately
         self._found = 0  # the length that the proposal below rests on
         self._proposed: tuple[int, ...] = ()
 
@@ -44,7 +45,7 @@ class NgramProposer:
         if not length or most < 1:
             self._proposed = ()
             return ()
-        count = worthwhile(self._chances[length].value, price, most)
+        count = worthwhile(self._chances[length], price, most)
         self._found, self._proposed = length, _continued(tokens, place, max(1, count))
         return self._proposed[:count]
 
@@ -54,7 +55,8 @@ class NgramProposer:
         They end with the first that was not proposed: what was proposed behind it was not tried.
         """
         for proposed, token in zip(self._proposed, sampled, strict=False):
-            self._chances[self._found].add(proposed == token)
+            chance = self._chances[self._found]
+            self._chances[self._found] += ((proposed == token) - chance) / NEWEST
         self._proposed = ()
 
     def _read_up_to(self, tokens: Sequence[int]) -> None:
@@ -81,23 +83,6 @@ class NgramProposer:
             if place:
                 return length, place
         return 0, 0
-
-
-class _Chance:
-    """The share of accepted tokens; older ones count less and less."""
-
-    _KEPT = 15 / 16  # of what is known, from one token to the next
-
-    def __init__(self) -> None:
-        self._tried, self._right = 4.0, 2.0  # as good as nothing is known, and it is worth a try
-
-    @property
-    def value(self) -> float:
-        return self._right / self._tried
-
-    def add(self, right: bool) -> None:
-        self._tried = self._tried * self._KEPT + 1
-        self._right = self._right * self._KEPT + right
 
 
 class RowCost:

@@ -8,6 +8,7 @@ are turned into it one by one, as they come, on the device.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -31,12 +32,12 @@ from baton.engine.models.config import (
     check_tensors,
 )
 from baton.engine.ops.native.packing import Matrix
-from baton.engine.sampling.randomness import RandomTensors
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
 from baton.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 RANDOM_STD = 0.02
+_NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
 _GIB = float(1 << 30)
 
 Prepare = Callable[[Tensor], Matrix]
@@ -140,17 +141,24 @@ def random_weights(
 ) -> Weights:
     """Seeded random weights, the same on every machine: for benchmarks that need no real model.
 
-    A GPU's are the same on every GPU, but others than a CPU's: see `RandomTensors`.
+    A GPU's are made there of one set of numbers, moved by one from tensor to tensor: the same on
+    every GPU, and made in seconds, but others than a CPU's.
     """
-    generator, tensors = torch.Generator().manual_seed(seed), RandomTensors(seed, device)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.empty(0 if device.type == "cpu" else _NOISE)
+    noise = noise.normal_(std=RANDOM_STD, generator=generator).to(device, dtype)
+    shifts = itertools.count()
 
     def make(shapes: Shapes) -> Tensor:
-        shape = _joined(shapes)
+        whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
         if next(iter(shapes)).endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype, device=device)
+            return whole.fill_(1)
         if device.type == "cpu":
-            return torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
-        return tensors.uniform(shape, dtype, RANDOM_STD)
+            return whole.normal_(std=RANDOM_STD, generator=generator)
+        shifted = noise.roll(next(shifts))
+        for piece in whole.view(-1).split(_NOISE):
+            piece.copy_(shifted[: len(piece)])
+        return whole
 
     return _assemble(config, make, prepare)
 
@@ -186,7 +194,7 @@ def _num_bytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape) * ELEMENT_BYTES[stored.dtype]
 
 
-_CPU_WEIGHTS_SEED, _GPU_WEIGHTS_SEED = 0, 1
+_CPU_WEIGHTS_SEED, _GPU_WEIGHTS_SEED = 0, 2
 _SIMULATED_SEED = -1  # so that no simulated worker is paired with a real one
 
 

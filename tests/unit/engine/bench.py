@@ -23,7 +23,7 @@ class Bench:
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None:
-                self.engine.check().result(WAIT_S)
+                self.engine.submit(self.engine._blocks.check).result(WAIT_S)
         finally:
             self.engine.stop()
 

@@ -87,7 +87,7 @@ def test_hundreds_leave_at_once_and_the_next_one_is_served_at_once(bench):
     assert all(future.result(0) == [] for future in gone)
     # No sequence that left got a step after the one that ran.
     assert bench.runner.plans[1:] == [["next"]]
-    engine.check().result(WAIT_S)
+    engine.submit(engine._blocks.check).result(WAIT_S)
     load = engine.load().result(WAIT_S)
     assert (load.blocks_held, load.queue_tokens, load.waiting, load.running) == (0, 0, 0, 0)
 

@@ -9,12 +9,12 @@ from opentelemetry.context import Context
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
 from baton.engine.loop import Load, Progress, StepReport
-from baton.engine.runner import Runner
+from baton.engine.runner import StepRunner
 from baton.errors import Stale
 from baton.v1 import worker_pb2
 from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
 
-LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
+LOAD = Load(blocks_total=8, blocks_free=8, steps=1)
 
 
 def step(num_tokens, *sampled, ended_ns=5_000_000):
@@ -104,7 +104,7 @@ def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
         raise Stale("gone")
     with pytest.raises(RuntimeError), metrics.transferring():
         raise RuntimeError("not a transfer's")
-    metrics.observe_engine(worker_pb2.Load, Runner.__new__(Runner))
+    metrics.observe_engine(worker_pb2.Load, StepRunner(None, None))
     throughput = "baton_kv_transfer_throughput_bytes_per_second"
     expected = {
         'baton_kv_transfer_io_bytes_total{transport="shm"} 3e+06',

@@ -12,13 +12,15 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.backends.gpu.device import Stream, Work
-from baton.engine.batch import StepModel
+
+if TYPE_CHECKING:  # it imports triton, which may not be installed
+    from baton.engine.backends.gpu.model import GpuModel
 
 log = logging.getLogger(__name__)
 _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
@@ -56,19 +58,6 @@ def num_elements(rows: int, width: int) -> int:
     return 3 * (-(-rows // _SECTION) * _SECTION) + rows * width
 
 
-class DecodeModel(StepModel, Protocol):
-    """A model with a step for one token of each sequence."""
-
-    def decode(
-        self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
-    ) -> Tensor:
-        """Logits, float32 `[rows, vocab_size]`; writes each row's K and V into the pool.
-
-        token_ids, context_lens: int32 `[rows]`, -1 being a padding row · block_tables: int32
-        `[rows, width]`. Waits for nothing; the work depends on shapes alone.
-        """
-
-
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
     """The sizes that batches are padded to, ascending; the last is `max_batch`."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_batch]
@@ -95,7 +84,7 @@ class DecodeGraphs:
     """Computes padded decode batches: by graphs once they are captured, kernel by kernel before."""
 
     def __init__(
-        self, model: DecodeModel, pool: Tensor, stream: Stream, max_batch: int, width: int
+        self, model: GpuModel, pool: Tensor, stream: Stream, max_batch: int, width: int
     ) -> None:
         self.sizes = batch_sizes(max_batch)
         self.widths = table_widths(width)

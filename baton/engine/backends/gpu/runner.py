@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.backends.gpu.graphs import (
     PADDING,
     DecodeGraphs,
-    DecodeModel,
     num_elements,
     sections,
 )
@@ -32,6 +32,9 @@ from baton.engine.runner import Runner, SampledTokens
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
+
+if TYPE_CHECKING:  # it imports triton, which may not be installed
+    from baton.engine.backends.gpu.model import GpuModel
 
 KNOWN = -1  # the source of a row whose token the host knows
 
@@ -100,15 +103,11 @@ class Launch:
 
 
 class GpuRunner(Runner):
-    """Runs a model over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
-
-    decode_rows: how many so far were "wanted", "padding", or "wasted" (the sequence was gone); may
-    be read by any thread.
-    """
+    """Runs a model on a GPU's stream, or, for tests, on a CPU's."""
 
     def __init__(
         self,
-        model: DecodeModel,
+        model: GpuModel,
         pool: Tensor,
         sampler: Sampler,
         settings: EngineConfig,
