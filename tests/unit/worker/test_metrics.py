@@ -50,7 +50,7 @@ def test_what_a_step_computed(report, kind):
     assert kind_of(report) == kind
 
 
-class OnGpu(Runner):
+class OnGpu(StepRunner):
     """A runner that has computed some decode steps."""
 
     decode_rows = property(lambda self: {"wanted": 10, "padding": 6, "wasted": 1})

@@ -143,10 +143,6 @@ class GpuRunner(Runner):
             ) from error
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        """Runs every row of the plan; tokens for each sequence that has caught up, by its id.
-
-        When it returns, all that was computed is in the pool for every stream and thread to see.
-        """
         if self.launches(plan):
             launch = self.launch(plan)
             return self.tokens(launch, set(launch.rows))
