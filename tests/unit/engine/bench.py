@@ -3,8 +3,6 @@
 import queue
 
 from baton.engine.loop import Progress, StepReport
-from baton.engine.sequence import Sequence
-from baton.sampling import SamplingParams
 
 WAIT_S = 60.0
 
@@ -59,8 +57,3 @@ class Bench:
 
 def tokens_of(got):
     return [token for progress in got for token in progress.token_ids]
-
-
-def greedy(seq_id, prompt, max_tokens):
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Sequence(seq_id, list(prompt), len(prompt), params)
