@@ -49,18 +49,18 @@ class Inbox:
         future.set_exception(Unavailable(self._closed))
         return future
 
-    def wait_and_run(self) -> None:
-        """Runs one piece of work; sleeps until there is one."""
-        self._run(*self._jobs.get())
-
-    def run_all(self) -> None:
-        """Runs what is there now."""
+    def run_all(self, *, wait: bool = False) -> None:
+        """Runs what is there now; sleeps until there is something if it is to wait."""
         while True:
             try:
-                job = self._jobs.get_nowait()
+                work, future = self._jobs.get(wait)
             except queue.Empty:
                 return
-            self._run(*job)
+            wait = False
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
 
     def close(self, reason: str) -> None:
         """Takes no more work; what was not run fails with Unavailable."""
@@ -72,12 +72,6 @@ class Inbox:
             except queue.Empty:
                 return
             future.set_exception(Unavailable(reason))
-
-    def _run(self, work: Callable[[], Any], future: Future[Any]) -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
 
 
 @dataclass(frozen=True)
@@ -308,9 +302,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Runs submitted commands; sleeps until there is one when there is nothing to run."""
-        if self._idle:
-            self._inbox.wait_and_run()
-        self._inbox.run_all()
+        self._inbox.run_all(wait=self._idle)
 
     def _step(self) -> None:
         self._compute(self._planner.plan())
@@ -320,7 +312,7 @@ class Engine:
         began_ns = time.monotonic_ns()
         if not plan.work:
             if self._planner.num_waiting and not self._stopping:
-                self._inbox.wait_and_run()
+                self._inbox.run_all(wait=True)
             self._publish(plan, [], began_ns)
             return
         self._steps += 1

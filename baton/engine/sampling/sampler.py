@@ -151,7 +151,8 @@ class Sampler:
                 # End-of-sequence is masked even with ignore_eos, as in vLLM.
                 ends = self._eos_token_ids | params.stop_token_ids
                 forbidden.extend(first + token_id for token_id in ends)
-            if _counts_tokens(params):
+            subtracts = params.frequency_penalty or params.presence_penalty
+            if params.repetition_penalty != 1.0 or subtracts:
                 seen, *factors = _penalties(row)
                 penalties.append(np.stack([seen + first, *factors]))
         flat_logits = logits.view(-1)
@@ -182,12 +183,6 @@ def _penalties(row: SampleRow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _columns(parts: list[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
     # One copy to the device; float64 holds flat indices exactly up to 2**53.
     return torch.from_numpy(np.concatenate(parts, 1)).to(device).unbind(0)
-
-
-def _counts_tokens(params: SamplingParams) -> bool:
-    return bool(
-        params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    )
 
 
 def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:

@@ -121,20 +121,18 @@ def fingerprint(path: Path, random_seed: int | None = None) -> str:
     (fine-tuned siblings differ nowhere else): milliseconds for a model of any size.
     """
     digest = hashlib.sha256()
-    directory = path if path.is_dir() else path.parent
-    config = path / "config.json" if path.is_dir() else path
-    small = [config]
+    files = [path]
     if path.is_dir():
-        small += [directory / "generation_config.json", directory / "tokenizer.json"]
-    for file in small:
-        if file.is_file():
-            content = read_bytes(file, MAX_TOKENIZER_BYTES)
-            digest.update(f"{file.name} {len(content)}\n".encode())
-            digest.update(content)
+        names = ("config.json", "generation_config.json", "tokenizer.json")
+        files = [file for name in names if (file := path / name).is_file()]
+    for file in files:
+        content = read_bytes(file, MAX_TOKENIZER_BYTES)
+        digest.update(f"{file.name} {len(content)}\n".encode())
+        digest.update(content)
     if random_seed is not None:
         digest.update(f"random {random_seed}".encode())
         return digest.hexdigest()
-    for file in sorted({tensor.file for tensor in stored_tensors(directory).values()}):
+    for file in sorted({tensor.file for tensor in stored_tensors(path).values()}):
         _digest_weights(digest, file)
     return digest.hexdigest()
 

@@ -30,8 +30,6 @@ MOST_BLOCKS = 1 << 20
 _GRAPH_BYTES_PER_LAYER = 128 << 10
 _GRAPHS_SCRATCH_BYTES = 128 << 20
 
-_NO_SPLIT = "a larger GPU, because one model is not split over several"
-
 
 @dataclass(frozen=True)
 class Usage:
@@ -91,7 +89,7 @@ def kv_layout(
             raise ConfigError(
                 f"{option} asks for {_gib(asked.num_bytes)} and the GPU has "
                 f"{_gib(max(0, usage.most))} left for KV; "
-                f"{_either([f'a smaller {option}', *_hints(usage, settings)])}"
+                f"{_advice(settings, usage, option)}"
             )
         return asked
     one = plan_layout(config, dtype, settings.block_size, 1, 0)
@@ -102,7 +100,7 @@ def kv_layout(
             f"no GPU memory is left for KV: --gpu-memory {settings.gpu_memory:g} of "
             f"{_gib(usage.total)} is {_gib(share)}; weights take {_gib(usage.weights)}, "
             f"activations {_gib(usage.activations)}, graphs {_gib(usage.graphs)}, "
-            f"others {_gib(usage.others)}; {_either(_hints(usage, settings))}"
+            f"others {_gib(usage.others)}; {_advice(settings, usage)}"
         )
     count = min(left // one.num_bytes, MOST_BLOCKS)
     return plan_layout(config, dtype, settings.block_size, count, 0)
@@ -141,9 +139,8 @@ def summary(
 
 def too_large(settings: EngineConfig) -> ConfigError:
     """The error for a model that, with a step of it, does not even fit without a KV cache."""
-    hints = [*_quantization_hint(settings), "smaller --max-batch, --chunk-tokens or --max-context"]
     return ConfigError(
-        f"the model and a step of it do not fit the GPU's memory; {_either([*hints, _NO_SPLIT])}"
+        f"the model and a step of it do not fit the GPU's memory; {_advice(settings, None)}"
     )
 
 
@@ -155,28 +152,22 @@ def taken(layout: KvLayout, settings: EngineConfig) -> ConfigError:
     )
 
 
-def _hints(usage: Usage, settings: EngineConfig) -> list[str]:
-    """What would leave more, the likeliest first."""
-    hints = []
-    if usage.others > usage.total * (1 - settings.gpu_memory):
+def _advice(settings: EngineConfig, usage: Usage | None, smaller: str = "") -> str:
+    """What would leave more, the likeliest first; usage None: nothing is known of it."""
+    hints = [f"a smaller {smaller}"] if smaller else []
+    if usage is not None and usage.others > usage.total * (1 - settings.gpu_memory):
         hints.append(
             f"another GPU (--device cuda:N), because others hold {_gib(usage.others)} of this one"
         )
-    elif settings.gpu_memory < 0.95:
+    elif usage is not None and settings.gpu_memory < 0.95:
         hints.append("a larger --gpu-memory")
-    hints += _quantization_hint(settings)
-    if usage.activations + usage.graphs > usage.total // 20:
-        hints.append("smaller --max-batch or --chunk-tokens")
-    if settings.kv_dtype == "auto":
+    if settings.quantization == "none":
+        hints.append("--quantization fp8 or int8")
+    if usage is None or usage.activations + usage.graphs > usage.total // 20:
+        hints.append("smaller --max-batch, --chunk-tokens or --max-context")
+    if usage is not None and settings.kv_dtype == "auto":
         hints.append("--kv-dtype fp8 or int8")
-    return [*hints, _NO_SPLIT]
-
-
-def _quantization_hint(settings: EngineConfig) -> list[str]:
-    return ["--quantization fp8 or int8"] if settings.quantization == "none" else []
-
-
-def _either(hints: list[str]) -> str:
+    hints.append("a larger GPU, because one model is not split over several")
     return f"try {', or '.join(hints)}"
 
 

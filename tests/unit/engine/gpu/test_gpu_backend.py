@@ -276,7 +276,7 @@ class TestMemory:
              r"weights take 22\.00 GiB.*; try a larger GPU, because one model is not split"),
             # steps too large
             (Usage(24 * GIB, 9 * GIB, 14 * GIB, 7 * GIB, 2 * GIB), {},
-             r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch or --chunk-tokens"),
+             r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch, --chunk-tokens"),
         ],
     )  # fmt: skip
     def test_what_does_not_fit_is_an_error_with_hints(self, usage, settings, message):
