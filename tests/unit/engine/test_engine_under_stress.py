@@ -9,7 +9,7 @@ import torch
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import MAX_FAILED_STEPS, SEQUENCES_PER_PLACE, Engine
 from baton.engine.planner import Planner
-from baton.engine.runner import SampledTokens
+from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Unavailable
 from baton.sampling import SamplingParams
@@ -19,11 +19,11 @@ STORM = 300
 MAX_BATCH = 4
 
 
-class GatedRunner:
+class GatedRunner(StepRunner):
     """Samples 7 for every sequence, one step for each `allow.release()`, or freely once opened."""
 
     def __init__(self):
-        self.pool = torch.zeros(1)
+        super().__init__(torch.zeros(64), None)
         self.allow, self.begun = threading.Semaphore(0), threading.Event()
         self.opened = self.failing = False
         self.plans = []
@@ -35,12 +35,6 @@ class GatedRunner:
         if self.failing:
             raise RuntimeError("out of memory")
         return {work.sequence.seq_id: SampledTokens((7,)) for work in plan.work if work.samples}
-
-    def scrub(self, blocks):
-        pass
-
-    def wait_for_writes(self, blocks=None):
-        pass
 
     def open(self):
         self.opened = True
