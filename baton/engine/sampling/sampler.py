@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +24,9 @@ from baton.engine.sampling import filters, randomness
 from baton.engine.sequence import TokenCounts
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
+
+# Tokens `[rows]`, on the device of their logits; from a CPU as an array.
+Chosen = Tensor | npt.NDArray[np.int64]
 
 # Below this a temperature is 0, as in vLLM: dividing by it would overflow.
 GREEDY_BELOW = 1e-5
@@ -122,8 +126,8 @@ class Sampler:
             if adjusted:
                 self._adjust(some, of)
             chosen.append(_likeliest(some) if greedy else _sample(some, of))
-        # The only wait for the device, however the rows were grouped.
-        token_ids: list[int] = torch.cat(chosen).tolist()
+        # Only now is a device waited for, when all groups' work is there.
+        token_ids: list[int] = [token_id for some in chosen for token_id in some.tolist()]
         if len(groups) > 1:
             order = itertools.chain.from_iterable(groups.values())
             by_row = dict(zip(order, token_ids, strict=True))
@@ -132,7 +136,7 @@ class Sampler:
             raise InternalError("logits are not finite numbers: the model's output is broken")
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
 
-    def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
         """Applies bias, min_tokens and penalties to `logits`, in place.
 
         Only the entries that change are touched, as indices into the flattened `logits`, gathered
@@ -192,20 +196,21 @@ def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
     return logits.index_select(0, torch.tensor(which, device=logits.device))
 
 
-def _likeliest(logits: Tensor) -> Tensor:
+def _likeliest(logits: Tensor) -> Chosen:
     """The likeliest token of each row `[rows]`; of equals the one with the lowest id."""
     if logits.device.type == "cpu":
         # With vector instructions: five times as fast as torch, which has none for this.
-        return torch.from_numpy(logits.numpy().argmax(1))
+        likeliest: Chosen = logits.numpy().argmax(1)
+        return likeliest
     return logits.argmax(1)
 
 
-def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     """One token for each row `[rows]`, by the number that belongs to its seed and position."""
     params = [row.params for row in rows]
     numbers = randomness.uniform([one.seed for one in params], [len(row.token_ids) for row in rows])
     if logits.device.type == "cpu":
-        return torch.from_numpy(filters.sample_on_cpu(logits.numpy(), params, numbers))
+        return filters.sample_on_cpu(logits.numpy(), params, numbers)
     uniform = torch.from_numpy(numbers).to(logits.device)
     return filters.sample(filters.weights(logits, params), uniform)
 
