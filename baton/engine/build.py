@@ -15,7 +15,7 @@ import torch
 
 from baton.config import EngineConfig, model_path
 from baton.engine.backends import Backend
-from baton.engine.backends.cpu import CpuBackend, SimulatedBackend
+from baton.engine.backends.cpu import CpuBackend
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
@@ -86,7 +86,10 @@ def load(
         torch.set_num_threads(settings.threads)
     path = model_path(settings.model)
     config = ModelConfig.load(path)
-    backend = backend or _backend(settings)
+    if backend is None:
+        device = device_of(settings)
+        on_gpu = device.type == "cuda"
+        backend = GpuBackend(settings, Gpu(device)) if on_gpu else CpuBackend(settings)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = {"int8": torch.int8, "fp8": FP8}.get(settings.kv_dtype, dtype)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
@@ -134,13 +137,6 @@ def warm_up(loaded: Loaded) -> None:
     single = Work(Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1)
     loaded.runner.run(Plan([single] * loaded.settings.max_batch + [Work(sequence, 0, chunk)]))
     loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))
-
-
-def _backend(settings: EngineConfig) -> Backend:
-    device = device_of(settings)
-    if device.type == "cuda":
-        return GpuBackend(settings, Gpu(device))
-    return SimulatedBackend(settings) if settings.simulate else CpuBackend(settings)
 
 
 def device_of(settings: EngineConfig) -> torch.device:

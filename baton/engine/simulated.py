@@ -47,7 +47,8 @@ class SimulatedRunner(StepRunner):
 
         Raises InternalError when a block does not hold what its sequence wrote there.
         """
-        ends = time.monotonic() + self._takes_s(plan)
+        sequences = sum(work.count - len(work.proposed) == 1 for work in plan.work)
+        ends = time.monotonic() + self._speed.step_s(plan.num_tokens - sequences, sequences)
         self._steps += 1
         for work in plan.work:
             self._compute(work)
@@ -55,29 +56,22 @@ class SimulatedRunner(StepRunner):
         time.sleep(max(0.0, ends - time.monotonic()))
         return sampled
 
-    def _takes_s(self, plan: Plan) -> float:
-        sequences = sum(work.count - len(work.proposed) == 1 for work in plan.work)
-        return self._speed.step_s(plan.num_tokens - sequences, sequences)
-
     def _compute(self, work: Work) -> None:
         """Reads what comes before these tokens, then writes them."""
         sequence = work.sequence
         history = self._histories.setdefault(sequence, _History(sequence.cache_salt))
+        first, last = 0, work.start
         if work.start == history.computed_here:
-            self._check(sequence, history, *self._block_in_turn(work.start))
-        else:  # computed elsewhere: it came over the wire, or from the prefix cache
-            self._check(sequence, history, 0, work.start)
+            # One block in turn: reading a long context again each step would take too long.
+            size = self._slots.block_size
+            first = self._steps % max(1, -(-work.start // size)) * size
+            last = min(first + size, work.start)
+        self._check(sequence, history, first, last)
         end = work.start + work.count
         history.computed_here = end - len(work.proposed)  # unless proposed tokens are accepted
         tokens = [*sequence.tokens, *work.proposed] if work.proposed else sequence.tokens
         kv = history.kv(tokens, work.start, end)
         self._slots.write(sequence.block_ids, work.start, kv)
-
-    def _block_in_turn(self, num_tokens: int) -> tuple[int, int]:
-        """One block's positions: reading a long context again each step would take too long."""
-        size = self._slots.block_size
-        first = self._steps % max(1, -(-num_tokens // size)) * size
-        return first, min(first + size, num_tokens)
 
     def _check(self, sequence: Sequence, history: _History, start: int, end: int) -> None:
         """Compares the slots of positions [start, end)."""

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class CpuBackend(Backend):
-    """Native kernels where they can be had, else torch's."""
+    """Native kernels where they can be had, else torch's; or the time of a model, simulated."""
 
     device = torch.device("cpu")
     kv_bytes = CPU_KV_CACHE_BYTES
@@ -58,7 +58,10 @@ class CpuBackend(Backend):
         super().__init__(settings)
 
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> StepModel | None:
-        settings, native = self._settings, self._is_native(config, dtype)
+        settings = self._settings
+        if settings.simulate:
+            return None
+        native = self._is_native(config, dtype)
 
         def prepare(matrix: Tensor) -> Matrix:
             weight = Int8Weight.of(matrix) if settings.quantization == "int8" else matrix
@@ -69,6 +72,11 @@ class CpuBackend(Backend):
         if native:
             return NativeModel(config, weights, dtype)
         return Model(config, weights, dtype, self.device)
+
+    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
+        if self._settings.simulate:
+            return SimulatedRunner(SimulatedSpeed.parse(self._settings.simulate), pool, sampler)
+        return super().runner(model, pool, sampler, max_context)
 
     def _is_native(self, config: ModelConfig, dtype: torch.dtype) -> bool:
         """Raises ConfigError if native kernels are asked for and cannot be had."""
@@ -84,17 +92,6 @@ class CpuBackend(Backend):
         if asked:
             library.require(dtype)
         return library.load(dtype) is not None
-
-
-class SimulatedBackend(CpuBackend):
-    """Takes a model's time and computes nothing."""
-
-    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-        """There is none."""
-
-    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
-        speed = SimulatedSpeed.parse(self._settings.simulate)
-        return SimulatedRunner(speed, pool, sampler)
 
 
 def pin_thread(cpus: Collection[int], nice: int) -> None:
