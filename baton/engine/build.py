@@ -104,7 +104,10 @@ def load(
         model = backend.model(path, limited, dtype)
         layout = backend.layout(model, sampler, limited, kv_dtype, layout)
     except torch.OutOfMemoryError as error:
-        raise memory.too_large(settings) from error
+        raise ConfigError(
+            "the model and a step of it do not fit the GPU's memory; "
+            f"{memory.advice(settings, None)}"
+        ) from error
     max_context = min(longest, layout.num_tokens - 1)
     if max_context < 2:
         raise ConfigError(

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 from baton.engine.backends.gpu.runner import GpuRunner, Launch
 from baton.engine.loop import Engine, Progress
@@ -35,18 +34,11 @@ log = logging.getLogger(__name__)
 UNKNOWN = 0  # in the place of a token that is being sampled
 
 
-@dataclass
-class _Flight:
-    plan: Plan
-    launch: Launch
-    began_ns: int
-
-
 class OverlappedEngine(Engine):
     """An `Engine` with up to two decode steps on the device. Proposes no tokens."""
 
     _runner: GpuRunner
-    _flight: _Flight | None = None
+    _flight: Launch | None = None
 
     @property
     def _idle(self) -> bool:
@@ -61,11 +53,10 @@ class OverlappedEngine(Engine):
         if self._flight is None and (plan.work or before is None):
             self._compute(plan)
 
-    def _launch(self, plan: Plan) -> _Flight | None:
+    def _launch(self, plan: Plan) -> Launch | None:
         """Launches a plan if it can be, and makes its sequences one token longer."""
         if not plan.work or not self._runner.launches(plan):
             return None
-        began_ns = time.monotonic_ns()
         try:
             launch = self._runner.launch(plan)
         except Exception:
@@ -79,13 +70,13 @@ class OverlappedEngine(Engine):
             sequence.new_tokens += 1
             if not sequence.tokens_left(self._max_context):
                 self._planner.remove(sequence)
-        return _Flight(plan, launch, began_ns)
+        return launch
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Launch) -> None:
         """Waits for a launched step and publishes it."""
         work = [work for work in flight.plan.work if self._holds(work.sequence)]
         wanted = {item.sequence for item in work}
-        sampled, failure = self._watched(lambda: self._runner.tokens(flight.launch, wanted))
+        sampled, failure = self._watched(lambda: self._runner.tokens(flight, wanted))
         if failure is None:
             progress = [self._fill_in(item, sampled[item.sequence.seq_id]) for item in work]
         else:

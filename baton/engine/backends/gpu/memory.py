@@ -89,7 +89,7 @@ def kv_layout(
             raise ConfigError(
                 f"{option} asks for {_gib(asked.num_bytes)} and the GPU has "
                 f"{_gib(max(0, usage.most))} left for KV; "
-                f"{_advice(settings, usage, option)}"
+                f"{advice(settings, usage, option)}"
             )
         return asked
     one = plan_layout(config, dtype, settings.block_size, 1, 0)
@@ -100,7 +100,7 @@ def kv_layout(
             f"no GPU memory is left for KV: --gpu-memory {settings.gpu_memory:g} of "
             f"{_gib(usage.total)} is {_gib(share)}; weights take {_gib(usage.weights)}, "
             f"activations {_gib(usage.activations)}, graphs {_gib(usage.graphs)}, "
-            f"others {_gib(usage.others)}; {_advice(settings, usage)}"
+            f"others {_gib(usage.others)}; {advice(settings, usage)}"
         )
     count = min(left // one.num_bytes, MOST_BLOCKS)
     return plan_layout(config, dtype, settings.block_size, count, 0)
@@ -137,13 +137,6 @@ def summary(
     return "\n".join(lines)
 
 
-def too_large(settings: EngineConfig) -> ConfigError:
-    """The error for a model that, with a step of it, does not even fit without a KV cache."""
-    return ConfigError(
-        f"the model and a step of it do not fit the GPU's memory; {_advice(settings, None)}"
-    )
-
-
 def taken(layout: KvLayout, settings: EngineConfig) -> ConfigError:
     """The error for a pool that fitted the budget, and whose memory another process took."""
     return ConfigError(
@@ -152,7 +145,7 @@ def taken(layout: KvLayout, settings: EngineConfig) -> ConfigError:
     )
 
 
-def _advice(settings: EngineConfig, usage: Usage | None, smaller: str = "") -> str:
+def advice(settings: EngineConfig, usage: Usage | None, smaller: str = "") -> str:
     """What would leave more, the likeliest first; usage None: nothing is known of it."""
     hints = [f"a smaller {smaller}"] if smaller else []
     if usage is not None and usage.others > usage.total * (1 - settings.gpu_memory):

@@ -10,6 +10,7 @@ Engine thread only.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -95,8 +96,13 @@ class _Slot:
 
 @dataclass
 class Launch:
-    """A decode step on the stream: the row of each sequence, and its blocks at the launch."""
+    """A decode step on the stream: the row of each sequence, and its blocks at the launch.
 
+    began_ns: by `time.monotonic_ns`, when nothing before it was left to be waited for.
+    """
+
+    plan: Plan
+    began_ns: int
     rows: dict[Sequence, int]
     blocks: list[list[int]]
     slot: _Slot
@@ -162,26 +168,26 @@ class GpuRunner(Runner):
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launch:
         """Starts a decode step; tokens that the launch before samples are taken from there."""
-        sequences = [item.sequence for item in plan.work]
+        began_ns, sequences = time.monotonic_ns(), [item.sequence for item in plan.work]
         before, sampled = {}, None
         if self._last is not None:
             before, sampled = self._last.rows, self._last.slot.sampler.tokens
         slot, shape = self._write_inputs(plan.work, [before.get(one, KNOWN) for one in sequences])
-        sampling = slot.sampler.prepare(
+        settings = slot.sampler.prepare(
             [one.params for one in sequences],
             [item.start + 1 for item in plan.work],
             self.sampler.vocab_size,
         )
 
         def work() -> None:
-            slot.sampler.sample(sampling, self._decode(shape, slot, sampled)[: len(sequences)])
+            slot.sampler.sample(settings, self._decode(shape, slot, sampled)[: len(sequences)])
 
         try:
             self._stream.put(work)
         finally:  # a part of it may be there, and read what is in the slot
             slot.event = self._stream.record_event()
         rows = {sequence: row for row, sequence in enumerate(sequences)}
-        self._last = Launch(rows, [one.block_ids for one in sequences], slot)
+        self._last = Launch(plan, began_ns, rows, [one.block_ids for one in sequences], slot)
         return self._last
 
     def tokens(self, launch: Launch, wanted: set[Sequence]) -> dict[str, SampledTokens]:
