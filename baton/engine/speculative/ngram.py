@@ -74,13 +74,10 @@ class NgramProposer:
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, int]:
         """(length, place) of the longest end of `tokens` that occurred before; (0, 0) of none."""
-        behind = tuple(tokens[-LENGTHS[0] :])
         for length in LENGTHS:
-            if length > len(behind):
-                continue
-            end = behind[-length:]
+            end = tuple(tokens[-length:])
             place = self._places.get(end) or self._older_places.get(end)
-            if place:
+            if place and len(end) == length:
                 return length, place
         return 0, 0
 

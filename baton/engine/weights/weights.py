@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from baton.config import EngineConfig
@@ -100,26 +100,18 @@ def load_weights(
     check_tensors(path, config, stored)
     total, done = sum(_num_bytes(stored[name]) for name in config.tensor_shapes), 0
     began = logged = time.monotonic()
-    opened: dict[Path, Any] = {}
-    with ExitStack() as files:
-
-        def read(tensor: StoredTensor) -> Tensor:
-            """A view of its mapped file."""
-            try:
-                if tensor.file not in opened:
-                    file = safe_open(tensor.file, framework="pt", device="cpu")
-                    opened[tensor.file] = files.enter_context(file)
-                found: Tensor = opened[tensor.file].get_tensor(tensor.name)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{tensor.file}: tensor {tensor.name}: {error}") from error
-            return found
+    with ExitStack() as stack:
+        files = {
+            file: stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            for file in {tensor.file for tensor in stored.values()}
+        }
 
         def make(shapes: Shapes) -> Tensor:
             nonlocal done, logged
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
-                target.copy_(read(stored[name]))
+                target.copy_(files[stored[name].file].get_tensor(name))  # a view of its mapped file
                 done += _num_bytes(stored[name])
             if (now := time.monotonic()) >= logged + 1.0:
                 logged, rate = now, done / (now - began)

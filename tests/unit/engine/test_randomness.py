@@ -1,4 +1,4 @@
-"""Random numbers: fixed for ever, uniform, independent of their neighbours."""
+"""Random numbers: fixed for ever, uniform, and functions of their own seed and position alone."""
 
 import numpy as np
 import pytest
@@ -43,17 +43,3 @@ def test_positions_of_a_seed_and_seeds_at_a_position_are_uniform(seed):
     assert 0.8 < chi_square(values, 1000) < 1.2  # ±4.5 standard deviations
     ranks = np.arange(1, n + 1) / n
     assert np.abs(np.sort(values) - ranks).max() < 1.63 / np.sqrt(n)  # KS at 1 %
-
-
-@pytest.mark.parametrize(
-    ("seed_step", "position_step"), [(0, 1), (1, 0), (1, 1), (1, -1), (0, 2), (2, 0)]
-)
-def test_neighbours_are_independent(seed_step, position_step):
-    n = 100_000
-    seeds, positions = np.arange(n) % 250 + 10, np.arange(n) // 250 + 10
-    here = uniform(seeds, positions)
-    there = uniform(seeds + seed_step, positions + position_step)
-    assert abs(np.corrcoef(here, there)[0, 1]) < 4 / np.sqrt(n)
-    # Jointly uniform over a 20 by 20 grid, which correlation alone would not show.
-    cells = (here * 20).astype(int) * 20 + (there * 20).astype(int)
-    assert 0.7 < chi_square((cells + 0.5) / 400, 400) < 1.3
