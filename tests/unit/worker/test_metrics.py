@@ -14,7 +14,7 @@ from baton.errors import Stale
 from baton.v1 import worker_pb2
 from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
 
-LOAD = Load(blocks_total=8, blocks_free=8, steps=1)
+LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
 
 
 def step(num_tokens, *sampled, ended_ns=5_000_000):
