@@ -15,9 +15,8 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import StepReport
-from baton.engine.runner import CountsRows, StepRunner
-from baton.engine.sequence_table import Load
+from baton.engine.loop import Load, StepReport
+from baton.engine.runner import StepRunner
 from baton.errors import BatonError
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
@@ -200,7 +199,7 @@ class WorkerMetrics:
         observe("baton.engine.tokens.generated", lambda: [(load().tokens_generated, {})])
         observe("baton.engine.preemptions", lambda: [(load().preemptions, {})])
         observe("baton.kv.blocks", lambda: states("blocks_", *blocks))
-        if isinstance(runner, CountsRows):
+        if runner.decode_rows:
             observe(
                 "baton.engine.gpu.rows",
                 lambda: [(rows, {"kind": kind}) for kind, rows in runner.decode_rows.items()],

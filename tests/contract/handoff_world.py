@@ -151,7 +151,8 @@ class World:
     def step(self):
         """The engine's thread goes around once."""
         self.engine.submit(self.engine._mark_stopping)
-        self.engine._run()
+        self.engine._admit()
+        self.engine._step()
         self.engine._stopping = False
 
     def settle(self):

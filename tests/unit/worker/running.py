@@ -127,7 +127,7 @@ class Worker:
 
     async def blocks(self):
         """The engine's load, after its block pool has passed every check."""
-        await asyncio.wrap_future(self.node.engine.check())
+        await asyncio.wrap_future(self.node.engine.submit(self.node.engine._blocks.check))
         return await asyncio.wrap_future(self.node.engine.load())
 
     async def clean(self):

@@ -49,7 +49,7 @@ def test_stop_drops_what_runs_and_answers_every_caller(bench):
     assert not stopping.is_alive() and engine.ended.result(0) is None
     for future in late:
         assert future.exception(WAIT_S) is None or isinstance(future.exception(0), Unavailable)
-    for asked in (engine.load(), engine.release("a"), engine.add(endless("a")), engine.check()):
+    for asked in (engine.load(), engine.release("a"), engine.add(endless("a"))):
         with pytest.raises(Unavailable, match="stopped"):
             asked.result(0)
 
@@ -97,7 +97,7 @@ def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
     )
     engine.reserve(sequence_of(asked, ModelLimits.of(loaded))).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
-    assert len(engine.cached_hashes().result(WAIT_S)) == 12
+    assert len(engine._blocks.cached_hashes) == 12
     assert sum(hashed) == 0
 
 

@@ -18,7 +18,7 @@ from baton.engine.ops.native.model import PHASES, NativeModel
 from baton.engine.weights.quantize import Int8Weight
 from baton.engine.weights.weights import Weights, random_weights
 from tests.unit.engine.paged import PagedRun, PagedSequence
-from tests.unit.engine.small_config import small_config
+from tests.unit.engine.small_models import small_config
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="no native library can be built here"
