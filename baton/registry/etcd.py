@@ -12,12 +12,17 @@ from typing import Self
 from google.protobuf import json_format
 
 from baton.config import RegistryConfig
-from baton.errors import BatonError, InvalidRequest, Stale
-from baton.registry import member_table
+from baton.errors import BatonError, Stale
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import CALL_S, EtcdClient
-from baton.registry.interface import Membership
-from baton.registry.member_table import MemberTable
+from baton.registry.membership import (
+    Membership,
+    MemberTable,
+    copy_for_update,
+    decode,
+    incarnation_of,
+    key_of,
+)
 from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import WorkerRecord
 
@@ -27,22 +32,25 @@ GRACE_TTLS = 2  # lease TTLs that a missing member has to register again
 
 
 class EtcdRegistry:
-    """`Registry` over etcd; construction reads files and may raise ConfigError."""
+    """Where members are kept. Construction reads files and may raise ConfigError."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self._config = config
         self._client = EtcdClient(config)
 
     def register(self, record: WorkerRecord) -> EtcdRegistration:
-        """Enters `record` until exit; see `Registry`."""
+        """Enters `record` under a lease that is kept alive until exit; exit removes it at once.
+
+        Entering raises Unavailable when etcd cannot be reached, ConfigError when it refuses.
+        """
         return EtcdRegistration(self._client, self._config, record)
 
     def watch(self) -> EtcdWatch:
-        """Follows the members until exit; see `Registry`."""
+        """Lists the members, then follows them until exit. Entering raises as `register` does."""
         return EtcdWatch(self._client, self._config)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections; registrations and watches must have been left before."""
         await self._client.close()
 
 
@@ -59,19 +67,14 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
         self._prefix = config.workers_prefix
         self._ttl_s = config.lease_ttl_s
         self._record = copy.deepcopy(record)
-        self._key = member_table.key_of(self._prefix, record)
+        self._key = key_of(self._prefix, record)
         self._written = b""
         self._lease = 0  # 0: none
         self._renew_s = self._ttl_s / 3
-        self._connected = False
+        self.connected = False  # whether etcd answered the last time it was asked
         self._unwritten = asyncio.Event()
         self._settled = asyncio.Event()  # the newest record is written, or cannot be for now
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def connected(self) -> bool:
-        """Whether etcd answered the last time it was asked."""
-        return self._connected
 
     async def __aenter__(self) -> Self:
         """Writes the key and begins to keep it alive; Unavailable or ConfigError if it cannot."""
@@ -86,11 +89,15 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
         return self
 
     async def update(self, record: WorkerRecord) -> None:
-        """Replaces the record; see `Registration`."""
-        self._record = member_table.copy_for_update(self._record, record)
+        """Replaces the record; incarnation and role stay, or InvalidRequest is raised.
+
+        Returns when etcd has it or turned out to be out of reach; then it is written as soon as
+        etcd is back, and `connected` is False meanwhile. An outage raises nothing.
+        """
+        self._record = copy_for_update(self._record, record)
         self._settled.clear()
         self._unwritten.set()
-        if self._connected:
+        if self.connected:
             await self._settled.wait()
 
     async def __aexit__(self, *exc: object) -> None:
@@ -125,7 +132,7 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
             log.exception("the registration of %s failed", self._key)
             raise
         finally:
-            self._connected = False
+            self.connected = False
             self._settled.set()
 
     async def _round(self) -> None:
@@ -137,7 +144,7 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
             self._unwritten.set()
         elif not self._unwritten.is_set():
             await self._check_stored()
-        self._connected = True
+        self.connected = True
         if self._unwritten.is_set():
             self._unwritten.clear()
             self._written = json_format.MessageToJson(self._record, indent=None).encode()
@@ -154,11 +161,11 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
             self._unwritten.set()
 
     def _lost(self, error: BatonError) -> None:
-        if self._connected:
+        if self.connected:
             log.warning("%s cannot be kept alive for now: %s", self._key, error)
         if isinstance(error, Stale):
             self._lease = 0
-        self._connected = False
+        self.connected = False
         # Whatever the store remembers when it comes back, the newest record is written again.
         self._unwritten.set()
         self._settled.set()
@@ -233,10 +240,10 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
 
     def _apply(self, response: etcd_pb2.WatchResponse) -> None:
         for event in response.events:
-            incarnation, revision = member_table.incarnation_of(event.kv.key), event.kv.mod_revision
+            incarnation, revision = incarnation_of(event.kv.key), event.kv.mod_revision
             if event.type == etcd_pb2.Event.DELETE:
                 self._table.delete(incarnation, revision)
-            elif (record := _decoded(event.kv)) is not None:
+            elif (record := decode(event.kv.key, event.kv.value)) is not None:
                 self._table.put(incarnation, record, revision)
             self._revision = revision
         if not response.events and not response.created:  # a progress report
@@ -249,7 +256,7 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
             {
                 record.incarnation: (record, kv.mod_revision)
                 for kv in listing.kvs
-                if (record := _decoded(kv)) is not None
+                if (record := decode(kv.key, kv.value)) is not None
             }
         )
         newest = listing.header.revision
@@ -282,12 +289,3 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
 
     def _publish(self, *, connected: bool) -> None:
         self.membership.publish(self._table.records, connected=connected)
-
-
-def _decoded(kv: etcd_pb2.KeyValue) -> WorkerRecord | None:
-    """The record at a key; None, and a warning, when something else was written there."""
-    try:
-        return member_table.decode(kv.key, kv.value)
-    except InvalidRequest as error:
-        log.warning("%s", error)
-        return None

@@ -150,11 +150,6 @@ class EtcdClient:
         request = etcd_pb2.PutRequest(key=key.encode(), value=value, lease=lease)
         await self._call(lambda at: at.kv.Put, request)
 
-    async def compact(self, revision: int) -> None:
-        """Discards history before `revision`."""
-        request = etcd_pb2.CompactionRequest(revision=revision, physical=True)
-        await self._call(lambda at: at.kv.Compact, request)
-
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         """(id, seconds to live) of a new lease; etcd may give more time than was asked for."""
         request = etcd_pb2.LeaseGrantRequest(TTL=ttl_s)

@@ -30,7 +30,7 @@ from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.metrics.server import serving
-from baton.registry import EtcdRegistry, Membership, Registration, Registry
+from baton.registry import EtcdRegistration, EtcdRegistry, Membership
 from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
@@ -66,7 +66,7 @@ class Node(WorkerServiceServicer, ABC):
     `run()` returns when it has drained.
     """
 
-    def __init__(self, config: WorkerConfig, registry: Registry, trace: Telemetry) -> None:
+    def __init__(self, config: WorkerConfig, registry: EtcdRegistry, trace: Telemetry) -> None:
         self.config, self.telemetry, self.tracer = config, trace, trace.tracer
         self.load_tracker = LoadTracker()
         self.metrics = WorkerMetrics(config)
@@ -231,7 +231,7 @@ class Node(WorkerServiceServicer, ABC):
                 self._failure = error
                 self._stop.set()
 
-    async def _serve(self, server: grpc.aio.Server, registration: Registration) -> None:
+    async def _serve(self, server: grpc.aio.Server, registration: EtcdRegistration) -> None:
         add_WorkerServiceServicer_to_server(self, server)
         self._health.add_to(server, [*self.add_to(server), "baton.v1.WorkerService"])
         await server.start()
@@ -256,7 +256,7 @@ class Node(WorkerServiceServicer, ABC):
         if failed:
             self.engine.ended.result()
 
-    async def _enter(self, state: common_pb2.WorkerState, registration: Registration) -> None:
+    async def _enter(self, state: common_pb2.WorkerState, registration: EtcdRegistration) -> None:
         self.record.state = state
         self.load_tracker.wake()
         await self._health.set(state == common_pb2.WORKER_STATE_READY)

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Overloaded, TransferFailed, Unavailable
-from baton.registry.memory import MemoryStore
 from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Digest
+from tests.memory_registry import MemoryRegistry
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.worker.running import Router, Worker, prompt, spec
 from tests.unit.worker.running import target as target_at
@@ -176,7 +176,7 @@ async def stopped_sender(decode, router, where):
 
 @pytest.mark.parametrize("where", ["before", "amid"])
 async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(directory, where):
-    async with Worker("decode", directory, MemoryStore()) as decode, Router(decode) as router:
+    async with Worker("decode", directory, MemoryRegistry()) as decode, Router(decode) as router:
         await router.reserve(spec("first", prompt(100)), local=100)
         tokens = await router.tokens("first")  # leaves content in the prefix cache
         async with stopped_sender(decode, router, where) as (process, line, scene):

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.registry.member_table import MemberTable
+from baton.registry.membership import MemberTable
 
 from .conftest import record
 

@@ -15,7 +15,6 @@ from opentelemetry.context import Context
 from baton import rpc
 from baton.config import RouterLimits
 from baton.errors import Unavailable
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.sampling import SamplingParams
 from baton.v1 import (
     common_pb2,
@@ -31,6 +30,7 @@ from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
+from tests.memory_registry import MemoryRegistry
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAINING
@@ -347,7 +347,7 @@ class Cluster:
     ):
         self.decodes = [DecodeWorker(f"d{i}", max_context=max_context) for i in range(decode)]
         self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
-        self.store = MemoryStore()
+        self.store = MemoryRegistry()
         self.tracer = tracer or trace.NoOpTracer()
         self.limits = RouterLimits(local_prefill_max_tokens=4, **limits)
         # A slow machine is not silent.
@@ -364,7 +364,7 @@ class Cluster:
     async def __aenter__(self):
         asyncio.get_running_loop().set_exception_handler(self._on_problem)
         self._tasks_before = asyncio.all_tasks()
-        membership = await self._stack.enter_async_context(MemoryRegistry(self.store).watch())
+        membership = await self._stack.enter_async_context(self.store.watch())
         self.fleet = Fleet(membership, "router", FINGERPRINT, self.liveness)
         self.wait_queue = WaitQueue(self.limits.max_queue, lambda: self.fleet.changed)
         self.dispatch = Dispatch(self.fleet, self.wait_queue, self.limits, self.tracer)
@@ -398,7 +398,7 @@ class Cluster:
     async def join(self, worker):
         """Registers a worker."""
         stay = contextlib.AsyncExitStack()
-        registering = MemoryRegistry(self.store).register(worker.record)
+        registering = self.store.register(worker.record)
         self.registrations[worker.record.incarnation] = await stay.enter_async_context(registering)
         self._stays[worker.record.incarnation] = stay
         self._stack.push_async_callback(stay.aclose)

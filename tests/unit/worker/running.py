@@ -22,7 +22,6 @@ from baton.engine.runner import SampledTokens
 from baton.engine.sequence_table import Load
 from baton.errors import KvCorrupted
 from baton.prefix import token_digest
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.telemetry import Telemetry
 from baton.v1 import (
     common_pb2,
@@ -39,6 +38,7 @@ from decode_worker.worker import DecodeWorker
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
 from prefill_worker.worker import PrefillWorker
+from tests.memory_registry import MemoryRegistry
 from tests.unit.engine.checkpoints import make_checkpoint
 
 BLOCK_SIZE, BLOCKS = 16, 16
@@ -64,7 +64,7 @@ class OpenSpans(SpanProcessor):
 class Worker:
     """One worker; as a context it is READY inside, and drained, clean and gone afterwards."""
 
-    def __init__(self, role: str, directory: Path, store: MemoryStore, **settings: Any) -> None:
+    def __init__(self, role: str, directory: Path, store: MemoryRegistry, **settings: Any) -> None:
         engine = EngineConfig(
             model=str(directory), dtype="float32", device="cpu", block_size=BLOCK_SIZE,
             kv_blocks=settings.pop("kv_blocks", BLOCKS), chunk_tokens=32, threads=1,
@@ -76,9 +76,9 @@ class Worker:
         self.spans = OpenSpans()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(self.spans)
-        self.store, self.registry = store, MemoryRegistry(store)
+        self.store = store
         trace = Telemetry(provider.get_tracer("test"))
-        self.node: Node = ROLES[role](self.config, self.registry, trace)
+        self.node: Node = ROLES[role](self.config, store, trace)
         self._area: shm.SharedMemoryArea | None = None
 
     def knows_prefill(self, incarnation: str, pid: int = 0) -> None:
@@ -86,7 +86,6 @@ class Worker:
         place = {"host_id": host_id(), "pid": pid or os.getpid()}
         role = common_pb2.WORKER_ROLE_PREFILL
         self.store.put(common_pb2.WorkerRecord(incarnation=incarnation, role=role, **place))
-        self.store.settle()
 
     async def run(self) -> None:
         """The node's whole life."""
@@ -137,7 +136,7 @@ class Worker:
 
     async def ready(self) -> None:
         """Returns when the registry has this worker as READY."""
-        async with self.registry.watch() as membership:
+        async with self.store.watch() as membership:
             async for records in membership.changes():
                 record = records.get(self.config.incarnation)
                 if record is not None and record.state == common_pb2.WORKER_STATE_READY:
@@ -352,12 +351,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
+def store() -> MemoryRegistry:
+    return MemoryRegistry()
 
 
 @pytest.fixture
-async def decode(directory: Path, store: MemoryStore) -> AsyncIterator[Worker]:
+async def decode(directory: Path, store: MemoryRegistry) -> AsyncIterator[Worker]:
     async with Worker("decode", directory, store) as worker:
         yield worker
 
