@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from baton import rpc
 from baton.errors import (
     BatonError,
     InvalidRequest,
@@ -375,18 +374,14 @@ class HandoffServicer(HandoffServiceServicer):
     def __init__(self, receiver: HandoffReceiver) -> None:
         self._receiver = receiver
 
-    @rpc.unary
     async def Offer(self, request: pb.OfferRequest, context: Any) -> Any:
         return await self._receiver.offer(request)
 
-    @rpc.unary
     async def Ready(self, request: pb.ReadyRequest, context: Any) -> Any:
         return await self._receiver.ready(request)
 
-    @rpc.unary
     async def Commit(self, request: pb.CommitRequest, context: Any) -> Any:
         return await self._receiver.commit(request)
 
-    @rpc.unary
     async def Abort(self, request: pb.AbortRequest, context: Any) -> Any:
         return await self._receiver.abort(request)

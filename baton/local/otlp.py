@@ -58,7 +58,6 @@ class OtlpReceiver(
         self.store.add(_received(request))
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    @rpc.unary
     async def GetTrace(
         self, request: trace_pb2.GetTraceRequest, context: Any
     ) -> trace_pb2.GetTraceResponse:
@@ -74,7 +73,6 @@ class OtlpReceiver(
                 await asyncio.sleep(min(quiet_at, end) - time.monotonic())
         return trace_pb2.GetTraceResponse(spans=map(span_message, self.store.trace(trace_id)))
 
-    @rpc.unary
     async def ListTraces(
         self, request: trace_pb2.ListTracesRequest, context: Any
     ) -> trace_pb2.ListTracesResponse:

@@ -22,7 +22,7 @@ import grpc
 import torch
 import uvloop
 
-from baton import rpc, telemetry
+from baton import telemetry
 from baton.config import WorkerConfig, host_id, split_address
 from baton.engine import build
 from baton.engine.backends import cpu
@@ -172,11 +172,9 @@ class Node(WorkerServiceServicer, ABC):
         if self._stop.is_set():
             raise Unavailable(f"worker {self.record.incarnation} is draining")
 
-    @rpc.unary
     async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
 
-    @rpc.streaming
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
         watch = self.load_tracker.watch(WATCH_INTERVAL_S, request.heartbeat_ms / 1000)
         async with contextlib.aclosing(watch) as events:
@@ -186,13 +184,11 @@ class Node(WorkerServiceServicer, ABC):
                     load=self.load(), state=state, cache=cache, pairs=self.pairs()
                 )
 
-    @rpc.unary
     async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
         self._stop.set()
         await self._drained.wait()
         return worker_pb2.DrainResponse()
 
-    @rpc.unary
     async def KeepTraces(
         self, request: worker_pb2.KeepTracesRequest, context: Any
     ) -> worker_pb2.KeepTracesResponse:

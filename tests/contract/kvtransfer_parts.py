@@ -8,7 +8,6 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import torch
 from opentelemetry.trace import NoOpTracer
 
@@ -200,7 +199,7 @@ class Decode:
             find,
             **options,
         )
-        self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self.server = rpc.server()
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
             HandoffServicer(self.receiver), self.server
         )

@@ -38,7 +38,7 @@ class Router(fleet_pb2_grpc.FleetServiceServicer):
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._server = rpc.server()
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()

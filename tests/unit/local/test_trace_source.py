@@ -6,7 +6,6 @@ import json
 import re
 import time
 
-import grpc
 import pytest
 
 from baton import cli, rpc
@@ -49,7 +48,7 @@ class Router(fleet_pb2_grpc.FleetServiceServicer):
 @contextlib.asynccontextmanager
 async def routing(otlp):
     """A router's address."""
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server = rpc.server()
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(Router(otlp), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
