@@ -134,7 +134,6 @@ class WorkerMetrics:
     def __init__(self, config: WorkerConfig) -> None:
         self._recorder = Recorder(config.role, {"service.instance.id": config.incarnation})
         self.render = self._recorder.render
-        self.close = self._recorder.close
         cost_per_s, started = config.price_per_hour / 3600.0, time.monotonic()
         self._recorder.observe(
             "baton.worker.cost", lambda: [((time.monotonic() - started) * cost_per_s, {})]

@@ -309,7 +309,6 @@ async def _run(config: WorkerConfig, role: type[Node]) -> int:
     try:
         async with contextlib.AsyncExitStack() as stack:
             node = role(config, registry, trace)
-            stack.callback(node.metrics.close)
             if config.metrics_port is not None:
                 page = serving(node.metrics.render, config.host, config.metrics_port)
                 await stack.enter_async_context(page)

@@ -47,17 +47,16 @@ class RouterMetrics(RequestListener):
         self._slos = slos
         self._gaps = recorder.gaps("baton.request.inter_token_latency")
         # A series whose first value is not its first event has no rate.
-        for name in ("baton.tokens.input", "baton.tokens.cached"):
-            recorder.count(name, 0)
-        for kind in ("worker", "pair"):
-            recorder.count("baton.breaker.ejections", 0, {"kind": kind})
-        for cause in CAUSES:
-            recorder.count("baton.requests.refused", 0, {"cause": cause})
+        for name, label, values in (
+            ("baton.breaker.ejections", "kind", ("worker", "pair")),
+            ("baton.requests.refused", "cause", CAUSES),
+            ("baton.failovers", "reason", (Unavailable.__name__, DeadlineExceeded.__name__)),
+        ):
+            for value in values:
+                recorder.count(name, 0, {label: value})
         for slo in slos:
             for met in ("true", "false"):
                 recorder.count("baton.slo.requests", 0, {"slo": slo.name, "met": met})
-        for reason in (Unavailable, DeadlineExceeded):
-            recorder.count("baton.failovers", 0, {"reason": reason.__name__})
 
     def observe(self, service: GenerationService) -> None:
         """Reads these at each collection, and counts ejections from now on."""
