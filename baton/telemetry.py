@@ -74,8 +74,7 @@ def setup(
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
 
-        from baton.span_export import otlp_processor
-        from baton.tail_sampling import HeadSampler, TailSampler
+        from baton.span_export import HeadSampler, TailSampler, otlp_processor
     except ImportError as error:
         raise ConfigError(
             f"--otlp {otlp} needs the OpenTelemetry SDK: pip install 'baton-serving[otel]'"
