@@ -11,11 +11,11 @@ import re
 import uuid
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from baton import options, slo
 from baton.errors import ConfigError
-from baton.options import MAX_PORT, numbers, option, part, redeclared
+from baton.options import MAX_PORT, numbers, option, part
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")  # or one GPU by its number: cuda:1
@@ -32,6 +32,13 @@ HTTP_PORT = 7780
 _EACH_ROLE = "a cluster serves with a worker of each role"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 TTFT_HINT = "it is in seconds, 0.5 for 500 ms"
+# Helps of options that two processes declare.
+LOG_LEVEL_TEXT = "of log lines on stderr"
+DRAIN_TEXT = "for running requests to end after SIGTERM"
+NAME_TEXT = (
+    "of this process in status, traces and logs, which append an id of its run to it "
+    "(default: its role)"
+)
 
 
 def model_path(model: str) -> Path:
@@ -301,7 +308,7 @@ class TelemetryConfig:
     metrics_port: int | None = option(
         None, "--metrics-port PORT", "at http://HOST:PORT/metrics; 0: a free one (default: none)"
     )
-    log_level: str = option("info", "--log-level", "of log lines on stderr", choices=LOG_LEVELS)
+    log_level: str = option("info", "--log-level", LOG_LEVEL_TEXT, choices=LOG_LEVELS)
     log_format: str = option(
         "text", "--log-format", "lines for people, or JSON objects", choices=LOG_FORMATS
     )
@@ -316,17 +323,7 @@ class ServiceConfig(TelemetryConfig):
     model_name: str = option(
         "", "--model-name NAME", "name that requests use (default: the model directory's)"
     )
-    drain_s: float = option(
-        30.0, "--drain-timeout SECONDS", "for running requests to end after SIGTERM"
-    )
-
-
-def _name_option() -> Any:
-    text = (
-        "of this process in status, traces and logs, which append an id of its run to it "
-        "(default: its role)"
-    )
-    return option("", "--name NAME", text)
+    drain_s: float = option(30.0, "--drain-timeout SECONDS", DRAIN_TEXT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +355,7 @@ class WorkerConfig(WorkerServiceConfig):
     transfer_timeout_s: float = option(
         10.0, "--transfer-timeout SECONDS", "for one transfer of KV blocks", least=0.001
     )
-    name: str = _name_option()
+    name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("worker"))
 
     def __post_init__(self) -> None:
@@ -441,7 +438,7 @@ class RouterConfig(RouterLimits, ServedModel, ServiceConfig):
     http_port: int = option(
         0, "--http-port PORT", "serve OpenAI's HTTP API at this port too (default: 0, no)"
     )
-    name: str = _name_option()
+    name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("router"))
 
     @property
@@ -468,7 +465,7 @@ class ClusterConfig(WorkerServiceConfig, EtcdAccess):
         most=MAX_NICE,
     )
     routers: int = option(1, "--routers N", "routers", least=1)
-    host: str = redeclared(ServiceConfig, "host", "127.0.0.1", help="address routers listen on")
+    host: str = option("127.0.0.1", "--host", "address routers listen on", group="service")
     port: int = option(
         7700, "--port PORT", "the first router's port, others follow; 0 takes free ones"
     )
@@ -486,8 +483,10 @@ class ClusterConfig(WorkerServiceConfig, EtcdAccess):
         1000, "--keep-traces N", "last requests' traces to keep for `baton trace`, unless --otlp"
     )
     restart: bool = option(True, "--restart", "start a process that ended again, later each time")
-    drain_s: float = redeclared(ServiceConfig, "drain_s", 5.0)
-    log_level: str = redeclared(ServiceConfig, "log_level", "warning")
+    drain_s: float = option(5.0, "--drain-timeout SECONDS", DRAIN_TEXT, group="service")
+    log_level: str = option(
+        "warning", "--log-level", LOG_LEVEL_TEXT, choices=LOG_LEVELS, group="telemetry"
+    )
 
     def __post_init__(self) -> None:
         options.check(self)

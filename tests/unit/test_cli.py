@@ -85,11 +85,12 @@ def test_defaults_are_those_of_the_settings():
     assert re.fullmatch("decode-[0-9a-f]{8}", worker.incarnation)
     named = services.worker_config(parse("decode-worker", "--name", "d7"))
     assert re.fullmatch("d7-[0-9a-f]{8}", named.incarnation)
-    assert services.cluster_config(parse("up")) == ClusterConfig()
+    assert settings("up") == ClusterConfig()
 
 
 CONFIGS = {
-    "up": services.cluster_config, "router": services.router_config,
+    "up": lambda args: cli.options.settings(ClusterConfig, "up", args),
+    "router": services.router_config,
     "prefill-worker": services.worker_config, "decode-worker": services.worker_config,
 }  # fmt: skip
 
