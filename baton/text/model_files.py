@@ -49,17 +49,15 @@ class TextFiles:
     @classmethod
     def read(cls, path: Path) -> TextFiles:
         """Reads a directory or a bare config file; raises CheckpointError naming a broken file."""
-        directory = None if path.is_file() else path
-        config_file = path / CONFIG_FILE if directory else path
+        config_file = path if path.is_file() else path / CONFIG_FILE  # beside a file is nothing
         generation_file = path / _GENERATION_CONFIG_FILE
         config = _read_json(config_file)
-        tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE) if directory else {}
-        generation = _read_json(generation_file) if directory else {}
+        tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
         return cls(
-            tokenizer_json=directory and _read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES),
-            chat_template=directory and _chat_template(directory, tokenizer_config),
+            tokenizer_json=_read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES),
+            chat_template=_chat_template(path, tokenizer_config),
             special_tokens=_special_tokens(tokenizer_config),
-            eos_token_ids=_eos_token_ids(generation_file, generation)
+            eos_token_ids=_eos_token_ids(generation_file, _read_json(generation_file))
             or _eos_token_ids(config_file, config),
             vocab_size=_count(config_file, config, "vocab_size"),
             max_context=_count(config_file, config, "max_position_embeddings"),
