@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Mapping
 
-FORMATS = ("text", "json")
 FIELDS = ("trace_id", "request_id", "handoff_id")
 
 
@@ -51,5 +50,5 @@ class JsonLines(logging.Formatter):
 
 
 def formatter(form: str) -> logging.Formatter:
-    """One of FORMATS."""
+    """Of `--log-format`."""
     return JsonLines() if form == "json" else TextLines()

@@ -57,8 +57,7 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (RouterConfig, {"slos": ("x",)}, "--slo 'x'"),
     (WorkerConfig, {"role": "decode", "price_per_hour": NAN}, "--worker-price must be at least 0"),
     (ClusterConfig, {"etcd": "x"}, "--etcd must be HOST:PORT, not 'x'"),
-    (ClusterConfig, {"user": "me"}, "need --etcd HOST:PORT"),
-    (ClusterConfig, {"etcd": "h:1", "key_file": Path("k")}, "--etcd-cert and --etcd-key go"),
+    (ClusterConfig, {"etcd_access": RegistryConfig(user="me")}, "need --etcd HOST:PORT"),
 ]
 
 
