@@ -1,7 +1,6 @@
-"""`GET /metrics` on a port of its own, by the HTTP server that prometheus_client uses.
+"""`GET /metrics` on a port of its own, on the event loop to which everything that it shows belongs.
 
-Connections are threads, few and short-lived; the page itself is made on the process's event loop,
-to which everything that it shows belongs.
+As much HTTP as scrapers need: a connection is for one request and its answer.
 """
 
 from __future__ import annotations
@@ -9,14 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-import socketserver
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler
-
-from prometheus_client.exposition import ThreadingWSGIServer
+from collections.abc import AsyncGenerator, Callable
 
 from baton.errors import ConfigError
 
@@ -24,7 +16,7 @@ log = logging.getLogger(__name__)
 
 Page = Callable[[str], tuple[str, bytes]]  # of an Accept header: (content type, body)
 
-_SILENCE_S = 5.0
+_SILENCE_S = 5.0  # for a request and its answer, after which the connection is cut
 _MAX_CONNECTIONS = 16  # at a time; one scraper needs one
 
 
@@ -34,86 +26,62 @@ async def serving(page: Page, host: str, port: int) -> AsyncGenerator[str, None]
 
     Raises ConfigError when the port is taken.
     """
-    loop = asyncio.get_running_loop()
+    connections: set[asyncio.WriteTransport] = set()
 
-    async def on_loop(accept: str) -> tuple[str, bytes]:
-        return page(accept)
-
-    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        status, kind, body = "200 OK", "text/plain", b"GET /metrics\n"
-        if (method := environ["REQUEST_METHOD"]) not in ("GET", "HEAD"):
-            status = "405 Method Not Allowed"
-        elif environ["PATH_INFO"] != "/metrics":
-            status = "404 Not Found"
-        else:
-            made = asyncio.run_coroutine_threadsafe(on_loop(environ.get("HTTP_ACCEPT", "")), loop)
-            try:
-                kind, body = made.result(_SILENCE_S)
-            except Exception:
-                log.exception("metrics could not be shown")
-                status, body = "500 Internal Server Error", b"metrics could not be shown\n"
-        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
-        return [] if method == "HEAD" else [body]
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = writer.transport
+        if len(connections) >= _MAX_CONNECTIONS:
+            connection.abort()
+            return
+        connections.add(connection)
+        connection.set_write_buffer_limits(0)  # `drain` waits until all is sent
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                request = await reader.readuntil(b"\r\n\r\n")
+                writer.write(_response(page, request.decode("latin-1")))
+                await writer.drain()
+            connection.close()
+        except (TimeoutError, EOFError, OSError, asyncio.LimitOverrunError):
+            log.debug("a scraper broke off, or was cut off", exc_info=True)
+        finally:
+            connections.discard(connection)
+            if not connection.is_closing():
+                connection.abort()
 
     try:
-        server = _Server(host, port)
+        server = await asyncio.start_server(answer, host, port)
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another port with "
             "--metrics-port"
         ) from error
-    server.set_app(app)
-    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
-    thread.start()
-    address = f"{host}:{server.server_address[1]}"
+    address = f"{host}:{server.sockets[0].getsockname()[1]}"
     log.info("metrics at http://%s/metrics", address)
     try:
         yield address
     finally:
-        await asyncio.to_thread(server.shutdown)
-        server.server_close()
+        server.close()
+        for connection in connections:
+            connection.abort()
+        await server.wait_closed()
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = _SILENCE_S  # of silence, after which the connection is cut
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
-
-
-class _Server(ThreadingWSGIServer):
-    """The library's server, with a bound on the connections that are open at a time."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self._open: set[Any] = set()
-        super().__init__((host, port), _Handler)
-
-    def server_bind(self) -> None:
-        """Without the library's look-up of the host's full name, which can take seconds."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection, or closes one too many."""
-        if len(self._open) >= _MAX_CONNECTIONS:
-            self.shutdown_request(request)
-        else:
-            self._open.add(request)
-            super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """The end of a connection."""
-        self._open.discard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """The scraper broke off, or was cut off."""
-        log.debug("a scraper broke off", exc_info=True)
-
-    def server_close(self) -> None:
-        """Stops listening, and ends what is open."""
-        super().server_close()
-        for request in tuple(self._open):
-            self.shutdown_request(request)
+def _response(page: Page, request: str) -> bytes:
+    first, *headers = request.split("\r\n")
+    method, target, *_ = [*first.split(" "), ""]
+    status, kind, body = "200 OK", "text/plain", b"GET /metrics\n"
+    if method not in ("GET", "HEAD"):
+        status = "405 Method Not Allowed"
+    elif target.partition("?")[0] != "/metrics":
+        status = "404 Not Found"
+    else:
+        fields = {
+            name.lower(): text.strip() for name, _, text in (h.partition(":") for h in headers)
+        }
+        try:
+            kind, body = page(fields.get("accept", ""))
+        except Exception:
+            log.exception("metrics could not be shown")
+            status, body = "500 Internal Server Error", b"metrics could not be shown\n"
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + (body if method != "HEAD" else b"")

@@ -73,11 +73,10 @@ class _Endpoint:
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.name = address
-        self.channel = (
-            grpc.aio.secure_channel(address, credentials, options=OPTIONS)
-            if credentials
-            else grpc.aio.insecure_channel(address, options=OPTIONS)
-        )
+        if credentials:
+            self.channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+        else:
+            self.channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self.kv = etcd_pb2_grpc.KVStub(self.channel)
         self.lease = etcd_pb2_grpc.LeaseStub(self.channel)
         self.watch = etcd_pb2_grpc.WatchStub(self.channel)

@@ -123,11 +123,6 @@ class MemberTable:
             self.records.pop(incarnation, None)
             self._revisions.pop(incarnation, None)
 
-    def check(self) -> None:
-        """Asserts that the three collections agree."""
-        assert self.records.keys() == self._revisions.keys()
-        assert self.missing <= self.records.keys()
-
 
 def key_of(prefix: str, record: WorkerRecord) -> str:
     """The key of `record`; raises InvalidRequest unless it has a role and an incarnation."""

@@ -50,7 +50,7 @@ async def test_only_the_page_is_served(caplog):
 
 async def test_connections_are_bounded_in_number_and_time(monkeypatch):
     monkeypatch.setattr(server, "_MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(server, "_SILENCE_S", 0.5)
     async with serving(page, "127.0.0.1", 0) as address:
         host, _, port = address.partition(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
