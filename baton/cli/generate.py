@@ -88,7 +88,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt")
     group.add_argument(
         "--token-ids",
-        type=options.argument(numbers),
+        type=numbers,
         metavar="1,2,3",
         help="token ids instead of text",
     )
