@@ -1,8 +1,7 @@
 """A thin asyncio client of etcd: several endpoints, TLS, passwords, a deadline on every call.
 
 It knows etcd's API and its ways of failing, and nothing of workers. A call that fails on one
-endpoint is tried on the next; when all have failed it waits once for a connection. Every operation
-here may be repeated without harm.
+endpoint is tried on the next. Every operation here may be repeated without harm.
 """
 
 from __future__ import annotations
@@ -223,30 +222,23 @@ class EtcdClient:
                 raise meaning from error
 
     async def _call(self, pick: Pick, request: Any) -> Any:
-        """Tries each endpoint once, then waits once for a connection."""
-        first: Unavailable | None = None
+        """Tries each endpoint once, and raises what the first one did."""
+        errors: list[Unavailable] = []
         for _ in self._addresses:
             try:
-                return await self._attempt(pick, request, wait_for_ready=False)
+                return await self._attempt(pick, request)
             except Unavailable as error:
-                first = first or error
+                errors.append(error)
                 self._current = (self._current + 1) % len(self._addresses)
-        try:
-            return await self._attempt(pick, request, wait_for_ready=True)
-        except Unavailable as error:
-            # An attempt that waits for a connection only learns that there was none.
-            raise first or error from error
+        raise errors[0]
 
-    async def _attempt(
-        self, pick: Pick, request: Any, *, wait_for_ready: bool, again: bool = True
-    ) -> Any:
+    async def _attempt(self, pick: Pick, request: Any, *, again: bool = True) -> Any:
         """Logs in where a user is configured, and `again` when etcd does not know the token."""
         at = self._endpoint()
-        options = {"timeout": CALL_S, "wait_for_ready": wait_for_ready}
         try:
             if self._user and self._token is None:
-                self._token = await self._log_in(at, options)
-            return await pick(at)(request, **options, metadata=self._metadata())
+                self._token = await self._log_in(at)
+            return await pick(at)(request, timeout=CALL_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as rpc_error:
             error = _error_of(rpc_error, at.name, self._user)
             if not isinstance(error, Unauthenticated) or not again:
@@ -254,12 +246,12 @@ class EtcdClient:
             if not self._user:
                 raise ConfigError(str(error)) from rpc_error
         self._token = None
-        return await self._attempt(pick, request, wait_for_ready=wait_for_ready, again=False)
+        return await self._attempt(pick, request, again=False)
 
-    async def _log_in(self, at: _Endpoint, options: dict[str, Any]) -> str:
+    async def _log_in(self, at: _Endpoint) -> str:
         request = etcd_pb2.AuthenticateRequest(name=self._user, password=self._password)
         try:
-            return str((await at.auth.Authenticate(request, **options)).token)
+            return str((await at.auth.Authenticate(request, timeout=CALL_S)).token)
         except grpc.aio.AioRpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 return ""
