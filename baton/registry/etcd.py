@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import copy
 import logging
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Self
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 from google.protobuf import json_format
 
@@ -38,23 +39,49 @@ class EtcdRegistry:
         self._config = config
         self._client = EtcdClient(config)
 
-    def register(self, record: WorkerRecord) -> EtcdRegistration:
+    @asynccontextmanager
+    async def register(self, record: WorkerRecord) -> AsyncIterator[EtcdRegistration]:
         """Enters `record` under a lease that is kept alive until exit; exit removes it at once.
 
         Entering raises Unavailable when etcd cannot be reached, ConfigError when it refuses.
         """
-        return EtcdRegistration(self._client, self._config, record)
+        registration = EtcdRegistration(self._client, self._config, record)
+        await self._client.connect(self._config.workers_prefix)
+        try:
+            await registration.write()
+            async with _running(registration.keep(), f"keep {registration.key}"):
+                yield registration
+        finally:  # also of a failure behind which the key may be written
+            await registration.revoke()
 
-    def watch(self) -> EtcdWatch:
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[Membership]:
         """Lists the members, then follows them until exit. Entering raises as `register` does."""
-        return EtcdWatch(self._client, self._config)
+        watch = _Watch(self._client, self._config)
+        watch.take(await self._client.connect(self._config.workers_prefix))
+        watch.publish(connected=True)
+        try:
+            async with _running(watch.follow(), "watch members"):
+                yield watch.membership
+        finally:
+            watch.close()
 
     async def close(self) -> None:
         """Closes the connections; registrations and watches must have been left before."""
         await self._client.close()
 
 
-class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+class EtcdRegistration:
     """One worker's key in etcd, kept true until the worker leaves.
 
     One task does all the writing, in rounds: see that the lease lives (or take a new one), then see
@@ -64,29 +91,16 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
 
     def __init__(self, client: EtcdClient, config: RegistryConfig, record: WorkerRecord) -> None:
         self._client = client
-        self._prefix = config.workers_prefix
         self._ttl_s = config.lease_ttl_s
         self._record = copy.deepcopy(record)
-        self._key = key_of(self._prefix, record)
+        self.key = key_of(config.workers_prefix, record)
         self._written = b""
         self._lease = 0  # 0: none
         self._renew_s = self._ttl_s / 3
         self.connected = False  # whether etcd answered the last time it was asked
         self._unwritten = asyncio.Event()
-        self._settled = asyncio.Event()  # the newest record is written, or cannot be for now
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        """Writes the key and begins to keep it alive; Unavailable or ConfigError if it cannot."""
-        await self._client.connect(self._prefix)
         self._unwritten.set()
-        try:
-            await self._round()
-        except BaseException:  # the key may be written already
-            await self.__aexit__()
-            raise
-        self._task = asyncio.create_task(self._keep(), name=f"keep {self._key}")
-        return self
+        self._settled = asyncio.Event()  # the newest record is written, or cannot be for now
 
     async def update(self, record: WorkerRecord) -> None:
         """Replaces the record; incarnation and role stay, or InvalidRequest is raised.
@@ -100,22 +114,20 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
         if self.connected:
             await self._settled.wait()
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def revoke(self) -> None:
         """Removes the key at once; if etcd cannot be reached its lease does so later."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
         if not self._lease:
             return
         try:
             async with asyncio.timeout(CALL_S):
                 await self._client.revoke(self._lease)
         except Stale:
-            log.info("the lease of %s was gone before it was given back", self._key)
+            log.info("the lease of %s was gone before it was given back", self.key)
         except (BatonError, TimeoutError) as error:
-            log.warning("%s is left to its lease's end: %s", self._key, error)
+            log.warning("%s is left to its lease's end: %s", self.key, error)
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
+        """Writes again and again, until it is cancelled."""
         backoff = Backoff()
         try:
             while True:
@@ -123,22 +135,23 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
                     async with asyncio.timeout(self._renew_s):
                         await self._unwritten.wait()
                 try:
-                    await self._round()
+                    await self.write()
                     backoff.reset()
                 except BatonError as error:
                     self._lost(error)
                     await backoff.wait()
         except Exception:
-            log.exception("the registration of %s failed", self._key)
+            log.exception("the registration of %s failed", self.key)
             raise
         finally:
             self.connected = False
             self._settled.set()
 
-    async def _round(self) -> None:
+    async def write(self) -> None:
+        """One round; raises BatonError."""
         if not self._lease or await self._client.keep_alive(self._lease) <= 0:
             if self._lease:
-                log.warning("the lease of %s is gone; registering again", self._key)
+                log.warning("the lease of %s is gone; registering again", self.key)
             self._lease, ttl_s = await self._client.grant(self._ttl_s)
             self._renew_s = ttl_s / 3
             self._unwritten.set()
@@ -148,21 +161,21 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
         if self._unwritten.is_set():
             self._unwritten.clear()
             self._written = json_format.MessageToJson(self._record, indent=None).encode()
-            await self._client.put(self._key, self._written, self._lease)
+            await self._client.put(self.key, self._written, self._lease)
         if not self._unwritten.is_set():
             self._settled.set()
 
     async def _check_stored(self) -> None:
         """Has the record written again if the store does not hold it as it was written."""
-        stored = await self._client.get(self._key)
+        stored = await self._client.get(self.key)
         if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
             what = "was changed" if stored else "was deleted"
-            log.warning("%s %s by another process; writing it again", self._key, what)
+            log.warning("%s %s by another process; writing it again", self.key, what)
             self._unwritten.set()
 
     def _lost(self, error: BatonError) -> None:
         if self.connected:
-            log.warning("%s cannot be kept alive for now: %s", self._key, error)
+            log.warning("%s cannot be kept alive for now: %s", self.key, error)
         if isinstance(error, Stale):
             self._lease = 0
         self.connected = False
@@ -171,7 +184,7 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
         self._settled.set()
 
 
-class EtcdWatch(AbstractAsyncContextManager[Membership]):
+class _Watch:
     """One watcher of all workers: lists at revision R, watches from R + 1, again after every break.
 
     After a break the watch resumes at the last revision seen, so that departures meanwhile come as
@@ -189,31 +202,13 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
         self._revision: int | None = None  # everything up to it is known; None: unknown
         self._grace: asyncio.TimerHandle | None = None
         self._backoff = Backoff()
-        self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Membership:
-        """Lists the members and begins to follow; Unavailable or ConfigError if it cannot."""
-        self._take(await self._client.connect(self._prefix))
-        self._publish(connected=True)
-        self._task = asyncio.create_task(self._follow(), name=f"watch {self._prefix}")
-        return self.membership
-
-    async def __aexit__(self, *exc: object) -> None:
-        """Ends the watch and all readers of `membership`."""
-        assert self._task is not None, "entered before"
-        self._hold_grace()
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self.membership.close()
-
-    async def _follow(self) -> None:
-        listed = True
+    async def follow(self) -> None:
+        """Follows the members until it is cancelled."""
         try:
             while True:
                 try:
-                    if not listed:
-                        self._take(await self._client.range(self._prefix))
-                    listed = False
+                    self.take(await self._client.range(self._prefix))
                     await self._listen()
                 except BatonError as error:
                     self._lost(error)
@@ -222,7 +217,11 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
             log.exception("the watch of %s failed", self._prefix)
             raise
         finally:
-            self.membership.close()
+            self.close()
+
+    def close(self) -> None:
+        self._hold_grace()
+        self.membership.close()
 
     async def _listen(self) -> None:
         """Applies events until the stream breaks (raises) or history is compacted (returns)."""
@@ -248,9 +247,9 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
             self._revision = revision
         if not response.events and not response.created:  # a progress report
             self._revision = response.header.revision
-        self._publish(connected=True)
+        self.publish(connected=True)
 
-    def _take(self, listing: etcd_pb2.RangeResponse) -> None:
+    def take(self, listing: etcd_pb2.RangeResponse) -> None:
         """Takes over a listing. The watch goes on where it was, unless the store started over."""
         self._table.listed(
             {
@@ -273,19 +272,19 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
     def _give_up(self) -> None:
         for incarnation in sorted(self._table.drop_missing()):
             log.warning("member %s did not come back", incarnation)
-        self._publish(connected=True)
+        self.publish(connected=True)
 
     def _lost(self, error: BatonError) -> None:
         if self.membership.connected:
             log.warning("serving on the last known members: %s", error)
         # While no worker can register, none is dropped.
         self._hold_grace()
-        self._publish(connected=False)
+        self.publish(connected=False)
 
     def _hold_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def _publish(self, *, connected: bool) -> None:
+    def publish(self, *, connected: bool) -> None:
         self.membership.publish(self._table.records, connected=connected)
