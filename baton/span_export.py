@@ -115,16 +115,7 @@ def _as_sampled(span: ReadableSpan, context: SpanContext) -> ReadableSpan:
     return ReadableSpan(context=sampled, **{name: getattr(span, name) for name in _COPIED})
 
 
-def otlp_processor(url: str) -> BatchSpanProcessor:
-    """Exports spans in batches to the OTLP/gRPC collector at `url`.
-
-    What it does not take is kept, up to MAX_QUEUED spans, and sent again. That it takes none is
-    logged once. At shutdown a collector that takes none is no longer waited for.
-    """
-    return _Processor(url)
-
-
-class RetryingExporter(SpanExporter):
+class _RetryingExporter(SpanExporter):
     """Sends each batch until the collector takes it, for at most `_MAX_RETRY_S`."""
 
     def __init__(self, url: str) -> None:
@@ -159,9 +150,15 @@ class RetryingExporter(SpanExporter):
         return True
 
 
-class _Processor(BatchSpanProcessor):
+class OtlpProcessor(BatchSpanProcessor):
+    """Exports spans in batches to the OTLP/gRPC collector at `url`.
+
+    What it does not take is kept, up to MAX_QUEUED spans, and sent again. That it takes none is
+    logged once. At shutdown a collector that takes none is no longer waited for.
+    """
+
     def __init__(self, url: str) -> None:
-        self._retrying = RetryingExporter(url)
+        self._retrying = _RetryingExporter(url)
         super().__init__(self._retrying, MAX_QUEUED, schedule_delay_millis=_BATCH_DELAY_MS)
 
     def shutdown(self) -> None:
