@@ -334,7 +334,7 @@ class WorkerServiceConfig(ServiceConfig):
 class WorkerConfig(WorkerServiceConfig):
     """One prefill or decode worker."""
 
-    role: str
+    role: str  # prefill or decode
     engine: EngineConfig = part(EngineConfig)
     registry: RegistryConfig = part(RegistryConfig)
     port: int = option(0, "--port PORT", "port to listen on (default: a free one)")
@@ -351,8 +351,6 @@ class WorkerConfig(WorkerServiceConfig):
     incarnation: str = field(default_factory=lambda: new_incarnation("worker"))
 
     def __post_init__(self) -> None:
-        if self.role not in ("prefill", "decode"):
-            raise ConfigError(f"role must be one of prefill, decode, not {self.role!r}")
         options.check(self)
         if self.advertise:
             split_address(self.advertise, "--advertise")

@@ -107,7 +107,6 @@ class TailSampler(SpanProcessor):
 
 
 def _as_sampled(span: ReadableSpan, context: SpanContext) -> ReadableSpan:
-    """The same span, such that exporters take it."""
     flags = TraceFlags(TraceFlags.SAMPLED)
     sampled = SpanContext(
         context.trace_id, context.span_id, context.is_remote, flags, context.trace_state

@@ -117,7 +117,6 @@ class BaseClient:
         return self._channels[address]
 
     def _send(self, call: GenerateCall) -> Any:
-        """Starts an attempt; returns its responses."""
         responses = _INFERENCE(self._channel(call.address)).Generate(
             call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
         )

@@ -107,7 +107,6 @@ def transport_name(transport: int) -> str | None:
 
 
 def delta_of(message: inference_pb2.Delta) -> Delta:
-    """Of a message of a stream."""
     logprobs = [
         TokenLogprobs(
             position.chosen.token_id,
@@ -135,7 +134,6 @@ class Model:
 
 
 def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
-    """The models a router listed."""
     return [Model(m.name, m.max_context, m.vocab_size, m.chat) for m in response.models]
 
 
@@ -180,7 +178,6 @@ def fields_of(message: Message) -> dict[str, Any]:
 
 
 def _plain(field: Any, value: Any) -> Any:
-    """A field's value as JSON can hold it."""
     if isinstance(value, Message):
         return fields_of(value)
     if isinstance(value, Mapping):  # of scalars

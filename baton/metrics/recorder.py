@@ -43,7 +43,6 @@ class Gaps(Collector):
         self._sum = 0.0
 
     def record(self, value: float) -> None:
-        """Counts one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -129,7 +128,6 @@ class Recorder(Collector):
         return kind, encode(self)
 
     def _child(self, name: str, kind: type[Any], attributes: Attributes) -> Any:
-        """What counts a metric's values with these attributes."""
         one, metric = self._instruments[name], self._metrics[name]
         assert isinstance(metric, kind), f"{name} is a {one.kind}"
         return metric.labels(*one.values(attributes)) if one.labels else metric

@@ -204,7 +204,6 @@ class _Watch:
         self._backoff = Backoff()
 
     async def follow(self) -> None:
-        """Follows the members until it is cancelled."""
         try:
             while True:
                 try:

@@ -107,7 +107,6 @@ class EtcdClient:
         self._token: str | None = None  # "": etcd has authentication switched off
 
     async def close(self) -> None:
-        """Closes all channels."""
         endpoints, self._endpoints = self._endpoints, []
         for endpoint in endpoints:
             await endpoint.channel.close(None)
@@ -138,7 +137,6 @@ class EtcdClient:
         return found
 
     async def get(self, key: str) -> etcd_pb2.KeyValue | None:
-        """What is stored at `key`."""
         request = etcd_pb2.RangeRequest(key=key.encode())
         found = await self._call(lambda at: at.kv.Range, request)
         return found.kvs[0] if found.kvs else None
@@ -267,7 +265,6 @@ class EtcdClient:
 
 
 def _end_of(prefix: str) -> bytes:
-    """The first key after all that begin with `prefix`."""
     raw = prefix.encode()
     return raw[:-1] + bytes([raw[-1] + 1])
 
@@ -308,7 +305,6 @@ def _read(path: Path | None, option: str) -> bytes | None:
 def _error_of(
     error: grpc.aio.AioRpcError | asyncio.InvalidStateError, endpoint: str, user: str
 ) -> BatonError:
-    """The Baton error that a failed call to `endpoint` as `user` stands for."""
     if isinstance(error, asyncio.InvalidStateError):  # grpc.aio: a write on a call that has ended
         return Unavailable(f"etcd at {endpoint} ended the call")
     code, text = error.code(), error.details() or ""

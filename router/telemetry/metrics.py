@@ -124,7 +124,6 @@ class RouterMetrics(RequestListener):
 
 
 def _cause_of(record: RequestRecord, error: Exception) -> str:
-    """Why a request was refused: one of CAUSES."""
     if isinstance(error, Unavailable):  # a draining router refuses before it looks at the key
         return "no_worker" if record.tenant else "draining"
     if isinstance(error, Overloaded):
