@@ -77,13 +77,9 @@ def add_declared(
     """
     declared = options.declared(cls).values()
     titles = [group or cls.GROUP, *(group or one.group for one in declared)]
-    groups: dict[str, Any] = {t: parser.add_argument_group(t) for t in dict.fromkeys(titles)}
-    either: Any = None
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles)}
     for one in declared:
-        into = groups[group or one.group]
-        if one.key in ("model", "random-weights"):
-            into = either = either or into.add_mutually_exclusive_group()
-        _add(into, one, (texts or {}).get(one.key, one.help))
+        _add(groups[group or one.group], one, (texts or {}).get(one.key, one.help))
 
 
 def _add(group: Any, one: Option, text: str) -> None:
