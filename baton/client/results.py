@@ -99,11 +99,7 @@ class Completion:
 
 def transport_name(transport: int) -> str | None:
     """ "shm" for TRANSPORT_SHM and so on; None when unspecified, the number when not known here."""
-    if transport == common_pb2.TRANSPORT_UNSPECIFIED:
-        return None
-    if transport not in common_pb2.Transport.values():
-        return str(transport)
-    return common_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+    return _enum_name(common_pb2.Transport.DESCRIPTOR, transport) if transport else None
 
 
 def delta_of(message: inference_pb2.Delta) -> Delta:

@@ -25,7 +25,7 @@ from baton.metrics import table
 from baton.metrics.table import Instrument
 
 Attributes = Mapping[str, str]
-Reading = Callable[[], Iterable[tuple[float, Attributes]]]
+Reading = Callable[[], float | Iterable[tuple[float, Attributes]]]  # a number has no attributes
 _NOTHING: Attributes = {}
 _OPEN_METRICS = "application/openmetrics-text"  # has room for exemplars; the plain format has not
 _STATM = Path("/proc/self/statm")
@@ -63,7 +63,8 @@ class _Observed(Collector):
         one = self._instrument
         kind = CounterMetricFamily if one.kind == table.COUNTER else GaugeMetricFamily
         family = kind(one.series, one.text, labels=one.labels)
-        for value, attributes in self._read():
+        read = self._read()
+        for value, attributes in [(read, _NOTHING)] if isinstance(read, int | float) else read:
             family.add_metric(one.values(attributes), value)
         yield family
 
@@ -112,7 +113,7 @@ class Recorder(Collector):
         return gaps
 
     def observe(self, name: str, read: Reading) -> None:
-        """Has `read` called at every scrape: (value, attributes) of a gauge or a total."""
+        """Has `read` called at every scrape, for a gauge or a total."""
         instrument = self._instruments[name]
         assert instrument.kind != table.HISTOGRAM, f"{name} is a histogram"
         self._metrics[name] = _Observed(instrument, read)
@@ -139,5 +140,5 @@ def _cpu_s() -> Iterator[tuple[float, Attributes]]:
     yield times.system, {"cpu.mode": "system"}
 
 
-def _memory_bytes() -> Iterator[tuple[float, Attributes]]:
-    yield int(_STATM.read_text().split()[1]) * _PAGE_BYTES, {}
+def _memory_bytes() -> int:
+    return int(_STATM.read_text().split()[1]) * _PAGE_BYTES

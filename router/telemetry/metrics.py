@@ -61,9 +61,9 @@ class RouterMetrics(RequestListener):
     def observe(self, service: GenerationService) -> None:
         """Reads these at each collection, and counts ejections from now on."""
         observe = self._recorder.observe
-        observe("baton.requests.running", lambda: _one(service.running))
-        observe("baton.requests.queued", lambda: _one(service.wait_queue.depth))
-        observe("baton.tokens.output", lambda: _one(service.stats.counts.output_tokens))
+        observe("baton.requests.running", lambda: service.running)
+        observe("baton.requests.queued", lambda: service.wait_queue.depth)
+        observe("baton.tokens.output", lambda: service.stats.counts.output_tokens)
         observe("baton.workers", lambda: _workers(service.fleet))
         service.fleet.on_ejected = self._ejected
 
@@ -136,10 +136,6 @@ def _cause_of(record: RequestRecord, error: Exception) -> str:
 
 def _exemplar(record: RequestRecord) -> Context | None:
     return telemetry.example(record.span, record.kept) if record.span is not None else None
-
-
-def _one(value: float) -> Iterator[tuple[float, Attributes]]:
-    yield value, {}
 
 
 def _workers(fleet: Fleet) -> Iterator[tuple[float, Attributes]]:
