@@ -122,6 +122,7 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
 
 
 def positive(text: str, error: str = "{!r} is no number above 0") -> float:
+    """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -132,6 +133,7 @@ def positive(text: str, error: str = "{!r} is no number above 0") -> float:
 
 
 def seconds(text: str) -> float:
+    """A time above 0."""
     return positive(text, "{!r} is no time: write seconds above 0")
 
 
@@ -143,6 +145,7 @@ def ttft_target(text: str) -> float:
 
 
 def count(text: str) -> int:
+    """A whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(f"{text!r} is no number of things: write 1 or more")
     return int(text)
@@ -152,6 +155,7 @@ _TARGET_TEXT = "the router's address; more, separated by commas, are tried in tu
 
 
 def add_target_option(group: Options, text: str = _TARGET_TEXT) -> None:
+    """Which router to call."""
     group.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help=text)
 
 

@@ -59,6 +59,7 @@ _WORKER_EXAMPLES = """\
 
 
 def add_commands(commands: options.Commands) -> None:
+    """Adds the cluster and its services."""
     for name, summary, text, examples, defaults in (
         ("up", "run a whole cluster on this machine", _UP_TEXT, _UP_EXAMPLES,
          {"run": _run_up, "extra": "local"}),
@@ -80,11 +81,13 @@ def add_commands(commands: options.Commands) -> None:
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
+    """A router's settings."""
     config = options.settings(RouterConfig, "router", args)
     return replace(config, incarnation=new_incarnation(config.name or "router"))
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:
+    """A worker's settings."""
     config = options.settings(WorkerConfig, f"{args.role}-worker", args, role=args.role)
     incarnation = new_incarnation(config.name or config.role)
     return replace(config, engine=with_threads(config.engine), incarnation=incarnation)

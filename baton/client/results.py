@@ -103,6 +103,7 @@ def transport_name(transport: int) -> str | None:
 
 
 def delta_of(message: inference_pb2.Delta) -> Delta:
+    """Of a message of a stream."""
     logprobs = [
         TokenLogprobs(
             position.chosen.token_id,
@@ -130,6 +131,7 @@ class Model:
 
 
 def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
+    """The models a router listed."""
     return [Model(m.name, m.max_context, m.vocab_size, m.chat) for m in response.models]
 
 

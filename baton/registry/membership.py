@@ -145,6 +145,7 @@ def copy_for_update(old: WorkerRecord, new: WorkerRecord) -> WorkerRecord:
 
 
 def incarnation_of(key: bytes) -> str:
+    """The last part of a key."""
     return key.decode(errors="replace").rpartition("/")[2]
 
 

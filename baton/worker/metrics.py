@@ -124,6 +124,7 @@ def _smooth(mean: float, value: float) -> float:
 
 
 def load_proto(load: Load) -> worker_pb2.Load:
+    """The engine's counts as a message; the fields are named alike."""
     return worker_pb2.Load(**asdict(load))
 
 
