@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from baton import rpc, telemetry
+from baton import telemetry
 from baton.engine.build import Loaded
 from baton.engine.loop import StepReport
 from baton.errors import InvalidRequest, Overloaded, Unavailable
@@ -51,7 +51,6 @@ class DecodeWorker(Node, DecodeServiceServicer):
         await self._reservations.close()
         await self._receiver.close()
 
-    @rpc.unary
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: Any
     ) -> decode_pb2.ReserveResponse:
@@ -66,14 +65,12 @@ class DecodeWorker(Node, DecodeServiceServicer):
         self.metrics.reserved("started" if response.started else "held")
         return response
 
-    @rpc.unary
     async def Cancel(
         self, request: decode_pb2.CancelRequest, context: Any
     ) -> decode_pb2.CancelResponse:
         await self._reservations.cancel(*request.handoff_ids)
         return decode_pb2.CancelResponse()
 
-    @rpc.streaming
     async def StreamEvents(
         self, request: decode_pb2.StreamEventsRequest, context: Any
     ) -> AsyncGenerator[decode_pb2.StreamEventsResponse, None]:

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-from baton import rpc
 from baton.errors import (
     BatonError,
     InvalidRequest,
@@ -188,7 +187,6 @@ class HandoffReceiver(HandoffServiceServicer):
         self._watches: dict[str, int] = {}  # pidfds of prefill processes on this host
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    @rpc.unary
     async def Offer(self, request: pb.OfferRequest, context: Any) -> pb.OfferResponse:
         """A new link, which ends the peer's earlier one.
 
@@ -222,7 +220,6 @@ class HandoffReceiver(HandoffServiceServicer):
         endpoint = peer.listener.endpoint
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 
-    @rpc.unary
     async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
         """Grants the write, or returns once the receive is posted.
 
@@ -241,14 +238,12 @@ class HandoffReceiver(HandoffServiceServicer):
             await self._post(peer, record, slots)
         return pb.ReadyResponse(block_ids=slots.block_ids)
 
-    @rpc.unary
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """Verifies and starts decoding. Raises Unavailable, Stale, KvCorrupted, TransferFailed."""
         # To the end even if the caller hangs up: a commit must not stop half-way.
         await uninterrupted(self._commit(request))
         return pb.CommitResponse()
 
-    @rpc.unary
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """The sender writes no more, or not before the next Ready if it means to send all again.
 

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from opentelemetry.context import Context
 
-from baton import rpc, telemetry
+from baton import telemetry
 from baton.engine.build import Loaded
 from baton.engine.loop import Progress, StepReport
 from baton.engine.sequence import Sequence
@@ -84,7 +84,6 @@ class PrefillWorker(Node, PrefillServiceServicer):
             log.warning("%d prompts did not end; their calls are cancelled", len(self._prompts))
         await self._links.close()
 
-    @rpc.unary
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> None:
         trace = telemetry.extract(context.invocation_metadata())
         await self.prefill(request, trace, context.write)

@@ -67,7 +67,7 @@ def add_commands(commands: options.Commands) -> None:
         nargs="?",
         const="2048,6",
         default=argparse.SUPPRESS,
-        type=options.argument(Interference.parse),
+        type=Interference.parse,
         metavar="TOKENS,S",
         help=text,
     )

@@ -80,11 +80,6 @@ def add_commands(commands: options.Commands) -> None:
             parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
 
 
-def cluster_config(args: argparse.Namespace) -> ClusterConfig:
-    """The settings of `baton up`."""
-    return options.settings(ClusterConfig, "up", args)
-
-
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """A router's settings."""
     config = options.settings(RouterConfig, "router", args)
@@ -138,7 +133,7 @@ def require(*extras: str) -> None:
 
 
 def _run_up(args: argparse.Namespace) -> int:
-    config = cluster_config(args)
+    config = options.settings(ClusterConfig, "up", args)
     _log_to_stderr(config.log_level, config.log_format)
     require("router", "worker", *(("gateway",) if config.first_http_port else ()))
     from baton.local import up

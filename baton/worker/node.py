@@ -22,7 +22,7 @@ import grpc
 import torch
 import uvloop
 
-from baton import rpc, telemetry
+from baton import telemetry
 from baton.config import WorkerConfig, host_id, split_address
 from baton.engine import build
 from baton.engine.backends import cpu
@@ -30,7 +30,7 @@ from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.metrics.server import serving
-from baton.registry import EtcdRegistry, Membership, Registration, Registry
+from baton.registry import EtcdRegistration, EtcdRegistry, Membership
 from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
@@ -60,7 +60,7 @@ STALL_STEPS = 50  # mean steps that a step may take
 class Node(WorkerServiceServicer, ABC):
     """One worker process, and what it answers about itself; its role is a subclass."""
 
-    def __init__(self, config: WorkerConfig, registry: Registry, trace: Telemetry) -> None:
+    def __init__(self, config: WorkerConfig, registry: EtcdRegistry, trace: Telemetry) -> None:
         self.config, self.telemetry, self.tracer = config, trace, trace.tracer
         self.load_tracker = LoadTracker()
         self.metrics = WorkerMetrics(config)
@@ -164,11 +164,9 @@ class Node(WorkerServiceServicer, ABC):
         if self._stop.is_set():
             raise Unavailable(f"worker {self.record.incarnation} is draining")
 
-    @rpc.unary
     async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
 
-    @rpc.streaming
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
         watch = self.load_tracker.watch(WATCH_INTERVAL_S, request.heartbeat_ms / 1000)
         async with contextlib.aclosing(watch) as events:
@@ -178,13 +176,11 @@ class Node(WorkerServiceServicer, ABC):
                     load=self.load(), state=state, cache=cache, pairs=self.pairs()
                 )
 
-    @rpc.unary
     async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
         self._stop.set()
         await self._drained.wait()
         return worker_pb2.DrainResponse()
 
-    @rpc.unary
     async def KeepTraces(
         self, request: worker_pb2.KeepTracesRequest, context: Any
     ) -> worker_pb2.KeepTracesResponse:
@@ -223,7 +219,7 @@ class Node(WorkerServiceServicer, ABC):
                 self._failure = error
                 self._stop.set()
 
-    async def _serve(self, server: grpc.aio.Server, registration: Registration) -> None:
+    async def _serve(self, server: grpc.aio.Server, registration: EtcdRegistration) -> None:
         add_WorkerServiceServicer_to_server(self, server)
         self._health.add_to(server, [*self.add_to(server), "baton.v1.WorkerService"])
         await server.start()
@@ -252,7 +248,7 @@ class Node(WorkerServiceServicer, ABC):
         if failed:
             self.engine.ended.result()
 
-    async def _enter(self, state: common_pb2.WorkerState, registration: Registration) -> None:
+    async def _enter(self, state: common_pb2.WorkerState, registration: EtcdRegistration) -> None:
         self.record.state = state
         self.load_tracker.wake()
         await self._health.set(state == common_pb2.WORKER_STATE_READY)
@@ -301,7 +297,6 @@ async def _run(config: WorkerConfig, role: type[Node]) -> int:
     try:
         async with contextlib.AsyncExitStack() as stack:
             node = role(config, registry, trace)
-            stack.callback(node.metrics.close)
             if config.metrics_port is not None:
                 page = serving(node.metrics.render, config.host, config.metrics_port)
                 await stack.enter_async_context(page)

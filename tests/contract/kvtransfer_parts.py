@@ -8,7 +8,6 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import torch
 from opentelemetry.trace import NoOpTracer
 
@@ -185,11 +184,10 @@ class Held:
 
 async def answer(receiver, name, request):
     """One of its RPCs without gRPC; raises."""
-    return await getattr(HandoffReceiver, name).__wrapped__(receiver, request, None)
+    return await getattr(HandoffReceiver, name)(receiver, request, None)
 
 
 def acting(name):
-    @rpc.unary
     async def served(receiver, request, context):
         if inspect.isawaitable(waits := receiver.acts.get(name, bool)(request)):
             await waits
@@ -213,7 +211,7 @@ class Decode:
         self.held, self.record = Held(), register(incarnation, host=host)
         kinds = [transport, *more]
         self.receiver = Receiver(self.pool, self.record, kinds, self.held, find, **options)
-        self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self.server = rpc.server()
         self.receiver.acts = self.before = {}
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.receiver, self.server)
 

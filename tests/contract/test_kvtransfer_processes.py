@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Overloaded, TransferFailed, Unavailable
-from baton.registry.memory import MemoryStore
 from kvtransfer.deadline import Deadline
+from tests.memory_registry import MemoryRegistry
 from tests.unit.worker.running import Router, Worker, directory, prompt, spec
 from tests.unit.worker.running import target as target_at
 from tests.waiting import eventually
@@ -84,7 +84,7 @@ def state_of(pid):
 @pytest.mark.parametrize("where", ["before", "amid"])
 async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(directory, where):
     """No other request gets them, and they come back as zeroes."""
-    async with Worker("decode", directory, MemoryStore()) as decode, Router(decode) as router:
+    async with Worker("decode", directory, MemoryRegistry()) as decode, Router(decode) as router:
         reserved = await router.reserve(spec("h", prompt(NUM_TOKENS, start=1)))
         pool, entries = decode.node._receiver.pool.tensor, decode.node._reservations._entries
         blocks = list(entries["h"].blocks.block_ids)

@@ -9,7 +9,6 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.telemetry import Telemetry
 from baton.v1 import (
     common_pb2,
@@ -24,6 +23,7 @@ from baton.v1 import (
 from baton.worker import node
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
+from tests.memory_registry import MemoryRegistry
 from tests.unit.engine.checkpoints import make_checkpoint
 
 BLOCK_SIZE, BLOCKS = 16, 16
@@ -61,7 +61,7 @@ class Worker:
         self.spans = OpenSpans()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(self.spans)
-        self.store, self.registry = store, MemoryRegistry(store)
+        self.store = store
         trace = Telemetry(provider.get_tracer("test"))
         self.node = ROLES[role](self.config, self.registry, trace)
         self._area = None
@@ -71,7 +71,6 @@ class Worker:
         place = {"host_id": host_id(), "pid": pid or os.getpid()}
         role = common_pb2.WORKER_ROLE_PREFILL
         self.store.put(common_pb2.WorkerRecord(incarnation=incarnation, role=role, **place))
-        self.store.settle()
 
     async def run(self):
         """The node's whole life."""
@@ -119,7 +118,7 @@ class Worker:
 
     async def ready(self):
         """Returns when the registry has this worker as READY."""
-        async with self.registry.watch() as membership:
+        async with self.store.watch() as membership:
             async for records in membership.changes():
                 record = records.get(self.config.incarnation)
                 if record is not None and record.state == common_pb2.WORKER_STATE_READY:
@@ -298,7 +297,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def store():
-    return MemoryStore()
+    return MemoryRegistry()
 
 
 @pytest.fixture

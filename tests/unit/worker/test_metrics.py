@@ -91,7 +91,6 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
     }
     assert expected <= set(page(metrics))
     assert cost(metrics) > 0
-    metrics.close()
 
 
 def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
@@ -118,7 +117,6 @@ def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
     assert failures == ['baton_kv_transfer_failures_total{reason="Stale"} 1']
     assert not any("baton_engine_gpu_rows_total{" in line for line in page(metrics))
     assert cost(metrics) == 0
-    metrics.close()
 
 
 def cache_step(stored=(), evicted=(), tokens=0, ms=0):

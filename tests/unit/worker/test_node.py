@@ -13,7 +13,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import rpc
 from baton.errors import ConfigError, InternalError, Unavailable
-from baton.registry.memory import MemoryRegistry
 from baton.v1 import common_pb2, worker_pb2
 from baton.worker import node
 from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec
@@ -26,7 +25,7 @@ SERVING, NOT_SERVING = (
 
 async def states(store, seen):
     """Notes every state of the one member, and at last "gone"."""
-    async with MemoryRegistry(store).watch() as membership:
+    async with store.watch() as membership:
         async for records in membership.changes():
             if records:
                 state = next(iter(records.values())).state
