@@ -61,6 +61,15 @@ class Option:
         """Whether it is given as --name or --no-name, without a value."""
         return self.parse is switch
 
+    def read(self, text: str) -> Any:
+        """The value that a user wrote; raises ConfigError."""
+        try:
+            value = self.parse(text)
+        except ValueError:
+            raise ConfigError(f"invalid {self.parse.__name__} value: {text!r}") from None
+        self.check(value)
+        return value
+
     def check(self, value: Any) -> None:
         """Raises ConfigError, naming the flag and the field, for a value it may not have."""
         if isinstance(value, str):
@@ -112,9 +121,13 @@ def declared(cls: type[Any], without: Collection[str] = ()) -> dict[str, Option]
 
 
 def check(settings: Any) -> None:
-    """Raises ConfigError when a field is out of its option's bounds; parts check themselves."""
+    """Raises ConfigError when a field is out of its option's bounds; parts check themselves.
+
+    A default may be out of them: 0 where it means that there is none, which nobody has to write.
+    """
     for one in _own(type(settings)):
-        one.check(getattr(settings, one.field))
+        if (value := getattr(settings, one.field)) != one.default:
+            one.check(value)
 
 
 def build(cls: type[C], values: Mapping[str, Any], **given: Any) -> C:
@@ -178,11 +191,11 @@ def _typed(
         try:
             if one.many:
                 texts = value.split(";") if isinstance(value, str) else value
-                found[key] = tuple(map(one.parse, texts))
+                found[key] = tuple(map(one.read, texts))
             else:
                 text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-                found[key] = one.parse(text)
-        except (ConfigError, ValueError, TypeError) as error:
+                found[key] = one.read(text)
+        except (ConfigError, TypeError) as error:
             raise ConfigError(f"{unknown.partition(':')[0]}: {key}: {error}") from error
     return found
 

@@ -20,7 +20,6 @@ COMMANDS = {
     "overload": ("scenarios.overload", "several times the load that a cluster can carry"),
     "tenants": ("scenarios.tenants", "what a tenant that floods the cluster costs another one"),
     "router_cost": ("scenarios.router_cost", "CPU seconds of a router for 1,000 requests"),
-    "served_decode": ("scenarios.served_decode", "what serving takes from a bare engine's rate"),
 }
 
 

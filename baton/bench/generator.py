@@ -20,7 +20,6 @@ from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
 
 _AHEAD_TOKENS = 4_000_000  # of prompts made before the clock starts: some 20 MB
-_RECENT = 100  # requests whose TTFT is shown while a run goes on
 _REFILL = 2  # bodies made after each one sent, while the next is not due
 _CHECK_S = 0.01
 
@@ -40,14 +39,11 @@ class Run:
     ok: int = 0
     failed: int = 0
     output_tokens: int = 0
-    recent_ttfts_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def count(self, outcome: Outcome) -> None:
         self.ok += outcome.ok
         self.failed += not outcome.ok
         self.output_tokens += outcome.output_tokens
-        if outcome.ttft_s is not None:
-            self.recent_ttfts_s.append(outcome.ttft_s)
 
 
 class _Prepared(Iterator[tuple[Demand, bytes]]):

@@ -15,10 +15,9 @@ from itertools import pairwise
 from baton.bench.generator import Generator, Run
 from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
-from baton.bench.stats import Stats, spread_of
+from baton.bench.stats import LONG_GAP_S, Stats, spread_of
 from baton.bench.workload import Interference, Workload
 
-LONG_GAP_S = 0.2
 _LATEST_END_S = 40.0  # after the window; a prompt that is not answered by then has failed
 
 

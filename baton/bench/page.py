@@ -17,7 +17,6 @@ from baton.bench.report import Report
 from baton.bench.stats import LATENCIES
 from baton.bench.terminal import show
 
-_LOG_FROM = 5.0  # smaller spans are easier to read on an even scale
 _WIDTH = 110  # of the tables, characters
 _COLUMNS = 3  # plots in a row
 _STYLE = """
@@ -111,12 +110,9 @@ def _grid(number: int) -> tuple[Figure, list[Any]]:
 
 
 def _finish(axes: Any, title: str, x: str, y: str, log: str = "") -> None:
-    """Titles; the axis `log` is logarithmic where its values differ enough."""
-    lines = axes.get_lines() if log else ()
-    values = [value for line in lines for value in getattr(line, f"get_{log}data")() if value > 0]
-    if values and max(values) > _LOG_FROM * min(values):
-        axes.set(**{f"{log}scale": "log"})
-    axes.set(title=title, xlabel=x, ylabel=y)
+    """Titles; the axis `log` is logarithmic."""
+    scale = {f"{log}scale": "log"} if log else {}
+    axes.set(title=title, xlabel=x, ylabel=y, **scale)
     axes.grid(color="#e3e7ee")
     axes.legend()
 

@@ -38,7 +38,6 @@ class RequestOptions:
     GROUP: ClassVar[str] = "requests"
     model: str = ""  # empty: the first one it lists
     api_key: str | None = None
-    stream: bool = True  # over HTTP; False: answers come whole
     ttft_target_ms: int = 0  # over gRPC; 0: the router's own
     prompt_form: str = option(
         "ids", "--prompt-as", "token ids; text or a chat message of as many words", choices=_FORMS

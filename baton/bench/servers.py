@@ -192,9 +192,9 @@ class HttpServer(Server):
             "model": self.model,
             "max_tokens": demand.new_tokens,
             "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        if options.stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
         if not options.stop_at_eos:
             body["ignore_eos"] = True
         if options.prompt_form == "chat":
@@ -211,10 +211,8 @@ class HttpServer(Server):
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:_MESSAGE_CHARS]
                     outcome.fail(f"HTTP_{response.status}", _error_message(text))
-                elif self._options.stream:
-                    await _read_stream(response, outcome, began)
                 else:
-                    _record_event(await response.read(), outcome, time.monotonic() - began)
+                    await _read_stream(response, outcome, began)
         except TimeoutError:
             outcome.fail("TIMEOUT", f"not finished within {self._options.timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:

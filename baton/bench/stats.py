@@ -20,6 +20,7 @@ from baton.slo import Slo
 Spread = dict[str, float]  # count, mean, p50, p90, p95, p99, min, max
 Stats = dict[str, Any]
 
+LONG_GAP_S = 0.2  # what a reader of a stream notices
 _MOST_ERRORS = 10
 _MAX_SPANS = 60
 _WIDTHS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -43,10 +44,10 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return float(np.percentile(known, percent)) if known else math.nan
 
 
-def quantiles(values: Iterable[float | None], steps: int = 100) -> list[float]:
-    """`steps` + 1 values from the smallest to the largest, evenly spaced in rank; none of none."""
+def _quantiles(values: Iterable[float | None]) -> list[float]:
+    """101 values from the smallest to the largest, evenly spaced in rank; none of none."""
     known = [value for value in values if value is not None]
-    return np.percentile(known, np.linspace(0, 100, steps + 1)).tolist() if known else []
+    return np.percentile(known, range(101)).tolist() if known else []
 
 
 class Figure(NamedTuple):
@@ -74,17 +75,20 @@ LATENCIES = {
     "tpot_s": "time per output token",
     "e2e_s": "end to end",
 }
-LOAD_FIGURES = (
+FIGURES = (
+    *(
+        Figure(f"{name[:-2].upper()} {rank}, ms", f"{name}.{rank}", 1e3, ".2f", better)
+        for name in LATENCIES
+        for rank, better in (("p50", -1), ("p95", -1), ("p99", 0), ("max", 0))
+    ),
+    Figure("time in gaps over 200 ms, %", "long_gap_share", 100, ".2f"),
     Figure("requests sent", "requests.sent", 1, ".0f"),
     Figure("requests failed", "requests.failed", 1, ".0f", -1),
     Figure("requests interrupted", "requests.interrupted", 1, ".0f"),
     Figure("requests/s", "requests_per_s", 1, ".3f", 1),
     Figure("good requests, %", "goodput.share", 100, ".1f", 1),
-    Figure("good requests/s", "goodput.requests_per_s", 1, ".3f"),
-    Figure("input tokens", "input_tokens", 1, ",.0f"),
     Figure("input tokens/s", "input_tokens_per_s", 1, ",.0f"),
     Figure("of them cached, %", "prefix_cache.share", 100),
-    Figure("output tokens", "output_tokens", 1, ",.0f"),
     Figure("output tokens/s", "output_tokens_per_s", 1, ",.0f", 1),
     Figure("answers shorter than asked for", "short_outputs", 1, ".0f"),
     Figure("answers of other than their usage's tokens", "miscounted", 1, ".0f"),
@@ -97,14 +101,6 @@ LOAD_FIGURES = (
     Figure("KV bytes of handoffs", "phases.transfer_bytes", 1, ",.0f"),
     Figure("prefilled by decode", "phases.prefilled_by_decode", 1, ".0f"),
     Figure("failovers", "phases.failovers", 1, ".0f"),
-)
-FIGURES = (
-    *(
-        Figure(f"{name[:-2].upper()} {rank}, ms", f"{name}.{rank}", 1e3, ".2f", better)
-        for name in LATENCIES
-        for rank, better in (("p50", -1), ("p95", -1), ("p99", 0), ("max", 0))
-    ),
-    *LOAD_FIGURES,
 )
 INTERFERENCE_FIGURES = (
     Figure("share of tokens/s kept, %", "kept", 100),
@@ -133,9 +129,10 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
     sent = [outcome for outcome in every if outcome.status != INTERRUPTED]
     ok = [outcome for outcome in sent if outcome.ok]
     inputs, outputs = sum(o.prompt_tokens for o in ok), sum(o.output_tokens for o in ok)
-    latencies: dict[str, list[float | None]] = {
+    gaps_s = [gap_s for o in ok for gap_s in o.gaps_s]
+    latencies: dict[str, Sequence[float | None]] = {
         "ttft_s": [o.ttft_s for o in ok],
-        "itl_s": [gap for o in ok for gap in o.gaps_s],
+        "itl_s": gaps_s,
         "tpot_s": [o.tpot_s for o in ok],
         "e2e_s": [o.e2e_s for o in ok],
     }
@@ -156,6 +153,7 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
         "input_tokens_per_s": inputs * per_s,
         "output_tokens_per_s": outputs * per_s,
         **{name: spread_of(values) for name, values in latencies.items()},
+        "long_gap_share": sum(g for g in gaps_s if g > LONG_GAP_S) / (sum(gaps_s) or 1.0),
         "goodput": goodput_of(sent, per_s, limits_of(slo)) if slo else None,
         "phases": _phases(ok),
         "prefix_cache": _prefix_cache(ok),
@@ -163,7 +161,7 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
         # Where messages give a count: another one than the usage at the stream's end.
         "miscounted": sum(bool(o.finish) and sum(o.token_counts) != o.output_tokens for o in ok),
         "opened_connections": sum(o.opened_connection for o in every),
-        "quantiles": {name: quantiles(values) for name, values in latencies.items()},
+        "quantiles": {name: _quantiles(values) for name, values in latencies.items()},
     }
 
 

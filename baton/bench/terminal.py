@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,22 +14,15 @@ from rich.text import Text
 
 from baton.bench.generator import Run
 from baton.bench.report import Report
-from baton.bench.stats import (
-    FIGURES,
-    INTERFERENCE_FIGURES,
-    LATENCIES,
-    LOAD_FIGURES,
-    Figure,
-    percentile,
-)
+from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Figure, percentile
 
-_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _KNEES = {"slo": "the highest with 90 % good", "shape": "where latency bends upwards"}
 _SWEPT = (
     *("ttft_s.p95", "tpot_s.p95", "e2e_s.p95"),
     *("requests_per_s", "output_tokens_per_s", "goodput.share"),
 )
-_REWRITE_S, _LOG_S = 0.5, 5.0
+_EVERY_S = 5.0
+_RECENT = 100  # requests whose TTFT is shown while a run goes on
 
 
 def show(report: Report, console: Console) -> None:
@@ -94,17 +86,9 @@ def median_of(values: Sequence[float], form: str) -> str:
 
 def _stage(stage: Mapping[str, Any]) -> Iterator[RenderableType]:
     servers = {server["server"]: server["figures"] for server in stage["servers"]}
-    spreads = {
-        f"  {name}: {title}": stats[latency]
-        for latency, title in LATENCIES.items()
-        for name, stats in servers.items()
-    }
-    rows = [[t, *(_ms(spread and spread[c]) for c in _COLUMNS)] for t, spread in spreads.items()]
-    yield Text()
-    yield table(f"{stage['label']}, ms", _COLUMNS, rows)
     compared = {one["figure"]: one for one in stage["comparison"] or ()}
     rows = []
-    for figure in [one for one in FIGURES if one.path in compared or one in LOAD_FIGURES]:
+    for figure in FIGURES:
         values = [figure.of(stats) for stats in servers.values()]
         if not any(values):
             continue
@@ -130,10 +114,6 @@ def _stage(stage: Mapping[str, Any]) -> Iterator[RenderableType]:
             yield Text(f"  {name}: {error['count']} {error['status']}: {error['message'][:100]}")
 
 
-def _ms(value_s: float | None) -> str:
-    return "-" if value_s is None else f"{value_s * 1e3:,.2f}"
-
-
 def _sweep(report: Report) -> Iterator[RenderableType]:
     columns = {
         f"{server['server']}: {stage['label']}": [server["figures"]]
@@ -150,9 +130,9 @@ def _sweep(report: Report) -> Iterator[RenderableType]:
 def _generator(stats: Mapping[str, Any]) -> Iterator[Text]:
     parts = [f"{stats['cpu_share']:.0%} of a core"]
     if late := stats["late_s"]:
-        parts.append(f"requests late by p50 {_ms(late['p50'])} p99 {_ms(late['p99'])} ms")
+        parts.append(f"requests late by p50 {late['p50'] * 1e3:.2f} p99 {late['p99'] * 1e3:.2f} ms")
     if loop := stats["loop_late_s"]:
-        parts.append(f"event loop late by p99 {_ms(loop['p99'])} ms")
+        parts.append(f"event loop late by p99 {loop['p99'] * 1e3:.2f} ms")
     yield Text(f"\ngenerator: {', '.join(parts)}")
     if complaints := stats["complaints"]:
         yield Text(
@@ -163,7 +143,7 @@ def _generator(stats: Mapping[str, Any]) -> Iterator[Text]:
 
 
 class Progress:
-    """Shows how a run goes: a line that is rewritten on a terminal, lines in a log elsewhere."""
+    """Says how a run goes, in lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -173,29 +153,27 @@ class Progress:
 
     @asynccontextmanager
     async def of(self, what: str, run: Run) -> AsyncIterator[None]:
-        """Shows the run's counts as long as the block lasts."""
-        is_terminal, status = self._console.is_terminal, self._console.status(what)
+        """Says what the run has done, every few seconds as long as the block lasts."""
 
-        async def rewrite(step_s: float) -> None:
+        async def repeat() -> None:
             for number in itertools.count(1):
-                await asyncio.sleep(step_s)
-                text = f"{what}, {number * step_s:.0f} s: {status_of(run)}"
-                status.update(Text(text)) if is_terminal else self.say(text)
+                await asyncio.sleep(_EVERY_S)
+                self.say(f"{what}, {number * _EVERY_S:.0f} s: {_status(run)}")
 
-        with status if is_terminal else contextlib.nullcontext():
-            task = asyncio.create_task(rewrite(_REWRITE_S if is_terminal else _LOG_S))
-            try:
-                yield
-            finally:
-                task.cancel()
+        task = asyncio.create_task(repeat())
+        try:
+            yield
+        finally:
+            task.cancel()
 
 
-def status_of(run: Run) -> str:
+def _status(run: Run) -> str:
     """A run in one line."""
     sent = len(run.outcomes)
     parts = [f"{sent} sent", f"{run.ok} done", f"{sent - run.ok - run.failed} running"]
     if run.failed:
         parts.append(f"{run.failed} failed")
-    if run.recent_ttfts_s:
-        parts.append(f"TTFT p50 {percentile(run.recent_ttfts_s, 50) * 1e3:.0f} ms")
+    recent = [o.ttft_s for o in run.outcomes[-_RECENT:] if o.ttft_s is not None]
+    if recent:
+        parts.append(f"TTFT p50 {percentile(recent, 50) * 1e3:.0f} ms")
     return ", ".join([*parts, f"{run.output_tokens} tokens"])

@@ -39,8 +39,12 @@ class Scale:
         1.0, "--length-scale X", "times as long prompts and outputs", least=1e-6, most=1e6
     )
     skip: int = option(0, "--skip N", "leave out so many rows first (default: none)")
-    max_prompt: int = option(0, "--max-prompt TOKENS", "cut prompts to that (default: not cut)")
-    max_output: int = option(0, "--max-output TOKENS", "cut outputs to that (default: not cut)")
+    max_prompt: int = option(
+        0, "--max-prompt TOKENS", "cut prompts to that (default: not cut)", least=1
+    )
+    max_output: int = option(
+        0, "--max-output TOKENS", "cut outputs to that (default: not cut)", least=1
+    )
     spread_ties: bool = option(
         False, "--spread-ties", "spread requests of one time up to the next: clocks may be coarse"
     )

@@ -85,7 +85,7 @@ class Workload:
     GROUP: ClassVar[str] = "load"
     rate: float = option(1.0, "--rate R", "requests a second", least=1e-6, most=1e6)
     concurrency: int = option(
-        0, "--concurrency N", "requests at a time, without a rate (default: an open loop)"
+        0, "--concurrency N", "requests at a time, without a rate (default: an open loop)", least=1
     )
     arrivals: str = option("poisson", "--arrivals", "how requests follow", choices=tuple(_GAPS))
     burstiness: float = option(
@@ -95,9 +95,12 @@ class Workload:
         0.0,
         "--duration S",
         "begin requests for so long (default: 30, unless --count or --trace)",
+        least=1e-3,
         most=1e6,
     )
-    count: int = option(0, "--count N", "send so many requests (default: as many as arrive)")
+    count: int = option(
+        0, "--count N", "send so many requests (default: as many as arrive)", least=1
+    )
     prompt_lengths: Lengths = option(
         Lengths(256, 256), "--prompt-tokens LENGTHS", f"{_FORMS} (default: 256)", Lengths.parse
     )

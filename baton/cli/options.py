@@ -92,7 +92,7 @@ def _add(group: Any, one: Option, text: str) -> None:
     text = (text if is_stated else f"{text} (default: {default})").replace("%", "%%")
     kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if not one.is_switch:
-        kind = {"action": "append" if one.many else "store", "type": one.parse}
+        kind = {"action": "append" if one.many else "store", "type": one.read}
         kind |= {"choices": one.choices} if one.choices else {"metavar": one.metavar or None}
     group.add_argument(one.flag, dest=one.key, default=argparse.SUPPRESS, help=text, **kind)
 

@@ -50,12 +50,8 @@ async def main(args: argparse.Namespace) -> None:
     async with LocalCluster(ClusterConfig(engine=engine, port=0, http_port=http)) as cluster:
         processes = {n: psutil.Process(p.pid) for n, p in cluster.processes.items()}
         processes["client"] = psutil.Process()
-        for name, url, stream in (
-            ("gRPC", cluster.address, True),
-            ("HTTP, streams", gateway, True),
-            ("HTTP, whole answers", gateway, False),
-        ):
-            async with connected(url, stream=stream) as server:
+        for name, url in (("gRPC", cluster.address), ("HTTP", gateway)):
+            async with connected(url) as server:
                 await send(server, 0, 50, 1)  # warms up
                 outcomes = (await send(server, 1, args.requests // 2, 1)).outcomes
                 first, end = (o.ttft_s for o in outcomes), (o.ended_s for o in outcomes)

@@ -86,7 +86,7 @@ def test_a_report_puts_blocks_together_and_every_field_is_documented():
 
     text = text_of(found)
     for part in (
-        "2 req/s, ms", "A: time to first token", "good requests, %", "A: 4 HTTP_429: <slow>",
+        "2 req/s", "time in gaps over 200 ms", "good requests, %", "A: 4 HTTP_429: <slow>",
         "TTFT p50, ms", "knee of A: none", "PARTIAL", "better in every block", "TTFT p95, ms",
         "requests late by p50 1.00 p99 1.00 ms", "queue p50, ms", "25% of a core", "cached, %",
     ):  # fmt: skip

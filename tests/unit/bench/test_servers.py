@@ -104,15 +104,6 @@ async def test_prompts_as_text_and_as_chat():
     assert [r.text or r.chat.messages[0].content for r in router.requests] == [plain["prompt"]] * 2
 
 
-async def test_a_whole_answer_is_one_message_of_tokens():
-    whole = {"choices": [{"text": "Hello"}], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}
-    server = ScriptedOpenAI([json.dumps(whole).encode()])
-    async with client_of(server, stream=False) as client:
-        outcome = await ask(client)
-    assert outcome.ok and (outcome.prompt_tokens, outcome.output_tokens) == (3, 7)
-    assert len(outcome.token_times_s) == 1 and "stream" not in server.bodies[0]
-
-
 @pytest.mark.parametrize("keep_alive", [True, False])
 async def test_connections_are_kept_unless_one_for_each_is_asked_for(keep_alive):
     server = ScriptedOpenAI(HELLO)

@@ -7,7 +7,7 @@ import pytest
 
 from baton.bench.report import compared, knee_of
 from baton.bench.request import INTERRUPTED, Outcome
-from baton.bench.stats import percentile, quantiles, spread_of, stats_of, timeline_of
+from baton.bench.stats import percentile, spread_of, stats_of, timeline_of
 from baton.slo import Slo
 from tests.unit.bench.outcomes import failed, finish, outcome
 
@@ -24,8 +24,7 @@ def test_percentiles_lie_linearly_between_ranks():
         "p90": pytest.approx(7.6), "p95": pytest.approx(8.8), "p99": pytest.approx(9.76),
     }  # fmt: skip
     assert percentile([10, 1, 3, 2, 4], 95) == pytest.approx(8.8)
-    assert quantiles([4, 0, 2], steps=4) == [0, 1, 2, 3, 4] and len(quantiles([1.0])) == 101
-    assert spread_of([]) is None and spread_of([None]) is None and quantiles([None]) == []
+    assert spread_of([]) is None and spread_of([None]) is None
     assert math.isnan(percentile([], 50))
 
 
@@ -46,8 +45,10 @@ def test_rates_and_latencies_are_of_requests_that_ended_ok():
         "ttft_s": (3, pytest.approx(1.4 / 3)), "itl_s": (5, pytest.approx(1.8 / 5)),
         "tpot_s": (2, pytest.approx(0.425)), "e2e_s": (3, pytest.approx(3.2 / 3)),
     }  # fmt: skip
-    assert [stats["quantiles"]["ttft_s"][place] for place in (0, -1)] == [0.1, 1.0]
+    quantiles = stats["quantiles"]["ttft_s"]
+    assert ([quantiles[i] for i in (0, 50, -1)], len(quantiles)) == ([0.1, 0.3, 1.0], 101)
     expected = {
+        "long_gap_share": pytest.approx(1.5 / 1.8),
         "requests": {"sent": 6, "ok": 3, "failed": 3, "interrupted": 1},
         "input_tokens": 30, "output_tokens": 8, "input_tokens_per_s": 7.5,
         "output_tokens_per_s": 2.0, "requests_per_s": 0.75,

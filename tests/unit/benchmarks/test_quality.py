@@ -16,15 +16,6 @@ def stream(length):
     return torch.randint(2, 258, (length,), generator=torch.Generator().manual_seed(0))
 
 
-def test_every_token_but_the_first_is_predicted_once_within_its_window(monkeypatch):
-    monkeypatch.setattr(quality, "CHUNK", 30)
-    tokens = torch.arange(206)
-    found = list(quality.chunks(tokens, 100))
-    assert [start for start, _, _ in found] == [0, 30, 60, 90, 0, 30, 60, 90, 0]
-    assert torch.equal(torch.cat([targets for _, _, targets in found]), tokens[1:])
-    assert torch.equal(torch.cat([inputs for _, inputs, _ in found]), tokens[:-1])
-
-
 def test_distance_is_the_kl_divergence():
     """Of a text of two tokens and the one before, by a variant that differs at the first."""
     expected = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
