@@ -52,10 +52,8 @@ async def run(seed: int, seconds: float) -> ChaosStats:
             log(f"round with seed {seed}")
             stats = await harness.round(runs, seed, min(ROUND_S, left_s))
             total.add(stats)
-            for violation in stats.violations:
-                log(f"VIOLATION: {violation}")
             if stats.violations:
-                log(harness.logs())
+                log("\n".join(["VIOLATIONS:", *stats.violations, harness.logs()]))
             log(f"{stats.counts['requests'].total()} requests, {len(stats.violations)} violations")
             seed += 1
     total.violations += harness.leftovers()

@@ -41,7 +41,6 @@ RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to 
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
 KV_SHARE = 0.5
-KV_DELAY_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -216,8 +215,7 @@ class Injector:
                 await asyncio.sleep(duration_s)
                 self.proxies[target].slow(0.0, other)
             case "kv":
-                wanted = {"fault": target, "share": KV_SHARE, "delay_s": KV_DELAY_S}
-                self.kv_control.write_text(json.dumps(wanted))
+                self.kv_control.write_text(json.dumps({"fault": target, "share": KV_SHARE}))
                 await asyncio.sleep(duration_s)
                 self.kv_control.unlink()
             case "etcd":
