@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -59,6 +59,7 @@ class Harness:
     transport: str = "auto"
     callers: int = 10
     mean_pause_s: float = 3.0
+    stats: ChaosStats = field(default_factory=ChaosStats)
 
     async def __aenter__(self) -> Self:
         self._before = set(psutil.Process().children(recursive=True))
@@ -125,8 +126,8 @@ class Harness:
         raise AssertionError(f"not all {pairs} pairs have a link after {_WARM_UPS} rounds")
 
     async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> ChaosStats:
-        """One round of faults under load, with everything checked at its end."""
-        stats = ChaosStats()
+        """Faults under load, with everything checked at the end; the stats of all rounds so far."""
+        stats = self.stats
         before = await checks.holdings(self.cluster, self._directory)
         names = [p.name for p in self.cluster.processes.values() if p.role == "router"]
         routers = dict(zip(names, self.cluster.addresses, strict=True))
