@@ -22,36 +22,18 @@ _PIECE_BYTES = 1 << 14
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing discards what is unsent and resets
 
 
-@dataclass(eq=False)
-class _Connection:
-    """One caller's connection and ours to the worker; `open` is cleared while it is held."""
-
-    caller: str
-    writers: list[asyncio.StreamWriter]
-    open: asyncio.Event = field(default_factory=asyncio.Event)
-    bytes_per_s: float = 0.0
-
-    def reset(self) -> None:
-        """Ends both halves at once."""
-        for writer in self.writers:
-            end = writer.get_extra_info("socket")
-            if end is not None and end.fileno() >= 0:
-                with contextlib.suppress(OSError):
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            writer.transport.abort()
-
-
-@dataclass(eq=False)
+@dataclass
 class Proxy:
     """Forwards a free loopback port to `port`; `name_of(port)` names a port's process."""
 
     port: int
     name_of: Callable[[int], str] = str
     address: str = ""
-    _connections: set[_Connection] = field(default_factory=set)
+    _connections: list[tuple[str, list[asyncio.StreamWriter]]] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _held: set[str] = field(default_factory=set)
-    _slow: dict[str, float] = field(default_factory=dict)
+    _released: asyncio.Event = field(default_factory=asyncio.Event)  # the next `release`
+    _bytes_per_s: dict[str, float] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
         own = int(self.address.rpartition(":")[2] or 0)
@@ -68,30 +50,23 @@ class Proxy:
 
     def cut(self, caller: str = "") -> None:
         """Resets the connections of `caller`, or all."""
-        for connection in self._of(caller):
-            connection.reset()
+        for name, writers in self._connections:
+            if caller in ("", name):
+                _reset(writers)
 
     def hold(self, caller: str = "") -> None:
         """From now on nothing passes, neither way, on old and new connections of `caller`."""
         self._held.add(caller)
-        for connection in self._of(caller):
-            connection.open.clear()
 
     def release(self, caller: str = "") -> None:
         """What was held goes on, with every byte that waited."""
         self._held.discard(caller)
-        for connection in self._connections:
-            if not self._held & {"", connection.caller}:
-                connection.open.set()
+        self._released.set()
+        self._released = asyncio.Event()
 
     def slow(self, bytes_per_s: float, caller: str = "") -> None:
         """Lets at most so many bytes a second pass on each connection; 0 is no limit."""
-        self._slow[caller] = bytes_per_s
-        for connection in self._of(caller):
-            connection.bytes_per_s = bytes_per_s
-
-    def _of(self, caller: str) -> list[_Connection]:
-        return [one for one in self._connections if caller in ("", one.caller)]
+        self._bytes_per_s[caller] = bytes_per_s
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of ours, for asyncio complains of its own when they are cancelled.
@@ -102,42 +77,52 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forwards both ways until one of the ends closes; then both are closed."""
         caller = self.name_of(writer.get_extra_info("peername")[1])
-        connection = _Connection(caller, [writer])
-        connection.bytes_per_s = self._slow.get(caller) or self._slow.get("", 0.0)
-        if not self._held & {"", caller}:
-            connection.open.set()
-        self._connections.add(connection)
+        connection = (caller, [writer])
+        self._connections.append(connection)
         pumps = []
         try:
-            await connection.open.wait()
+            await self._unheld(caller)
             with contextlib.suppress(OSError):  # nothing listens there now
                 far_reader, far = await asyncio.open_connection("127.0.0.1", self.port)
-                connection.writers.append(far)
+                connection[1].append(far)
                 ways = ((reader, far), (far_reader, writer))
-                pumps = [asyncio.create_task(_pump(connection, *way)) for way in ways]
+                pumps = [asyncio.create_task(self._pump(caller, *way)) for way in ways]
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            connection.reset()
-            self._connections.discard(connection)
+            _reset(connection[1])
+            self._connections.remove(connection)
+
+    async def _pump(
+        self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Copies one direction; even its end is not seen while the connection is held."""
+        with contextlib.suppress(OSError):
+            while True:
+                data = await reader.read(_PIECE_BYTES)
+                await self._unheld(caller)
+                if not data:
+                    return
+                writer.write(data)
+                await writer.drain()
+                if rate := self._bytes_per_s.get(caller) or self._bytes_per_s.get(""):
+                    await asyncio.sleep(len(data) / rate)
+
+    async def _unheld(self, caller: str) -> None:
+        while self._held & {"", caller}:
+            await self._released.wait()
 
 
-async def _pump(
-    connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """Copies one direction; even its end is not seen while the connection is held."""
-    with contextlib.suppress(OSError):
-        while True:
-            data = await reader.read(_PIECE_BYTES)
-            await connection.open.wait()
-            if not data:
-                return
-            writer.write(data)
-            await writer.drain()
-            if connection.bytes_per_s:
-                await asyncio.sleep(len(data) / connection.bytes_per_s)
+def _reset(writers: list[asyncio.StreamWriter]) -> None:
+    """Ends both halves of a connection at once."""
+    for writer in writers:
+        end = writer.get_extra_info("socket")
+        if end is not None and end.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        writer.transport.abort()
 
 
 def owner(port: int, pids: Mapping[str, int]) -> str:

@@ -7,17 +7,33 @@ engine is compared with its reference in float32: the same tokens.
 
 from __future__ import annotations
 
+import json
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from baton.config import EngineConfig
+from baton.engine.backends.gpu.linear import prepare
+from baton.engine.backends.gpu.model import GpuModel
+from baton.engine.backends.gpu.runner import GpuRunner
+from baton.engine.build import Loaded
+from baton.engine.kv_cache import KvLayout, plan_layout
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
+from baton.engine.ops.triton.attention_specs import random_pool
+from baton.engine.runner import Runner, StepRunner
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.weights.weights import random_weights
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver
-from benchmarks.gpu.our_engine import BLOCK_SIZE, Formats, OurEngine
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape
 
@@ -26,9 +42,78 @@ PROMPTS, CHUNK = (512, 2048, 8192), 2048
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
 _SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
 
+BLOCK_SIZE = EngineConfig.block_size
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Of what weights, KV and everything else are made."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    kv: torch.dtype = torch.bfloat16
+    quantization: str = "none"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of an element of a matrix."""
+        return self.dtype.itemsize if self.quantization == "none" else 1
+
+    def layout(self, shape: Shape, num_blocks: int = 1) -> KvLayout:
+        """Of a pool."""
+        sizes = (shape.layers, shape.kv_heads, BLOCK_SIZE, shape.head_size)
+        return KvLayout(num_blocks, *sizes, self.kv)
+
+
 BF16, FP8 = Formats("bf16"), Formats("fp8", kv=torch.float8_e4m3fn, quantization="fp8")
 FLOAT32 = Formats("f32", torch.float32, torch.float32)
 SMALL = Shape("small", 1024, 6, 16, 4, 2816, 8192)  # quick in float32
+
+
+class OurEngine:
+    """Weights and a pool, and drivers over them: one for decoding, with graphs, one for prompts.
+
+    Put together here and not by `baton.engine.build.load`, so that it also runs on a CPU, where its
+    kernels are interpreted, and without protobuf.
+    """
+
+    def __init__(
+        self, shape: Shape, formats: Formats, device: torch.device, num_blocks: int
+    ) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(shape.config()), encoding="utf-8")
+            self._config = config = ModelConfig.load(path)
+        form = partial(prepare, quantization=formats.quantization)
+        weights = random_weights(config, formats.dtype, device, 1, form)
+        self._model_args = (config, weights, formats.dtype, device)
+        self._layout = plan_layout(config, formats.kv, BLOCK_SIZE, num_blocks, 0)
+        self._sampler = Sampler(frozenset(), config.vocab_size)
+        # Random numbers: steps on zeros would take less power.
+        sizes = (config.num_layers, config.num_kv_heads, config.head_size)
+        self._pool = random_pool(num_blocks, *sizes, formats.kv, device)
+        assert tuple(self._pool.shape) == self._layout.shape
+
+    def driver(
+        self, batch: int, context: int, chunk: int, *, graphs: bool = False, reference: bool = False
+    ) -> Driver:
+        """An engine as a worker runs it: steps are launched ahead, decode steps are graphs.
+
+        reference: the model in plain torch, step after step.
+        """
+        settings = EngineConfig(max_batch=batch, chunk_tokens=chunk, prefix_cache=False)
+        runner: StepRunner
+        if reference:
+            pool = torch.zeros_like(self._pool)
+            runner = Runner(Model(*self._model_args), pool, self._sampler)
+        else:
+            model = GpuModel(*self._model_args)
+            runner = on_gpu = GpuRunner(model, self._pool, self._sampler, settings, context)
+            if graphs:
+                on_gpu.capture()
+        descriptor: Any = None  # it is protobuf's, for other workers
+        about = (Path(), self._config, runner, self._layout, descriptor, settings, context)
+        return Driver(Loaded(*about, prepare=lambda: None))
 
 
 def weight_bytes(shape: Shape, formats: Formats = BF16) -> int:

@@ -14,19 +14,9 @@ import argparse
 import time
 from pathlib import Path
 
+import corpus
 import torch
-from corpus import (
-    BOS,
-    BOS_ID,
-    EOS,
-    EOS_ID,
-    Tokens,
-    encode,
-    fingerprint,
-    make_tokenizer,
-    read_corpus,
-    windows,
-)
+from corpus import Tokens
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -47,8 +37,8 @@ CONFIG = LlamaConfig(
     max_position_embeddings=LONG_WINDOW,
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
-    bos_token_id=BOS_ID,
-    eos_token_id=EOS_ID,
+    bos_token_id=corpus.BOS_ID,
+    eos_token_id=corpus.EOS_ID,
 )
 # The model only continues Python, so a user's message becomes a comment, and the reply is what
 # follows it. A longer conversation always begins with the whole text of a shorter one, which a
@@ -76,7 +66,8 @@ def rows_of(step: int, steps: int, decay_steps: int, everything: Tokens, library
     else:
         stream, window, first_step = library, LONG_WINDOW, long_first
     count = BATCH_TOKENS // window
-    return torch.from_numpy(windows(stream, window, (step - first_step) * count, count, SEED))
+    rows = corpus.windows(stream, window, (step - first_step) * count, count, SEED)
+    return torch.from_numpy(rows)
 
 
 def train(
@@ -129,22 +120,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps in all")
     parser.add_argument("--decay-steps", type=int, default=500, help="steps with a falling rate")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    files = read_corpus()
+    files = corpus.read_corpus()
     kept = [file for file in files if not file.is_held_out]
-    tokenizer = make_tokenizer((file.text for file in kept), CONFIG.vocab_size)
-    everything = encode(tokenizer, kept)
-    library = encode(tokenizer, [file for file in kept if not file.is_test])
-    print(f"corpus {fingerprint(files)}: {len(everything)} tokens", flush=True)
+    tokenizer = corpus.make_tokenizer((file.text for file in kept), CONFIG.vocab_size)
+    everything = corpus.encode(tokenizer, kept)
+    library = corpus.encode(tokenizer, [file for file in kept if not file.is_test])
+    print(f"corpus {corpus.fingerprint(files)}: {len(everything)} tokens", flush=True)
     model = train(options.steps, options.decay_steps, everything, library, not options.eager)
     model.bfloat16().save_pretrained(options.out)
     PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
+        bos_token=corpus.BOS,
+        eos_token=corpus.EOS,
         model_max_length=LONG_WINDOW,
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,

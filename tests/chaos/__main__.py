@@ -43,25 +43,24 @@ async def run(seed: int, seconds: float) -> ChaosStats:
     """Rounds of at most ROUND_S, the nth with the seed `seed + n`, on one cluster."""
     log("asking the oracle…")
     runs = await asyncio.to_thread(oracle_runs, NEW_TOKENS)
-    total = ChaosStats()
     harness = Harness(log)
+    stats = harness.stats
     async with harness:
         await harness.warm_up(runs)
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 1.0:
             log(f"round with seed {seed}")
-            stats = await harness.round(runs, seed, min(ROUND_S, left_s))
-            total.add(stats)
-            for violation in stats.violations:
-                log(f"VIOLATION: {violation}")
-            if stats.violations:
-                log(harness.logs())
-            log(f"{stats.counts['requests'].total()} requests, {len(stats.violations)} violations")
+            before = len(stats.violations)
+            await harness.round(runs, seed, min(ROUND_S, left_s))
+            if found := stats.violations[before:]:
+                log("\n".join(["VIOLATIONS:", *found, harness.logs()]))
+            sent = stats.counts["requests"].total()
+            log(f"{sent} requests and {len(stats.violations)} violations so far")
             seed += 1
-    total.violations += harness.leftovers()
-    if not total.counts["requests"][COMPLETE]:
-        total.violations.append("no request completed: nothing was tried")
-    return total
+    stats.violations += harness.leftovers()
+    if not stats.counts["requests"][COMPLETE]:
+        stats.violations.append("no request completed: nothing was tried")
+    return stats
 
 
 def log(line: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import signal
 from collections import Counter
@@ -30,7 +31,8 @@ KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
     "kv": (4, (1.0, 4.0)),
     "etcd": (1, (1.0, 5.0)),
 }
-KV_FAULTS = ("corrupt", "lose", "fail", "delay")
+# Of kinds that hit no process, of which one at a time happens.
+TARGETS = {"kv": ("corrupt", "lose", "fail", "delay"), "etcd": ("etcd",)}
 ROUTER_KINDS = ("kill", "stop", "drain")
 ROUTER_SHARE = 0.25  # of the faults that may hit a router or a worker, this share hits a router
 HARMLESS = ("slow", "kv", "etcd")  # their targets serve on: they excuse nothing
@@ -39,7 +41,6 @@ RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to 
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
 KV_SHARE = 0.5
-KV_DELAY_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def plan(
         lasts = KINDS[kind][1]
         duration_s, may_hit_last = dice.uniform(*lasts) if lasts else 0.0, dice.random() < 0.1
         other = ""
-        if kind in ("etcd", "kv"):
-            target = dice.choice({"etcd": ("etcd",), "kv": KV_FAULTS}[kind])
+        if kind in TARGETS:
+            target = dice.choice(TARGETS[kind])
         else:
             hits_router = kind in ROUTER_KINDS and dice.random() < ROUTER_SHARE
             target = dice.choice(routers if hits_router else workers)
@@ -95,12 +96,12 @@ def plan(
 
 @dataclass
 class Outage:
-    """One process that does not serve as it should; `until_s` None: still. The loop's clock."""
+    """One process that does not serve as it should; without an end so far. The loop's clock."""
 
     name: str
     kind: str
     from_s: float
-    until_s: float | None = None
+    until_s: float = math.inf
 
 
 @dataclass
@@ -115,11 +116,9 @@ class Outages:
     ) -> bool:
         """Whether one of these processes was down between the two, by one of these kinds."""
         return any(
-            one.name in names
-            and one.kind in kinds
-            and one.from_s <= until_s
-            and (one.until_s is None or one.until_s >= from_s)
+            one.name in names and one.kind in kinds
             for one in self.all
+            if one.from_s <= until_s and one.until_s >= from_s
         )
 
     def role_down(self, role: str, from_s: float, until_s: float) -> bool:
@@ -168,7 +167,7 @@ class Injector:
                 running.create_task(self._do(fault), name=str(fault))
 
     async def _do(self, fault: Fault) -> None:
-        key = fault.kind if fault.kind in ("kv", "etcd") else fault.target
+        key = fault.kind if fault.kind in TARGETS else fault.target
         if key in self._busy or self._spares(fault):
             self.skipped += 1
             self.log(f"{fault}  (skipped)")
@@ -216,8 +215,7 @@ class Injector:
                 await asyncio.sleep(duration_s)
                 self.proxies[target].slow(0.0, other)
             case "kv":
-                wanted = {"fault": target, "share": KV_SHARE, "delay_s": KV_DELAY_S}
-                self.kv_control.write_text(json.dumps(wanted))
+                self.kv_control.write_text(json.dumps({"fault": target, "share": KV_SHARE}))
                 await asyncio.sleep(duration_s)
                 self.kv_control.unlink()
             case "etcd":

@@ -18,10 +18,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -35,7 +35,7 @@ from baton.local.span_store import SpanStore, is_complete
 from tests.chaos import checks, kv_faults, process
 from tests.chaos.faults import KINDS, Injector, Outages, plan
 from tests.chaos.judge import ChaosStats, violation
-from tests.chaos.load import CUT, ChaosRequest, Load, Outcome, Run, send
+from tests.chaos.load import CUT, ChaosRequest, Outcome, Run, run_load, send
 from tests.proxy import Proxy, owner
 from tests.waiting import eventually
 
@@ -59,28 +59,23 @@ class Harness:
     transport: str = "auto"
     callers: int = 10
     mean_pause_s: float = 3.0
-
-    def __post_init__(self) -> None:
-        self.cluster: LocalCluster
-        self._directory: Path
-        self._proxies: dict[str, Proxy] = {}
-        self._store = SpanStore(max_traces=20_000, max_spans=1_000_000)
-        self._resources: AsyncExitStack
-        self._before = set(psutil.Process().children(recursive=True))
+    stats: ChaosStats = field(default_factory=ChaosStats)
 
     async def __aenter__(self) -> Self:
+        self._before = set(psutil.Process().children(recursive=True))
+        self._store = SpanStore(max_traces=20_000, max_spans=1_000_000)
+        self._proxies: dict[str, Proxy] = {}
         async with AsyncExitStack() as resources:
-            await self._start(resources)
+            temporary = tempfile.TemporaryDirectory(prefix="baton-chaos-")
+            self._directory = Path(resources.enter_context(temporary))
+            await self._start(resources.enter_async_context)
             self._resources = resources.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._resources.aclose()
 
-    async def _start(self, resources: AsyncExitStack) -> None:
-        enter = resources.enter_async_context
-        temporary = tempfile.TemporaryDirectory(prefix="baton-chaos-")
-        self._directory = Path(resources.enter_context(temporary))
+    async def _start(self, enter: Callable[..., Any]) -> None:
         receiver = await enter(OtlpReceiver(self._store))
         extra_args = {}
         for role, number in itertools.product(("prefill", "decode"), range(self.workers)):
@@ -131,8 +126,8 @@ class Harness:
         raise AssertionError(f"not all {pairs} pairs have a link after {_WARM_UPS} rounds")
 
     async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> ChaosStats:
-        """One round of faults under load, with everything checked at its end."""
-        stats = ChaosStats()
+        """Faults under load, with everything checked at the end; the stats of all rounds so far."""
+        stats = self.stats
         before = await checks.holdings(self.cluster, self._directory)
         names = [p.name for p in self.cluster.processes.values() if p.role == "router"]
         routers = dict(zip(names, self.cluster.addresses, strict=True))
@@ -141,20 +136,22 @@ class Harness:
         injector = Injector(self.cluster, self._proxies, control, routers, self.log)
         faults = plan(seed, seconds, injector.outages.roles, self.mean_pause_s)
         async with AsyncClient(self.cluster.targets) as client:
-            load = Load(client, gateways, runs, seed, self.callers)
             until_s = asyncio.get_running_loop().time() + seconds
-            await asyncio.gather(injector.run(faults), load.run(until_s))
+            load = run_load(
+                client, gateways, runs, seed=seed, callers=self.callers, until_s=until_s
+            )
+            outcomes, _ = await asyncio.gather(load, injector.run(faults))
         stats.counts["faults"] += injector.done
         stats.counts["faults left out"]["that could not hit"] += injector.skipped
         done = self._directory / "kv.done"
         if done.exists():
             stats.counts["faulty KV transfers"] += Counter(done.read_text().split())
             done.unlink()
-        for request, outcome in load.outcomes:
+        for request, outcome in outcomes:
             self._judge(request, outcome, injector.outages, stats)
         await self._check_recovery(stats, before)
         end_s = asyncio.get_running_loop().time() + TRACE_S
-        for _, outcome in load.outcomes:
+        for _, outcome in outcomes:
             await self._check_trace(outcome, injector.outages, end_s, stats)
         return stats
 
@@ -225,14 +222,11 @@ class Harness:
                 stats.violations.append(f"trace {trace_id} is torn: {spans}")
 
     def _name_of(self, port: int) -> str:
-        """Which process of the cluster has a connection from this local port."""
         return owner(port, {name: child.pid for name, child in self.cluster.processes.items()})
 
 
 def _http_port(routers: int) -> int:
     """The first of as many free ports in a row."""
-    for _ in range(50):
-        first = ports.free()
+    while True:
         with contextlib.suppress(ConfigError):
-            return ports.consecutive("127.0.0.1", first, routers)[0]
-    raise AssertionError(f"no {routers} free ports in a row")
+            return ports.consecutive("127.0.0.1", ports.free(), routers)[0]

@@ -91,20 +91,12 @@ class ChaosStats:
             attempts = outcome.completion.route.attempts
             self.counts["attempts of those complete"][f"with {attempts or 1}"] += 1
         gap = "gap while a router or a role was down" if excused else "gap"
-        self._note_largest(gap, max((b - a for a, b in pairwise(outcome.times)), default=0.0))
-        if outcome.times:
-            self._note_largest("time to first token", outcome.times[0] - outcome.began_s)
-
-    def add(self, other: ChaosStats) -> None:
-        """Adds another round's."""
-        for name, counted in other.counts.items():
-            self.counts[name] += counted
-        for name, value in other.largest_s.items():
-            self._note_largest(name, value)
-        self.violations += other.violations
-
-    def _note_largest(self, name: str, value_s: float) -> None:
-        self.largest_s[name] = max(self.largest_s[name], value_s)
+        first_s = [outcome.times[0] - outcome.began_s] if outcome.times else []
+        for name, seconds in (
+            (gap, [b - a for a, b in pairwise(outcome.times)]),
+            ("time to first token", first_s),
+        ):
+            self.largest_s[name] = max(self.largest_s[name], *seconds, 0.0)
 
     def render(self) -> str:
         """The figures, one a line."""

@@ -2,7 +2,7 @@
 
 The prefill worker's end of a link is wrapped. What happens to a put is decided by a file, read
 before each put, whose path is in the environment variable BATON_CHAOS_KV: a JSON object such as
-`{"fault": "corrupt", "every": 2, "share": 0.5, "delay_s": 0.3}` hits each second put with a
+`{"fault": "corrupt", "every": 2, "share": 0.5}` hits each second put with a
 probability of one half; no file is no fault. Each fault that was done is a line in the file beside
 it that ends in `.done`.
 
@@ -28,6 +28,7 @@ from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.pool import KvPool, Slots
 
 VARIABLE = "BATON_CHAOS_KV"
+_DELAY_S = 0.4
 _NOISE = 0x2A  # on every byte: a number becomes quite another one
 
 
@@ -85,7 +86,7 @@ class _FaultyLink(Link):
         wanted = self._control.next_fault()
         match wanted.get("fault"):
             case "delay":
-                time.sleep(min(float(wanted.get("delay_s", 0.3)), timeout_s))
+                time.sleep(min(_DELAY_S, timeout_s))
             case "corrupt":
                 self._sent.blocks[blocks] ^= _NOISE
             case "lose":

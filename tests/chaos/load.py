@@ -11,7 +11,6 @@ import ast
 import asyncio
 import contextlib
 import inspect
-import itertools
 import json
 import random
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -52,8 +51,10 @@ PAUSE_AFTER_FAILURE_S = 1.5
 COMPLETE, CANCELLED, NO_END, FAILED = "complete", "cancelled by us", "NO END", "failed"
 REFUSED, UNREACHED, CUT, ERROR_EVENT = "refused", "not reached", "cut", "ended by an error event"
 
-_STATUSES = {429: Overloaded, 503: Unavailable, 504: DeadlineExceeded}
-_TYPES = {"service_unavailable_error": Unavailable, "timeout_error": DeadlineExceeded}
+_HTTP_ERRORS: Mapping[Any, type[BatonError]] = {  # by a response's status, or an event's type
+    429: Overloaded, 503: Unavailable, 504: DeadlineExceeded,
+    "service_unavailable_error": Unavailable, "timeout_error": DeadlineExceeded,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,34 +146,30 @@ class Outcome:
     completion: Completion | None = None
 
 
-@dataclass
-class Load:
-    """`callers` clients; `gateways` are routers and their HTTP addresses, in turn."""
+async def run_load(
+    client: AsyncClient, gateways: Iterator[tuple[str, str]], runs: Sequence[Run],
+    *, seed: int, callers: int, until_s: float,
+) -> list[tuple[ChaosRequest, Outcome]]:  # fmt: skip
+    """Sends until the loop's clock says `until_s`; returns when the last request has ended.
 
-    client: AsyncClient
-    gateways: Iterator[tuple[str, str]]
-    runs: Sequence[Run]
-    seed: int
-    callers: int
-    outcomes: list[tuple[ChaosRequest, Outcome]] = field(default_factory=list)
+    `gateways` are routers and their HTTP addresses, in turn.
+    """
+    clock = asyncio.get_running_loop().time
+    ended: list[tuple[ChaosRequest, Outcome]] = []
 
-    async def run(self, until_s: float) -> None:
-        """Sends until the loop's clock says `until_s`; returns when the last request has ended."""
-        callers = (self._caller(number, until_s) for number in range(self.callers))
-        await asyncio.gather(*callers)
-
-    async def _caller(self, number: int, until_s: float) -> None:
-        dice = random.Random(self.seed * 1000 + number)
-        clock = asyncio.get_running_loop().time
+    async def call(number: int) -> None:
+        dice = random.Random(seed * 1000 + number)
         while clock() < until_s:
             count = BURST if dice.random() < BURST_SHARE else 1
-            requests = [next_request(dice, self.runs) for _ in range(count)]
-            gateways = [next(self.gateways) if one.http else ("", "") for one in requests]
-            sent = map(send, itertools.repeat(self.client), requests, gateways)
+            requests = [next_request(dice, runs) for _ in range(count)]
+            sent = [send(client, one, next(gateways) if one.http else ("", "")) for one in requests]
             outcomes = await asyncio.gather(*sent)
-            self.outcomes += zip(requests, outcomes, strict=True)
+            ended.extend(zip(requests, outcomes, strict=True))
             failed = any(isinstance(one.error, RetryableError) for one in outcomes)
             await asyncio.sleep(PAUSE_AFTER_FAILURE_S if failed else dice.random() * PAUSE_S)
+
+    await asyncio.gather(*map(call, range(callers)))
+    return ended
 
 
 async def send(
@@ -192,12 +189,12 @@ async def send(
                     break
             else:
                 outcome.end = COMPLETE
-    except (BatonError, httpx.TransportError) as error:
-        if isinstance(error, httpx.TransportError):
-            error = Unavailable(f"{outcome.failure}: {error!r}")
+    except BatonError as error:
         outcome.end, outcome.error = outcome.failure, error
+    except httpx.TransportError as error:
+        outcome.end, outcome.error = outcome.failure, Unavailable(f"{outcome.failure}: {error!r}")
     except TimeoutError:
-        outcome.end = NO_END
+        pass  # NO_END
     outcome.ended_s = clock()
     return outcome
 
@@ -234,7 +231,7 @@ async def _over_http(
         if response.status_code != 200:
             outcome.failure = REFUSED
             await response.aread()
-            kind = _STATUSES.get(response.status_code, InternalError)
+            kind = _HTTP_ERRORS.get(response.status_code, InternalError)
             error = kind(f"{REFUSED} with {response.status_code}: {response.text[:300]}")
             if isinstance(error, RetryableError):
                 error.retry_after_s = float(response.headers.get("retry-after", 0))
@@ -258,13 +255,9 @@ async def _over_http(
                 raise Unavailable(f"{CUT}: the stream ended without [DONE]")
     if failed:
         outcome.failure = ERROR_EVENT
-        raise _TYPES.get(failed["type"], InternalError)(f"{ERROR_EVENT}: {failed}")
-    is_stop = reason == "stop"
+        raise _HTTP_ERRORS.get(failed["type"], InternalError)(f"{ERROR_EVENT}: {failed}")
     outcome.completion = Completion(
-        text,
-        tuple(outcome.token_ids),
-        "stop" if is_stop else "length",
-        stop=request.stop if is_stop else "",  # HTTP does not say which
-        usage=usage,
+        text, tuple(outcome.token_ids), reason, usage=usage,
+        stop=request.stop if reason == "stop" else "",  # HTTP does not say which
         trace_id=response.headers.get("x-trace-id", ""),
-    )
+    )  # fmt: skip

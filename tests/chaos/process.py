@@ -14,12 +14,9 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import psutil
-import uvloop
 
 HELD_VARIABLE = "BATON_CHAOS_HELD"
 _NUMBER = re.compile(r"[-_][0-9a-f_]+$")
@@ -39,24 +36,9 @@ def _write_held(directory: Path) -> None:
     draft.rename(path)  # a reader never sees half of it
 
 
-def _answer_signals(directory: Path) -> None:
-    """Every loop that uvloop runs here answers SIGUSR1."""
-    run = uvloop.run
-
-    def answering(main: Coroutine[Any, Any, Any], **options: Any) -> Any:
-        async def start() -> Any:
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGUSR1, _write_held, directory)
-            return await main
-
-        return run(start(), **options)
-
-    uvloop.run = answering
-
-
 def _main() -> int:
     if directory := os.environ.get(HELD_VARIABLE):
-        _answer_signals(Path(directory))
+        signal.signal(signal.SIGUSR1, lambda *_: _write_held(Path(directory)))
     if (path := os.environ.get("BATON_CHAOS_KV")) and sys.argv[1].endswith("-worker"):
         # Imports torch, which a router does without.
         from tests.chaos import kv_faults  # noqa: PLC0415

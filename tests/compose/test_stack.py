@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +33,8 @@ FILES = (
 BUILD_S = 1500.0
 SERVING = ("etcd", "collector", "router-1", "router-2", "prefill", "decode")
 OURS = ("router-1", "router-2", "prefill", "decode")
+ROUTERS = ("ROUTER_1_PORT", "ROUTER_2_PORT", "ROUTER_1_HTTP_PORT", "ROUTER_2_HTTP_PORT")
+PORTS = (*ROUTERS, "PROMETHEUS_PORT")
 PATIENCE_S = 120.0
 PROMPT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n" * 8
 LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.0}
@@ -41,92 +42,67 @@ T = TypeVar("T")
 
 
 def composer() -> list[str]:
-    """The compose command here; empty when there is none."""
-    if shutil.which("docker") and not run(["docker", "compose", "version"], check=False).returncode:
-        return ["docker", "compose"]
-    return ["docker-compose"] if shutil.which("docker-compose") else []
-
-
-def why_not() -> str:
-    """Why the stack cannot be brought up here; empty when it can."""
+    """The compose command; skips where there is none, or no container engine."""
+    if not os.environ.get("BATON_COMPOSE_TEST"):
+        pytest.skip("builds images and takes minutes: `make compose-test` runs it")
     if not shutil.which("docker"):
-        return "there is no docker command"
-    if run(["docker", "info"], check=False).returncode:
-        return "no Docker engine answers (DOCKER_HOST names another)"
-    return "" if composer() else "there is neither `docker compose` nor docker-compose"
+        pytest.skip("there is no docker command")
+    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
+        pytest.skip("no Docker engine answers (DOCKER_HOST names another)")
+    has = ["docker", "compose", "version"]
+    if not subprocess.run(has, capture_output=True, check=False).returncode:
+        return ["docker", "compose"]
+    if not shutil.which("docker-compose"):
+        pytest.skip("there is neither `docker compose` nor docker-compose")
+    return ["docker-compose"]
 
 
-def run(
-    argv: list[str], *, check: bool = True, timeout_s: float = 120.0, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """A command and what it said; AssertionError with that when it fails."""
+def run(argv: list[str], *, timeout_s: float = 120.0, **environment: str) -> str:
+    """A command's output; AssertionError with what it said when it fails."""
     done = subprocess.run(
-        argv,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert not check or done.returncode == 0, f"{argv}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-    return done
+        argv, env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{argv}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
 
 
 class Stack:
-    """One project of compose. Nothing of it is left after `down`."""
+    """One project of compose."""
 
     def __init__(self) -> None:
+        self._command = [*composer(), *(part for file in FILES for part in ("--file", str(file)))]
         self.project = f"baton-test-{os.getpid()}"
-        names = ("ROUTER_1_PORT", "ROUTER_2_PORT", "ROUTER_1_HTTP_PORT", "ROUTER_2_HTTP_PORT")
-        found = ports.consecutive("127.0.0.1", 0, len(names) + 1)
-        self.ports = dict(zip((*names, "PROMETHEUS_PORT"), found, strict=True))
+        self.addresses = {
+            name: f"127.0.0.1:{port}"
+            for name, port in zip(PORTS, ports.consecutive("127.0.0.1", 0, len(PORTS)), strict=True)
+        }
         self._environment = {
-            **{name: str(port) for name, port in self.ports.items()},
+            **{name: address.partition(":")[2] for name, address in self.addresses.items()},
             "COMPOSE_PROJECT_NAME": self.project,
             "TEST_FOLDER": str(HERE),
         }
-        self._command = [*composer(), *(part for file in FILES for part in ("--file", str(file)))]
 
     def compose(self, *arguments: str, timeout_s: float = 300.0) -> str:
         """Runs `docker compose ARGUMENTS`; its output."""
-        argv = [*self._command, *arguments]
-        return run(argv, timeout_s=timeout_s, **self._environment).stdout
-
-    def build(self) -> None:
-        """Makes the image, unless BATON_IMAGE names one that is there."""
-        if not os.environ.get("BATON_IMAGE"):
-            self.compose("build", "prefill", timeout_s=BUILD_S)
+        return run([*self._command, *arguments], timeout_s=timeout_s, **self._environment)
 
     def up(self, *services: str, **scale: int) -> None:
         """Starts services; `decode=2` says how many of one."""
         scales = [f"--scale={name}={number}" for name, number in scale.items()]
         self.compose("up", "--detach", "--no-build", *scales, *services)
 
-    def down(self) -> None:
-        """Removes containers, networks and volumes."""
-        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "40")
+    def client(self, router: int = 1) -> Client:
+        """The SDK, of router 1 or 2."""
+        return Client(self.addresses[f"ROUTER_{router}_PORT"])
 
-    def target(self, router: int) -> str:
-        """The gRPC address of router 1 or 2 from outside."""
-        return f"127.0.0.1:{self.ports[f'ROUTER_{router}_PORT']}"
-
-    def url(self, router: int) -> str:
-        """The HTTP address of router 1 or 2 from outside."""
-        return f"http://127.0.0.1:{self.ports[f'ROUTER_{router}_HTTP_PORT']}"
-
-    def containers(self) -> list[dict[str, Any]]:
-        """What the engine knows of each container of ours, the ended ones included."""
+    def containers(self, *services: str) -> list[dict[str, Any]]:
+        """What the engine knows of these services' containers, the ended ones included."""
         label = f"label=com.docker.compose.project={self.project}"
-        ids = run(["docker", "ps", "--all", "--quiet", "--filter", label]).stdout.split()
-        if not ids:
-            return []
-        known: list[dict[str, Any]] = json.loads(run(["docker", "inspect", *ids]).stdout)
-        return known
-
-    def of(self, *services: str) -> list[dict[str, Any]]:
-        """Those of these services."""
+        ids = run(["docker", "ps", "--all", "--quiet", "--filter", label]).split()
+        known: list[dict[str, Any]] = json.loads(run(["docker", "inspect", *ids])) if ids else []
         key = "com.docker.compose.service"
-        return [one for one in self.containers() if one["Config"]["Labels"][key] in services]
+        return [one for one in known if one["Config"]["Labels"][key] in services]
 
 
 def eventually(look: Callable[[], T], good: Callable[[T], bool], complaint: str) -> T:
@@ -138,42 +114,44 @@ def eventually(look: Callable[[], T], good: Callable[[T], bool], complaint: str)
     return seen
 
 
-def fetched(url: str, body: object = None) -> Any:
+def fetched(url: str, body: object = None, **params: str) -> Any:
     """The JSON at a URL."""
-    response = httpx.request("POST" if body else "GET", url, json=body, timeout=60.0)
+    method = "POST" if body else "GET"
+    response = httpx.request(method, url, json=body, params=params, timeout=60.0)
     return response.raise_for_status().json()
 
 
-def ready(stack: Stack, router: int = 1) -> dict[str, list[dict[str, Any]]]:
-    """The READY workers of each role as a router sees them; none while it does not answer."""
-    with Client(stack.target(router)) as client:
+def ready(stack: Stack) -> dict[str, list[dict[str, Any]]]:
+    """The READY workers of each role as the first router sees them."""
+    with stack.client() as client:
         workers = client.status(timeout=10)["workers"]
     good = [worker for worker in workers if worker["state"] == "READY"]
     return {role: [w for w in good if w["role"] == role] for role in ("prefill", "decode")}
 
 
-def counts(stack: Stack, router: int = 1) -> tuple[int, int]:
-    """(prefill, decode) workers that are READY."""
-    workers = ready(stack, router)
-    return len(workers["prefill"]), len(workers["decode"])
+def scale(stack: Stack, decode: int) -> None:
+    """Starts what is stopped; returns when so many decode workers serve."""
+    stack.up(*OURS, decode=decode)
+    eventually(
+        lambda: {role: len(workers) for role, workers in ready(stack).items()},
+        lambda seen: seen == {"prefill": 1, "decode": decode},
+        f"not {decode} decode workers",
+    )
 
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Stack]:
     """A prefill and a decode worker, two routers, etcd, an OTLP endpoint, Prometheus; healthy."""
-    if not os.environ.get("BATON_COMPOSE_TEST"):
-        pytest.skip("builds images and takes minutes: `make compose-test` runs it")
-    if reason := why_not():
-        pytest.skip(f"{reason}: the stack needs a container engine")
     stack = Stack()
 
     def unhealthy() -> list[str]:
-        found = stack.of("etcd", *OURS)
+        found = stack.containers("etcd", *OURS)
         assert len(found) == 5
         return [c["Name"] for c in found if c["State"]["Health"]["Status"] != "healthy"]
 
     try:
-        stack.build()
+        if not os.environ.get("BATON_IMAGE"):
+            stack.compose("build", "prefill", timeout_s=BUILD_S)
         stack.up(*SERVING, prefill=1, decode=1)
         eventually(unhealthy, lambda names: not names, "not healthy")
         yield stack
@@ -181,50 +159,46 @@ def serving() -> Iterator[Stack]:
         print(stack.compose("logs", "--tail=30", *OURS))
         raise
     finally:
-        stack.down()
-    assert not stack.containers()
+        stack.compose("down", "--volumes", "--remove-orphans", "--timeout", "40")
+    assert not stack.containers(*SERVING, "prometheus")
 
 
 @pytest.fixture
 def two_decoders(serving: Stack) -> Iterator[Stack]:
     """With a second decode worker; stopped containers are started again afterwards."""
-    serving.up(*OURS, decode=2)
-    eventually(lambda: counts(serving), lambda seen: seen == (1, 2), "not two decode workers")
+    scale(serving, 2)
     yield serving
-    for container in serving.of("decode"):
+    for container in serving.containers("decode"):
         if container["State"]["Paused"]:
             run(["docker", "unpause", container["Id"]])
-    serving.up(*OURS, decode=2)
-    eventually(lambda: counts(serving), lambda seen: seen == (1, 2), "did not recover")
+    scale(serving, 2)
 
 
 def test_requests_from_outside_are_answered_by_both_routers(serving: Stack) -> None:
-    with Client(serving.target(1)) as client:
+    with serving.client() as client:
         ours = client.generate(PROMPT, max_tokens=24, temperature=0.0)
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    theirs = fetched(serving.url(2) + "/v1/completions", body)
+    theirs = fetched(f"http://{serving.addresses['ROUTER_2_HTTP_PORT']}/v1/completions", body)
     assert len(ours.token_ids) == theirs["usage"]["completion_tokens"] > 0
     assert ours.text == theirs["choices"][0]["text"]
     assert ours.route.prefill and ours.route.transport == "gloo"
 
 
 def test_containers_run_without_privileges(serving: Stack) -> None:
-    found = serving.of(*OURS)
+    found = serving.containers(*OURS)
     assert len(found) == 4
     for container in found:
         config, host = container["Config"], container["HostConfig"]
         assert config["User"] == "10001:10001"
         assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and not host["Privileged"]
-        _, *processes = run(
-            ["docker", "top", container["Id"], "-eo", "pid,uid"]
-        ).stdout.splitlines()
+        _, *processes = run(["docker", "top", container["Id"], "-eo", "pid,uid"]).splitlines()
         assert {process.split()[1] for process in processes} == {"10001"}
 
 
 @pytest.mark.parametrize("fault", ["kill", "pause"])
 def test_a_stream_outlives_its_decode_container(two_decoders: Stack, fault: str) -> None:
     stack = two_decoders
-    with Client(stack.target(1)) as client:
+    with stack.client() as client:
         expected = client.generate(PROMPT, **LONG)
         with client.stream(PROMPT, **LONG) as stream:
             seen = [next(stream) for _ in range(20)]
@@ -239,14 +213,13 @@ def test_a_stream_outlives_its_decode_container(two_decoders: Stack, fault: str)
 
 
 def test_a_worker_that_is_scaled_away_drains(two_decoders: Stack) -> None:
-    two_decoders.up(*OURS, decode=1)
-    eventually(lambda: counts(two_decoders), lambda seen: seen == (1, 1), "did not leave")
-    with Client(two_decoders.target(2)) as client:
+    scale(two_decoders, 1)
+    with two_decoders.client(2) as client:
         assert client.generate(PROMPT, max_tokens=8).finish_reason
 
 
 def test_spans_of_every_process_arrive_as_one_trace(serving: Stack) -> None:
-    with Client(serving.target(1)) as client:
+    with serving.client() as client:
         # Not what a cache holds, or no prefill worker would be asked.
         trace = client.generate(f"{time.time()}" * 20, max_tokens=4).trace_id
     assert trace
@@ -263,18 +236,17 @@ def test_spans_of_every_process_arrive_as_one_trace(serving: Stack) -> None:
 def prometheus(serving: Stack) -> str:
     """Prometheus' URL."""
     serving.up("prometheus")
-    return f"http://127.0.0.1:{serving.ports['PROMETHEUS_PORT']}/api/v1"
+    return f"http://{serving.addresses['PROMETHEUS_PORT']}/api/v1"
 
 
 def asked(prometheus: str, query: str) -> list[dict[str, Any]]:
     """The answer to a query now; raises HTTPError when Prometheus cannot parse it."""
-    url = f"{prometheus}/query?{urllib.parse.urlencode({'query': query})}"
-    found: list[dict[str, Any]] = fetched(url)["data"]["result"]
+    found: list[dict[str, Any]] = fetched(f"{prometheus}/query", query=query)["data"]["result"]
     return found
 
 
 def test_prometheus_finds_every_container(serving: Stack, prometheus: str) -> None:
-    with Client(serving.target(1)) as client:
+    with serving.client() as client:
         client.generate(PROMPT, max_tokens=8)
 
     def up() -> dict[str, float]:
@@ -319,7 +291,7 @@ def test_dashboards_ask_what_prometheus_can_answer(serving: Stack, prometheus: s
         *("kv-transfer: Failures", "kv-transfer: Sent again"),
         *("capacity: Refused for want of room", "worker: Reservations"),  # decode has these
     }
-    with Client(serving.target(1)) as client:
+    with serving.client() as client:
         client.generate(f"{time.time()}" * 20, max_tokens=8)
     eventually(
         lambda: silent_panels(prometheus) - needs_failure,
@@ -345,8 +317,8 @@ def test_alert_rules_are_loaded_and_quiet(serving: Stack, prometheus: str) -> No
 
 def test_everything_stops_with_exit_status_0(serving: Stack) -> None:
     """Last: it stops the stack."""
-    running = [one["Id"] for one in serving.of(*OURS) if one["State"]["Running"]]
+    running = [one["Id"] for one in serving.containers(*OURS) if one["State"]["Running"]]
     assert len(running) >= 4
     serving.compose("stop", "--timeout", "40", *OURS)
-    ended = [one for one in serving.of(*OURS) if one["Id"] in running]
+    ended = [one for one in serving.containers(*OURS) if one["Id"] in running]
     assert {one["State"]["ExitCode"] for one in ended} == {0}

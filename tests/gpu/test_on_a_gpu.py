@@ -21,9 +21,9 @@ pytestmark = [
 def figures(part: str, tmp_path: Path) -> dict[str, Any]:
     """What `make gpu` of one part finds in six minutes, without a failure."""
     file = tmp_path / "figures.json"
-    options = ("--minutes", "6", "--shape", "1B", "--only", part, "--json", str(file))
-    command = [sys.executable, "-m", "benchmarks", "gpu", *options]
-    subprocess.run(command, timeout=390, check=True, cwd=Path(__file__).parents[2])
+    command = f"-m benchmarks gpu --minutes 6 --shape 1B --only {part} --json".split()
+    argv = [sys.executable, *command, str(file)]
+    subprocess.run(argv, timeout=390, check=True, cwd=Path(__file__).parents[2])
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 

@@ -1,24 +1,37 @@
-"""A part's process: messages, bad ends, time; then the whole as a dry run on the CPU."""
+"""A part's process, floors, targets and the report; then the whole as a dry run on the CPU."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 
-from benchmarks.gpu import cluster, kernels, run, stand_in
+from benchmarks.gpu import cluster, engine, kernels, run, stand_in
 from benchmarks.gpu.part import Part
+from benchmarks.gpu.run import TARGETS
+from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import digest
 
+EIGHT, ONE = GPU_SHAPES["8B"], GPU_SHAPES["1B"]
 MACHINE = {"device_name": "cpu", "shapes": ["1B"], "smoke": True}
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+def part_of(seconds: float = 60.0, **settings: Any) -> tuple[Part, list[dict[str, Any]]]:
+    """One that keeps its messages."""
+    found: list[dict[str, Any]] = []
+    send = lambda message: None if "doing" in message else found.append(message)  # noqa: E731
+    return Part(send, "cpu", seconds, **settings), found
 
 
 def crash(part: Part) -> None:
@@ -29,8 +42,7 @@ def crash(part: Part) -> None:
 
 
 def hang(part: Part) -> None:
-    deep = subprocess.Popen(["sleep", "600"])
-    part.note("pid", str(deep.pid))
+    part.note("pid", str(subprocess.Popen(["sleep", "600"]).pid))
     time.sleep(600)
 
 
@@ -39,12 +51,11 @@ def fail(part: Part) -> None:
     raise RuntimeError("no\nmore")
 
 
-def messages_of(function: str, seconds: float = 60.0) -> list[dict[str, Any]]:
-    settings = {**MACHINE, "seconds": seconds}
-    return list(run.run_part("speed", f"{__name__}:{function}", settings, grace_s=1.0))
-
-
 def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place() -> None:
+    def messages_of(function: str, seconds: float = 60.0) -> list[dict[str, Any]]:
+        settings = {**MACHINE, "seconds": seconds}
+        return list(run.run_part("speed", f"{__name__}:{function}", settings, grace_s=1.0))
+
     row, failed = messages_of("crash")
     assert row["cells"] == {"GB/s": 1.5, "text": "x", "none": None}
     assert failed["error"] == "it ended with status -6, at decode, batch 8"
@@ -56,26 +67,15 @@ def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place
     assert good["cells"] == {"x": 1}, "others are measured all the same"
     assert (whole["table"], whole["error"]) == ("speed", "RuntimeError: no")
 
-    # One that hangs ends with what it started.
-    note, failed = messages_of("hang", seconds=4.0)
+    note, failed = messages_of("hang", seconds=8.0)  # torch takes a while to import
     assert failed["error"] == "not done 1 s after its time was over"
-    gone, until = Path(f"/proc/{note['note']}/stat"), time.monotonic() + 5
-    while gone.exists() and gone.read_text().split()[2] != "Z" and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not gone.exists() or gone.read_text().split()[2] == "Z"
-
-
-def part_of(seconds: float = 60.0) -> tuple[Part, list[dict[str, Any]]]:
-    """One that keeps its messages."""
-    found: list[dict[str, Any]] = []
-    send = lambda message: None if "doing" in message else found.append(message)  # noqa: E731
-    return Part(send, "cpu", seconds, smoke=True), found
+    with contextlib.suppress(psutil.NoSuchProcess):  # what it started ends with it
+        psutil.Process(int(note["note"])).wait(5)
 
 
 @pytest.mark.parametrize(
     ("text", "fatal"),
-    [("CUDA error: an illegal memory access was encountered", True),
-     ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+    [(ILLEGAL, True), (ILLEGAL.replace("CUDA error", "Triton Error [CUDA]"), True),
      ("CUDA error: out of memory", False), ("shape mismatch", False)],
 )  # fmt: skip
 def test_an_error_that_leaves_the_gpu_unusable_ends_the_part(text: str, fatal: bool) -> None:
@@ -83,11 +83,12 @@ def test_an_error_that_leaves_the_gpu_unusable_ends_the_part(text: str, fatal: b
         raise RuntimeError(text)
 
     part, messages = part_of()
-    try:
+    if fatal:
+        with pytest.raises(RuntimeError):
+            part.attempt("t", "case", bad)
+    else:
         assert not part.attempt("t", "case", bad)
-        assert not fatal and messages[0]["error"] == f"RuntimeError: {text}"
-    except RuntimeError:
-        assert fatal
+        assert messages[0]["error"] == f"RuntimeError: {text}"
 
 
 def test_a_wrong_kernel_is_a_failure_and_the_others_have_rows(
@@ -98,7 +99,7 @@ def test_a_wrong_kernel_is_a_failure_and_the_others_have_rows(
     monkeypatch.setattr(
         kernels, "_error", lambda part, spec, *_: 3.0 if spec.name == "silu_mul" else 0.5
     )
-    part, messages = part_of()
+    part, messages = part_of(smoke=True)
     kernels.correctness(part)
     failed, row = messages
     assert failed["name"].startswith("silu_mul") and "3.00 times" in failed["error"]
@@ -119,6 +120,100 @@ def test_parts_share_the_time_and_begin_nothing_after_it(monkeypatch: pytest.Mon
     late.measure("t", [("one", dict), ("two", dict)])
     text = "left out, because its time was over: one, two"
     assert messages == [{"table": "t", "note": text}]
+
+
+class Timed:
+    """An engine whose steps take 10 ms, or transformers: 30 ms, or `error`."""
+
+    def __init__(self, is_rival: bool, error: Exception | None = None) -> None:
+        self.calls, self._is_rival, self._error = 0, is_rival, error
+
+    def decode(self, batch: int, context: int, *steps: int) -> Any:
+        self.calls += 1
+        if self._error is not None:
+            raise self._error
+        return (0.03 * steps[0], "static") if self._is_rival else 0.01
+
+    def prefill(self, tokens: int) -> Any:
+        return self.decode(1, tokens, 1)
+
+
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_ours_is_measured_with_transformers_in_turn_or_without_where_it_fails(what: str) -> None:
+    def measure(error: Exception | None) -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
+        """Cells of 64 sequences or tokens, calls of transformers, and what was sent meanwhile."""
+        part, sent = part_of(copy_bytes_per_s=3e12, matmul_flops=7e14)
+        measuring, rival = engine.Measuring(part, EIGHT, engine.BF16), Timed(True, error)
+        measuring.rival = cast(Any, rival)
+        return getattr(measuring, what)(Timed(False), 64), rival.calls, sent
+
+    cells, calls, sent = measure(None)
+    assert cells["x transformers"] == pytest.approx(3.0) and cells["its cache"] == "static"
+    assert calls == 3 and not sent
+    cells, calls, (note,) = measure(TypeError("no such argument"))
+    assert next(iter(cells.values())) == 10.0 and "x transformers" not in cells
+    assert calls == 1 and note["note"].endswith("no transformers: TypeError: no such argument")
+    with pytest.raises(RuntimeError, match="illegal"):  # the GPU takes no more work
+        measure(RuntimeError(ILLEGAL))
+
+
+def test_floors() -> None:
+    assert (EIGHT.num_parameters, ONE.num_parameters) == (8_030_261_248, 1_235_814_400)
+    embedding, norms = 128256 * 4096, (2 * 32 + 1) * 4096
+    # A step reads all weights but the embedding, unless that is also the output layer.
+    assert engine.weight_bytes(EIGHT) == 2 * (EIGHT.num_parameters - embedding - norms)
+    assert engine.weight_bytes(ONE) == 2 * (ONE.num_parameters - (2 * 16 + 1) * 2048)
+    assert engine.BF16.layout(EIGHT).bytes_per_token == 128 << 10
+    assert engine.FP8.layout(EIGHT).bytes_per_token == 2 * 32 * 8 * (128 + 4)
+    matrices = 2 * 10 * (EIGHT.num_parameters - 2 * embedding - norms)
+    attention = 32 * 4 * 32 * 128 * (10 * 11 / 2)
+    assert engine.prefill_flops(EIGHT, 10) == matrices + attention + 2 * embedding
+
+
+def test_the_report_has_tables_then_failures_then_targets() -> None:
+    one, last = TARGETS[3], TARGETS[-1]
+    report: dict[str, Any] = {
+        "date": "2000-01-01", "seconds": 12.3, "smoke": False, "tables": {}, "notes": [],
+        "failed": [],
+    }  # fmt: skip
+    for table, name, cells in (
+        ("machine", "device", {"name of it": "a GPU", "memory": "80 GiB"}),
+        ("ceilings", "measured", {"copy GB/s": 3000.0, "matmul TFLOP/s": 700.5}),
+        ("decode", "batch 1", {"tokens/s": 131.49, "of floor": 0.9123, "by": "static"}),
+        ("decode", "batch 64", {"tokens/s": 5123.4}),
+        (one.table, one.row, {one.cell: 0.91}),
+        (last.table, last.row, {last.cell: 4.2}),
+        (TARGETS[0].table, TARGETS[0].row, {TARGETS[0].cell: float("nan")}),
+    ):
+        run.add(report, {"table": table, "name": name, "cells": cells})
+    run.add(report, {"table": "decode", "note": "fp8 is left out"})
+    error = {"error": "RuntimeError: no", "trace": ["Traceback", "RuntimeError: no"]}
+    run.add(report, {"table": "decode", "name": "batch 256", **error})
+    report["targets"] = run.verdicts(report["tables"])
+    lines = [" ".join(line.split()) for line in "\n".join(run.text_of(report)).splitlines()]
+    assert lines[0] == "bench gpu, 2000-01-01, 12 s" and "memory: 80 GiB" in lines
+    at = lines.index("decode tokens/s of floor by")
+    assert lines[at + 1 : at + 3] == ["batch 1 131 91.2% static", "batch 64 5,123 - -"]
+    assert lines[at + 4] == "fp8 is left out"
+    at = lines.index("failed: 1")
+    assert lines[at + 1 : at + 3] == ["decode, batch 256: RuntimeError: no", "Traceback"]
+    *targets, counts = lines[-len(TARGETS) - 1 :]
+    assert counts == f"targets: 1 met, 2 missed, {len(TARGETS) - 3} not measured"
+    assert targets[3].endswith(">= 80.0% 91.0% met") and targets[-1].endswith("<= 3 4.2 missed")
+    dry = "\n".join(run.text_of({**report, "smoke": True, "targets": []}))
+    assert run.DRY in dry and one.text not in dry
+
+
+def test_every_target_names_a_row_that_a_full_run_has() -> None:
+    rows = {("transfer", "cuda_ipc"), ("handoff", "cuda_ipc")}
+    rows |= {("prefill attention", kernels.prefill_name(*prompt)) for prompt in kernels.PROMPTS}
+    for batch in kernels.BATCHES:
+        for context in kernels.CONTEXTS:
+            rows.add(("decode attention", kernels.decode_name("bf16", batch, context)))
+    sizes = [("decode", f"batch {batch}") for batch in engine.BATCHES]
+    sizes += [("prefill", f"{tokens} tokens") for tokens in engine.PROMPTS]
+    rows |= {(table, engine.title_of(EIGHT, engine.BF16, size)) for table, size in sizes}
+    assert {(target.table, target.row) for target in TARGETS} <= rows
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -171,7 +266,7 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> None:
-    part, messages = part_of()
+    part, messages = part_of(smoke=True)
     cluster.run(part)
     shm, gloo, handoff = messages
     assert [one["name"] for one in (shm, gloo)] == ["shm", "gloo"]
@@ -187,11 +282,7 @@ def test_an_import_that_fails_has_a_stand_in_with_names_and_nothing_behind_them(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "refused_pb2", None)
     stand_in("refused_pb2")
-    module: Any = sys.modules["refused_pb2"]
     with pytest.raises(ImportError, match="KvDescriptor is not installed"):
-        module.KvDescriptor()
-    with pytest.raises(AttributeError):
-        _ = module.__wrapped__
-    # Copies between GPUs do without xxhash.
+        cast(Any, sys.modules["refused_pb2"]).KvDescriptor()
     monkeypatch.delattr(digest.xxhash, "xxh3_64")
-    assert digest.WordDigest().value == 0
+    assert digest.WordDigest().value == 0  # copies between GPUs do without xxhash
