@@ -63,7 +63,7 @@ class Worker:
         provider.add_span_processor(self.spans)
         self.store = store
         trace = Telemetry(provider.get_tracer("test"))
-        self.node = ROLES[role](self.config, self.registry, trace)
+        self.node = ROLES[role](self.config, store, trace)
         self._area = None
 
     def knows_prefill(self, incarnation, pid=0):
