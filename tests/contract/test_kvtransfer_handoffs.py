@@ -218,7 +218,7 @@ async def test_a_link_that_fails_after_its_waiters_were_cancelled_is_not_reporte
     waits.cancel()
     opening = prefill.links._opening["d"]
     await asyncio.wait({opening, waits})
-    del opening
+    del opening, waits
     gc.collect()
     assert reported == []
 
