@@ -157,7 +157,9 @@ class LinkPool:
                 if left_s > 0 and not skip_backoff:
                     pair = f"{self.record.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
-                self._opening[peer] = asyncio.create_task(self._open(peer))
+                opening = self._opening[peer] = asyncio.create_task(self._open(peer))
+                # Its error is looked at even if everyone who waits for it is cancelled.
+                opening.add_done_callback(lambda task: task.cancelled() or task.exception())
             # It is not cancelled: others may wait for the same link, and its own time is bounded.
             opening = self._opening[peer]
             await asyncio.wait({opening}, timeout=deadline.left_s(3 * _CONNECT_S))

@@ -7,9 +7,7 @@ left out: it must not keep a worker from serving.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -31,23 +29,22 @@ def describe(device: torch.device, timeout_s: float = QUERY_S) -> Hardware:
     found = Hardware(torch_version=torch.__version__, rdma_devices=rdma_devices())
     if device.type != "cuda":
         return found
-    parts: queue.SimpleQueue[Hardware | None] = queue.SimpleQueue()
+    parts: list[Hardware] = []
 
     def work() -> None:
         for query in (_card, _versions, _peers, _links):  # quick ones first
             try:
-                parts.put(query(device, timeout_s))
+                parts.append(query(device, timeout_s))
             except Exception as error:
                 log.debug("%s: %s", query.__name__, error)
-        parts.put(None)
 
-    threading.Thread(target=work, name="hardware", daemon=True).start()
-    deadline = time.monotonic() + timeout_s
-    try:
-        while (part := parts.get(timeout=max(deadline - time.monotonic(), 0.0))) is not None:
-            found.MergeFrom(part)
-    except queue.Empty:
+    thread = threading.Thread(target=work, name="hardware", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
         log.debug("the GPU was not described within %g s", timeout_s)
+    for part in tuple(parts):
+        found.MergeFrom(part)
     return found
 
 

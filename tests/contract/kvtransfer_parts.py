@@ -1,7 +1,6 @@
 """What the tests of `kvtransfer` are made of: small pools, a decode side and a prefill side."""
 
 import asyncio
-import functools
 import inspect
 import os
 import threading
@@ -255,30 +254,20 @@ class Handed(Handoff):
 
 
 class Prefill:
-    """A prefill worker's side: a pool and its links."""
+    """A prefill worker's side: a pool and its links. `waits` are those of its handoffs."""
 
     def __init__(
-        self,
-        transport,
-        *more,
-        incarnation="p",
-        descriptor=DESCRIPTOR,
-        step_s=5.0,
-        abort_wait_s=5.0,
-        tracer=None,
-        pool=None,
-        **options,
+        self, transport, *more, incarnation="p", kv=DESCRIPTOR, pool=None, waits=None, **options
     ):
         self.pool = pool or make_pool(1, POOLS.get(transport.name, "host"))
-        record = register(incarnation, kv=descriptor)
-        self.links = LinkPool(self.pool, record, [transport, *more], find, **options)
-        self.open = functools.partial(
-            Handed,
-            self.links,
-            tracer or NoOpTracer(),
-            step_timeout_s=step_s,
-            abort_wait_s=abort_wait_s,
+        self.links = LinkPool(
+            self.pool, register(incarnation, kv=kv), [transport, *more], find, **options
         )
+        self.tracer = NoOpTracer()
+        self.waits = {"step_timeout_s": 5.0, "abort_wait_s": 5.0, **(waits or {})}
+
+    def open(self, to, handoff_id, num_tokens, timeout_s):
+        return Handed(self.links, self.tracer, to, handoff_id, num_tokens, timeout_s, **self.waits)
 
     async def __aenter__(self):
         return self

@@ -1,132 +1,298 @@
 """Every order of reservations, leases, writes, aborts, resends, deaths and steps keeps the rules.
 
-A state machine drives the real bookkeeping of a decode worker (`handoff_world`). Each rule sends a
-message or lets something happen, and says how far the worker gets before the next rule: not at all,
-a few turns of its event loop, or until everything has come to rest.
+A state machine drives the bookkeeping of a decode worker. What is real: BlockPool, Planner and
+Engine, Reservations and their event streams, HandoffReceiver over the memory transport, links and
+their bytes. What is not: the clock; the threads of the engine and of links, whose work runs when
+the machine says so; and the model, whose stand-in checks what it reads. So every order of events
+can be tried, and comes out the same when it is tried again.
 
 `HYPOTHESIS_PROFILE=long` looks longer, and elsewhere each time.
 """
 
+import asyncio
 import itertools
 import logging
 import os
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracer
 
+from baton.engine.blocks import BlockPool
+from baton.engine.loop import Engine
+from baton.engine.planner import Planner
+from baton.engine.runner import SampledTokens
 from baton.errors import KvCorrupted, Overloaded, Stale, Unavailable
 from baton.prefix import token_digest
+from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
+from baton.worker.messages import ModelLimits
+from decode_worker.reservations import DecodeSpans, Reservations
+from kvtransfer import receiver
+from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.receiver import HandoffReceiver
 
-from .handoff_world import LEASE_S, Handoff, World, Writer, content_of, prompt, spec
-from .kvtransfer_parts import answer
+from .kvtransfer_parts import MemoryTransport, answer
 
+BLOCKS, BLOCK_SIZE = 10, 4
+LEASE_S, DEADLINE_S = 10.0, 4.0
 ROUTERS = ("r0", "r1")
+OUTPUT = 900  # tokens from here on are sampled, those below are prompts'
+DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", block_size=BLOCK_SIZE)
 REST = (None, True)  # until nothing moves
 # How many turns of the event loop follow, or None until nothing moves; whether the engine has one.
 PACE = st.tuples(st.sampled_from([None, None, 0, 1, 2, 3, 5, 8]), st.booleans())
 WHICH = st.integers(0, 99)
-DEADLINE_S = 4.0
+PUTS = st.sampled_from(["right", "right", "part", "wrong"])
 # (family of prompts, its tokens, the most that are sampled, time left or 0)
 SHAPES = st.tuples(
     st.integers(0, 1), st.integers(1, 14), st.integers(1, 6), st.sampled_from([0, 0, DEADLINE_S])
 )
 
 
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still until `now` is changed."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+
+class Inline(Executor):
+    """A link's thread whose work is done at once."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def submit(self, work, *arguments):
+        future = Future()
+        try:
+            future.set_result(work(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class CheckingRunner:
+    """Stands for the model: the KV of a token is the token, and what is read must be that."""
+
+    def __init__(self, pool, verified):
+        self.pool, self._verified, self.wrong = pool, verified, []
+
+    def run(self, plan):
+        return {one.sequence.seq_id: sampled for one in plan.work if (sampled := self._run(one))}
+
+    def scrub(self, blocks):
+        self.pool[blocks] = 0
+
+    def wait_for_writes(self, blocks=None):
+        pass  # nothing runs here behind a step's back
+
+    def _run(self, work):
+        sequence = work.sequence
+        if sequence.awaits_kv or sequence.seq_id not in self._verified:
+            self.wrong.append(f"{sequence.seq_id} was scheduled before its KV was verified")
+        found = content_of(self.pool, sequence.block_ids)[: work.start]
+        if found != sequence.tokens[: work.start]:
+            self.wrong.append(f"{sequence.seq_id} read {found}, not {sequence.tokens}")
+        for n in range(work.start, work.start + work.count):
+            block = sequence.block_ids[n // BLOCK_SIZE]
+            self.pool[block, ..., n % BLOCK_SIZE, :] = float(sequence.tokens[n])
+        return SampledTokens((OUTPUT + sequence.num_tokens,)) if work.samples else None
+
+
+def new_pool():
+    return torch.zeros(BLOCKS, 1, 2, 1, BLOCK_SIZE, 1)
+
+
+def content_of(pool, blocks):
+    """The blocks' slots, as the tokens they stand for."""
+    return pool[list(blocks), 0, 0, 0, :, 0].flatten().tolist()
+
+
 def pick(items, which):
     return items[which % len(items)]
 
 
+async def find(incarnation):
+    """The registry's record of a prefill process."""
+    return common_pb2.WorkerRecord(incarnation=incarnation, host_id="another")
+
+
+class Writer:
+    """A prefill process: its pool holds the right KV of one handoff at a time in its blocks."""
+
+    def __init__(self, number):
+        self.incarnation = f"p{number}"
+        self.alive, self.noticed = True, False  # whether decode knows that it is dead
+        self.pool = KvPool(new_pool())
+        self.epochs = []  # all it ever had; the last one is current
+        self.link = None
+
+    async def offer(self, receiver):
+        request = pb.OfferRequest(
+            incarnation=self.incarnation, target_incarnation="d", kv=DESCRIPTOR,
+            transports=[common_pb2.TRANSPORT_MEMORY],
+        )  # fmt: skip
+        response = await answer(receiver, "Offer", request)
+        self.link = receiver.transports[0].connect(self.pool, response.endpoint, 0, 1.0)
+        self.epochs.append(response.epoch)
+
+    def put(self, handoff, kind):
+        """Writes into the granted blocks: all of it, the first block only, or wrong bytes."""
+        rest = handoff.tokens[handoff.cached :][: BLOCK_SIZE if kind == "part" else None]
+        local = self._hold([float("nan")] * len(rest) if kind == "wrong" else rest)
+        remote = Slots(handoff.granted[: len(local.block_ids)], len(rest))
+        self.link.put(local, remote, Digest(), 1.0)
+
+    def digest(self, handoff):
+        """What the right KV comes to."""
+        return self.pool.digest(self._hold(handoff.tokens[handoff.cached :]))
+
+    def _hold(self, content):
+        """The slots of the own pool that now hold it, one number for each token."""
+        for n, number in enumerate(content):
+            self.pool.tensor[n // BLOCK_SIZE, ..., n % BLOCK_SIZE, :] = number
+        return Slots(tuple(range(-(-len(content) // BLOCK_SIZE))), len(content))
+
+
+@dataclass(eq=False)
+class Handoff:
+    """One request's handoff as its router and its prefill process know it."""
+
+    name: str
+    tokens: list
+    cached: int
+    token: str
+    sequence: object  # the engine's: it knows the blocks
+    writer: object = None
+    epoch: int = 0  # of the attempt that runs
+    granted: tuple = ()  # blocks that its writer may still write into
+    corrupted: bool = False  # so said its last Commit's answer
+    owes_abort: bool = False  # unless committed, it ends with an Abort that is answered
+    withdrawn: bool = False  # decode has agreed to a resend that has not begun
+    ready: object = None  # the call that asks for the grant
+    attempt: int = 0  # what is answered to an earlier one is not listened to
+
+    def stop_writing(self):
+        """A call that is given up is cancelled at decode, before whatever is sent after it."""
+        self.granted = ()
+        self.attempt += 1
+        if self.ready:
+            self.ready.cancel()
+
+    def fields(self):
+        """Those that every message of its sender has."""
+        sender = {"handoff_id": self.name, "reservation_token": self.token}
+        return {**sender, "incarnation": self.writer.incarnation}
+
+
 class DecodeWorker(RuleBasedStateMachine):
-    """A decode worker, and what its routers and prefill processes know of their handoffs."""
+    """A decode worker, and what its routers and prefill processes know of their handoffs.
+
+    Each rule sends a message or lets something happen, and says how far the worker gets before the
+    next rule: not at all, a few turns of its event loop, or until everything has come to rest.
+    """
 
     def __init__(self):
         super().__init__()
         self.verified = set()  # sequences that may run
-        self.world = World(self.verified.__contains__)
-        self.numbers = itertools.count()
-        self.handoffs, self.writers = [], []
-
-    # What always holds.
+        self.numbers, self.calls, self.errors = itertools.count(), set(), []
+        self.handoffs, self.writers, self.queues = [], [], {}
+        self.loop, self.pool = Loop(), new_pool()
+        self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
+        self.loop._default_executor = Inline()  # a real thread would not be at rest in time
+        self.patch = mock.patch.object(receiver, "ThreadPoolExecutor", Inline)
+        self.patch.start()
+        self.runner = CheckingRunner(self.pool, self.verified)
+        self.blocks = BlockPool(BLOCKS, BLOCK_SIZE)
+        planner = Planner(self.blocks, chunk_tokens=8, max_batch=4)
+        publish = lambda report: self.loop.call_soon(self.reservations.on_step, report)  # noqa: E731
+        self.engine = Engine(self.runner, planner, frozenset(), 64, publish)
+        self.reservations = Reservations(self.engine, ModelLimits(1000, 64, BLOCK_SIZE), LEASE_S)
+        record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
+        transports = [MemoryTransport()]
+        self.receiver = HandoffReceiver(
+            KvPool(self.pool), record, transports, self.reservations, find
+        )
+        self.reservations.receiver = self.receiver
 
     @invariant()
-    def the_pool_is_sound(self):
-        self.world.blocks.check()
-        assert not self.world.runner.wrong
-        assert not self.world.errors
-
-    @invariant()
-    def granted_blocks_have_one_owner(self):
-        blocks = self.world.blocks
+    def what_always_holds(self):
+        self.blocks.check()
+        assert not self.runner.wrong
+        assert not self.errors
         for handoff in self.handoffs:
             for block in handoff.granted:
                 owners = [h for h in self.handoffs if block in h.sequence.block_ids]
                 assert owners in ([handoff], []), "others have it"
-                assert block in blocks._quarantined or (owners and blocks._refs[block] == 1)
-                assert block not in blocks._entries, "unverified bytes are in the prefix cache"
-
-    @invariant()
-    def blocks_hold_what_they_should(self):
-        """Cached ones what their hash says, free ones no unverified bytes."""
-        for block, entry in self.world.blocks._entries.items():
-            assert content_of(self.world.pool, block) == list(entry.tokens)
-        assert self.world.pool[list(self.world.blocks._free)].isfinite().all()
+                held = owners and self.blocks._refs[block] == 1
+                assert held or block in self.blocks._quarantined
+                assert block not in self.blocks._entries, "unverified bytes are in the prefix cache"
+        for block, entry in self.blocks._entries.items():
+            assert content_of(self.pool, [block]) == list(entry.tokens)
+        free = self.pool[list(self.blocks._free)]
+        assert free.isfinite().all(), "unverified bytes are in a free block"
 
     def teardown(self):
         try:
             self.end()
+            self.go(self.receiver.close())
         finally:
-            self.world.close()
+            self.patch.stop()
+            self.loop.close()
 
     def end(self):
         """Once every writer has acknowledged or died and all routers are gone, nothing is left."""
-        self.move(REST)
+        self.move()
         for handoff in self.handoffs:
             handoff.stop_writing()
             if handoff.owes_abort and handoff.writer.alive:
-                self.send_abort(handoff, False, REST)
+                self.send_abort(handoff, False)
         while self.unnoticed():
             self.notice_death(0, REST)
-        held = self.world.blocks.num_quarantined
+        held = self.blocks.num_quarantined
         assert held == 0, f"{held} blocks are quarantined though no writer is left"
-        self.world.pass_time(2 * LEASE_S)  # no sender comes back: leases must end it
-        entries = self.world.reservations._entries
+        self.pass_time(2 * LEASE_S)  # no sender comes back: leases must end it
+        entries = self.reservations._entries
         assert all(entry.decoding for entry in entries.values())
         for _ in range(200):
             if entries:
-                self.world.step()
-                self.world.settle()
+                self.steps(1, REST)
         assert not entries, "a sequence never ended"
-        assert self.world.blocks.num_held == self.world.blocks.num_quarantined == 0
-        assert not self.world.receiver._incoming
-        assert not self.world.reservations._quarantined
-        for check in (self.the_pool_is_sound, self.blocks_hold_what_they_should):
-            check()
+        assert self.blocks.num_held == self.blocks.num_quarantined == 0
+        assert not self.receiver._incoming
+        assert not self.reservations._quarantined
+        self.what_always_holds()
 
     # Who is there.
 
     @initialize()
     def begin(self):
-        for _ in ROUTERS:
-            self.router_comes_or_goes(0, REST)
         for _ in range(2):
+            self.router_comes_or_goes(0, REST)
             self.start_writer(REST)
 
     @precondition(lambda self: len(self.living()) < 3)
     @rule(pace=PACE)
     def start_writer(self, pace):
         """A prefill process starts, or starts again, and opens its link."""
-        writer = Writer(self.world, next(self.numbers))
-        self.writers.append(writer)
-        self.go(writer.offer(), pace)
+        self.writers.append(writer := Writer(next(self.numbers)))
+        self.go(writer.offer(self.receiver), pace)
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, pace=PACE)
     def open_link_anew(self, which, pace):
         """Its earlier epoch is over."""
-        self.go(pick(self.writing(), which).writer.offer(), pace)
+        self.go(pick(self.writing(), which).writer.offer(self.receiver), pace)
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH)
@@ -143,15 +309,21 @@ class DecodeWorker(RuleBasedStateMachine):
             if handoff.writer is writer:
                 handoff.stop_writing()
                 handoff.owes_abort = False
-        self.go(self.world.receiver.peer_gone(writer.incarnation), pace)
+        self.go(self.receiver.peer_gone(writer.incarnation), pace)
 
-    @precondition(lambda self: len(self.world.queues) < len(ROUTERS) or self.writing())
+    @precondition(lambda self: len(self.queues) < len(ROUTERS) or self.writing())
     @rule(which=WHICH, pace=PACE)
     def router_comes_or_goes(self, which, pace):
-        gone = [router for router in ROUTERS if router not in self.world.queues]
+        gone = [router for router in ROUTERS if router not in self.queues]
         router = gone[0] if gone else pick(ROUTERS, which)
-        self.world.loop.call_soon(self.world.listen if gone else self.world.hang_up, router)
-        self.world.tick(1)
+
+        async def change():
+            if gone:
+                self.queues[router] = self.reservations.listen(router, "router")
+            else:
+                self.reservations.hang_up(router, self.queues.pop(router))
+
+        self.go(change(), (1, False))
         self.move(pace)
 
     # One handoff.
@@ -159,22 +331,31 @@ class DecodeWorker(RuleBasedStateMachine):
     @rule(which=WHICH, shape=SHAPES, local=st.sampled_from([0, 0, 3]), pace=PACE)
     def reserve(self, which, shape, local, pace):
         """A router asks for blocks; with `local`, decode may start what is short by itself."""
-        router = pick(list(self.world.queues), which)
         family, num_tokens, max_tokens, time_left_s = shape
-        name, tokens = f"h{next(self.numbers)}", prompt(family, num_tokens)
-        wanted = spec(name, tokens, max_tokens, time_left_s)
+        name = f"h{next(self.numbers)}"
+        # Prompts of one family share their beginning, and no two positions are alike.
+        tokens = [100 * family + n + 1 for n in range(num_tokens)]
+        sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        spec = common_pb2.SequenceSpec(
+            handoff_id=name, token_ids=tokens, prompt_tokens=num_tokens, sampling=sampling,
+            time_left_ms=int(time_left_s * 1000),
+        )  # fmt: skip
+        request = decode_pb2.ReserveRequest(
+            stream_id=pick(list(self.queues), which), sequence=spec, local_prefill_max_tokens=local
+        )
 
         async def send():
             if local:
                 self.verified.add(name)  # should it start by itself, it may run at once
             try:
-                reserved = await self.world.reserve(router, wanted, local)
+                spans = DecodeSpans(NoOpTracer(), Context())
+                reserved = await self.reservations.reserve(request, "d", spans)
             except (Overloaded, Unavailable, Stale):
                 return
             if reserved.started:
                 return
             self.verified.discard(name)
-            if entry := self.world.reservations._entries.get(name):
+            if entry := self.reservations._entries.get(name):
                 token, cached = reserved.reservation_token, reserved.cached_tokens
                 self.handoffs.append(Handoff(name, tokens, cached, token, entry.sequence))
 
@@ -185,8 +366,9 @@ class DecodeWorker(RuleBasedStateMachine):
     def reserve_and_grant(self, which, shape):
         """Both, with nothing in between, so that there is always something under a write."""
         self.reserve(which, shape, 0, REST)
-        self.handoffs = [h for h in self.handoffs
-                         if h.sequence.block_ids or h.owes_abort or h.granted]  # fmt: skip
+        self.handoffs = [
+            h for h in self.handoffs if h.sequence.block_ids or h.owes_abort or h.granted
+        ]
         if grantable := self.grantable():
             self.send_ready(grantable[-1], pick(self.living(), which), -1, REST)
 
@@ -201,10 +383,9 @@ class DecodeWorker(RuleBasedStateMachine):
         if not writer.alive or not writer.epochs:
             return
         handoff.writer, handoff.epoch = writer, writer.epochs[epoch]
-        handoff.corrupted = False
         handoff.stop_writing()
-        handoff.withdrawn, attempt = False, handoff.attempt
-        handoff.owes_abort = True
+        handoff.corrupted = handoff.withdrawn = False
+        handoff.owes_abort, attempt = True, handoff.attempt
         request = pb.ReadyRequest(
             **handoff.fields(),
             epoch=handoff.epoch,
@@ -214,17 +395,16 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                response = await answer(self.world.receiver, "Ready", request)
+                response = await answer(self.receiver, "Ready", request)
             except (Stale, Unavailable):
                 return
             if writer.alive and handoff.attempt == attempt:
                 handoff.granted = tuple(response.block_ids)
 
-        handoff.ready = self.world.start(send())
-        self.move(pace)
+        handoff.ready = self.go(send(), pace)
 
     @precondition(lambda self: self.writing())
-    @rule(which=WHICH, kind=st.sampled_from(["right", "right", "part", "wrong"]))
+    @rule(which=WHICH, kind=PUTS)
     def put(self, which, kind):
         """Perhaps very late."""
         handoff = pick(self.writing(), which)
@@ -263,7 +443,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                await answer(self.world.receiver, "Commit", request)
+                await answer(self.receiver, "Commit", request)
             except KvCorrupted:
                 assert not good
                 handoff.corrupted = True
@@ -278,14 +458,14 @@ class DecodeWorker(RuleBasedStateMachine):
         self.go(send(), pace)
 
     @precondition(lambda self: self.writing())
-    @rule(which=WHICH, kind=st.sampled_from(["right", "right", "part", "wrong"]))
+    @rule(which=WHICH, kind=PUTS)
     def put_and_commit(self, which, kind):
         """Right, and nothing else happens meanwhile: decoding starts.
 
         Wrong: the blocks stay reserved for a resend, and until then nothing writes into them.
         """
         handoff = pick(self.writing(), which)
-        self.move(REST)
+        self.move()
         if not handoff.granted:
             return
         reserved = self.is_reserved(handoff) and handoff.epoch == handoff.writer.epochs[-1]
@@ -297,7 +477,7 @@ class DecodeWorker(RuleBasedStateMachine):
         assert handoff.corrupted == reserved
         if reserved:
             assert self.is_reserved(handoff), "the sender has the KV: it may send it again"
-            assert not self.world.receiver.writing(handoff.name)
+            assert not self.receiver.writing(handoff.name)
 
     @precondition(lambda self: self.owing())
     @rule(which=WHICH, how=st.sampled_from(["answered", "lost", "resend"]), pace=PACE)
@@ -309,32 +489,32 @@ class DecodeWorker(RuleBasedStateMachine):
         handoff = pick(self.owing(), which)
         at_rest = how == "resend" and pace[0] is None
         if at_rest:
-            self.move(REST)
+            self.move()
         reserved = self.is_reserved(handoff)
         handoff.stop_writing()
         if how != "lost":
             self.send_abort(handoff, how == "resend", pace)
         if at_rest:
             assert self.is_reserved(handoff) == reserved
-            assert not self.world.receiver.writing(handoff.name)
+            assert not self.receiver.writing(handoff.name)
 
-    def send_abort(self, handoff, resend, pace):
+    def send_abort(self, handoff, resend, pace=REST):
         request = pb.AbortRequest(**handoff.fields(), reason="test", resend=resend)
 
         async def send():
             try:
-                await answer(self.world.receiver, "Abort", request)
+                await answer(self.receiver, "Abort", request)
             except Stale:
                 assert resend  # the reservation is gone: the sender still has to abort for good
                 return
-            handoff.withdrawn, handoff.owes_abort = resend, resend
+            handoff.withdrawn = handoff.owes_abort = resend
 
         self.go(send(), pace)
 
     @precondition(lambda self: self.handoffs)
     @rule(which=WHICH, pace=PACE)
     def cancel(self, which, pace):
-        self.go(self.world.reservations.cancel(pick(self.handoffs, which).name), pace)
+        self.go(self.reservations.cancel(pick(self.handoffs, which).name), pace)
 
     @precondition(lambda self: self.handoffs and self.living())
     @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["Ready", "Commit", "Abort"]))
@@ -343,27 +523,25 @@ class DecodeWorker(RuleBasedStateMachine):
         handoff, writer = pick(self.handoffs, which), pick(self.living(), whose)
         if not writer.epochs:
             return
-        self.move(REST)  # an Abort under way would free the name for any sender
-        foreign = writer is not handoff.writer and handoff.name in self.world.receiver._incoming
-        fields = {
-            "handoff_id": handoff.name,
-            "reservation_token": handoff.token if foreign else "guessed",
-            "incarnation": writer.incarnation,
-        }
+        self.move()  # an Abort under way would free the name for any sender
+        foreign = writer is not handoff.writer and handoff.name in self.receiver._incoming
+        token = handoff.token if foreign else "guessed"
+        request = getattr(pb, f"{what}Request")(
+            handoff_id=handoff.name, reservation_token=token, incarnation=writer.incarnation
+        )
         if what != "Abort":
-            fields |= {"epoch": writer.epochs[-1], "num_tokens": 1}
-        request = getattr(pb, f"{what}Request")(**fields)
+            request.epoch, request.num_tokens = writer.epochs[-1], 1
 
         async def send():
             try:
-                await answer(self.world.receiver, what, request)
+                await answer(self.receiver, what, request)
             except (Stale, Unavailable):
                 return
             assert what == "Abort", "a stranger was accepted"  # of which nothing is left to see
 
-        before = (self.is_reserved(handoff), self.world.receiver.writing(handoff.name))
-        self.go(send(), REST)
-        assert before == (self.is_reserved(handoff), self.world.receiver.writing(handoff.name))
+        before = (self.is_reserved(handoff), self.receiver.writing(handoff.name))
+        self.go(send())
+        assert before == (self.is_reserved(handoff), self.receiver.writing(handoff.name))
 
     # Time and the batch.
 
@@ -372,34 +550,69 @@ class DecodeWorker(RuleBasedStateMachine):
     def time_passes(self, seconds, rest):
         """Leases and deadlines end what is not being written, and deadlines the rest too."""
         if rest:
-            self.world.settle()
-        self.world.pass_time(seconds)
-        now = self.world.loop.time()
-        for name, entry in self.world.reservations._entries.items():
+            self.move()
+        self.pass_time(seconds)
+        now = self.loop.time()
+        for name, entry in self.reservations._entries.items():
             assert entry.deadline is None or now < entry.deadline
             if rest and seconds == LEASE_S and not entry.decoding:
-                assert self.world.receiver.writing(name), "a lease is over and nothing ended"
+                assert self.receiver.writing(name), "a lease is over and nothing ended"
 
     @rule(times=st.integers(1, 3), pace=PACE)
     def steps(self, times, pace):
+        """The engine's thread goes around."""
         for _ in range(times):
-            self.world.step()
+            self.engine.submit(self.engine._mark_stopping)
+            self.engine._admit()
+            self.engine._step()
+            self.engine._stopping = False
         self.move((pace[0], False))
 
     # What the rules are made of.
 
-    def go(self, call, pace):
-        self.world.start(call)
+    def go(self, call, pace=REST):
+        """Begins a call, and lets the worker get as far as `pace` says."""
+        task = self.loop.create_task(call)
+        self.calls.add(task)
         self.move(pace)
+        return task
 
-    def move(self, pace):
+    def move(self, pace=REST):
         ticks, turn = pace
         if ticks is None:
-            self.world.settle()
-        else:
-            self.world.tick(ticks)
-            if turn:
-                self.world.engine_turn()
+            self.settle()
+            return
+        self.tick(ticks)
+        if turn:
+            self.engine._inbox.run_all()
+
+    def tick(self, times):
+        """Runs what is ready on the event loop, once each time."""
+        for _ in range(times):
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+
+    def settle(self):
+        """Everything that can end without time passing ends."""
+        for _ in range(100):
+            self.tick(2)
+            if self.quiet():
+                break
+            self.engine._inbox.run_all()
+        assert self.quiet(), f"stuck: {self.calls}"
+        for call in self.calls:
+            if not call.cancelled():
+                call.result()
+        self.calls.clear()
+
+    def quiet(self):
+        busy = self.reservations._endings, self.receiver._tasks, self.loop._ready
+        done = all(call.done() for call in self.calls)
+        return done and not any(busy) and self.engine._inbox._jobs.empty()
+
+    def pass_time(self, seconds):
+        self.loop.now += seconds
+        self.settle()
 
     def living(self):
         return [writer for writer in self.writers if writer.alive]
@@ -421,7 +634,7 @@ class DecodeWorker(RuleBasedStateMachine):
         return [h for h in reserved if h.withdrawn or not h.owes_abort]
 
     def entry(self, handoff):
-        return self.world.reservations._entries.get(handoff.name)
+        return self.reservations._entries.get(handoff.name)
 
     def is_reserved(self, handoff):
         entry = self.entry(handoff)
@@ -432,7 +645,7 @@ class DecodeWorker(RuleBasedStateMachine):
         entry = self.entry(handoff)
         if entry is None or entry.blocks is None:
             return False
-        found = self.world.pool[list(entry.blocks.block_ids), 0, 0, 0, :, 0].flatten().tolist()
+        found = content_of(self.pool, entry.blocks.block_ids)
         return found[: len(handoff.tokens)] == handoff.tokens
 
 

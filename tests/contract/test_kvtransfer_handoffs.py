@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import threading
 
 import pytest
@@ -192,12 +193,34 @@ async def test_descriptors_that_differ_are_named_before_anything_is_sent(join):
     other = common_pb2.KvDescriptor()
     other.CopyFrom(DESCRIPTOR)
     other.layout_version = 3
-    prefill, decode = await join("memory", prefill={"descriptor": other})
+    prefill, decode = await join("memory", prefill={"kv": other})
     aborts = []
     decode.before["Abort"] = aborts.append
     with pytest.raises(errors.KvMismatch, match=r"prefill p and decode d.*layout_version: 3 != 0"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
     assert aborts == []  # nothing was granted, so there is nothing to take back
+
+
+async def test_a_link_that_fails_after_its_waiters_were_cancelled_is_not_reported(join):
+    prefill, decode = await join("memory")
+    asked, reported = asyncio.Event(), []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+
+    async def fails(incarnation):
+        asked.set()
+        await asyncio.sleep(0.01)
+        raise errors.TransferFailed("no such worker")
+
+    prefill.links.find_decode = fails
+    to = decode.reserve("h", 4, 1)
+    waits = asyncio.create_task(prefill.links.acquire(to, Deadline(5.0)))
+    await asked.wait()
+    waits.cancel()
+    opening = prefill.links._opening["d"]
+    await asyncio.wait({opening, waits})
+    del opening, waits
+    gc.collect()
+    assert reported == []
 
 
 async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link():
@@ -260,7 +283,9 @@ async def test_memory_that_cannot_be_opened_is_left_out_and_the_pair_uses_the_ne
 
 
 async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):
-    prefill, decode = await join("gloo", prefill={"step_s": 0.3, "backoff_s": 60.0})
+    prefill, decode = await join(
+        "gloo", prefill={"waits": {"step_timeout_s": 0.3}, "backoff_s": 60.0}
+    )
     to = decode.reserve("h1", 4, 1)
     await prefill.hand_over(to, "h1", slots(4, 1))
     stuck = threading.Event()
@@ -382,7 +407,7 @@ async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
 ):
     """As one that waits for a GPU that hangs. The Abort is sent only when it ends."""
     monkeypatch.setattr(sender, "_PUT_GRACE_S", 0.1)
-    prefill, decode = await join("memory", prefill={"step_s": 0.5})
+    prefill, decode = await join("memory", prefill={"waits": {"step_timeout_s": 0.5}})
     link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
     put, hangs = link._link.put, threading.Event()
 

@@ -11,15 +11,7 @@ from baton.errors import TransferFailed
 from kvtransfer.digest import WordDigest
 from kvtransfer.pool import Digest
 
-from .kvtransfer_parts import (
-    BLOCKS,
-    POOLS,
-    TRANSPORTS,
-    Pair,
-    expect_only,
-    make_pool,
-    slots,
-)
+from .kvtransfer_parts import BLOCKS, POOLS, TRANSPORTS, Pair, expect_only, make_pool, slots
 
 GPUS = "gloo of GPUs"  # messages are gathered and digested where the pool is
 INT8 = [f"{name} of int8" for name in TRANSPORTS]  # rows with their scales: 20 bytes a slot

@@ -15,13 +15,7 @@ from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
 
-from .kvtransfer_parts import (
-    TOKEN_BYTES,
-    TRANSPORTS,
-    Times,
-    expect_only,
-    slots,
-)
+from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, Times, expect_only, slots
 
 every_transport = pytest.mark.parametrize("name", list(TRANSPORTS))
 
@@ -59,28 +53,18 @@ async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
 @every_transport
 async def test_a_put_that_fails_halfway_is_done_again(join, name):
     prefill, decode = await join(name, prefill={"backoff_s": 60.0})
-    connect = prefill.links._connect
+    to = decode.reserve("h", 8, 1, 2)
+    link = await prefill.links.acquire(to, Deadline(5.0))
+    put = link._link.put
 
-    def fail(link, put, local, remote, digest):
+    def halfway(local, remote, digest, timeout_s):
         if link.transport.one_sided:
             put(Slots(local.block_ids[:1], 4), Slots(remote.block_ids[:1], 4), digest, 1)
         raise errors.TransferFailed("cut in the middle")
 
-    fails = Times(1, fail)
-
-    async def fragile(target):
-        link = await connect(target)
-        put = link._link.put
-
-        def halfway(local, remote, digest, timeout_s):
-            fails(link, put, local, remote, digest)
-            return put(local, remote, digest, timeout_s)
-
-        link._link.put = halfway
-        return link
-
-    prefill.links._connect = fragile
-    stats = await prefill.hand_over(decode.reserve("h", 8, 1, 2), "h", slots(8, 5, 6))
+    link._link.put = halfway
+    prefill.links.release(link)
+    stats = await prefill.hand_over(to, "h", slots(8, 5, 6))
     expect_sent_again(prefill, decode, stats)
 
 
@@ -130,8 +114,8 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
     """The span of a handoff that succeeds after all counts them."""
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("test")
-    prefill, decode = await join(name, prefill={"tracer": tracer})
+    prefill, decode = await join(name)
+    prefill.tracer = provider.get_tracer("test")
     commits = Times(1 + MAX_RESENDS, corrupt)
     decode.before["Commit"] = commits
     with pytest.raises(errors.KvCorrupted):
@@ -147,35 +131,27 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
 
 
 @pytest.mark.parametrize(
-    "raised",
-    [errors.Stale("x"), errors.KvMismatch("x"), errors.DeadlineExceeded("x")],
-    ids=lambda e: type(e).__name__,
+    ("commit", "error", "aborts"),
+    [
+        (Times(9, errors.Stale("x")), errors.Stale, [False]),
+        (Times(9, errors.KvMismatch("x")), errors.KvMismatch, [False]),
+        (lambda request: asyncio.sleep(5), errors.DeadlineExceeded, [False]),  # the request's own
+        (corrupt, errors.KvCorrupted, [True, False]),  # the reservation is gone by then
+    ],
 )
-async def test_what_a_resend_cannot_fix_is_not_resent(join, raised):
+async def test_what_a_resend_cannot_fix_is_not_resent(join, commit, error, aborts):
     prefill, decode = await join("memory")
-    withdrawn, timeout_s = [], 10.0
-    decode.before["Commit"] = Times(9, raised)
-    decode.before["Abort"] = lambda request: withdrawn.append(request.resend)
-    if isinstance(raised, errors.DeadlineExceeded):  # the request's own
-        decode.before["Commit"], timeout_s = lambda request: asyncio.sleep(5), 0.5
-    with pytest.raises(type(raised)):
-        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5), timeout_s=timeout_s)
-    assert withdrawn == [False]
-
-
-async def test_a_reservation_that_is_gone_is_not_sent_again(join):
-    prefill, decode = await join("shm")
+    asked = []
 
     def cancel(request):
-        assert request.resend
-        decode.cancel("h")
+        asked.append(request.resend)
+        if request.resend:
+            decode.cancel("h")
 
-    withdrawals = Times(1, cancel)
-    decode.before["Commit"] = corrupt
-    decode.before["Abort"] = withdrawals
-    with pytest.raises(errors.KvCorrupted):
-        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
-    assert withdrawals.calls == 2  # the second one is for good
+    decode.before.update(Commit=commit, Abort=cancel)
+    with pytest.raises(error):
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5), timeout_s=0.7)
+    assert asked == aborts
 
 
 async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
@@ -205,7 +181,7 @@ REQUEST = handoff_pb2.AbortRequest(handoff_id="h", reservation_token="token-h", 
 
 @pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
 async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
-    prefill, decode = await join(name, prefill={"abort_wait_s": 0.0})
+    prefill, decode = await join(name, prefill={"waits": {"abort_wait_s": 0.0}})
     losses = Times(2, errors.Unavailable("lost"))
     decode.before["Abort"] = losses
     async with prefill.opened(decode, 8, 1, 2) as handoff:
@@ -219,7 +195,7 @@ async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
 
 
 async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
-    prefill, decode = await join("memory", prefill={"abort_wait_s": 0.1})
+    prefill, decode = await join("memory", prefill={"waits": {"abort_wait_s": 0.1}})
     hung = asyncio.Event()
     decode.before["Abort"] = lambda request: hung.wait()
     async with prefill.opened(decode, 8, 1, 2) as handoff:

@@ -1,18 +1,10 @@
-"""Deadlines, and work that a cancellation waits for."""
+"""Work that a cancellation waits for."""
 
 import asyncio
 
 import pytest
 
-from baton.errors import DeadlineExceeded
-from kvtransfer.deadline import Deadline, uninterrupted
-
-
-def test_a_wait_is_the_shorter_of_deadline_and_cap():
-    assert Deadline(100.0).left_s(5.0) == 5.0
-    assert 0.0 < Deadline(1.0).left_s(5.0) <= 1.0
-    with pytest.raises(DeadlineExceeded):
-        Deadline(0.0).left_s(5.0)
+from kvtransfer.deadline import uninterrupted
 
 
 @pytest.mark.parametrize("fails", [False, True])
