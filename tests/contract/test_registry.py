@@ -1,26 +1,35 @@
-"""The registry's contract over a real etcd; the one in memory keeps its simple part."""
+"""The registry over a real etcd that stops, goes silent, loses data or holds rubbish.
+
+The one in memory, which other tests use, keeps the simple part.
+"""
 
 import asyncio
 import contextlib
+import dataclasses
+import os
 import shutil
+import signal
 
 import pytest
 
 from baton.config import RegistryConfig, split_address
 from baton.errors import InvalidRequest, Unavailable
 from baton.local.etcd import EmbeddedEtcd
-from baton.registry import EtcdRegistry
+from baton.registry import EtcdRegistry, etcd_client
 from baton.registry.etcd_client import EtcdClient
 from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
 from tests.memory_registry import MemoryRegistry
 from tests.proxy import Proxy
+from tests.waiting import eventually
 
 READY = WorkerState.WORKER_STATE_READY
 DRAINING = WorkerState.WORKER_STATE_DRAINING
 
 
 class InMemory:
+    down = "cannot be reached"
+
     def __init__(self):
         self._registry = MemoryRegistry()
 
@@ -38,20 +47,26 @@ class RealEtcd:
     """An etcd process; a registry that is `wired` reaches it through a proxy of its own."""
 
     def __init__(self, etcd, ttl_s, stack):
-        self._etcd, self._ttl_s, self._stack = etcd, ttl_s, stack
+        self._etcd, self._stack = etcd, stack
         self._wires: dict[EtcdRegistry, Proxy] = {}
+        self.config = RegistryConfig(etcd=etcd.address, lease_ttl_s=ttl_s)
+        self.client = EtcdClient(self.config)
+        stack.push_async_callback(self.client.close)
+        self.down = f"cannot be reached at {etcd.address}.*start it or correct --etcd"
         self.stop, self.start = etcd.kill, etcd.start
 
-    async def registry(self, *, wired=False):
-        address = self._etcd.address
+    async def registry(self, *, wired=False, **settings):
         if wired:
-            wire = await self._stack.enter_async_context(Proxy(split_address(address)[1]))
-            address = wire.address
-        registry = EtcdRegistry(RegistryConfig(etcd=address, lease_ttl_s=self._ttl_s))
+            wire = Proxy(split_address(self._etcd.address)[1])
+            settings["etcd"] = (await self._stack.enter_async_context(wire)).address
+        registry = EtcdRegistry(dataclasses.replace(self.config, **settings))
         self._stack.push_async_callback(registry.close)
         if wired:
             self._wires[registry] = wire
         return registry
+
+    def signal(self, number):
+        os.kill(self._etcd.pid, number)
 
     async def cut(self, registry):
         await self._wires[registry].__aexit__()
@@ -63,11 +78,9 @@ class RealEtcd:
         await asyncio.to_thread(shutil.rmtree, self._etcd.home / "data")
 
     async def compact(self):
-        client = EtcdClient(RegistryConfig(etcd=self._etcd.address))
-        revision = (await client.range("/")).header.revision
+        revision = (await self.client.range("/")).header.revision
         request = etcd_pb2.CompactionRequest(revision=revision, physical=True)
-        await client._call(lambda at: at.kv.Compact, request)
-        await client.close()
+        await self.client._call(lambda at: at.kv.Compact, request)
 
 
 @pytest.fixture
@@ -215,7 +228,7 @@ async def test_the_store_down_at_the_start_is_said_clearly(store, monkeypatch):
     registry = await store.registry()
     await store.stop()
     for entry in (registry.watch(), registry.register(worker("d1"))):
-        with pytest.raises(Unavailable, match="cannot be reached"):
+        with pytest.raises(Unavailable, match=store.down):
             async with entry:
                 pass
 
@@ -281,3 +294,82 @@ async def test_compaction_while_the_watch_was_cut_means_listing_again(etcd):
             # Nothing tells that d2 left, so it stays for the grace of two leases.
             await until_names(membership, "d1", "d2", "d3")
             await until_names(membership, "d1", "d3")
+
+
+async def test_a_registration_can_be_read_and_leaves_nothing_behind(etcd):
+    """Through a list of endpoints, of which the first is dead."""
+    registry = await etcd.registry(etcd=f"127.0.0.1:1,{etcd.config.etcd}", cluster="blue")
+    before = asyncio.all_tasks()
+    async with registry.register(worker("d1")), registry.watch() as members:
+        assert set(members.records) == {"d1"}
+        (kv,) = (await etcd.client.range("/baton")).kvs
+    assert asyncio.all_tasks() == before
+    assert not (await etcd.client.range("/baton")).kvs
+    assert kv.key == b"/baton/v1/blue/workers/decode/d1"
+    assert kv.lease != 0
+    assert b'"state": "WORKER_STATE_READY"' in kv.value
+    assert b"\n" not in kv.value
+
+
+async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
+    client, prefix = etcd.client, f"{etcd.config.workers_prefix}decode/"
+    lease, _ = await client.grant(60)
+    await client.put(prefix + "before", b"{", lease)
+    async with (await etcd.registry()).watch() as members:
+        assert not members.records
+        await client.put(prefix + "during", b"\xff", lease)
+        await client.put(prefix + "alias", b'{"incarnation": "other"}', lease)
+        for name, role in {"r0": "0", "r77": "77", "rj": '"WORKER_ROLE_JUGGLER"'}.items():
+            value = f'{{"incarnation": "{name}", "role": {role}}}'
+            await client.put(prefix + name, value.encode(), lease)
+        newer = b'{"incarnation": "n1", "role": "WORKER_ROLE_DECODE", "colour": "red"}'
+        await client.put("/baton/v1/default2/workers/decode/n1", newer, lease)
+        await client.put(prefix + "n1", newer, lease)
+        await until_names(members, "n1")
+    for name in ("before", "during", "alias", "r0", "r77", "rj"):
+        assert f"decode/{name}" in caplog.text
+
+
+@ttl(3)
+async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, caplog):
+    client, registry = etcd.client, await etcd.registry()
+    key, record = f"{etcd.config.workers_prefix}decode/d1", worker("d1")
+    async with registry.register(record) as registration, registry.watch() as members:
+        before = await client.get(key)
+        other, _ = await client.grant(60)
+        await client.put(key, before.value, other)
+        await client.revoke(other)  # deletes the key, and the worker's lease lives
+        await eventually(lambda: client.get(key), lambda kv: kv is not None, "it stays away")
+        await until(members, lambda now: now.get("d1") == record)
+        other, _ = await client.grant(60)
+        await client.put(key, b"rubbish", other)
+        await eventually(lambda: client.get(key), lambda kv: kv.value == before.value, "it stays")
+        assert registration.connected
+    assert "was deleted" in caplog.text and "was changed" in caplog.text
+
+
+@ttl(30)
+async def test_a_silent_etcd_is_an_outage_and_no_loss(etcd, monkeypatch):
+    """SIGSTOP: connections stay open and nothing answers."""
+    monkeypatch.setattr(etcd_client, "CALL_S", 0.5)
+    monkeypatch.setattr(etcd_client, "QUIET_S", 0.5)
+    registry, record = await etcd.registry(), worker("d1")
+    async with registry.register(record) as registration, registry.watch() as members:
+        etcd.signal(signal.SIGSTOP)
+        try:
+            await until_connected(members, False)
+            assert set(members.records) == {"d1"}
+            await registration.update(record)
+            assert not registration.connected
+        finally:
+            etcd.signal(signal.SIGCONT)
+        await until_connected(members, True)
+        assert set(members.records) == {"d1"}
+
+
+async def test_leaving_during_an_outage_is_bounded(etcd, caplog):
+    registry = await etcd.registry()
+    async with asyncio.timeout(5):
+        async with registry.register(worker("d1")):
+            await etcd.stop()
+    assert "left to its lease's end" in caplog.text

@@ -1,6 +1,7 @@
 """Passwords and TLS against a real etcd: what works, and what a wrong setting says."""
 
 import asyncio
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -13,12 +14,20 @@ from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local.etcd import EmbeddedEtcd, etcd_binary
 from baton.registry.etcd import EtcdRegistry
-from baton.v1.common_pb2 import WorkerRecord
+from baton.v1.common_pb2 import WorkerRecord, WorkerRole
 from tests.documents import DOCS, blocks
 
-from .conftest import RECORD, opened, until
-
 PASSWORD = "fleet-of-foot"
+RECORD = WorkerRecord(incarnation="d1", role=WorkerRole.WORKER_ROLE_DECODE, address="h:1")
+
+
+@contextlib.asynccontextmanager
+async def opened(config):
+    registry = EtcdRegistry(config)
+    try:
+        yield registry
+    finally:
+        await registry.close()
 
 
 async def register_and_see(config):
@@ -52,6 +61,12 @@ def require_password(address):
         etcdctl(address, *line.split())
 
 
+@pytest.fixture
+async def etcd():
+    async with EmbeddedEtcd(args=["--bcrypt-cost", "4"]) as etcd:
+        yield etcd
+
+
 async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, tmp_path):
     for name, password in (("right", PASSWORD + "\n"), ("wrong", "guess")):
         (tmp_path / name).write_text(password)
@@ -72,7 +87,10 @@ async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, tmp_path)
         await etcd.kill()  # which makes it forget its tokens
         await etcd.start()
         await registration.update(changed)
-        await until(members, lambda now: members.connected and now["d1"] == changed)
+        async with asyncio.timeout(12), contextlib.aclosing(members.changes()) as changes:
+            async for records in changes:
+                if members.connected and records["d1"] == changed:
+                    break
 
 
 @pytest.mark.parametrize(
