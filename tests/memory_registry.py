@@ -16,13 +16,12 @@ class MemoryRegistry:
         self._registrations = []
         self._watches = []
 
-    def stop(self):
-        self._up = False
+    def stop(self, up=False):
+        self._up = up
         self._settle()
 
     def start(self):
-        self._up = True
-        self._settle()
+        self.stop(up=True)
 
     def put(self, record):
         """Writes a record as another process would."""

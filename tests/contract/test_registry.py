@@ -46,10 +46,10 @@ class InMemory:
 class RealEtcd:
     """An etcd process; a registry that is `wired` reaches it through a proxy of its own."""
 
-    def __init__(self, etcd, ttl_s, stack):
+    def __init__(self, etcd, stack):
         self._etcd, self._stack = etcd, stack
         self._wires: dict[EtcdRegistry, Proxy] = {}
-        self.config = RegistryConfig(etcd=etcd.address, lease_ttl_s=ttl_s)
+        self.config = RegistryConfig(etcd=etcd.address, lease_ttl_s=5)  # longer than tests run
         self.client = EtcdClient(self.config)
         stack.push_async_callback(self.client.close)
         self.down = f"cannot be reached at {etcd.address}.*start it or correct --etcd"
@@ -64,6 +64,9 @@ class RealEtcd:
         if wired:
             self._wires[registry] = wire
         return registry
+
+    def ttl(self, seconds):
+        self.config = dataclasses.replace(self.config, lease_ttl_s=seconds)
 
     def signal(self, number):
         os.kill(self._etcd.pid, number)
@@ -84,9 +87,9 @@ class RealEtcd:
 
 
 @pytest.fixture
-async def etcd(request):
+async def etcd():
     async with EmbeddedEtcd() as etcd, contextlib.AsyncExitStack() as stack:
-        yield RealEtcd(etcd, getattr(request.function, "ttl_s", 5), stack)
+        yield RealEtcd(etcd, stack)
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -113,25 +116,8 @@ async def until_connected(membership, connected):
     await until(membership, lambda _: membership.connected is connected)
 
 
-def ttl(seconds):
-    """Marks a test whose leases live for `seconds`; others have 5 s, longer than they run."""
-
-    def mark(test):
-        test.ttl_s = seconds
-        return test
-
-    return mark
-
-
 def worker(name, role=WorkerRole.WORKER_ROLE_DECODE, state=READY):
     return WorkerRecord(incarnation=name, role=role, address="127.0.0.1:7001", state=state)
-
-
-def in_state(record, state):
-    changed = WorkerRecord()
-    changed.CopyFrom(record)
-    changed.state = state
-    return changed
 
 
 async def test_lists_members_and_follows_changes(store):
@@ -159,14 +145,9 @@ async def test_lists_members_and_follows_changes(store):
         assert dict(empty) == {}
         with pytest.raises(TypeError):
             empty["d2"] = worker("d2")
-
-
-async def test_a_record_needs_a_role_and_an_incarnation(store):
-    registry = await store.registry()
     for record in (WorkerRecord(incarnation="x"), worker(""), worker("a/b")):
-        with pytest.raises(InvalidRequest):
-            async with registry.register(record):
-                pass
+        with pytest.raises(InvalidRequest):  # it needs a role and an incarnation
+            await registry.register(record).__aenter__()
 
 
 async def test_readers_of_one_watch_get_the_newest_and_end_with_it(store):
@@ -186,9 +167,9 @@ async def test_readers_of_one_watch_get_the_newest_and_end_with_it(store):
     assert not membership.connected
 
 
-@ttl(1)
 async def test_a_member_cut_off_expires_with_its_lease_and_returns(etcd):
     """One that leaves while it is cut off is left to its lease."""
+    etcd.ttl(1)
     far, near = await etcd.registry(wired=True), await etcd.registry()
     async with near.watch() as membership:
         async with far.register(worker("d1")):
@@ -209,7 +190,7 @@ async def test_an_outage_keeps_the_last_known_members_and_loses_no_update(store)
         await store.stop()
         await until_connected(membership, False)
         assert dict(membership.records) == {"d1": record}
-        await registration.update(in_state(record, DRAINING))
+        await registration.update(worker("d1", state=DRAINING))
         assert not registration.connected
         assert membership.records["d1"].state == READY
 
@@ -233,8 +214,8 @@ async def test_the_store_down_at_the_start_is_said_clearly(store, monkeypatch):
                 pass
 
 
-@ttl(2)
 async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwhile(etcd):
+    etcd.ttl(2)
     registry, gone = await etcd.registry(), await etcd.registry(wired=True)
     seen = []
 
@@ -265,13 +246,12 @@ async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwh
 async def test_what_happened_while_the_watch_was_cut_counts_at_once(etcd):
     """TTL 5 s: by grace alone the departure would take 10 s."""
     far, near = await etcd.registry(wired=True), await etcd.registry()
-    staying = worker("d1")
-    async with near.register(staying) as registration, far.watch() as membership:
+    async with near.register(worker("d1")) as registration, far.watch() as membership:
         async with near.register(worker("d2")):
             await until_names(membership, "d1", "d2")
             await etcd.cut(far)
             await until_connected(membership, False)
-        await registration.update(in_state(staying, DRAINING))
+        await registration.update(worker("d1", state=DRAINING))
         async with near.register(worker("d3")):
             assert set(membership.records) == {"d1", "d2"}
             await etcd.reconnect(far)
@@ -280,8 +260,8 @@ async def test_what_happened_while_the_watch_was_cut_counts_at_once(etcd):
             assert now["d1"].state == DRAINING
 
 
-@ttl(1)
 async def test_compaction_while_the_watch_was_cut_means_listing_again(etcd):
+    etcd.ttl(1)
     far, near = await etcd.registry(wired=True), await etcd.registry()
     async with near.register(worker("d1")), far.watch() as membership:
         async with near.register(worker("d2")):
@@ -330,8 +310,8 @@ async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
         assert f"decode/{name}" in caplog.text
 
 
-@ttl(3)
 async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, caplog):
+    etcd.ttl(3)
     client, registry = etcd.client, await etcd.registry()
     key, record = f"{etcd.config.workers_prefix}decode/d1", worker("d1")
     async with registry.register(record) as registration, registry.watch() as members:
@@ -348,9 +328,9 @@ async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, 
     assert "was deleted" in caplog.text and "was changed" in caplog.text
 
 
-@ttl(30)
 async def test_a_silent_etcd_is_an_outage_and_no_loss(etcd, monkeypatch):
     """SIGSTOP: connections stay open and nothing answers."""
+    etcd.ttl(30)
     monkeypatch.setattr(etcd_client, "CALL_S", 0.5)
     monkeypatch.setattr(etcd_client, "QUIET_S", 0.5)
     registry, record = await etcd.registry(), worker("d1")

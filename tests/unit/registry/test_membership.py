@@ -104,21 +104,3 @@ def test_a_listing_and_a_watch_leave_only_the_missing_to_drop(before, meanwhile,
     assert {n: r for n, r in table.records.items() if n not in table.missing} == store.records()
     assert table.drop_missing().isdisjoint(store.entries)
     assert table.records == store.records()
-
-
-@settings(deadline=None)
-@given(before=changes, after=changes)
-def test_a_store_that_starts_over_keeps_everyone_until_dropped(before, after):
-    old, table = Store(), MemberTable()
-    apply(old, before)
-    table.listed(old.entries)
-    new = Store()
-    table.listed(new.entries)
-    assert table.records == old.records()
-    assert table.missing == set(old.entries)
-    apply(new, after)
-    replay(new, table, after=1)
-    changed = {name for _, name, _ in new.events}
-    assert table.missing == set(old.entries) - changed
-    table.drop_missing()
-    assert table.records == new.records()

@@ -83,16 +83,12 @@ def test_encode_adds_special_tokens_and_encode_chat_does_not(write):
 
 def test_a_text_that_is_too_long_is_not_tokenized_to_its_end(write):
     tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
+    assert_refused(tokenizer, "\ud800", "is not Unicode text")
     text = "hello wo " * 100_000
     num_tokens = len(tokenizer.encode(text))
     assert len(tokenizer.encode(text, num_tokens)) == num_tokens
     reason = assert_refused(tokenizer, text, "the context holds 1000", 1000)
     assert int(reason.split()[4]) < num_tokens / 2
-
-
-def test_text_that_is_not_unicode_is_refused(write):
-    tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
-    assert_refused(tokenizer, "\ud800", "is not Unicode text")
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized(write):
