@@ -16,12 +16,13 @@ class MemoryRegistry:
         self._registrations = []
         self._watches = []
 
-    def stop(self, up=False):
-        self._up = up
+    def stop(self):
+        self._up = False
         self._settle()
 
     def start(self):
-        self.stop(up=True)
+        self._up = True
+        self._settle()
 
     def put(self, record):
         """Writes a record as another process would."""

@@ -145,26 +145,10 @@ async def test_lists_members_and_follows_changes(store):
         assert dict(empty) == {}
         with pytest.raises(TypeError):
             empty["d2"] = worker("d2")
+    assert not membership.connected and [now async for now in membership.changes()] == []
     for record in (WorkerRecord(incarnation="x"), worker(""), worker("a/b")):
         with pytest.raises(InvalidRequest):  # it needs a role and an incarnation
             await registry.register(record).__aenter__()
-
-
-async def test_readers_of_one_watch_get_the_newest_and_end_with_it(store):
-    registry = await store.registry()
-    async with registry.watch() as membership, contextlib.AsyncExitStack() as members:
-        readers = [asyncio.create_task(until_names(membership, "d1", "d2")) for _ in range(2)]
-        for name in ("d1", "d2"):
-            await members.enter_async_context(registry.register(worker(name)))
-        for reader in readers:
-            assert set(await reader) == {"d1", "d2"}
-        await members.aclose()
-        await until_names(membership)
-        changes = membership.changes()
-        assert dict(await anext(changes)) == {}
-        end = asyncio.create_task(anext(changes, None))
-    assert await end is None
-    assert not membership.connected
 
 
 async def test_a_member_cut_off_expires_with_its_lease_and_returns(etcd):

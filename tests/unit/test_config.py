@@ -113,7 +113,7 @@ def test_prompts_do_not_starve_beside_a_busy_process():
     assert 1 / (1 + 1.25**ClusterConfig.prefill_nice) > 1 / 3
 
 
-def test_slo_classes_and_their_targets():
+def test_slo_classes_and_that_all_their_targets_must_be_met():
     assert Slo.parse("ttft=0.5,tpot=0.05") == Slo("default", 0.5, 0.05, math.inf)
     assert Slo.parse("batch: ttft=10, e2e=60") == Slo("batch", 10, math.inf, 60)
     assert [slo.name for slo in parse_all(("ttft=1", "fast:ttft=0.1"))] == ["default", "fast"]
@@ -125,9 +125,6 @@ def test_slo_classes_and_their_targets():
     for text in malformed.split("|"):
         with pytest.raises(ConfigError, match="--slo"):
             Slo.parse(text.strip())
-
-
-def test_all_targets_must_be_met():
     slo = Slo("x", ttft_s=1.0, tpot_s=0.1)
     assert slo.met(1.0, 0.1, 1e9)
     assert not slo.met(1.01, 0.1, 2.0)

@@ -13,7 +13,7 @@ def record(name, pid=0):
     return WorkerRecord(incarnation=name, pid=pid)
 
 
-async def test_a_slow_reader_gets_the_newest_snapshot_and_only_a_changed_one():
+async def test_a_slow_reader_gets_the_newest_snapshot_when_it_changed_until_the_watch_ends():
     membership = Membership()
     changes = membership.changes()
     assert dict(await anext(changes)) == {}
@@ -29,6 +29,10 @@ async def test_a_slow_reader_gets_the_newest_snapshot_and_only_a_changed_one():
     membership.publish({"a": record("a", 99)}, connected=False)
     assert await waiting is before
     assert not membership.connected
+    ending = asyncio.create_task(anext(changes, None))
+    await asyncio.sleep(0)
+    membership.close()
+    assert await ending is None
 
 
 async def test_a_member_is_found_also_one_that_comes_a_moment_later():

@@ -25,21 +25,6 @@ CHATML = """\
 {% endif %}
 """
 
-LLAMA3 = """\
-{{- bos_token }}
-{%- if tools is not none %}{{ raise_exception('no tools') }}{% endif %}
-{%- set system_message = messages[0]['content']|trim %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{{- "Year: " + strftime_now("%Y") + "\\n" + system_message + "<|eot_id|>" }}
-{%- for message in messages[1:] %}
-    {%- if message.role == 'skip' %}{% continue %}{% endif %}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
 MISTRAL = """\
 {%- set ns = namespace(index=0) %}
 {{- bos_token }}
@@ -57,6 +42,8 @@ MISTRAL = """\
 """
 
 FEATURES = """\
+{{- bos_token }}{% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}
+{{- "Year: " + strftime_now("%Y") + "\\n" }}
 {%- macro turn(role, text) %}<{{ role }}>{{ text ~ '|' ~ 3 }}{{ caller() if caller }}{% endmacro %}
 {%- set block %}{% for message in messages %}{{ loop.index }}/{{ loop.length }}{% endfor %}
 {%- endset %}
@@ -72,6 +59,7 @@ FEATURES = """\
 {{- [1, 2] + [3] }}{{ 2 ** 10 * 3 % 7 }}{{ ['-'] * 3 }}{{ messages[::-1] | length }}
 {{- {'b': 1, 'a': [none, 1.5]} | tojson(indent=2) }}{{ dict.fromkeys(['a', 'b'], 0) | tojson }}
 {%- for message in messages %}
+    {%- if message.role == 'assistant' %}{% continue %}{% endif %}
 {{ dict(turn=loop.index, **message) | tojson }}
 {% endfor %}
 """
@@ -92,7 +80,7 @@ def transformers_tokenizer():
 @pytest.mark.parametrize(
     ("source", "chat"),
     [
-        *((source, chat) for source in (CHATML, LLAMA3, FEATURES) for chat in CHATS),
+        *((source, chat) for source in (CHATML, FEATURES) for chat in CHATS),
         *((MISTRAL, chat) for chat in CHATS if chat[0][0] != "system"),
     ],
 )
