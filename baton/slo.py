@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
-_TARGETS = ("ttft", "tpot", "e2e")
+_TARGET = re.compile(r"\s*(ttft|tpot|e2e)\s*=\s*(\d+\.?\d*|\.\d+)\s*")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
 
@@ -26,10 +26,9 @@ class Slo:
         """Of "[NAME:]ttft=SECONDS,tpot=SECONDS[,e2e=SECONDS]". Raises ConfigError."""
         before, colon, after = text.rpartition(":")
         name = before if colon else "default"
-        parts = [part.partition("=") for part in after.split(",")]
-        targets = {f"{what.strip()}_s": _seconds(number) for what, _, number in parts}
-        wrong = targets.keys() - {f"{what}_s" for what in _TARGETS}
-        if wrong or not all(targets.values()) or len(targets) < len(parts):
+        parts = [_TARGET.fullmatch(part) for part in after.split(",")]
+        targets = {f"{part[1]}_s": float(part[2]) for part in parts if part}
+        if len(targets) < len(parts) or not all(targets.values()):
             raise ConfigError(
                 f"--slo {text!r}: write targets in seconds, as ttft=0.5,tpot=0.05 or, with the "
                 "class's name, batch:ttft=10,e2e=60"
@@ -50,12 +49,3 @@ def parse_all(texts: tuple[str, ...]) -> tuple[Slo, ...]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--slo names {', '.join(sorted(twice))} twice")
     return classes
-
-
-def _seconds(text: str) -> float:
-    """0 for what is no time."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        return 0.0
-    return seconds if 0 < seconds < math.inf else 0.0

@@ -95,9 +95,6 @@ class TailSampler(SpanProcessor):
     def shutdown(self) -> None:
         self._exporting.shutdown()
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._exporting.force_flush(timeout_millis)
-
     def _hold(self, trace_id: int, span: ReadableSpan) -> None:
         self._held.setdefault(trace_id, []).append(span)
         self.num_held += 1
@@ -144,9 +141,6 @@ class _RetryingExporter(SpanExporter):
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return True
 
 
 class OtlpProcessor(BatchSpanProcessor):

@@ -165,9 +165,8 @@ def record(
     start_ns: int,
     end_ns: int | None = None,
     attributes: Attributes | None = None,
-    kind: SpanKind = SpanKind.INTERNAL,
 ) -> None:
     """Records a span after the fact from wall-clock nanoseconds (`time.time_ns`)."""
     known = dict(attributes or {})
-    span = tracer.start_span(name, parent, kind, known, start_time=start_ns)
+    span = tracer.start_span(name, parent, attributes=known, start_time=start_ns)
     span.end(end_ns if end_ns is not None else time.time_ns())

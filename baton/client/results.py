@@ -132,7 +132,7 @@ class Model:
 
 def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
     """The models a router listed."""
-    return [Model(m.name, m.max_context, m.vocab_size, m.chat) for m in response.models]
+    return [of_message(Model, model) for model in response.models]
 
 
 def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:

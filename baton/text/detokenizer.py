@@ -26,18 +26,18 @@ _MOST_PENDING = 8
 class TokenPieces:
     """The bytes of single tokens, and how the library decodes the tokens that are not bytes.
 
-    Built once for a tokenizer and filled in as ids are seen; without one, no token has a text.
+    Built once for a tokenizer and filled in as ids are seen.
     `byte_level` says that every token is bytes (GPT-2, Llama 3, Qwen), so a text is just the
     UTF-8 of its tokens' bytes. Otherwise only `<0xNN>` tokens are (Llama 2, Mistral), and another
     token's text can depend on the tokens before it.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer | None) -> None:
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._library = library
         decoders = _decoders(library)
         self.byte_level = [decoder["type"] for decoder in decoders] == ["ByteLevel"]
         self._byte_fallback = any(decoder["type"] == "ByteFallback" for decoder in decoders)
-        added = library.get_added_tokens_decoder() if library else {}
+        added = library.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes | None] = {}
 
@@ -55,18 +55,15 @@ class TokenPieces:
         piece = self.piece(token)
         if piece:
             return piece.decode("utf-8", "replace"), piece
-        text = (self._name(token) or "").replace(_WORD_START, " ")
+        text = (self._library.id_to_token(token) or "").replace(_WORD_START, " ")
         return text, text.encode() if piece is None else b""
 
     def decode(self, tokens: list[int]) -> str:
         """The library's text of `tokens`, special tokens and unknown ids left out."""
-        return self._library.decode(tokens, skip_special_tokens=True) if self._library else ""
-
-    def _name(self, token: int) -> str | None:
-        return self._library.id_to_token(token) if self._library else None
+        return str(self._library.decode(tokens, skip_special_tokens=True))
 
     def _find(self, token: int) -> bytes | None:
-        name = self._name(token)
+        name = self._library.id_to_token(token)
         if name is None or token in self._special:
             return b""
         if self.byte_level:
@@ -75,9 +72,9 @@ class TokenPieces:
         return bytes.fromhex(match[1]) if match else None
 
 
-def _decoders(library: tokenizers.Tokenizer | None) -> list[dict[str, Any]]:
+def _decoders(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     """The steps of the decoder, as tokenizer.json describes them."""
-    if library is None or library.decoder is None:
+    if library.decoder is None:
         return []
     # What a decoder is pickled to is that description; the whole file would take a second.
     decoder = json.loads(library.decoder.__getstate__())

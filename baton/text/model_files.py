@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from baton.checkpoint_files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_bytes
 from baton.errors import CheckpointError, quoted
@@ -25,13 +25,6 @@ _TEMPLATE_FILE = "chat_template.jinja"
 _MAX_COUNT = (1 << 31) - 1
 
 
-class TemplateSource(NamedTuple):
-    """A chat template's text and the file it is in."""
-
-    text: str
-    file: Path
-
-
 @dataclass(frozen=True)
 class TextFiles:
     """The text side of one model; a count is 0, and a text None, where no file gives it.
@@ -40,7 +33,7 @@ class TextFiles:
     """
 
     tokenizer_json: str | None
-    chat_template: TemplateSource | None
+    chat_template: tuple[str, Path] | None  # its text, and the file it is in
     special_tokens: Mapping[str, str]
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -68,7 +61,7 @@ class TextFiles:
         """Equal for two processes exactly when ids and text mean the same to both (hex)."""
         parts: list[Any] = [
             self.tokenizer_json,
-            self.chat_template and self.chat_template.text,
+            self.chat_template and self.chat_template[0],
             sorted(self.special_tokens.items()),
             sorted(self.eos_token_ids),
             self.vocab_size,
@@ -131,11 +124,11 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> Mapping[str, str]:
     return MappingProxyType(tokens)
 
 
-def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> TemplateSource | None:
+def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, Path] | None:
     """The template file wins over the config, whose value may be a list of named templates."""
     separate = _read_text(directory / _TEMPLATE_FILE, MAX_JSON_BYTES)
     if separate is not None:
-        return TemplateSource(separate, directory / _TEMPLATE_FILE)
+        return separate, directory / _TEMPLATE_FILE
     file = directory / _TOKENIZER_CONFIG_FILE
     value = tokenizer_config.get("chat_template")
     if isinstance(value, list):
@@ -145,4 +138,4 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> Temp
         return None
     if not isinstance(value, str):
         raise CheckpointError(f"{file}: chat_template must be text, not {type(value).__name__}")
-    return TemplateSource(value, file)
+    return value, file

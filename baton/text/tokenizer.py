@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+from tokenizers import models
 
 from baton.errors import CheckpointError, InvalidRequest
 from baton.text import detokenizer
@@ -32,7 +33,8 @@ class Tokenizer:
         self.eos_token_ids = files.eos_token_ids
         # Equal to `text_fingerprint` of the same directory, on any machine.
         self.fingerprint = files.fingerprint
-        self.pieces = TokenPieces(library)  # what `Detokenizer` reads
+        # What `Detokenizer` reads; an empty tokenizer has no text for any id.
+        self.pieces = TokenPieces(library or tokenizers.Tokenizer(models.BPE()))
         self.has_text = library is not None  # texts can be encoded, and output has a text
         self.has_chat_template = library is not None and files.chat_template is not None
         self._library = library
@@ -43,9 +45,9 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         self.vocab_size = files.vocab_size or library.get_vocab_size()
-        if source := files.chat_template:
-            origin = str(source.file)
-            self._template = ChatTemplate(source.text, files.special_tokens, origin)
+        if files.chat_template:
+            text, file = files.chat_template
+            self._template = ChatTemplate(text, files.special_tokens, str(file))
         name = files.special_tokens.get("eos_token")
         if not self.eos_token_ids and name and (token := library.token_to_id(name)) is not None:
             self.eos_token_ids = frozenset([token])

@@ -1,26 +1,35 @@
-"""The registry's contract over a real etcd; the one in memory keeps its simple part."""
+"""The registry over a real etcd that stops, goes silent, loses data or holds rubbish.
+
+The one in memory, which other tests use, keeps the simple part.
+"""
 
 import asyncio
 import contextlib
+import dataclasses
+import os
 import shutil
+import signal
 
 import pytest
 
 from baton.config import RegistryConfig, split_address
 from baton.errors import InvalidRequest, Unavailable
 from baton.local.etcd import EmbeddedEtcd
-from baton.registry import EtcdRegistry
+from baton.registry import EtcdRegistry, etcd_client
 from baton.registry.etcd_client import EtcdClient
 from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
 from tests.memory_registry import MemoryRegistry
 from tests.proxy import Proxy
+from tests.waiting import eventually
 
 READY = WorkerState.WORKER_STATE_READY
 DRAINING = WorkerState.WORKER_STATE_DRAINING
 
 
 class InMemory:
+    down = "cannot be reached"
+
     def __init__(self):
         self._registry = MemoryRegistry()
 
@@ -37,21 +46,30 @@ class InMemory:
 class RealEtcd:
     """An etcd process; a registry that is `wired` reaches it through a proxy of its own."""
 
-    def __init__(self, etcd, ttl_s, stack):
-        self._etcd, self._ttl_s, self._stack = etcd, ttl_s, stack
+    def __init__(self, etcd, stack):
+        self._etcd, self._stack = etcd, stack
         self._wires: dict[EtcdRegistry, Proxy] = {}
+        self.config = RegistryConfig(etcd=etcd.address, lease_ttl_s=5)  # longer than tests run
+        self.client = EtcdClient(self.config)
+        stack.push_async_callback(self.client.close)
+        self.down = f"cannot be reached at {etcd.address}.*start it or correct --etcd"
         self.stop, self.start = etcd.kill, etcd.start
 
-    async def registry(self, *, wired=False):
-        address = self._etcd.address
+    async def registry(self, *, wired=False, **settings):
         if wired:
-            wire = await self._stack.enter_async_context(Proxy(split_address(address)[1]))
-            address = wire.address
-        registry = EtcdRegistry(RegistryConfig(etcd=address, lease_ttl_s=self._ttl_s))
+            wire = Proxy(split_address(self._etcd.address)[1])
+            settings["etcd"] = (await self._stack.enter_async_context(wire)).address
+        registry = EtcdRegistry(dataclasses.replace(self.config, **settings))
         self._stack.push_async_callback(registry.close)
         if wired:
             self._wires[registry] = wire
         return registry
+
+    def ttl(self, seconds):
+        self.config = dataclasses.replace(self.config, lease_ttl_s=seconds)
+
+    def signal(self, number):
+        os.kill(self._etcd.pid, number)
 
     async def cut(self, registry):
         await self._wires[registry].__aexit__()
@@ -63,17 +81,15 @@ class RealEtcd:
         await asyncio.to_thread(shutil.rmtree, self._etcd.home / "data")
 
     async def compact(self):
-        client = EtcdClient(RegistryConfig(etcd=self._etcd.address))
-        revision = (await client.range("/")).header.revision
+        revision = (await self.client.range("/")).header.revision
         request = etcd_pb2.CompactionRequest(revision=revision, physical=True)
-        await client._call(lambda at: at.kv.Compact, request)
-        await client.close()
+        await self.client._call(lambda at: at.kv.Compact, request)
 
 
 @pytest.fixture
-async def etcd(request):
+async def etcd():
     async with EmbeddedEtcd() as etcd, contextlib.AsyncExitStack() as stack:
-        yield RealEtcd(etcd, getattr(request.function, "ttl_s", 5), stack)
+        yield RealEtcd(etcd, stack)
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -100,25 +116,8 @@ async def until_connected(membership, connected):
     await until(membership, lambda _: membership.connected is connected)
 
 
-def ttl(seconds):
-    """Marks a test whose leases live for `seconds`; others have 5 s, longer than they run."""
-
-    def mark(test):
-        test.ttl_s = seconds
-        return test
-
-    return mark
-
-
 def worker(name, role=WorkerRole.WORKER_ROLE_DECODE, state=READY):
     return WorkerRecord(incarnation=name, role=role, address="127.0.0.1:7001", state=state)
-
-
-def in_state(record, state):
-    changed = WorkerRecord()
-    changed.CopyFrom(record)
-    changed.state = state
-    return changed
 
 
 async def test_lists_members_and_follows_changes(store):
@@ -146,36 +145,15 @@ async def test_lists_members_and_follows_changes(store):
         assert dict(empty) == {}
         with pytest.raises(TypeError):
             empty["d2"] = worker("d2")
-
-
-async def test_a_record_needs_a_role_and_an_incarnation(store):
-    registry = await store.registry()
+    assert not membership.connected and [now async for now in membership.changes()] == []
     for record in (WorkerRecord(incarnation="x"), worker(""), worker("a/b")):
-        with pytest.raises(InvalidRequest):
-            async with registry.register(record):
-                pass
+        with pytest.raises(InvalidRequest):  # it needs a role and an incarnation
+            await registry.register(record).__aenter__()
 
 
-async def test_readers_of_one_watch_get_the_newest_and_end_with_it(store):
-    registry = await store.registry()
-    async with registry.watch() as membership, contextlib.AsyncExitStack() as members:
-        readers = [asyncio.create_task(until_names(membership, "d1", "d2")) for _ in range(2)]
-        for name in ("d1", "d2"):
-            await members.enter_async_context(registry.register(worker(name)))
-        for reader in readers:
-            assert set(await reader) == {"d1", "d2"}
-        await members.aclose()
-        await until_names(membership)
-        changes = membership.changes()
-        assert dict(await anext(changes)) == {}
-        end = asyncio.create_task(anext(changes, None))
-    assert await end is None
-    assert not membership.connected
-
-
-@ttl(1)
 async def test_a_member_cut_off_expires_with_its_lease_and_returns(etcd):
     """One that leaves while it is cut off is left to its lease."""
+    etcd.ttl(1)
     far, near = await etcd.registry(wired=True), await etcd.registry()
     async with near.watch() as membership:
         async with far.register(worker("d1")):
@@ -196,7 +174,7 @@ async def test_an_outage_keeps_the_last_known_members_and_loses_no_update(store)
         await store.stop()
         await until_connected(membership, False)
         assert dict(membership.records) == {"d1": record}
-        await registration.update(in_state(record, DRAINING))
+        await registration.update(worker("d1", state=DRAINING))
         assert not registration.connected
         assert membership.records["d1"].state == READY
 
@@ -215,13 +193,13 @@ async def test_the_store_down_at_the_start_is_said_clearly(store, monkeypatch):
     registry = await store.registry()
     await store.stop()
     for entry in (registry.watch(), registry.register(worker("d1"))):
-        with pytest.raises(Unavailable, match="cannot be reached"):
+        with pytest.raises(Unavailable, match=store.down):
             async with entry:
                 pass
 
 
-@ttl(2)
 async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwhile(etcd):
+    etcd.ttl(2)
     registry, gone = await etcd.registry(), await etcd.registry(wired=True)
     seen = []
 
@@ -252,13 +230,12 @@ async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwh
 async def test_what_happened_while_the_watch_was_cut_counts_at_once(etcd):
     """TTL 5 s: by grace alone the departure would take 10 s."""
     far, near = await etcd.registry(wired=True), await etcd.registry()
-    staying = worker("d1")
-    async with near.register(staying) as registration, far.watch() as membership:
+    async with near.register(worker("d1")) as registration, far.watch() as membership:
         async with near.register(worker("d2")):
             await until_names(membership, "d1", "d2")
             await etcd.cut(far)
             await until_connected(membership, False)
-        await registration.update(in_state(staying, DRAINING))
+        await registration.update(worker("d1", state=DRAINING))
         async with near.register(worker("d3")):
             assert set(membership.records) == {"d1", "d2"}
             await etcd.reconnect(far)
@@ -267,8 +244,8 @@ async def test_what_happened_while_the_watch_was_cut_counts_at_once(etcd):
             assert now["d1"].state == DRAINING
 
 
-@ttl(1)
 async def test_compaction_while_the_watch_was_cut_means_listing_again(etcd):
+    etcd.ttl(1)
     far, near = await etcd.registry(wired=True), await etcd.registry()
     async with near.register(worker("d1")), far.watch() as membership:
         async with near.register(worker("d2")):
@@ -281,3 +258,82 @@ async def test_compaction_while_the_watch_was_cut_means_listing_again(etcd):
             # Nothing tells that d2 left, so it stays for the grace of two leases.
             await until_names(membership, "d1", "d2", "d3")
             await until_names(membership, "d1", "d3")
+
+
+async def test_a_registration_can_be_read_and_leaves_nothing_behind(etcd):
+    """Through a list of endpoints, of which the first is dead."""
+    registry = await etcd.registry(etcd=f"127.0.0.1:1,{etcd.config.etcd}", cluster="blue")
+    before = asyncio.all_tasks()
+    async with registry.register(worker("d1")), registry.watch() as members:
+        assert set(members.records) == {"d1"}
+        (kv,) = (await etcd.client.range("/baton")).kvs
+    assert asyncio.all_tasks() == before
+    assert not (await etcd.client.range("/baton")).kvs
+    assert kv.key == b"/baton/v1/blue/workers/decode/d1"
+    assert kv.lease != 0
+    assert b'"state": "WORKER_STATE_READY"' in kv.value
+    assert b"\n" not in kv.value
+
+
+async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
+    client, prefix = etcd.client, f"{etcd.config.workers_prefix}decode/"
+    lease, _ = await client.grant(60)
+    await client.put(prefix + "before", b"{", lease)
+    async with (await etcd.registry()).watch() as members:
+        assert not members.records
+        await client.put(prefix + "during", b"\xff", lease)
+        await client.put(prefix + "alias", b'{"incarnation": "other"}', lease)
+        for name, role in {"r0": "0", "r77": "77", "rj": '"WORKER_ROLE_JUGGLER"'}.items():
+            value = f'{{"incarnation": "{name}", "role": {role}}}'
+            await client.put(prefix + name, value.encode(), lease)
+        newer = b'{"incarnation": "n1", "role": "WORKER_ROLE_DECODE", "colour": "red"}'
+        await client.put("/baton/v1/default2/workers/decode/n1", newer, lease)
+        await client.put(prefix + "n1", newer, lease)
+        await until_names(members, "n1")
+    for name in ("before", "during", "alias", "r0", "r77", "rj"):
+        assert f"decode/{name}" in caplog.text
+
+
+async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, caplog):
+    etcd.ttl(3)
+    client, registry = etcd.client, await etcd.registry()
+    key, record = f"{etcd.config.workers_prefix}decode/d1", worker("d1")
+    async with registry.register(record) as registration, registry.watch() as members:
+        before = await client.get(key)
+        other, _ = await client.grant(60)
+        await client.put(key, before.value, other)
+        await client.revoke(other)  # deletes the key, and the worker's lease lives
+        await eventually(lambda: client.get(key), lambda kv: kv is not None, "it stays away")
+        await until(members, lambda now: now.get("d1") == record)
+        other, _ = await client.grant(60)
+        await client.put(key, b"rubbish", other)
+        await eventually(lambda: client.get(key), lambda kv: kv.value == before.value, "it stays")
+        assert registration.connected
+    assert "was deleted" in caplog.text and "was changed" in caplog.text
+
+
+async def test_a_silent_etcd_is_an_outage_and_no_loss(etcd, monkeypatch):
+    """SIGSTOP: connections stay open and nothing answers."""
+    etcd.ttl(30)
+    monkeypatch.setattr(etcd_client, "CALL_S", 0.5)
+    monkeypatch.setattr(etcd_client, "QUIET_S", 0.5)
+    registry, record = await etcd.registry(), worker("d1")
+    async with registry.register(record) as registration, registry.watch() as members:
+        etcd.signal(signal.SIGSTOP)
+        try:
+            await until_connected(members, False)
+            assert set(members.records) == {"d1"}
+            await registration.update(record)
+            assert not registration.connected
+        finally:
+            etcd.signal(signal.SIGCONT)
+        await until_connected(members, True)
+        assert set(members.records) == {"d1"}
+
+
+async def test_leaving_during_an_outage_is_bounded(etcd, caplog):
+    registry = await etcd.registry()
+    async with asyncio.timeout(5):
+        async with registry.register(worker("d1")):
+            await etcd.stop()
+    assert "left to its lease's end" in caplog.text

@@ -29,32 +29,22 @@ from baton.slo import Slo, parse_all
 
 NAN = float("nan")
 WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
-    (RegistryConfig, {"etcd": "localhost"}, "--etcd must be HOST:PORT, not 'localhost'"),
     (RegistryConfig, {"etcd": "a:1,b"}, "--etcd must be HOST:PORT, not 'b'"),
     (RegistryConfig, {"cluster": ""}, "--cluster must be a name without '/'"),
     (RegistryConfig, {"key_file": Path("k")}, "--etcd-cert and --etcd-key go together"),
     (EngineConfig, {"dtype": "float16"}, "--dtype must be one of auto, float32, bfloat16"),
     (EngineConfig, {"device": "tpu"}, "'tpu' is no device: write auto, cpu, cuda or"),
-    (EngineConfig, {"device": "cuda:"}, "'cuda:' is no device"),
     (EngineConfig, {"device": "cuda:1", "simulate": "1,1"}, "leave --device cuda:1 out"),
     (EngineConfig, {"gpu_memory": NAN}, "--gpu-memory must be between 0.001 and 1, not nan"),
     (EngineConfig, {"block_size": 0}, "--block-size must be at least 1, not 0"),
     (EngineConfig, {"kv_cache_bytes": -1}, "--kv-cache must be at least 0, not -1 (field kv_cache"),
     (RouterConfig, {"ttft_target_s": 500}, "0 and 60, not 500 (field ttft_target_s): it is in sec"),
-    (EngineConfig, {"max_context": 1}, "--max-context must be at least 2"),
-    (ClusterConfig, {"prefill_nice": 20}, "--prefill-nice must be between 0 and 19, not 20"),
     (WorkerConfig, {"role": "decode", "transport": "rdma"}, "--transport must be one of auto"),
-    (WorkerConfig, {"role": "decode", "lease_s": 0}, "--reservation-lease must be at least 0.01"),
     (WorkerConfig, {"role": "decode", "advertise": "h"}, "--advertise must be HOST:PORT, not 'h'"),
     (RouterConfig, {"port": -1}, "--port must be between 0 and 65535, not -1"),
-    (RouterConfig, {"max_queue": 0}, "--max-queue must be at least 1, not 0"),
-    (RouterConfig, {"default_timeout_s": NAN}, "--default-timeout must be at least 0.001, not nan"),
     (ClusterConfig, {"prefill": 0}, "--prefill must be at least 1, not 0: a cluster serves with"),
     (ClusterConfig, {"routers": 3, "port": 65534}, "--port 65534 leaves no ports for 3 routers"),
-    (ClusterConfig, {"metrics_port": 65536}, "--metrics-port must be between 0 and 65535"),
-    (RouterConfig, {"trace_sample": 1.1}, "--trace-sample must be between 0 and 1, not 1.1"),
     (RouterConfig, {"slos": ("x",)}, "--slo 'x'"),
-    (WorkerConfig, {"role": "decode", "price_per_hour": NAN}, "--worker-price must be at least 0"),
     (ClusterConfig, {"etcd": "x"}, "--etcd must be HOST:PORT, not 'x'"),
     (ClusterConfig, {"etcd_access": RegistryConfig(user="me")}, "need --etcd HOST:PORT"),
 ]
@@ -123,7 +113,7 @@ def test_prompts_do_not_starve_beside_a_busy_process():
     assert 1 / (1 + 1.25**ClusterConfig.prefill_nice) > 1 / 3
 
 
-def test_slo_classes_and_their_targets():
+def test_slo_classes_and_that_all_their_targets_must_be_met():
     assert Slo.parse("ttft=0.5,tpot=0.05") == Slo("default", 0.5, 0.05, math.inf)
     assert Slo.parse("batch: ttft=10, e2e=60") == Slo("batch", 10, math.inf, 60)
     assert [slo.name for slo in parse_all(("ttft=1", "fast:ttft=0.1"))] == ["default", "fast"]
@@ -135,9 +125,6 @@ def test_slo_classes_and_their_targets():
     for text in malformed.split("|"):
         with pytest.raises(ConfigError, match="--slo"):
             Slo.parse(text.strip())
-
-
-def test_all_targets_must_be_met():
     slo = Slo("x", ttft_s=1.0, tpot_s=0.1)
     assert slo.met(1.0, 0.1, 1e9)
     assert not slo.met(1.01, 0.1, 2.0)

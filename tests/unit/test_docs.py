@@ -1,5 +1,6 @@
 """What the documentation names exists: commands, options, targets, files, links, variables."""
 
+import ast
 import re
 import shlex
 import tomllib
@@ -91,6 +92,19 @@ def test_every_message_in_troubleshooting_is_one_of_ours():
         for message in re.findall(r"`([^`]+)`", row):
             longest = max(re.split(r"\b[A-Z]+\b|[…()]", message), key=len).strip(" :;,")
             assert longest in strings, f"{message}: nothing says {longest!r}"
+
+
+def test_every_row_of_the_failures_page_names_tests_that_exist():
+    lines = (DOCS / "failures.md").read_text(encoding="utf-8").splitlines()
+    heads = [line for line in lines if line.startswith(("| what happens", "| seen"))]
+    rows = [line for line in lines if line.startswith("| ") and line not in heads]
+    assert len(heads) == 4 and len(rows) > 50
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row.rstrip("| ").rpartition("|")[2])
+        assert named, row
+        for file, name in named:
+            module = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+            assert name in {getattr(node, "name", "") for node in ast.walk(module)}, (file, name)
 
 
 def test_the_table_of_errors_is_what_callers_get():

@@ -51,23 +51,18 @@ def recorded():
     return World(1.0)
 
 
-def test_context_travels_in_metadata(recorded):
+def test_context_travels_in_metadata_also_to_spans_that_are_recorded_later(recorded):
     with telemetry.span(recorded.tracer, "here", Context()) as here:
         metadata = telemetry.inject(telemetry.context_of(here))
     assert [key for key, _ in metadata] == ["traceparent"]
-    with telemetry.span(recorded.tracer, "there", telemetry.extract(metadata)) as there:
-        pass
-    assert telemetry.trace_id_of(there) == telemetry.trace_id_of(here)
+    there = telemetry.extract(metadata)
+    telemetry.record(recorded.tracer, "chunk", there, 10**18, 10**18 + 5, {"n": 1})
     first, second = recorded.spans
-    assert second.parent is not None and second.parent.span_id == first.context.span_id
-    assert second.parent.is_remote
-
-
-def test_callers_without_a_trace_begin_one(recorded):
-    for metadata in (
-        *(None, (), (("other", "x"),)),
-        *((("traceparent", "nonsense"),), (("traceparent-bin", b"\xff"),)),
-    ):
+    assert second.parent.span_id == first.context.span_id and second.parent.is_remote
+    assert second.context.trace_id == first.context.trace_id
+    assert (second.start_time, second.end_time) == (10**18, 10**18 + 5)
+    malformed = ((("traceparent", "nonsense"),), (("traceparent-bin", b"\xff"),))
+    for metadata in (None, (), (("other", "x"),), *malformed):  # a caller without a trace
         with telemetry.span(recorded.tracer, "work", telemetry.extract(metadata)):
             pass
         assert recorded.spans[-1].parent is None
@@ -99,16 +94,6 @@ def test_a_span_says_how_its_work_ended(recorded, raised, status, description):
         attributes["baton.cancelled"] = True
     assert (done.name, done.kind, dict(done.attributes or {})) == ("work", kind, attributes)
     assert (done.status.status_code, done.status.description) == (status, description)
-
-
-def test_spans_can_be_recorded_from_measured_times(recorded):
-    with telemetry.span(recorded.tracer, "parent", Context()) as parent:
-        within = telemetry.context_of(parent)
-        telemetry.record(recorded.tracer, "chunk", within, 10**18, 10**18 + 5, {"n": 1})
-    chunk, _ = recorded.spans
-    assert (chunk.start_time, chunk.end_time) == (10**18, 10**18 + 5)
-    assert chunk.parent is not None
-    assert chunk.parent.span_id == parent.get_span_context().span_id
 
 
 def test_without_an_address_nothing_is_recorded_and_no_sdk_needed(monkeypatch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 
 import pytest
 
@@ -21,63 +20,44 @@ async def serve():
         yield start
 
 
-@pytest.fixture
-def dead_address():
-    """An address with no listener, kept from others for the test's length."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
+class Threaded:
+    """The sync client, or its stream, with the async one's methods: each runs in a thread."""
 
-
-class Sync:
-    """The sync client behind the async one's methods: each call runs in a thread."""
-
-    def __init__(self, *args, **kwargs):
-        self._client = baton.Client(*args, **kwargs)
+    def __init__(self, wrapped):
+        self._wrapped = wrapped
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: asyncio.to_thread(
-            getattr(self._client, name), *args, **kwargs
+            getattr(self._wrapped, name), *args, **kwargs
         )
 
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *error):
-        self._client.close()
-
     def stream(self, *args, **kwargs):
-        return SyncStream(self._client.stream(*args, **kwargs))
-
-
-class SyncStream:
-    def __init__(self, stream):
-        self._stream = stream
+        return Threaded(self._wrapped.stream(*args, **kwargs))
 
     @property
     def completion(self):
-        return self._stream.completion
+        return self._wrapped.completion
 
     def __aiter__(self):
         return self
 
     async def __anext__(self):
-        delta = await asyncio.to_thread(next, self._stream, None)
-        if delta is None:
+        if (delta := await asyncio.to_thread(next, self._wrapped, None)) is None:
             raise StopAsyncIteration
         return delta
-
-    async def close(self):
-        self._stream.close()
 
     async def __aenter__(self):
         return self
 
     async def __aexit__(self, *error):
-        self._stream.close()
+        self._wrapped.close()
 
 
-@pytest.fixture(params=[baton.AsyncClient, Sync], ids=["async", "sync"])
+def _sync(*args, **kwargs):
+    return Threaded(baton.Client(*args, **kwargs))
+
+
+@pytest.fixture(params=[baton.AsyncClient, _sync], ids=["async", "sync"])
 def connect(request):
     """Both clients, one after the other, under the async client's interface."""
     return request.param

@@ -7,22 +7,14 @@ from baton import rpc
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
-def started(prompt_tokens=3, trace_id="ab" * 16, resumed_tokens=0):
-    return inference_pb2.GenerateResponse(
-        started=inference_pb2.Started(
-            request_id="r1",
-            trace_id=trace_id,
-            prompt_tokens=prompt_tokens,
-            resumed_tokens=resumed_tokens,
-        )
-    )
+def started(**fields):
+    known = {"request_id": "r1", "trace_id": "ab" * 16, "prompt_tokens": 3}
+    return inference_pb2.GenerateResponse(started=inference_pb2.Started(**{**known, **fields}))
 
 
-def delta(text, *token_ids, logprobs=(), reason=common_pb2.FINISH_REASON_UNSPECIFIED):
+def delta(text, *token_ids, reason=common_pb2.FINISH_REASON_UNSPECIFIED, **fields):
     return inference_pb2.GenerateResponse(
-        delta=inference_pb2.Delta(
-            text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason
-        )
+        delta=inference_pb2.Delta(text=text, token_ids=token_ids, finish_reason=reason, **fields)
     )
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 import threading
 
 import grpc
@@ -62,13 +61,14 @@ async def test_status(connect, serve):
     # What only a newer version has a name for is shown as its number.
     newer = common_pb2.WorkerRecord(role=77, incarnation="n", blocks_total=50)
     pair = {"prefill": "p", "decode": "d", "state": "OPEN"}
-    event = fleet_pb2.RouterEvent(kind=fleet_pb2.EVENT_KIND_FAILOVER, text="gone")
     router = ScriptedRouter(HELLO)
     router.status = fleet_pb2.GetStatusResponse(
         router=fleet_pb2.RouterStatus(
-            incarnation="r",
             counts=fleet_pb2.RouterCounts(ended={"OK": 3}, refused=1),
-            events=[event, fleet_pb2.RouterEvent(kind=79)],
+            events=[
+                fleet_pb2.RouterEvent(kind=fleet_pb2.EVENT_KIND_FAILOVER, text="gone"),
+                fleet_pb2.RouterEvent(kind=79),
+            ],
         ),
         workers=[
             fleet_pb2.WorkerStatus(record=record, load=worker_pb2.Load(**load), state="READY"),
@@ -82,14 +82,12 @@ async def test_status(connect, serve):
     async with connect(await serve(router)) as client:
         status = await client.status()
     assert json.loads(json.dumps(status)) == status
-    shown = status["router"]
-    assert (shown["incarnation"], shown["registry_connected"]) == ("r", False)
+    shown, (known, unknown) = status["router"], status["workers"]
     assert (shown["counts"]["ended"], shown["counts"]["refused"]) == ({"OK": 3}, 1)
-    assert shown["latency"]["requests"] == 0
-    event, unknown = shown["events"]
-    assert (event["kind"], event["text"], event["times"]) == ("failover", "gone", 0)
-    assert unknown["kind"] == "79"
-    known, unknown = status["workers"]
+    assert (shown["registry_connected"], shown["latency"]["requests"]) == (False, 0)
+    assert [(one["kind"], one["text"]) for one in shown["events"]] == [
+        ("failover", "gone"), ("79", "")
+    ]  # fmt: skip
     assert known == {
         "role": "prefill", "incarnation": "w", "address": "h:1", "pid": 42, "device": "cpu",
         "state": "READY", "reason": "", **load,
@@ -187,10 +185,3 @@ async def test_a_closed_client_leaves_no_thread(serve):
         return [t.name for t in left if t.is_alive()]
 
     assert await asyncio.to_thread(use) == []
-
-
-def test_import_baton_loads_no_grpc():
-    code = "import sys, baton; assert 'grpc' not in sys.modules; baton.Client; baton.errors"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    with pytest.raises(AttributeError, match="Clint"):
-        _ = baton.Clint

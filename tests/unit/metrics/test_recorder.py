@@ -44,10 +44,6 @@ def samples_of(recorder, accept=OPEN):
     }
 
 
-def value_of(samples, name, **labels):
-    return samples[name, tuple(sorted(labels.items()))].value
-
-
 GAPS = "baton.request.inter_token_latency"
 
 
@@ -64,19 +60,23 @@ def test_counters_gauges_and_histograms(recorder, accept):
         recorder.record(TTFT, value, CHAT)
         gaps.record(value)
     samples = samples_of(recorder, accept)
-    assert value_of(samples, "baton_failovers_total", reason="Stale") == 3
-    assert value_of(samples, "baton_failovers_total", reason="Unavailable") == 0
-    assert value_of(samples, "baton_requests_running") == 7
-    assert value_of(samples, "baton_tokens_output_total") == 1234567
+
+    def value_of(name, **labels):
+        return samples[name, tuple(sorted(labels.items()))].value
+
+    assert value_of("baton_failovers_total", reason="Stale") == 3
+    assert value_of("baton_failovers_total", reason="Unavailable") == 0
+    assert value_of("baton_requests_running") == 7
+    assert value_of("baton_tokens_output_total") == 1234567
     target = {"service_name": "baton-router", "service_instance_id": 'a "b"\\'}
-    assert value_of(samples, "target_info", **target) == 1
+    assert value_of("target_info", **target) == 1
     for name, labels in ((TTFT, LABELS), (GAPS, {})):
         series = f"{name.replace('.', '_')}_seconds"
         bounds = {"0.004": 0, "0.006": 2} if name == GAPS else {"0.005": 1, "0.01": 2, "60.0": 2}
         for bound, count in (bounds | {"+Inf": 3}).items():
-            assert value_of(samples, f"{series}_bucket", le=bound, **labels) == count
-        assert value_of(samples, f"{series}_count", **labels) == 3
-        assert value_of(samples, f"{series}_sum", **labels) == pytest.approx(100.0101)
+            assert value_of(f"{series}_bucket", le=bound, **labels) == count
+        assert value_of(f"{series}_count", **labels) == 3
+        assert value_of(f"{series}_sum", **labels) == pytest.approx(100.0101)
 
 
 def spans(**settings):
@@ -140,9 +140,7 @@ def test_the_tables_rows_are_whole_with_unique_names_that_have_units():
         assert all(re.fullmatch("[a-z_][a-z0-9_]*", name) for name in one.samples), one.name
     samples = [name for one in TABLE for name in one.samples]
     assert len(set(samples)) == len(samples)
-    names = {one.name: one.samples[0] for one in TABLE}
-    assert names["baton.tokens.output"] == "baton_tokens_output_total"
-    assert names["process.cpu.time"] == "process_cpu_time_seconds_total"
-    assert names["baton.engine.step.age"] == "baton_engine_step_age_seconds"
-    assert names["baton.kv.transfer.io"] == "baton_kv_transfer_io_bytes_total"
-    assert names["baton.prefill.queue_time"] == "baton_prefill_queue_time_seconds_bucket"
+    assert {
+        *("baton_tokens_output_total", "process_cpu_time_seconds_total"),
+        *("baton_engine_step_age_seconds", "baton_kv_transfer_io_bytes_total"),
+    } <= set(samples)

@@ -1,11 +1,11 @@
 """Passwords and TLS against a real etcd: what works, and what a wrong setting says."""
 
 import asyncio
+import contextlib
 import shutil
 import socket
 import subprocess
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,12 +13,20 @@ from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local.etcd import EmbeddedEtcd, etcd_binary
 from baton.registry.etcd import EtcdRegistry
-from baton.v1.common_pb2 import WorkerRecord
+from baton.v1.common_pb2 import WorkerRecord, WorkerRole
 from tests.documents import DOCS, blocks
 
-from .conftest import RECORD, opened, until
-
 PASSWORD = "fleet-of-foot"
+RECORD = WorkerRecord(incarnation="d1", role=WorkerRole.WORKER_ROLE_DECODE, address="h:1")
+
+
+@contextlib.asynccontextmanager
+async def opened(config):
+    registry = EtcdRegistry(config)
+    try:
+        yield registry
+    finally:
+        await registry.close()
 
 
 async def register_and_see(config):
@@ -52,6 +60,12 @@ def require_password(address):
         etcdctl(address, *line.split())
 
 
+@pytest.fixture
+async def etcd():
+    async with EmbeddedEtcd(args=["--bcrypt-cost", "4"]) as etcd:
+        yield etcd
+
+
 async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, tmp_path):
     for name, password in (("right", PASSWORD + "\n"), ("wrong", "guess")):
         (tmp_path / name).write_text(password)
@@ -72,7 +86,10 @@ async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, tmp_path)
         await etcd.kill()  # which makes it forget its tokens
         await etcd.start()
         await registration.update(changed)
-        await until(members, lambda now: members.connected and now["d1"] == changed)
+        async with asyncio.timeout(12), contextlib.aclosing(members.changes()) as changes:
+            async for records in changes:
+                if members.connected and records["d1"] == changed:
+                    break
 
 
 @pytest.mark.parametrize(
@@ -99,10 +116,7 @@ def make_tls_files(folder):
     run_commands(commands, folder)
     (folder / "stranger").mkdir()
     run_commands(commands.partition("\n\n")[0], folder / "stranger")
-    ours = {"ca": "etcd_ca.pem", "stranger_ca": "../stranger/secrets/etcd_ca.pem"}
-    for name in ("server", "client"):
-        ours |= {f"{name}_{kind}": f"etcd_{name}_{kind}.pem" for kind in ("cert", "key")}
-    return SimpleNamespace(**{name: folder / "secrets" / file for name, file in ours.items()})
+    return folder / "secrets", folder / "stranger/secrets/etcd_ca.pem"
 
 
 def run_commands(commands, folder):
@@ -112,7 +126,8 @@ def run_commands(commands, folder):
 
 async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch):
     monkeypatch.setattr("baton.registry.etcd_client.START_S", 0.3)
-    tls = await asyncio.to_thread(make_tls_files, tmp_path)
+    tls, stranger_ca = await asyncio.to_thread(make_tls_files, tmp_path)
+    ca = tls / "etcd_ca.pem"
     with socket.socket() as one, socket.socket() as two:
         for probe in (one, two):
             probe.bind(("127.0.0.1", 0))
@@ -120,18 +135,18 @@ async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch)
     urls = f"http://127.0.0.1:{plain},https://127.0.0.1:{secret},https://127.0.0.2:{secret}"
     args = [
         *("--listen-client-urls", urls),
-        *("--cert-file", str(tls.server_cert), "--key-file", str(tls.server_key)),
-        *("--client-cert-auth", "--trusted-ca-file", str(tls.ca)),
+        *("--cert-file", f"{tls}/etcd_server_cert.pem", "--key-file", f"{tls}/etcd_server_key.pem"),
+        *("--client-cert-auth", "--trusted-ca-file", str(ca)),
     ]
-    ours = {"cert_file": tls.client_cert, "key_file": tls.client_key}
+    ours = {kind + "_file": tls / f"etcd_client_{kind}.pem" for kind in ("cert", "key")}
     address = f"127.0.0.1:{secret}"
     async with EmbeddedEtcd(client_port=plain, args=args):
-        await register_and_see(RegistryConfig(etcd=address, ca_file=tls.ca, **ours))
-        await register_and_see(RegistryConfig(etcd=f"https://{address}", ca_file=tls.ca, **ours))
-        await refused(RegistryConfig(etcd=address, ca_file=tls.stranger_ca, **ours), "did not sign")
-        await refused(RegistryConfig(etcd=address, ca_file=tls.ca), "client certificate")
+        await register_and_see(RegistryConfig(etcd=address, ca_file=ca, **ours))
+        await register_and_see(RegistryConfig(etcd=f"https://{address}", ca_file=ca, **ours))
+        await refused(RegistryConfig(etcd=address, ca_file=stranger_ca, **ours), "did not sign")
+        await refused(RegistryConfig(etcd=address, ca_file=ca), "client certificate")
         await refused(
-            RegistryConfig(etcd=f"127.0.0.2:{secret}", ca_file=tls.ca, **ours), "another name"
+            RegistryConfig(etcd=f"127.0.0.2:{secret}", ca_file=ca, **ours), "another name"
         )
         with pytest.raises(Unavailable, match="https:// if it speaks TLS"):
             await register_and_see(RegistryConfig(etcd=address))

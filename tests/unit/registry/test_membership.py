@@ -1,13 +1,19 @@
-"""One writer, many readers: the newest snapshot reaches all, and no more than that."""
+"""Readers see the newest members, and the table agrees with the store whatever a watcher misses."""
 
 import asyncio
 
-from baton.registry.membership import Membership
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from .conftest import record
+from baton.registry.membership import Membership, MemberTable
+from baton.v1.common_pb2 import WorkerRecord
 
 
-async def test_a_slow_reader_gets_the_newest_snapshot_and_only_a_changed_one():
+def record(name, pid=0):
+    return WorkerRecord(incarnation=name, pid=pid)
+
+
+async def test_a_slow_reader_gets_the_newest_snapshot_when_it_changed_until_the_watch_ends():
     membership = Membership()
     changes = membership.changes()
     assert dict(await anext(changes)) == {}
@@ -23,6 +29,10 @@ async def test_a_slow_reader_gets_the_newest_snapshot_and_only_a_changed_one():
     membership.publish({"a": record("a", 99)}, connected=False)
     assert await waiting is before
     assert not membership.connected
+    ending = asyncio.create_task(anext(changes, None))
+    await asyncio.sleep(0)
+    membership.close()
+    assert await ending is None
 
 
 async def test_a_member_is_found_also_one_that_comes_a_moment_later():
@@ -38,3 +48,63 @@ async def test_a_member_is_found_also_one_that_comes_a_moment_later():
     membership.close()
     assert await membership.find("d2", 10.0) is None
     assert [snapshot async for snapshot in membership.changes()] == []
+
+
+class Store:
+    """Keys with revisions, and the whole history of events."""
+
+    def __init__(self):
+        self.revision = 1
+        self.entries = {}
+        self.events = []
+
+    def put(self, name):
+        self.revision += 1
+        self.entries[name] = (record(name, self.revision), self.revision)
+        self.events.append((self.revision, name, self.entries[name][0]))
+
+    def delete(self, name):
+        if self.entries.pop(name, None):
+            self.revision += 1
+            self.events.append((self.revision, name, None))
+
+    def records(self):
+        return {name: entry[0] for name, entry in self.entries.items()}
+
+
+def replay(store, table, after):
+    for revision, name, changed in store.events:
+        if revision <= after:
+            continue
+        if changed is None:
+            table.delete(name, revision)
+        else:
+            table.put(name, changed, revision)
+        assert table.missing <= table.records.keys() == table._revisions.keys()
+
+
+changes = st.lists(st.tuples(st.sampled_from(["put", "delete"]), st.sampled_from("abcd")))
+
+
+def apply(store, some):
+    for verb, name in some:
+        getattr(store, verb)(name)
+
+
+@settings(deadline=None)
+@given(before=changes, meanwhile=changes, later=changes, compacted=st.booleans())
+def test_a_listing_and_a_watch_leave_only_the_missing_to_drop(before, meanwhile, later, compacted):
+    """A watch that resumes where it broke misses nothing; after compaction it begins later."""
+    store, table = Store(), MemberTable()
+    apply(store, before)
+    table.listed(store.entries)
+    seen = store.revision
+    apply(store, meanwhile)
+    table.listed(dict(store.entries))
+    seen = store.revision if compacted else seen
+    apply(store, later)
+    replay(store, table, after=seen)
+    assert compacted or not table.missing
+    assert {n: r for n, r in table.records.items() if n not in table.missing} == store.records()
+    assert table.drop_missing().isdisjoint(store.entries)
+    assert table.records == store.records()

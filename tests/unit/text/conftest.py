@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from baton.text import Tokenizer, load_tokenizer
+from baton.text import load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -36,36 +37,29 @@ def byte_level_library():
 
 def byte_fallback_library():
     """As Llama 2 and Mistral: pieces with a leading space, bytes for what is in no piece."""
-    learner = tokenizers.Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    learner.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=150, show_progress=False))
-    learned = json.loads(learner.to_str())["model"]
-    reserved = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces = [*reserved, *sorted(learned["vocab"], key=learned["vocab"].__getitem__)]
-    library = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=[tuple(merge) for merge in learned["merges"]],
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     library.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     library.decoder = decoders.Sequence(
         [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
             decoders.Strip(" ", 1, 0),
         ]
     )
     library.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    library.add_special_tokens(["<unk>", *SPECIAL])
+    reserved = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    library.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=411, special_tokens=reserved, show_progress=False),
+    )
+    described = json.loads(library.to_str())
+    described["pre_tokenizer"] = None  # words were only for learning
+    described["added_tokens"] = described["added_tokens"][: 1 + len(SPECIAL)]  # bytes are plain
+    library = tokenizers.Tokenizer.from_str(json.dumps(described))
     # Looks like half a character, and is a whole one.
     library.add_tokens([tokenizers.AddedToken("\ufffd", normalized=False)])
     return library
@@ -111,13 +105,10 @@ def write_model(directory, library, **files):
 @pytest.fixture(scope="session")
 def tokenizer_of(tmp_path_factory):
     """Loads the tokenizer of a family by name."""
-    loaded: dict[str, Tokenizer] = {}
 
+    @functools.cache
     def load(family):
-        if family not in loaded:
-            directory = write_model(tmp_path_factory.mktemp(family), FAMILIES[family]())
-            loaded[family] = load_tokenizer(directory)
-        return loaded[family]
+        return load_tokenizer(write_model(tmp_path_factory.mktemp(family), FAMILIES[family]()))
 
     return load
 

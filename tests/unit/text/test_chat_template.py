@@ -25,27 +25,6 @@ CHATML = """\
 {% endif %}
 """
 
-LLAMA3 = """\
-{{- bos_token }}
-{%- if tools is not none %}{{ raise_exception('no tools') }}{% endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{{- "Year: " + strftime_now("%Y") + "\\n" + system_message + "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if message.role == 'skip' %}{% continue %}{% endif %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
 MISTRAL = """\
 {%- set ns = namespace(index=0) %}
 {{- bos_token }}
@@ -62,15 +41,9 @@ MISTRAL = """\
 {%- endfor %}
 """
 
-JSON_LINES = """\
-{%- for message in messages %}
-{{ dict(turn=loop.index, **message) | tojson }}
-{% endfor %}
-{{ messages | tojson(indent=2) }}
-{{ dict.fromkeys(['a', 'b'], 0) | tojson }}
-"""
-
 FEATURES = """\
+{{- bos_token }}{% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}
+{{- "Year: " + strftime_now("%Y") + "\\n" }}
 {%- macro turn(role, text) %}<{{ role }}>{{ text ~ '|' ~ 3 }}{{ caller() if caller }}{% endmacro %}
 {%- set block %}{% for message in messages %}{{ loop.index }}/{{ loop.length }}{% endfor %}
 {%- endset %}
@@ -84,7 +57,11 @@ FEATURES = """\
 {%- endfor %}
 {{- messages | map(attribute='role') | join('+') }}{{ '{:>8}'.format('x') }}{{ 'y' | center(5) }}
 {{- [1, 2] + [3] }}{{ 2 ** 10 * 3 % 7 }}{{ ['-'] * 3 }}{{ messages[::-1] | length }}
-{{- {'b': 1, 'a': [none, 1.5]} | tojson(indent=2) }}
+{{- {'b': 1, 'a': [none, 1.5]} | tojson(indent=2) }}{{ dict.fromkeys(['a', 'b'], 0) | tojson }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}{% continue %}{% endif %}
+{{ dict(turn=loop.index, **message) | tojson }}
+{% endfor %}
 """
 
 CHATS = [
@@ -103,7 +80,7 @@ def transformers_tokenizer():
 @pytest.mark.parametrize(
     ("source", "chat"),
     [
-        *((source, chat) for source in (CHATML, LLAMA3, JSON_LINES, FEATURES) for chat in CHATS),
+        *((source, chat) for source in (CHATML, FEATURES) for chat in CHATS),
         *((MISTRAL, chat) for chat in CHATS if chat[0][0] != "system"),
     ],
 )
@@ -225,7 +202,7 @@ def test_a_template_that_a_message_makes_endless_is_stopped(monkeypatch):
 def test_long_chats_are_within_bounds():
     """A megabyte in 2,000 turns, in templates that copy them several times."""
     chat = [("user" if i % 2 == 0 else "assistant", "some words " * 50) for i in range(2000)]
-    for source in (CHATML, MISTRAL, JSON_LINES, FEATURES):
+    for source in (CHATML, MISTRAL, FEATURES):
         assert len(ChatTemplate(source, SPECIAL, "test").render(chat)) > 500_000
 
 

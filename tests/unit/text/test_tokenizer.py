@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -85,16 +83,12 @@ def test_encode_adds_special_tokens_and_encode_chat_does_not(write):
 
 def test_a_text_that_is_too_long_is_not_tokenized_to_its_end(write):
     tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
+    assert_refused(tokenizer, "\ud800", "is not Unicode text")
     text = "hello wo " * 100_000
     num_tokens = len(tokenizer.encode(text))
     assert len(tokenizer.encode(text, num_tokens)) == num_tokens
     reason = assert_refused(tokenizer, text, "the context holds 1000", 1000)
     assert int(reason.split()[4]) < num_tokens / 2
-
-
-def test_text_that_is_not_unicode_is_refused(write):
-    tokenizer = load_tokenizer(write(tokenizer_config={"chat_template": TEMPLATE}))
-    assert_refused(tokenizer, "\ud800", "is not Unicode text")
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized(write):
@@ -195,8 +189,3 @@ def test_the_fingerprint_changes_exactly_when_the_text_side_does(write):
     tokenizer_file.write_text(tokenizer_file.read_text().replace("im_end", "in_end"))
     seen.add(text_fingerprint(path))
     assert len(seen) == 5
-
-
-def test_importing_text_imports_no_torch_and_no_grpc():
-    code = "import baton.text, sys; assert not {'torch', 'grpc'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
