@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +41,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_processes_refuse_a_broken_checkpoint(tmp_path: Path, whole: Path) -> None:
     """Exit status 1 and one line that names the file and the tensor; `up` starts nothing."""
 
-    def broken(name: str, how: Callable[[Path], object]) -> Path:
-        copy = Path(shutil.copytree(whole, tmp_path / name))
-        how(copy)
-        return copy
-
-    def lose_tensor(copy: Path) -> None:
-        tensors = load_file(copy / WEIGHTS)
-        del tensors[LOST]
-        save_file(tensors, copy / WEIGHTS)
-
-    def truncate(copy: Path) -> None:
-        (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:-1000])
-
-    lost = broken("lost", lose_tensor)
-    truncated = broken("truncated", truncate)
-    unreadable = broken("unreadable", lambda copy: (copy / "tokenizer.json").write_text("{}"))
+    lost, truncated, unreadable = (
+        Path(shutil.copytree(whole, tmp_path / name)) for name in ("lost", "cut", "unreadable")
+    )
+    tensors = load_file(lost / WEIGHTS)
+    del tensors[LOST]
+    save_file(tensors, lost / WEIGHTS)
+    (truncated / WEIGHTS).write_bytes((truncated / WEIGHTS).read_bytes()[:-1000])
+    (unreadable / "tokenizer.json").write_text("{}")
     async with EmbeddedEtcd() as etcd:
         worker, router, up = await asyncio.gather(
             baton("decode-worker", "--model", str(lost), "--etcd", etcd.address,
@@ -79,27 +70,6 @@ def generated_by_one_process(engine: EngineConfig) -> Completion:
     """What a cluster must generate."""
     with SingleProcess(engine) as process:
         return process.generate(PROMPT, SamplingParams(**GREEDY))
-
-
-async def test_a_sharded_checkpoint_serves(tmp_path: Path, clusters: Clusters) -> None:
-    """A cluster streams what one process and transformers itself generate."""
-    directory = tmp_path / "sharded"
-    reference = make_checkpoint(
-        directory, "Qwen3ForCausalLM", seed=5, tokenizer=True, max_shard_size="100KB"
-    )
-    assert len(list(directory.glob("*.safetensors"))) > 2
-    engine = EngineConfig(model=str(directory), dtype="float32", kv_blocks=64)
-    here = generated_by_one_process(engine)
-    with torch.no_grad():
-        greedy = reference.generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=16, min_new_tokens=16
-        )
-    _, client = await clusters(alone=True, engine=engine)
-    there = await client.generate(PROMPT, **GREEDY, timeout=60.0)
-    assert [model.name for model in await client.models()] == ["sharded"]
-    assert there.route.prefill is not None
-    assert there.token_ids == here.token_ids == tuple(greedy[0, 50:].tolist())
-    assert there.text == here.text
 
 
 async def test_random_weights_serve_token_ids(
@@ -137,11 +107,21 @@ async def refusal(client: AsyncClient) -> str:
     return str(refused.value)
 
 
-async def test_workers_that_do_not_match_are_not_paired(
-    tmp_path: Path, whole: Path, clusters: Clusters
-) -> None:
-    """Other blocks, other weights, another tokenizer than the router's: each is named."""
-    engine = EngineConfig(model=str(whole), dtype="float32", kv_blocks=64)
+async def test_workers_that_do_not_match_are_not_paired(tmp_path: Path, clusters: Clusters) -> None:
+    """Other blocks, other weights, another tokenizer than the router's: each is named.
+
+    The others serve a sharded checkpoint: tokens are those of one process and of transformers.
+    """
+    model, other = tmp_path / "sharded", tmp_path / "other"
+    reference = make_checkpoint(
+        model, "Qwen3ForCausalLM", seed=5, tokenizer=True, max_shard_size="100KB"
+    )
+    assert len(list(model.glob("*.safetensors"))) > 2
+    with torch.no_grad():
+        greedy = reference.generate(
+            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=16, min_new_tokens=16
+        )
+    engine = EngineConfig(model=str(model), dtype="float32", kv_blocks=64)
     cluster, _ = await clusters(
         alone=True, engine=engine, decode=2, extra_args={"decode-1": ["--block-size", "32"]}
     )
@@ -151,14 +131,15 @@ async def test_workers_that_do_not_match_are_not_paired(
         done = await asyncio.gather(
             *(client.generate(PROMPT, cache_salt=f"{i}", timeout=60.0, **GREEDY) for i in range(8))
         )
-        assert {one.token_ids for one in done} == {here.token_ids}
+        assert here.token_ids == tuple(greedy[0, len(PROMPT) :].tolist())
+        assert {(one.token_ids, one.text) for one in done} == {(here.token_ids, here.text)}
+        assert [model.name for model in await client.models()] == ["sharded"]
         odd = cluster.processes["decode-1"].pid
         names = {w["pid"]: w["incarnation"] for w in (await client.status())["workers"]}
         assert names[odd] not in {one.route.decode for one in done if one.route.prefill}
         await all_blocks_free(client)
 
-        other = tmp_path / "other"
-        make_checkpoint(other, seed=9, tokenizer=True)
+        make_checkpoint(other, "Qwen3ForCausalLM", seed=9, tokenizer=True)
         decode = await start_on(cluster, "decode-0", other)
         pids = {p.pid for p in cluster.processes.values() if p.role != "router"}
 

@@ -9,9 +9,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.cli import doctor as doctor_command
 from baton.client import AsyncClient
@@ -97,6 +100,23 @@ async def test_generate_equals_one_process_and_status_has_its_keys(clusters: Clu
         refused = await baton("generate", "x", *argv, *target)
         assert refused.status == 1
         assert re.fullmatch(r"baton: error: [^\n]*\n", refused.err) and message in refused.err
+
+
+async def test_health_and_reflection(clusters: Clusters) -> None:
+    """They answer on the router and on every worker."""
+    cluster, _ = await clusters()
+    addresses = [record.address for record in cluster.membership.records.values()]
+    ask = reflection_pb2.ServerReflectionRequest(list_services="*")
+    for address in [cluster.address, *addresses]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+            listing = await reflection.ServerReflectionInfo(iter([ask]), timeout=5).read()
+            names = {service.name for service in listing.list_services_response.service}
+            assert "grpc.health.v1.Health" in names
+            assert any(name.startswith("baton.v1.") for name in names)
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -266,6 +286,9 @@ async def check_traces(target: tuple[str, ...]) -> dict[str, Any]:
     assert share and 80 < float(share[1]) <= 100
     frame = await baton("top", "--once", "--interval", "0.2", *target)
     assert (frame.status, frame.err) == (0, "")
+    assert "\x1b" not in frame.out and "quit" not in frame.out  # it may go into a pipe
+    row = next(line for line in frame.out.splitlines() if line.startswith(target[1]))
+    assert row.split()[2:7] == ["0", "0", "0", "0", "-"]  # rates, from two answers
     for row in (r"prefill +prefill-0-[0-9a-f]{8} +READY ", r"decode +decode-0-[0-9a-f]{8} +READY ",
                 r"prefill-0-[0-9a-f]{8}  decode-0-[0-9a-f]{8}  shm +OPEN "):  # fmt: skip
         assert re.search(f"^{row}", frame.out, re.M), frame.out

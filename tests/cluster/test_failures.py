@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 
-from baton.client import AsyncClient, Completion, RetryPolicy
+from baton.client import AsyncClient, RetryPolicy
 from baton.config import RouterLimits
 from baton.errors import DeadlineExceeded, Overloaded, Unavailable
 from baton.local import ports
@@ -43,9 +43,11 @@ TWO = {"engine": SIMULATED, "limits": RouterLimits(silence_s=SILENCE_S)}
 
 
 @asynccontextmanager
-async def stopped(cluster: LocalCluster, name: str) -> AsyncIterator[None]:
+async def stopped(
+    cluster: LocalCluster, name: str, how: signal.Signals = signal.SIGSTOP
+) -> AsyncIterator[None]:
     """The process is stopped within the block and always continued after it."""
-    cluster.kill(name, signal.SIGSTOP)
+    cluster.kill(name, how)
     try:
         yield
     finally:
@@ -145,13 +147,6 @@ async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(
     await eventually(used_again, bool, "it is not used again", BACK_S)
 
 
-async def check_lost(running: Awaitable[list[Completion]], incarnation: str) -> None:
-    """All complete, at least one after a second attempt, and none on the lost worker."""
-    done = await running
-    assert any(one.route.attempts > 1 for one in done), "no stream was hit"
-    assert incarnation not in {one.route.prefill for one in done}
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_a_prefill_worker_lost_in_the_middle_of_a_prompt_is_replaced(
     clusters: Clusters, simulated: Oracle, how: signal.Signals
@@ -167,13 +162,13 @@ async def test_a_prefill_worker_lost_in_the_middle_of_a_prompt_is_replaced(
     running = asyncio.gather(*asked)
     await eventually(computes, bool, "prefill-0 got no prompt")
     lost = (await view(client, cluster, "prefill-0"))["incarnation"]
-    if how == signal.SIGKILL:
-        cluster.kill("prefill-0")
-        await check_lost(running, lost)
-    else:
-        async with stopped(cluster, "prefill-0"):
+    async with stopped(cluster, "prefill-0", how):
+        if how == signal.SIGSTOP:
             await seen_as(client, cluster, "prefill-0", "SILENT")
-            await check_lost(running, lost)
+        done = await running
+        assert any(one.route.attempts > 1 for one in done), "no stream was hit"
+        assert lost not in {one.route.prefill for one in done}
+    if how == signal.SIGSTOP:
         await seen_as(client, cluster, "prefill-0", "READY")
         again = (check(client, simulated, case, cache_salt="again") for case in cases)
         await asyncio.gather(*again)

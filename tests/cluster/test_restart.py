@@ -10,6 +10,7 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -59,6 +60,17 @@ async def steady_load(
         stopping.set()
 
 
+async def members(client: AsyncClient, ready: int = 2) -> set[str]:
+    """All workers, once the router reaches etcd and so many are READY."""
+
+    def complete(status: dict[str, Any]) -> bool:
+        states = [worker["state"] for worker in status["workers"]]
+        return status["router"]["registry_connected"] and states.count("READY") == ready
+
+    status = await eventually(client.status, complete, "members are missing", 30.0)
+    return {worker["incarnation"] for worker in status["workers"]}
+
+
 @contextlib.asynccontextmanager
 async def clients_of(cluster: LocalCluster) -> AsyncIterator[list[AsyncClient]]:
     """A client for each router: that one first, the others when it is away."""
@@ -87,7 +99,7 @@ async def test_etcd_restarts_and_one_of_two_routers_is_killed(
 ) -> None:
     """A killed router's streams go on at the other one, and whatever is new goes there."""
     cluster, _ = await clusters(**ALL)
-    members = set(cluster.membership.records)
+    before = set(cluster.membership.records)
     case = simulated.case(30, 0, "seeded", 400)
     async with clients_of(cluster) as clients:
         async with steady_load(clients, simulated, simulated.mixed(8, new_tokens=24)):
@@ -95,9 +107,7 @@ async def test_etcd_restarts_and_one_of_two_routers_is_killed(
             await cluster.etcd.stop()
             await cluster.etcd.start()
         for client in clients:
-            connected = lambda s: s["router"]["registry_connected"]  # noqa: E731
-            status = await eventually(client.status, connected, "not connected", 30.0)
-            assert {worker["incarnation"] for worker in status["workers"]} == members
+            assert await members(client) == before
 
         lives = asyncio.create_task(check(clients[1], simulated, case))
         stream = clients[0].stream(case.prompt, **case.options, timeout=90.0)
@@ -165,17 +175,6 @@ async def test_blocks_are_freed_without_new_work(clusters: Clusters, simulated: 
     await eventually(busy, lambda found: not found, "blocks are still held", 30.0)
 
 
-async def joined(client: AsyncClient) -> set[str]:
-    """All three workers, when the router has the one that joined."""
-
-    def three(status: dict) -> bool:  # type: ignore[type-arg]
-        return sum(worker["state"] == "READY" for worker in status["workers"]) == 3
-
-    status = await eventually(client.status, three, "the new worker is not a member", 30.0)
-    assert status["router"]["registry_connected"]
-    return {worker["incarnation"] for worker in status["workers"]}
-
-
 async def test_etcd_down_for_three_leases_fails_no_request(
     clusters: Clusters, simulated: Oracle
 ) -> None:
@@ -183,7 +182,7 @@ async def test_etcd_down_for_three_leases_fails_no_request(
     cluster, client = await clusters(alone=True, engine=SIMULATED, extra_args=LEASES)
     assert cluster.etcd is not None
     cases = simulated.mixed(4)
-    before = {worker["incarnation"] for worker in (await client.status())["workers"]}
+    before = await members(client)
     await cluster.etcd.kill()
     end_s = asyncio.get_running_loop().time() + OUTAGE_S * LEASE_S
     while asyncio.get_running_loop().time() < end_s:
@@ -191,10 +190,9 @@ async def test_etcd_down_for_three_leases_fails_no_request(
         assert {one.route.attempts for one in done} == {1}
     assert not (await client.status())["router"]["registry_connected"]
     await cluster.etcd.start()
-    connected = lambda s: s["router"]["registry_connected"]  # noqa: E731
-    await eventually(client.status, connected, "not reconnected", 15.0)
+    assert await members(client) == before
     await cluster.add_worker("decode")
-    assert before < await joined(client)
+    assert before < await members(client, ready=3)
     await Streams(client, simulated, cases).run()
     await all_blocks_free(client)
 
@@ -206,20 +204,20 @@ async def etcd_members() -> AsyncIterator[list[EmbeddedEtcd]]:
     peers = {f"etcd-{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(peer_ports)}
     initial = ",".join(f"{name}={url}" for name, url in peers.items())
     async with contextlib.AsyncExitStack() as stack:
-        members = []
+        started = []
         for name, url in peers.items():
             own = ("--name", name, "--listen-peer-urls", url, "--initial-advertise-peer-urls", url)
-            members.append(EmbeddedEtcd(args=(*own, "--initial-cluster", initial)))
-            stack.push_async_callback(members[-1].close)
-        await asyncio.gather(*(one.start() for one in members))  # none answers before a majority
-        yield members
-        await asyncio.gather(*(one.kill() for one in members))  # one alone looks for a majority
+            started.append(EmbeddedEtcd(args=(*own, "--initial-cluster", initial)))
+            stack.push_async_callback(started[-1].close)
+        await asyncio.gather(*(one.start() for one in started))  # none answers before a majority
+        yield started
+        await asyncio.gather(*(one.kill() for one in started))  # one alone looks for a majority
 
 
-async def leader_of(members: Sequence[EmbeddedEtcd]) -> EmbeddedEtcd:
+async def leader_of(etcds: Sequence[EmbeddedEtcd]) -> EmbeddedEtcd:
     """The member that leads now."""
     async with httpx.AsyncClient(timeout=10.0) as client:
-        for member in members:
+        for member in etcds:
             url = f"http://{member.address}/v3/maintenance/status"
             status = (await client.post(url, json={})).raise_for_status().json()
             if status["header"]["member_id"] == status["leader"]:
@@ -242,7 +240,7 @@ async def test_members_of_a_cluster_of_etcd_killed_under_streams(
         assert {one.route.attempts for one in await running} == {1}
         if victim == "leader":
             await cluster.add_worker("decode")
-            await joined(client)
+            await members(client, ready=3)
         await killed.start()
         await Streams(client, simulated, streams.cases).run()
     await all_blocks_free(client)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from baton import cli
 from tests.waiting import eventually
 
 from .statuses import DECODE, Router, pair, status, worker
@@ -140,13 +139,3 @@ async def test_however_it_ends_the_terminal_is_as_it_was(
     assert termios.tcgetattr(top.slave) != top.mode  # keys come without Enter
     top.process.send_signal(how)
     assert await top.ended() == exit_status
-
-
-async def test_one_frame_for_pipes(router: Router, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["top", "--once", "--interval", "0.1", "--width", "100", "--target", router.address]
-    assert await asyncio.to_thread(cli.main, argv) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("baton top  cluster default, model demo")
-    assert "\x1b" not in text and "quit" not in text
-    row = next(line for line in text.splitlines() if line.startswith("127.0.0.1:"))
-    assert row.split()[2:7] == ["0", "0", "0", "0", "-"]  # rates, from two answers

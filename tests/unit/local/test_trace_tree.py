@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 
 from baton.local.span_store import Span
-from baton.local.trace_tree import (
-    TraceSummary,
-    coverage,
-    entry_of,
-    is_trace_id,
-    render,
-    summarize,
-)
+from baton.local.trace_tree import coverage, entry_of, is_trace_id, render, summarize
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -139,20 +132,6 @@ def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry() -> N
     assert entry_of([second, first]) is second
     worker = span("decode", "baton-decode", "x", 0, 1, is_entry=True)
     assert entry_of([worker]) is coverage([worker]) is summarize([worker]) is None
-
-
-def test_a_summary_is_the_requests_own() -> None:
-    tokens = {"gen_ai.usage.input_tokens": 717, "gen_ai.usage.output_tokens": 40}
-    attempts = [
-        span("router.attempt", "baton-router", "r/b", 1, 9),
-        span("router.attempt", "baton-router", "r/c", 10, 99),
-    ]
-    assert summarize([*attempts, entry(5, 105, failed="gone", **tokens)]) == TraceSummary(
-        trace_id=TRACE, start_ns=5_000_000, took_ms=100.0, spans=3, error="gone",
-        input_tokens=717, output_tokens=40, attempts=2,
-    )  # fmt: skip
-    plain = summarize([entry()])
-    assert plain is not None and (plain.input_tokens, plain.error) == (0, None)
 
 
 def test_what_is_no_trace_id() -> None:
