@@ -27,37 +27,17 @@ from tests.waiting import eventually
 
 PROMPT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop("
 SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")
-WORKER_KEYS = {
-    "role", "incarnation", "address", "pid", "device", "state", "reason", "queue_tokens", "running",
-    "blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined",
-}  # fmt: skip
-COMPLETION = {
-    "text": str, "token_ids": list, "finish_reason": str, "usage": dict, "timing": dict,
-    "route": dict, "trace_id": str,
-}  # fmt: skip
-PARTS = {
-    "usage": {"prompt_tokens", "completion_tokens", "cached_tokens"},
-    "timing": {"queue_ms", "ttft_ms", "tpot_ms", "e2e_ms", "transfer_ms", "transfer_bytes"},
-    "route": {"prefill", "decode", "transport", "attempts"},
-}  # fmt: skip
 WARM_UP, WARM_UP_TOKENS = 4, 16
 
 
-async def generate(*argv: str) -> dict[str, Any]:
-    """What `generate --json` prints; its keys are those that are documented."""
-    done = await as_json("generate", *argv)
-    assert {key: type(value) for key, value in done.items()} == COMPLETION
-    assert {part: set(done[part]) for part in PARTS} == PARTS
-    return done
-
-
-async def test_generate_equals_one_process_and_status_has_its_keys(clusters: Clusters) -> None:
-    """Text, tokens, route, stop string; status; what is refused is one line and status 1."""
+async def test_generate_equals_one_process_and_status_shows_its_workers(clusters: Clusters) -> None:
+    """Text, tokens, route; status; a deadline that passes is one line and status 1."""
     cluster, _ = await clusters()
     target = ("--target", cluster.address)
     asked = (PROMPT * 2, "--max-tokens", "24", "--ignore-eos", *SAMPLED)
-    here = await generate(*asked, "--local", "--dtype", "float32", "--threads", "1")
-    there = await generate(*asked, *target)
+    local = ("--local", "--dtype", "float32", "--threads", "1")
+    here = await as_json("generate", *asked, *local)
+    there = await as_json("generate", *asked, *target)
     for key in ("token_ids", "text", "finish_reason"):
         assert there[key] == here[key]
     assert there["usage"]["prompt_tokens"] == here["usage"]["prompt_tokens"] > 16
@@ -68,38 +48,24 @@ async def test_generate_equals_one_process_and_status_has_its_keys(clusters: Clu
     assert there["timing"]["transfer_bytes"] > 0
     streamed = await baton("generate", *asked, *target)
     assert (streamed.status, streamed.out, streamed.err) == (0, there["text"] + "\n", "")
-    stop = there["text"][len(there["text"]) // 2 :][:3]
-    stopped = await generate(*asked, *target, "--stop", stop)
-    assert stopped["finish_reason"] == "stop"
-    assert stopped["text"] == there["text"][: there["text"].index(stop)]
-    short = await generate("--token-ids", "5,6,7", *target, "--max-tokens", "2")
-    assert short["route"]["prefill"] is None
-    assert short["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0}
 
     status = await as_json("status", *target)
-    assert set(status) == {"router", "workers", "pairs"}
     assert status["router"]["state"] == "SERVING"
     assert [worker["role"] for worker in status["workers"]] == ["prefill", "decode"]
     pids = {process.pid for process in cluster.processes.values()}
+    table = await baton("status", *target)
     for worker in status["workers"]:
-        assert set(worker) == WORKER_KEYS
         assert worker["state"] == "READY" and worker["pid"] in pids
         kinds = ("blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined")
         assert sum(worker[kind] for kind in kinds) == worker["blocks_total"] > 0
-    (pair,) = status["pairs"]
-    assert set(pair) == {"prefill", "decode", "transport", "state"}
-    assert [pair["prefill"], pair["decode"]] == [w["incarnation"] for w in status["workers"]]
-    table = await baton("status", *target)
-    for worker in status["workers"]:
         assert re.search(rf"{worker['role']} +{worker['incarnation']} .* READY ", table.out)
+    (pair,) = status["pairs"]
+    assert [pair["prefill"], pair["decode"]] == [w["incarnation"] for w in status["workers"]]
 
-    for argv, message in (
-        (("--temperature", "-1"), "temperature must be between 0 and 100, not -1.0"),
-        (("--max-tokens", "2000", "--ignore-eos", "--timeout", "0.5"), "within --timeout 0.5 s"),
-    ):
-        refused = await baton("generate", "x", *argv, *target)
-        assert refused.status == 1
-        assert re.fullmatch(r"baton: error: [^\n]*\n", refused.err) and message in refused.err
+    argv = ("--max-tokens", "2000", "--ignore-eos", "--timeout", "0.5")
+    refused = await baton("generate", "x", *argv, *target)
+    assert refused.status == 1
+    assert re.fullmatch(r"baton: error: [^\n]*within --timeout 0\.5 s[^\n]*\n", refused.err)
 
 
 async def test_health_and_reflection(clusters: Clusters) -> None:
@@ -125,7 +91,7 @@ async def test_a_pair_uses_the_transport_the_doctor_reports(
 ) -> None:
     """And the doctor reports the workers' hardware: on a CPU torch's version and no GPU."""
     cluster, _ = await clusters(**({"transport": "gloo"} if transport == "gloo" else {}))
-    used = await generate("x = [" * 40, "--target", cluster.address, "--max-tokens", "2")
+    used = await as_json("generate", "x = [" * 40, "--target", cluster.address, "--max-tokens", "2")
     assert used["route"]["transport"] == transport
     closed = f"127.0.0.1:{ports.free()}"
     report = await as_json("doctor", "--target", f"{closed},{cluster.address}")
@@ -242,7 +208,7 @@ async def test_up_from_ready_to_stopped(tmp_path: Path) -> None:
         await up.says("prefill-0 was killed by SIGKILL; starting it again in 0.5 s")
         await up.says("prefill-0 ready in ")
         family |= set(process.children(recursive=True))
-        again = await generate(PROMPT * 2, *target, "--max-tokens", "4")
+        again = await as_json("generate", PROMPT * 2, *target, "--max-tokens", "4")
         assert again["token_ids"] == first["token_ids"]
         next(one for one in process.children() if one.name() == "etcd").kill()
         await up.says("etcd ended with status -9; starting it again")
@@ -268,7 +234,7 @@ async def test_up_from_ready_to_stopped(tmp_path: Path) -> None:
 async def check_traces(target: tuple[str, ...]) -> dict[str, Any]:
     """`trace`, `top` and `status` after a request, which is returned, and a refusal."""
     # Longer than what decode computes by itself, so that there is a transfer to see.
-    first = await generate(PROMPT * 2, *target, "--max-tokens", "4")
+    first = await as_json("generate", PROMPT * 2, *target, "--max-tokens", "4")
     refused = await baton("generate", "--token-ids", "99999999", *target)
     assert refused.status == 1
 

@@ -25,40 +25,25 @@ ROLES = {"p": common_pb2.WORKER_ROLE_PREFILL, "d": common_pb2.WORKER_ROLE_DECODE
 
 def cpu(name: str, host: str = HOST, **fields: Any) -> WorkerRecord:
     """A worker on a CPU; names begin with p or d, for their role."""
-    return WorkerRecord(
-        **{
-            "incarnation": name,
-            "role": ROLES[name[0]],
-            "host_id": host,
-            "transports": [SHM, GLOO],
-            "kv": common_pb2.KvDescriptor(dtype="bfloat16", block_size=16),
-            "hardware": common_pb2.Hardware(torch_version="2.11.0"),
-            **fields,
-        }
-    )
+    known = {
+        "incarnation": name, "role": ROLES[name[0]], "host_id": host, "transports": [SHM, GLOO],
+        "kv": common_pb2.KvDescriptor(dtype="bfloat16", block_size=16),
+        "hardware": common_pb2.Hardware(torch_version="2.11.0"),
+    }  # fmt: skip
+    return WorkerRecord(**{**known, **fields})
 
 
 def gpu(
-    name: str,
-    own: str,
-    others: str = "",
-    host: str = HOST,
-    *,
-    peers: str | None = None,
-    nccl: str = "2.27.5",
-    rdma: tuple[str, ...] = (),
-    **fields: Any,
-) -> WorkerRecord:
+    name: str, own: str, others: str = "", host: str = HOST, *, peers: str | None = None,
+    nccl: str = "2.27.5", rdma: tuple[str, ...] = (), **fields: Any,
+) -> WorkerRecord:  # fmt: skip
     """A worker on the GPU named by one letter, which sees those of `others`, too."""
     hardware = common_pb2.Hardware(
         gpu=common_pb2.Gpu(uuid=own, name="NVIDIA H100 80GB HBM3", capability="9.0"),
-        visible_gpus=[own, *others],
-        peer_gpus=list(others if peers is None else peers),
-        nccl_version=nccl,
-        rdma_devices=list(rdma),
-    )
-    fields = {"transports": [CUDA_IPC, NCCL], "hardware": hardware, **fields}
-    return cpu(name, host, **fields)
+        visible_gpus=[own, *others], peer_gpus=others if peers is None else peers,
+        nccl_version=nccl, rdma_devices=rdma,
+    )  # fmt: skip
+    return cpu(name, host, **{"transports": [CUDA_IPC, NCCL], "hardware": hardware, **fields})
 
 
 def check(
@@ -165,14 +150,11 @@ def test_problems_of_several_pairs() -> None:
     assert found.subject.endswith("p1 → d1 and 2 more")
 
 
-def test_an_open_link_that_is_slower_than_it_could_be() -> None:
+def test_links_that_could_be_faster_and_clusters_that_cannot_serve() -> None:
     (pair,), (found,) = check(cpu("p"), cpu("d"), used=GLOO)
     assert pair["in_use"] == "gloo" and "uses gloo, and shm is faster" in found.text
     _, (found,) = check(cpu("p"), cpu("d"), used=SHM)
     assert found.level == "ok"
-
-
-def test_a_cluster_that_cannot_serve() -> None:
     missing = Finding("fail", "cluster", "has no decode worker", "start one: baton decode-worker")
     assert check(cpu("p")) == ([], [missing])
     _, findings = check(cpu("p"), cpu("d"), state="STALLED", registry=False)
@@ -187,17 +169,16 @@ PLACES = [("A", ""), ("A", "B"), ("B", "A"), ("B", "")]
 @pytest.mark.parametrize("host", [HOST, ELSEWHERE])
 def test_the_workers_choose_the_transport_that_is_reported(host: str) -> None:
     """Every combination of offers, sights and machines: the records lead to the Offer's choice."""
-    places = list(itertools.product(PLACES, PLACES))
-    for ours, theirs in itertools.product(OFFERS, OFFERS):
-        for (own, others), (there, beyond) in places:
-            prefill = gpu("p", own, others, transports=ours)
-            decode = gpu("d", there, beyond, host=host, transports=theirs)
-            ends = pairing.Ends(
-                pairing.apart(HOST, host), gpu=there,
-                reachable=(own, *others), nccl=(2, 27, 5),
-            )  # fmt: skip
-            try:
-                chosen = pairing.choose(ours, theirs, ends)
-            except KvMismatch:
-                chosen = None
-            assert pairing.fastest(prefill, decode) == chosen
+    for ours, theirs, (own, others), (there, beyond) in itertools.product(
+        OFFERS, OFFERS, PLACES, PLACES
+    ):
+        prefill = gpu("p", own, others, transports=ours)
+        decode = gpu("d", there, beyond, host=host, transports=theirs)
+        reachable = (own, *others)
+        apart = pairing.apart(HOST, host)
+        ends = pairing.Ends(apart, gpu=there, reachable=reachable, nccl=(2, 27, 5))
+        try:
+            chosen = pairing.choose(ours, theirs, ends)
+        except KvMismatch:
+            chosen = None
+        assert pairing.fastest(prefill, decode) == chosen
