@@ -23,8 +23,8 @@ def runs() -> list[Run]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("seed", "routers", "transport"), [(11, 2, "shm"), (12, 1, "gloo")])
 async def test_every_request_ends_right_and_nothing_is_kept(
-    fork_server: None, runs: list[Run], seed: int, routers: int, transport: str
-) -> None:
+    fork_server, runs, seed, routers, transport
+):
     said: list[str] = []
     harness = Harness(
         said.append, routers=routers, transport=transport, callers=6, mean_pause_s=1.5

@@ -19,7 +19,6 @@ from baton.local.etcd import EmbeddedEtcd
 from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
 from tests.cluster.command import as_json, baton
-from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import all_blocks_free
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.waiting import eventually
@@ -38,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-async def test_processes_refuse_a_broken_checkpoint(tmp_path: Path, whole: Path) -> None:
+async def test_processes_refuse_a_broken_checkpoint(tmp_path, whole):
     """Exit status 1 and one line that names the file and the tensor; `up` starts nothing."""
 
     lost, truncated, unreadable = (
@@ -72,9 +71,7 @@ def generated_by_one_process(engine: EngineConfig) -> Completion:
         return process.generate(PROMPT, SamplingParams(**GREEDY))
 
 
-async def test_random_weights_serve_token_ids(
-    tmp_path: Path, whole: Path, clusters: Clusters
-) -> None:
+async def test_random_weights_serve_token_ids(tmp_path, whole, clusters):
     """A bare config.json is enough for a benchmark; all workers make the same weights."""
     config = tmp_path / "tiny.json"
     shutil.copy(whole / "config.json", config)
@@ -107,7 +104,7 @@ async def refusal(client: AsyncClient) -> str:
     return str(refused.value)
 
 
-async def test_workers_that_do_not_match_are_not_paired(tmp_path: Path, clusters: Clusters) -> None:
+async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
     """Other blocks, other weights, another tokenizer than the router's: each is named.
 
     The others serve a sharded checkpoint: tokens are those of one process and of transformers.

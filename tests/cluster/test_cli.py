@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,7 +20,6 @@ from baton.client import AsyncClient
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from tests.cluster.command import as_json, baton, running
-from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED
 from tests.waiting import eventually
 
@@ -30,7 +28,7 @@ SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")
 WARM_UP, WARM_UP_TOKENS = 4, 16
 
 
-async def test_generate_equals_one_process_and_status_shows_its_workers(clusters: Clusters) -> None:
+async def test_generate_equals_one_process_and_status_shows_its_workers(clusters):
     """Text, tokens, route; status; a deadline that passes is one line and status 1."""
     cluster, _ = await clusters()
     target = ("--target", cluster.address)
@@ -68,7 +66,7 @@ async def test_generate_equals_one_process_and_status_shows_its_workers(clusters
     assert re.fullmatch(r"baton: error: [^\n]*within --timeout 0\.5 s[^\n]*\n", refused.err)
 
 
-async def test_health_and_reflection(clusters: Clusters) -> None:
+async def test_health_and_reflection(clusters):
     """They answer on the router and on every worker."""
     cluster, _ = await clusters()
     addresses = [record.address for record in cluster.membership.records.values()]
@@ -86,9 +84,7 @@ async def test_health_and_reflection(clusters: Clusters) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-async def test_a_pair_uses_the_transport_the_doctor_reports(
-    clusters: Clusters, transport: str
-) -> None:
+async def test_a_pair_uses_the_transport_the_doctor_reports(clusters, transport):
     """And the doctor reports the workers' hardware: on a CPU torch's version and no GPU."""
     cluster, _ = await clusters(**({"transport": "gloo"} if transport == "gloo" else {}))
     used = await as_json("generate", "x = [" * 40, "--target", cluster.address, "--max-tokens", "2")
@@ -118,9 +114,7 @@ async def counts(cluster: LocalCluster) -> dict[str, Any]:
         return {**counted, "ok": counted["ended"].get("OK", 0)}
 
 
-async def test_figures_of_a_benchmark_agree_with_the_routers_counts(
-    clusters: Clusters, tmp_path: Path
-) -> None:
+async def test_figures_of_a_benchmark_agree_with_the_routers_counts(clusters, tmp_path):
     """The gateway against gRPC in turns: each request, prompt token and output token is there."""
     cluster, _ = await clusters(engine=SIMULATED)
     before = await counts(cluster)
@@ -162,9 +156,7 @@ async def test_figures_of_a_benchmark_agree_with_the_routers_counts(
     assert 2 * WARM_UP * 104 <= warm_up <= 2 * WARM_UP * 144
 
 
-async def test_a_trace_is_replayed_and_ctrl_c_leaves_a_report(
-    clusters: Clusters, tmp_path: Path
-) -> None:
+async def test_a_trace_is_replayed_and_ctrl_c_leaves_a_report(clusters, tmp_path):
     """A long trace, ended early: status 130, a report marked partial, nothing goes on."""
     cluster, client = await clusters(engine=SIMULATED)
     row = {"input_length": 2000, "output_length": 400, "hash_ids": [1, 2, 3, 4]}
@@ -189,7 +181,7 @@ async def test_a_trace_is_replayed_and_ctrl_c_leaves_a_report(
 
 
 @pytest.mark.timeout(240)
-async def test_up_from_ready_to_stopped(tmp_path: Path) -> None:
+async def test_up_from_ready_to_stopped(tmp_path):
     """Traces, `top` and counts of requests; what is killed is restarted; nothing is left."""
     env = {"TMPDIR": str(tmp_path)}
     argv = ("up", "--port", "0", "--dtype", "float32", "--trace", "--drain-timeout", "1")
@@ -265,7 +257,7 @@ async def check_traces(target: tuple[str, ...]) -> dict[str, Any]:
     return first
 
 
-async def test_the_demo_shows_route_and_trace() -> None:
+async def test_the_demo_shows_route_and_trace():
     shown = await baton("demo", timeout_s=90.0)
     assert shown.status == 0, shown.err
     route = (

@@ -10,20 +10,11 @@ from typing import Any
 import pytest
 
 from baton.client import Completion
-from baton.config import DEMO_MODEL, EngineConfig
+from baton.config import DEMO_MODEL
 from baton.engine.ops.native import library
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, is_complete
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import (
-    ENGINE,
-    LENGTHS,
-    SAMPLING,
-    Oracle,
-    Streams,
-    all_blocks_free,
-    check,
-)
+from tests.cluster.oracle import ENGINE, LENGTHS, SAMPLING, Oracle, Streams, all_blocks_free, check
 
 SERVICES = {"baton-router", "baton-prefill", "baton-decode"}
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -36,9 +27,7 @@ BYTES_PER_TOKEN = (
 
 # Pairs of two and two over gloo: tests/cluster/test_chaos.py.
 @pytest.mark.parametrize(("size", "transport"), [(1, "shm"), (1, "gloo"), (2, "shm")])
-async def test_cold_cached_and_32_at_once(
-    clusters: Clusters, oracle: Oracle, size: int, transport: str
-) -> None:
+async def test_cold_cached_and_32_at_once(clusters, oracle, size, transport):
     """Every length, greedy and seeded: alone without and with prefix-cache hits, then in a batch.
 
     The KV bytes of exactly the prompt's tokens travel.
@@ -75,7 +64,7 @@ async def test_cold_cached_and_32_at_once(
     assert len({one.route.prefill for one in by_handoff}) == size
 
 
-async def test_only_what_decode_lacks_is_sent(clusters: Clusters, oracle: Oracle) -> None:
+async def test_only_what_decode_lacks_is_sent(clusters, oracle):
     """A second turn moves its new blocks; a short or a cached prompt skips the prefill worker."""
     _, client = await clusters()
     first = oracle.case(200, 2000)
@@ -96,9 +85,7 @@ async def test_only_what_decode_lacks_is_sent(clusters: Clusters, oracle: Oracle
     assert (again.route.prefill, again.usage.cached_tokens) == (None, 320)
 
 
-async def test_text_chat_logprobs_stop_strings_and_one_token(
-    clusters: Clusters, oracle: Oracle
-) -> None:
+async def test_text_chat_logprobs_stop_strings_and_one_token(clusters, oracle):
     _, client = await clusters()
     for prompt in ("def read(path):\n    with open(path) as file:\n",
                    [{"role": "user", "content": "Write a stack."}]):  # fmt: skip
@@ -128,9 +115,7 @@ async def spans_of(receiver: OtlpReceiver, done: Completion) -> list[Span]:
     return await receiver.store.wait_for(done.trace_id, whole, 20.0)
 
 
-async def test_the_trace_of_a_long_prompt(
-    clusters: Clusters, oracle: Oracle, receiver: OtlpReceiver
-) -> None:
+async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
     """The first token leaves before Commit, and blocks are sent while later chunks compute.
 
     The router assigns the handoff's id: with two, each end would wait for the other.
@@ -173,9 +158,7 @@ INT8: dict[str, Any] = {"quantization": "int8", "kv_dtype": "int8"}
         pytest.param(replace(ENGINE, kernels="torch", **INT8), "gloo", id="torch"),
     ],
 )
-async def test_int8_weights_and_kv(
-    clusters: Clusters, oracle: Oracle, engine: EngineConfig, transport: str
-) -> None:
+async def test_int8_weights_and_kv(clusters, oracle, engine, transport):
     """Cold and cached over a handoff of the int8 pool; a killed worker changes nothing."""
     native = engine.kernels != "torch"
     cluster, client = await clusters(
@@ -200,7 +183,7 @@ async def test_int8_weights_and_kv(
         await all_blocks_free(client)
 
 
-async def test_speculation_changes_no_token(clusters: Clusters, oracle: Oracle) -> None:
+async def test_speculation_changes_no_token(clusters, oracle):
     """Several tokens at once, with log-probabilities and stop strings, and a worker is killed."""
     cluster, client = await clusters(alone=True, engine=replace(ENGINE, speculate=4), decode=2)
     for sampling in SAMPLING:

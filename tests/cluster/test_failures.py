@@ -23,8 +23,7 @@ from baton.errors import DeadlineExceeded, Overloaded, Unavailable
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from tests.chaos.checks import stale_mappings
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import SIMULATED, Oracle, Streams, all_blocks_free, check
+from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
 SILENCE_S = 1.0
@@ -78,9 +77,7 @@ async def start_again(cluster: LocalCluster, name: str) -> None:
     await cluster.start_again(name)
 
 
-async def test_one_worker_of_each_role_killed_under_24_streams(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_one_worker_of_each_role_killed_under_24_streams(clusters, simulated):
     """24 of 24 complete with the oracle's tokens, after a short pause."""
     cluster, client = await clusters(**FOUR)
     streams = Streams(client, simulated, simulated.mixed(24, new_tokens=250))
@@ -94,8 +91,8 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_drained_worker_finishes_and_a_replacement_is_another_worker(
-    clusters: Clusters, simulated: Oracle, victim: str
-) -> None:
+    clusters, simulated, victim
+):
     """A drained worker's streams do not move. While etcd still lists a killed one, its successor
     serves at its address."""
     cluster, client = await clusters(**FOUR)
@@ -120,9 +117,7 @@ async def test_a_drained_worker_finishes_and_a_replacement_is_another_worker(
     assert successor["incarnation"] not in before
 
 
-async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(clusters, simulated):
     """24 of 24 streams go on elsewhere; once it continues it holds no block and is used again."""
     cluster, client = await clusters(**FOUR)
     case = simulated.case(100, 4000)
@@ -149,8 +144,8 @@ async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_a_prefill_worker_lost_in_the_middle_of_a_prompt_is_replaced(
-    clusters: Clusters, simulated: Oracle, how: signal.Signals
-) -> None:
+    clusters, simulated, how
+):
     """Its prompts are computed elsewhere; once it continues, it overwrites no other blocks."""
     cluster, client = await clusters(**FOUR)
     cases = [simulated.case(1700, 31 * n, ("greedy", "seeded")[n % 2]) for n in range(12)]
@@ -174,9 +169,7 @@ async def test_a_prefill_worker_lost_in_the_middle_of_a_prompt_is_replaced(
         await asyncio.gather(*again)
 
 
-async def test_a_worker_or_router_that_stops_for_a_moment_moves_no_stream(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_worker_or_router_that_stops_for_a_moment_moves_no_stream(clusters, simulated):
     """Silence is counted in ticks of the router's own loop: one that stops suspects no worker."""
     cluster, client = await clusters(**FOUR)
     for name, pause_s in (("decode-0", SILENCE_S / 3), ("router", 3 * SILENCE_S)):
@@ -188,9 +181,7 @@ async def test_a_worker_or_router_that_stops_for_a_moment_moves_no_stream(
         assert streams.largest_gap_s > pause_s / 2
 
 
-async def test_a_decode_worker_outlives_its_prefill_workers(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_decode_worker_outlives_its_prefill_workers(clusters, simulated):
     """The only prefill worker is replaced twice; decode is never restarted.
 
     A prefill worker unmaps the pool of a decode worker that died: it would keep that memory alive.
@@ -212,7 +203,7 @@ async def test_a_decode_worker_outlives_its_prefill_workers(
     await check(client, simulated, simulated.case(100), cache_salt="mapped")
 
 
-async def test_no_worker_of_a_role(clusters: Clusters) -> None:
+async def test_no_worker_of_a_role(clusters):
     """UNAVAILABLE with RetryInfo, and the router's readiness says NOT_SERVING."""
     cluster, _ = await clusters(**TWO)
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
@@ -228,7 +219,7 @@ async def test_no_worker_of_a_role(clusters: Clusters) -> None:
             await cluster.start_again(f"{role}-0")
 
 
-async def test_a_deadline_is_kept_wherever_it_passes(clusters: Clusters, simulated: Oracle) -> None:
+async def test_a_deadline_is_kept_wherever_it_passes(clusters, simulated):
     """While queued, in the middle of prompts, transfers and streams: freed on both ends."""
     _, client = await clusters(**TWO)
     clock = asyncio.get_running_loop().time
@@ -247,9 +238,7 @@ async def test_a_deadline_is_kept_wherever_it_passes(clusters: Clusters, simulat
     await check(client, simulated, simulated.case(64, 7))
 
 
-async def test_a_storm_of_cancels_leaves_the_cluster_serving(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_storm_of_cancels_leaves_the_cluster_serving(clusters, simulated):
     """One closes its stream; then hundreds at once, while queued, in prompts and in streams."""
     _, client = await clusters(**TWO)
 

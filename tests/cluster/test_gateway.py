@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from baton.local.cluster import LocalCluster
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import (
-    SAMPLING,
-    SIMULATED,
-    Oracle,
-    all_blocks_free,
-    check,
-    decoding_process,
-)
-from tests.waiting import eventually
+from tests.cluster.oracle import SAMPLING, SIMULATED, all_blocks_free, check, decoding_process
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 MESSAGES: Any = [{"role": "user", "content": "Write a stack."}]
@@ -34,7 +23,7 @@ def settings(cluster: LocalCluster) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
-async def test_responses_equal_the_sdks(clusters: Clusters, sampling: str, chat: bool) -> None:
+async def test_responses_equal_the_sdks(clusters, sampling, chat):
     """Whole and streamed: text, finish reason and usage."""
     cluster, own = await clusters()
     sdk = {**SAMPLING[sampling], "max_tokens": 32, "ignore_eos": not chat}
@@ -64,7 +53,7 @@ async def test_responses_equal_the_sdks(clusters: Clusters, sampling: str, chat:
         assert usage.completion_tokens == len(expected.token_ids)
 
 
-async def test_token_ids_choices_batches_and_logprobs(clusters: Clusters, oracle: Oracle) -> None:
+async def test_token_ids_choices_batches_and_logprobs(clusters, oracle):
     """Prompts in tokens, four of them, twice each: all of them the oracle's."""
     cluster, own = await clusters()
     cases = [oracle.case(length) for length in (1, 17, 100, 500)]
@@ -89,23 +78,7 @@ async def test_token_ids_choices_batches_and_logprobs(clusters: Clusters, oracle
     assert all(len(top) == 3 for top in logprobs.top_logprobs)
 
 
-async def test_closing_the_connection_frees_the_blocks(clusters: Clusters) -> None:
-    """Of a stream, and of a response that is awaited whole."""
-    cluster, own = await clusters(engine=SIMULATED)
-    runs = lambda status: bool(status["router"]["running"])  # noqa: E731
-    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-        for stream in (False, True):
-            body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
-            url = f"http://{cluster.http_addresses[0]}/v1/completions"
-            call = asyncio.create_task(client.post(url, json=body))
-            await eventually(own.status, runs, "the request did not begin", TIMEOUT_S)
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
-            await all_blocks_free(own)
-            assert not runs(await own.status())
-
-
-async def test_a_stream_survives_its_decode_worker(clusters: Clusters, simulated: Oracle) -> None:
+async def test_a_stream_survives_its_decode_worker(clusters, simulated):
     """Over HTTP too: every token once, the oracle's."""
     cluster, own = await clusters(alone=True, engine=SIMULATED, decode=2)
     case = simulated.case(100, new_tokens=400)

@@ -15,12 +15,10 @@ import pytest
 from baton import rpc
 from baton.config import ClusterConfig
 from baton.local.cluster import LocalCluster
-from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import is_complete
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.chaos import kv_faults
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import SIMULATED, Oracle, Streams, all_blocks_free, check
+from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -43,8 +41,8 @@ async def load_of(cluster: LocalCluster, role: common_pb2.WorkerRole) -> worker_
 
 
 async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
-    clusters: Clusters, simulated: Oracle, receiver: OtlpReceiver
-) -> None:
+    clusters, simulated, receiver
+):
     """Ten streams outgrow the decode worker's pool; KV is handed over once for each."""
     cluster, client = await clusters(engine=SMALL)
     cases = [simulated.case(60, 70 * n, new_tokens=100) for n in range(10)]
@@ -58,8 +56,8 @@ async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 async def test_corrupted_or_lost_kv_is_detected_and_sent_again(
-    clusters: Clusters, simulated: Oracle, tmp_path: Path, transport: str
-) -> None:
+    clusters, simulated, tmp_path, transport
+):
     """Every second transfer is changed, short or broken off on its way: tokens are the same."""
     control = tmp_path / "kv.json"
     _, client = await clusters(
@@ -79,9 +77,7 @@ async def test_corrupted_or_lost_kv_is_detected_and_sent_again(
     await all_blocks_free(client)
 
 
-async def test_a_reservation_that_expires_is_made_elsewhere(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_reservation_that_expires_is_made_elsewhere(clusters, simulated):
     """decode-0's reservation expires before the prompt in front is computed."""
     _, client = await clusters(
         alone=True,
@@ -96,7 +92,7 @@ async def test_a_reservation_that_expires_is_made_elsewhere(
     await all_blocks_free(client)
 
 
-async def test_a_full_decode_worker_costs_no_prefill(clusters: Clusters, simulated: Oracle) -> None:
+async def test_a_full_decode_worker_costs_no_prefill(clusters, simulated):
     """Blocks are reserved before a prompt is computed; one without them waits at the router."""
     cluster, client = await clusters(engine=SMALL)
     waiting = simulated.case(600, 1)
@@ -115,7 +111,7 @@ async def test_a_full_decode_worker_costs_no_prefill(clusters: Clusters, simulat
     await asked  # leaving the block gave the other stream's room up
 
 
-def test_nothing_that_runs_code_is_read_from_the_network_or_a_checkpoint() -> None:
+def test_nothing_that_runs_code_is_read_from_the_network_or_a_checkpoint():
     """No pickle: protobuf, JSON and safetensors only."""
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     found = [(path, UNSAFE.search(path.read_text(encoding="utf-8"))) for path in modules]
@@ -138,7 +134,7 @@ def threads(pid: int) -> list[tuple[frozenset[int], int]]:
     ]
 
 
-async def test_only_engine_threads_are_pinned_and_only_prefill_is_nice(clusters: Clusters) -> None:
+async def test_only_engine_threads_are_pinned_and_only_prefill_is_nice(clusters):
     cluster, _ = await clusters()
     niceness = {name: [nice for _, nice in threads(p.pid)] for name, p in cluster.processes.items()}
     assert set(niceness["decode-0"]) == set(niceness["router"]) == {os.nice(0)}

@@ -22,7 +22,6 @@ from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.etcd import EmbeddedEtcd
 from tests.chaos.checks import busy_workers
-from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED, Case, Oracle, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
@@ -79,9 +78,7 @@ async def clients_of(cluster: LocalCluster) -> AsyncIterator[list[AsyncClient]]:
         yield [one, other]
 
 
-async def test_a_rolling_restart_under_load_fails_no_request(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_rolling_restart_under_load_fails_no_request(clusters, simulated):
     """Every router and worker of a 2P2D cluster is restarted in turn; no request fails."""
     cluster, _ = await clusters(alone=True, prefill=2, decode=2, **ALL)
     before = {name: process.pid for name, process in cluster.processes.items()}
@@ -94,9 +91,7 @@ async def test_a_rolling_restart_under_load_fails_no_request(
             await all_blocks_free(client)
 
 
-async def test_etcd_restarts_and_one_of_two_routers_is_killed(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_etcd_restarts_and_one_of_two_routers_is_killed(clusters, simulated):
     """A killed router's streams go on at the other one, and whatever is new goes there."""
     cluster, _ = await clusters(**ALL)
     before = set(cluster.membership.records)
@@ -124,8 +119,8 @@ async def test_etcd_restarts_and_one_of_two_routers_is_killed(
 
 @pytest.mark.parametrize("victim", ["router", "decode-0"])
 async def test_streams_resume_after_the_only_router_or_decode_worker_is_restarted(
-    clusters: Clusters, simulated: Oracle, victim: str
-) -> None:
+    clusters, simulated, victim
+):
     """Streams wait for its restart and go on where they were."""
     cluster, client = await clusters(engine=SIMULATED, restart=True)
     cases = [simulated.case(30, i, kind, 400) for i, kind in enumerate(("greedy", "seeded"))]
@@ -142,7 +137,7 @@ async def test_streams_resume_after_the_only_router_or_decode_worker_is_restarte
     assert cluster.processes[victim].starts == starts + 1
 
 
-async def test_a_router_drains_and_exits_0(clusters: Clusters, simulated: Oracle) -> None:
+async def test_a_router_drains_and_exits_0(clusters, simulated):
     """Its streams complete; what is new is refused, over HTTP with 503 and Retry-After."""
     cluster, client = await clusters(alone=True, engine=SIMULATED, drain_s=60.0)
     case = simulated.case(100, new_tokens=400)
@@ -162,7 +157,7 @@ async def test_a_router_drains_and_exits_0(clusters: Clusters, simulated: Oracle
             await client.generate(case.prompt, max_tokens=4, timeout=1.0)
 
 
-async def test_blocks_are_freed_without_new_work(clusters: Clusters, simulated: Oracle) -> None:
+async def test_blocks_are_freed_without_new_work(clusters, simulated):
     """The only router dies under load: no message, no new work, and the workers clean up alone."""
     cluster, client = await clusters(engine=SIMULATED)
     streams = Streams(client, simulated, simulated.mixed(6, new_tokens=400))
@@ -175,9 +170,7 @@ async def test_blocks_are_freed_without_new_work(clusters: Clusters, simulated: 
     await eventually(busy, lambda found: not found, "blocks are still held", 30.0)
 
 
-async def test_etcd_down_for_three_leases_fails_no_request(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_etcd_down_for_three_leases_fails_no_request(clusters, simulated):
     """Streams before, during and after the outage; members again afterwards, and new ones join."""
     cluster, client = await clusters(alone=True, engine=SIMULATED, extra_args=LEASES)
     assert cluster.etcd is not None
@@ -225,9 +218,7 @@ async def leader_of(etcds: Sequence[EmbeddedEtcd]) -> EmbeddedEtcd:
     raise AssertionError("no member leads")
 
 
-async def test_members_of_a_cluster_of_etcd_killed_under_streams(
-    etcd_members: list[EmbeddedEtcd], clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_members_of_a_cluster_of_etcd_killed_under_streams(etcd_members, clusters, simulated):
     """First a follower, then the leader: streams are not disturbed, and a new worker joins."""
     addresses = ",".join(member.address for member in etcd_members)
     cluster, client = await clusters(alone=True, engine=SIMULATED, etcd=addresses)

@@ -21,8 +21,7 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
 from baton.local.trace_tree import coverage
 from baton.metrics import table
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import SIMULATED, Oracle, all_blocks_free, decoding_process
+from tests.cluster.oracle import SIMULATED, all_blocks_free, decoding_process
 from tests.cluster.test_equality import BYTES_PER_TOKEN, SERVICES, spans_of
 from tests.waiting import eventually
 
@@ -65,9 +64,7 @@ async def scrape(cluster: LocalCluster) -> dict[str, Page]:
     return pages
 
 
-async def test_metrics_of_every_process_agree_with_the_requests(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_metrics_of_every_process_agree_with_the_requests(clusters, simulated):
     limits = RouterLimits(slos=("patient:ttft=500", "never:ttft=0.000001"))
     cluster, client = await clusters(
         alone=True, engine=SIMULATED, metrics_port=0, limits=limits, price_per_hour=36000.0
@@ -174,9 +171,7 @@ def share(spans: Sequence[Span], without: Collection[str] = ()) -> float:
 
 
 @pytest.mark.parametrize("new_tokens", [1, 30])
-async def test_spans_account_for_a_requests_time(
-    clusters: Clusters, receiver: OtlpReceiver, new_tokens: int
-) -> None:
+async def test_spans_account_for_a_requests_time(clusters, receiver, new_tokens):
     """All of them for any request, and for one of some length what the workers did."""
     shares, of_workers = [0.0], [0.0]
     _, client = await clusters(engine=SLOW)
@@ -200,9 +195,7 @@ async def own_receiver() -> AsyncIterator[OtlpReceiver]:
         yield receiver
 
 
-async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(
-    own_receiver: OtlpReceiver, clusters: Clusters
-) -> None:
+async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(own_receiver, clusters):
     """Nothing is sampled here; what is kept comes from the router and its workers."""
     limits = RouterLimits(trace_slow_s=SLOW_S, slos=("loose:ttft=1000,tpot=1000",))
     cluster, client = await clusters(

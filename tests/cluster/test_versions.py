@@ -23,7 +23,6 @@ from baton.v1 import (
     prefill_pb2,
     worker_pb2,
 )
-from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED, Oracle, all_blocks_free, check
 from tests.cluster.other_version import changed
 
@@ -46,9 +45,7 @@ OF_CLIENTS = {
 UNUSED = {"DrainRequest", "DrainResponse"}
 
 
-async def test_newer_and_older_processes_serve_together(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_newer_and_older_processes_serve_together(clusters, simulated):
     """Unknown fields and missing optional ones are tolerated in every message that is sent.
 
     A worker whose KV layout is of another version is never paired, and the error names it.

@@ -41,9 +41,7 @@ def header(**entry: object) -> bytes:
         ("chat_template.jinja", b"{{ 10**1000000 }}", ["without bounds"]),
     ],
 )
-async def test_a_cluster_is_not_begun(
-    model: Path, name: str, content: dict[str, object] | bytes | None, named: list[str]
-) -> None:
+async def test_a_cluster_is_not_begun(model, name, content, named):
     file = model / name
     if content is None:
         file.unlink()
@@ -59,7 +57,7 @@ async def test_a_cluster_is_not_begun(
     assert all(part in str(refused.value) for part in (name, *named)), refused.value
 
 
-def test_a_worker_needs_no_tokenizer_and_a_simulated_one_no_weights(model: Path) -> None:
+def test_a_worker_needs_no_tokenizer_and_a_simulated_one_no_weights(model):
     code = (
         "import sys; from baton.config import EngineConfig; "
         "from baton.local.model_check import check_model; "

@@ -59,12 +59,12 @@ client  generate                                              0.0    100.0 ms |â
 ? = the parent span did not arrive"""
 
 
-def test_a_request_is_drawn_in_order_of_time() -> None:
+def test_a_request_is_drawn_in_order_of_time():
     assert render(request()) == render(request()[::-1]) == WHOLE
     assert render([]) == "(no spans)"
 
 
-def test_missing_parent_and_failure_are_marked() -> None:
+def test_missing_parent_and_failure_are_marked():
     lost = span("decode", "decode", "lost/c", 50, 100, tokens=3, failed="out of blocks")
     root, router = span("generate", "client", "a", 0, 100), span("Generate", "router", "a/b", 1, 99)
     assert render([root, lost, router]) == ORPHANED
@@ -74,7 +74,7 @@ def test_missing_parent_and_failure_are_marked() -> None:
     assert "?" not in lines
 
 
-def test_every_line_fits() -> None:
+def test_every_line_fits():
     deep = [span("n" * 80, "service", "0", 0, 10, text="word " * 99)]
     deep += [span("n" * 80, "service", f"{i}/{i + 1}", i, 10, text="word " * 99) for i in range(9)]
     for width in (60, 100, 140):
@@ -86,7 +86,7 @@ def test_every_line_fits() -> None:
     assert [line.strip() for line in long[3:]] == ["text=" + "x" * 80, f"more={'y' * 30} last=1"]
 
 
-def test_a_span_below_itself_does_not_hang() -> None:
+def test_a_span_below_itself_does_not_hang():
     spans = [span("a", "s", "y/x", 0, 0), span("b", "s", "x/y", 0, 0), span("c", "s", "z", 0, 0)]
     assert "s  c" in render(spans)
 
@@ -118,23 +118,21 @@ def test_a_span_below_itself_does_not_hang() -> None:
         ([entry()], 0, [(0, 100)]),
     ],
 )  # fmt: skip
-def test_coverage_is_the_time_of_spans_without_children(
-    spans: list[Span], known_ms: int, gaps_ms: list[tuple[int, int]]
-) -> None:
+def test_coverage_is_the_time_of_spans_without_children(spans, known_ms, gaps_ms):
     found = coverage(spans)
     assert found is not None and found.known_ns == known_ms * 1_000_000
     assert [(a // 1_000_000, b // 1_000_000) for a, b in found.gaps] == gaps_ms
     assert found.share == pytest.approx(found.known_ns / found.took_ns)
 
 
-def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry() -> None:
+def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry():
     first, second = entry(0, 50, "c/r1"), entry(60, 90, "c/r2")
     assert entry_of([second, first]) is second
     worker = span("decode", "baton-decode", "x", 0, 1, is_entry=True)
     assert entry_of([worker]) is coverage([worker]) is summarize([worker]) is None
 
 
-def test_what_is_no_trace_id() -> None:
+def test_what_is_no_trace_id():
     assert is_trace_id(TRACE)
     for text in ("", TRACE[:-1], TRACE + "0", TRACE.upper(), "g" * 32, "0" * 32):
         assert not is_trace_id(text)

@@ -6,7 +6,6 @@ import os
 import pty
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,7 @@ sys.exit(asyncio.run(up.run(ClusterConfig(port=0))))
 """
 
 
-async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
+async def test_a_closed_terminal_ends_it(tmp_path):
     output = tmp_path / "output"
     master, slave = pty.openpty()
     with output.open("wb") as out:
@@ -61,9 +60,7 @@ async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["output"]  # noqa: PTH208
 
 
-async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(monkeypatch, capsys):
     """The client's own span may be kept elsewhere, so a missing root is no reason to wait."""
 
     def span(trace: str, number: str, service: str, is_entry: bool) -> Span:
@@ -90,7 +87,7 @@ async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
 @pytest.mark.parametrize(
     "settings", [{}, {"trace": True, "keep_traces": 0}, {"otlp": "http://o:1"}]
 )
-async def test_traces_are_kept_here(settings: dict[str, Any]) -> None:
+async def test_traces_are_kept_here(settings):
     async with contextlib.AsyncExitStack() as stack:
         config = await up._with_receiver(ClusterConfig(**settings), stack)
         assert config.otlp
