@@ -3,19 +3,17 @@
 `make chaos MINUTES=10` is the long form.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos.harness import Harness
-from tests.chaos.load import COMPLETE, Run, oracle_runs
+from tests.chaos.load import COMPLETE, oracle_runs
 
 SECONDS = 7.0
 NEW_TOKENS = 60
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[Run]:
+def runs():
     """What every request must get."""
     return oracle_runs(NEW_TOKENS)
 

@@ -1,7 +1,5 @@
 """Checkpoints that processes start on: broken ones are refused by name, mixed ones kept apart."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path
@@ -11,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.client import AsyncClient, Completion, RetryPolicy
+from baton.client import AsyncClient, RetryPolicy
 from baton.config import EngineConfig
 from baton.errors import Unavailable
-from baton.local.cluster import LocalCluster
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
@@ -30,7 +27,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A small checkpoint with which nothing is wrong."""
     directory = tmp_path_factory.mktemp("checkpoints") / "whole"
     make_checkpoint(directory, tokenizer=True)
@@ -65,7 +62,7 @@ async def test_processes_refuse_a_broken_checkpoint(tmp_path, whole):
     assert worker.err.count("\n") == 1
 
 
-def generated_by_one_process(engine: EngineConfig) -> Completion:
+def generated_by_one_process(engine):
     """What a cluster must generate."""
     with SingleProcess(engine) as process:
         return process.generate(PROMPT, SamplingParams(**GREEDY))
@@ -85,19 +82,16 @@ async def test_random_weights_serve_token_ids(tmp_path, whole, clusters):
     assert refused.err == "baton: error: this model has no tokenizer: send token ids\n"
 
 
-async def start_on(cluster: LocalCluster, name: str, model: Path) -> str:
-    """Ends a process and starts it again on another model; its incarnation, for a worker."""
+async def start_on(cluster, name, model):
+    """Ends a process and starts it again on another model."""
     process = cluster.processes[name]
     cluster.kill(name)
     await process.wait()
     process.argv += ["--model", str(model)]
     await cluster.start_again(name)
-    await cluster.wait_ready()
-    records = cluster.membership.records.items()
-    return next((key for key, record in records if record.pid == process.pid), "")
 
 
-async def refusal(client: AsyncClient) -> str:
+async def refusal(client):
     """The error of a request that no pair of workers can serve."""
     with pytest.raises(Unavailable) as refused:
         await client.generate(PROMPT, max_tokens=4, timeout=30.0)
@@ -137,29 +131,23 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
         await all_blocks_free(client)
 
         make_checkpoint(other, "Qwen3ForCausalLM", seed=9, tokenizer=True)
-        decode = await start_on(cluster, "decode-0", other)
-        pids = {p.pid for p in cluster.processes.values() if p.role != "router"}
-
-        async def ready() -> set[int]:
-            workers = (await client.status())["workers"]
-            return {w["pid"] for w in workers if w["state"] == "READY"}
-
-        await eventually(ready, pids.__eq__, "workers are missing", 30.0)
+        await start_on(cluster, "decode-0", other)
+        await cluster.wait_ready()
+        pids = {process.pid for name, process in cluster.processes.items() if name != "router"}
+        ready = lambda s: pids == {w["pid"] for w in s["workers"] if w["state"] == "READY"}  # noqa: E731
+        status = await eventually(client.status, ready, "workers are missing", 30.0)
+        names = {w["pid"]: w["incarnation"] for w in status["workers"]}
         message = await refusal(client)
-        for role, name in (
-            ("prefill", names[cluster.processes["prefill-0"].pid]), ("decode", decode),
-        ):  # fmt: skip
+        for role in ("prefill", "decode"):
+            name = names[cluster.processes[f"{role}-0"].pid]
             assert f"{role} worker {name} has model_fingerprint=" in message
 
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace("</s>", "<|end|>"))
-    cluster.kill("router")
-    await cluster.processes["router"].wait()
-    cluster.processes["router"].argv += ["--model", str(other)]
-    await cluster.start_again("router")
+    await start_on(cluster, "router", other)
     async with AsyncClient(cluster.address, retry=no_retry) as client:
 
-        async def workers() -> list[dict[str, Any]]:
+        async def workers():
             try:
                 return [w for w in (await client.status())["workers"] if w["pid"] in pids]
             except Unavailable:  # it is still starting

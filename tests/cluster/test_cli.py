@@ -1,7 +1,5 @@
 """The command line as users meet it: what it prints, what it exits with, what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,7 +16,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.cli import doctor as doctor_command
 from baton.client import AsyncClient
 from baton.local import ports
-from baton.local.cluster import LocalCluster
 from tests.cluster.command import as_json, baton, running
 from tests.cluster.oracle import SIMULATED
 from tests.waiting import eventually
@@ -107,7 +104,7 @@ async def test_a_pair_uses_the_transport_the_doctor_reports(clusters, transport)
     assert "every worker is READY" in shown
 
 
-async def counts(cluster: LocalCluster) -> dict[str, Any]:
+async def counts(cluster):
     """What the router has counted since it began."""
     async with AsyncClient(cluster.address) as client:
         counted: dict[str, Any] = (await client.status())["router"]["counts"]
@@ -205,7 +202,7 @@ async def test_up_from_ready_to_stopped(tmp_path):
         next(one for one in process.children() if one.name() == "etcd").kill()
         await up.says("etcd ended with status -9; starting it again")
 
-        async def is_back() -> bool:
+        async def is_back():
             status = await as_json("status", *target)
             names = [child.name() for child in process.children()]
             return bool(status["router"]["registry_connected"]) and "etcd" in names
@@ -223,7 +220,7 @@ async def test_up_from_ready_to_stopped(tmp_path):
     assert f"no router answers: {address}: " in down.err
 
 
-async def check_traces(target: tuple[str, ...]) -> dict[str, Any]:
+async def check_traces(target):
     """`trace`, `top` and `status` after a request, which is returned, and a refusal."""
     # Longer than what decode computes by itself, so that there is a transfer to see.
     first = await as_json("generate", PROMPT * 2, *target, "--max-tokens", "4")

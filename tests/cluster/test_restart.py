@@ -3,14 +3,10 @@
 On simulated engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Any
 
 import httpx
 import pytest
@@ -19,10 +15,9 @@ import pytest_asyncio
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.local import ports
-from baton.local.cluster import LocalCluster
 from baton.local.etcd import EmbeddedEtcd
 from tests.chaos.checks import busy_workers
-from tests.cluster.oracle import SIMULATED, Case, Oracle, Streams, all_blocks_free, check
+from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
 DRAIN_S = 30.0  # enough for what runs here, on a machine that is busy with other things
@@ -32,14 +27,12 @@ LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
 
 @contextlib.asynccontextmanager
-async def steady_load(
-    clients: Sequence[AsyncClient], oracle: Oracle, cases: Sequence[Case]
-) -> AsyncIterator[None]:
+async def steady_load(clients, oracle, cases):
     """Two requests at a time at each client, each compared, before, while and after the block."""
     ended: asyncio.Queue[None] = asyncio.Queue()
     stopping = asyncio.Event()
 
-    async def call(client: AsyncClient, number: int) -> None:
+    async def call(client, number):
         while not stopping.is_set():
             case = cases[number % len(cases)]
             await check(client, oracle, case, cache_salt=f"{number % 7}")
@@ -59,10 +52,10 @@ async def steady_load(
         stopping.set()
 
 
-async def members(client: AsyncClient, ready: int = 2) -> set[str]:
+async def members(client, ready=2):
     """All workers, once the router reaches etcd and so many are READY."""
 
-    def complete(status: dict[str, Any]) -> bool:
+    def complete(status):
         states = [worker["state"] for worker in status["workers"]]
         return status["router"]["registry_connected"] and states.count("READY") == ready
 
@@ -71,7 +64,7 @@ async def members(client: AsyncClient, ready: int = 2) -> set[str]:
 
 
 @contextlib.asynccontextmanager
-async def clients_of(cluster: LocalCluster) -> AsyncIterator[list[AsyncClient]]:
+async def clients_of(cluster):
     """A client for each router: that one first, the others when it is away."""
     first, second = cluster.addresses
     async with AsyncClient([first, second]) as one, AsyncClient([second, first]) as other:
@@ -191,7 +184,7 @@ async def test_etcd_down_for_three_leases_fails_no_request(clusters, simulated):
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def etcd_members() -> AsyncIterator[list[EmbeddedEtcd]]:
+async def etcd_members():
     """An etcd cluster of three members on this machine, any of which can be killed."""
     peer_ports = ports.consecutive("127.0.0.1", 0, 3)
     peers = {f"etcd-{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(peer_ports)}
@@ -207,7 +200,7 @@ async def etcd_members() -> AsyncIterator[list[EmbeddedEtcd]]:
         await asyncio.gather(*(one.kill() for one in started))  # one alone looks for a majority
 
 
-async def leader_of(etcds: Sequence[EmbeddedEtcd]) -> EmbeddedEtcd:
+async def leader_of(etcds):
     """The member that leads now."""
     async with httpx.AsyncClient(timeout=10.0) as client:
         for member in etcds:

@@ -1,10 +1,7 @@
 """Metrics and traces of a running cluster: they agree with the requests and explain their time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import httpx
@@ -13,12 +10,10 @@ import pytest_asyncio
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.client import Completion
 from baton.config import RouterLimits
 from baton.errors import DeadlineExceeded, InvalidRequest
-from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
-from baton.local.span_store import Span, SpanStore, is_complete
+from baton.local.span_store import SpanStore, is_complete
 from baton.local.trace_tree import coverage
 from baton.metrics import table
 from tests.cluster.oracle import SIMULATED, all_blocks_free, decoding_process
@@ -36,23 +31,23 @@ class Page:
 
     samples: list[Sample]
 
-    def value(self, name: str, **labels: str) -> float:
+    def value(self, name, **labels):
         """One sample's value."""
         (found,) = (s for s in self.samples if s.name == name and s.labels == labels)
         return found.value
 
-    def total(self, name: str, **labels: str) -> float:
+    def total(self, name, **labels):
         """Over all samples with these labels."""
         found = [one for one in self.samples if one.name == name]
         return sum(one.value for one in found if labels.items() <= one.labels.items())
 
-    def exemplars(self, name: str) -> set[str]:
+    def exemplars(self, name):
         """Trace ids of a histogram's exemplars."""
         found = (one.exemplar for one in self.samples if one.name == name)
         return {exemplar.labels["trace_id"] for exemplar in found if exemplar}
 
 
-async def scrape(cluster: LocalCluster) -> dict[str, Page]:
+async def scrape(cluster):
     """All pages, by process name."""
     pages = {}
     async with httpx.AsyncClient(headers={"accept": f"{OPEN_METRICS}; version=1.0.0"}) as client:
@@ -86,7 +81,7 @@ async def test_metrics_of_every_process_agree_with_the_requests(clusters, simula
         _check_complete(page, name.partition("-")[0])
 
 
-def _check_requests(router: Page, done: list[Completion]) -> None:
+def _check_requests(router, done):
     """The router's metrics agree with the responses."""
     delivered = sum(one.usage.completion_tokens for one in done)
     cached = sum(one.usage.cached_tokens for one in done)
@@ -117,7 +112,7 @@ def _check_requests(router: Page, done: list[Completion]) -> None:
         assert exemplars and exemplars <= {one.trace_id for one in done}
 
 
-def _check_workers(prefill: Page, decode: Page, done: list[Completion]) -> None:
+def _check_workers(prefill, decode, done):
     """The workers' metrics agree with the responses' handoffs and tokens."""
     handed_over = [one for one in done if one.route.prefill]
     num_bytes = sum(one.timing.transfer_bytes for one in handed_over)
@@ -139,7 +134,7 @@ def _check_workers(prefill: Page, decode: Page, done: list[Completion]) -> None:
         assert steps == page.value("baton_engine_batch_size_count") > 0
 
 
-def _check_complete(page: Page, process: str) -> None:
+def _check_complete(page, process):
     """Every documented metric is there, with exactly the documented attributes."""
     shown = {sample.name for sample in page.samples}
     for one in table.of(process).values():
@@ -163,7 +158,7 @@ TRIES = 8  # on a busy machine a process may sleep between two spans
 WAITING = {"router.prefill", "router.stream"}
 
 
-def share(spans: Sequence[Span], without: Collection[str] = ()) -> float:
+def share(spans, without=()):
     """Of the request's time that its spans explain, those of some names left out."""
     explained = coverage([span for span in spans if span.name not in without])
     assert explained is not None
@@ -189,7 +184,7 @@ async def test_spans_account_for_a_requests_time(clusters, receiver, new_tokens)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def own_receiver() -> AsyncIterator[OtlpReceiver]:
+async def own_receiver():
     """Gets the spans of one test's cluster; it must outlive that."""
     async with OtlpReceiver(SpanStore()) as receiver:
         yield receiver
@@ -225,7 +220,7 @@ async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(own_receive
     assert sum(span.name == "router.attempt" for span in spans) == broken.route.attempts
     store = own_receiver.store
 
-    async def cut() -> list[Span]:
+    async def cut():
         """The ends of whole traces of requests that failed."""
         whole = [
             spans for one in list(store._traces) if is_complete(spans := store.trace(one), SERVICES)

@@ -1,7 +1,5 @@
 """`baton doctor`: what it says of a machine alone and of clusters, most with one thing wrong."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -57,7 +55,7 @@ def test_a_machine_is_looked_at_without_torch():
 
 
 def test_programs_that_are_missing(tmp_path, monkeypatch):
-    def program(name: str, text: str) -> None:
+    def program(name, text):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o700)
 
@@ -88,7 +86,7 @@ def test_programs_that_are_missing(tmp_path, monkeypatch):
 
 
 def test_cores_and_memory_are_what_the_container_may_have(tmp_path, monkeypatch):
-    def limit(name: str, text: str) -> None:
+    def limit(name, text):
         (tmp_path / name).write_text(f"{text}\n")
 
     monkeypatch.setattr(doctor, "CGROUP", tmp_path)
@@ -160,7 +158,7 @@ def test_gpus_by_driver_and_torch(cards, in_torch, found, monkeypatch):
     assert "NCCL_IB_DISABLE" not in shown
 
 
-def finding(level: str, subject: str, text: str, fix: str = "") -> dict[str, str]:
+def finding(level, subject, text, fix=""):
     return {"level": level, "subject": subject, "text": text, "fix": fix}
 
 
@@ -213,7 +211,7 @@ ELSEWHERE = "boot-b/pid:[1]/1000"
 ROLES = {"p": common_pb2.WORKER_ROLE_PREFILL, "d": common_pb2.WORKER_ROLE_DECODE}
 
 
-def cpu(name: str, host: str = HOST, **fields: Any) -> WorkerRecord:
+def cpu(name, host=HOST, **fields):
     """A worker on a CPU; names begin with p or d, for their role."""
     known = {
         "incarnation": name, "role": ROLES[name[0]], "host_id": host, "transports": [SHM, GLOO],
@@ -223,10 +221,7 @@ def cpu(name: str, host: str = HOST, **fields: Any) -> WorkerRecord:
     return WorkerRecord(**{**known, **fields})
 
 
-def gpu(
-    name: str, own: str, others: str = "", host: str = HOST, *, peers: str | None = None,
-    nccl: str = "2.27.5", rdma: tuple[str, ...] = (), **fields: Any,
-) -> WorkerRecord:  # fmt: skip
+def gpu(name, own, others="", host=HOST, *, peers=None, nccl="2.27.5", rdma=(), **fields):
     """A worker on the GPU named by one letter, which sees those of `others`, too."""
     hardware = common_pb2.Hardware(
         gpu=common_pb2.Gpu(uuid=own, name="NVIDIA H100 80GB HBM3", capability="9.0"),
@@ -236,10 +231,7 @@ def gpu(
     return cpu(name, host, **{"transports": [CUDA_IPC, NCCL], "hardware": hardware, **fields})
 
 
-def check(
-    *records: WorkerRecord, state: str = "READY", used: pairing.Kind | None = None,
-    registry: bool = True,
-) -> tuple[list[dict[str, Any]], list[Finding]]:  # fmt: skip
+def check(*records, state="READY", used=None, registry=True):
     """The pairs of a cluster of these workers, and what is found."""
     link = worker_pb2.PairStatus(prefill="p", decode="d", transport=used or 0, state="OPEN")
     return check_cluster(

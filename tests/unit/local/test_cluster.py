@@ -6,9 +6,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,13 +22,7 @@ MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
 MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
 
 
-def cluster(
-    *,
-    extra: Mapping[str, Sequence[str]] | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    on_line: Callable[[str, str], None] | None = None,
-    **config: Any,
-) -> LocalCluster:
+def cluster(*, extra=None, say=lambda text: None, on_line=None, **config):
     return LocalCluster(
         ClusterConfig(**{"port": 0, "drain_s": 5.0, **config}),
         programs=MEMBERS,
@@ -41,16 +33,16 @@ def cluster(
     )
 
 
-def settings_of(started: LocalCluster, name: str) -> Any:
+def settings_of(started, name):
     """What a process was started with."""
     argv = started.processes[name].argv
     return json.loads(argv[argv.index("--config") + 1])
 
 
-async def lines_with(said: list[str], text: str, count: int = 1) -> list[str]:
+async def lines_with(said, text, count=1):
     """The lines with `text`, once there are so many."""
 
-    async def lines() -> list[str]:
+    async def lines():
         return [line for line in said if text in line]
 
     return await eventually(lines, lambda seen: len(seen) >= count, f"no {text!r}", 30.0)
@@ -153,7 +145,7 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
     found: list[tuple[str, int]] = []
     seen = local_cluster.router_sees
 
-    async def router_sees(address: str, pid: int) -> None:
+    async def router_sees(address, pid):
         await seen(address, pid)
         found.append((address, pid))
 

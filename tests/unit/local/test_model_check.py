@@ -1,12 +1,9 @@
 """What no process could load is refused before any is started, without torch, and by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +17,12 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     make_checkpoint(tmp_path / "model", tokenizer=True)
     return tmp_path / "model"
 
 
-def header(**entry: object) -> bytes:
+def header(**entry):
     made = json.dumps({"model.norm.weight": entry}).encode()
     return len(made).to_bytes(8, "little") + made
 

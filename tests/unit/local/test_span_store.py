@@ -13,7 +13,7 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
 
 
-def span(trace_id: str, span_id: str, parent_id: str = "", service: str = "s") -> Span:
+def span(trace_id, span_id, parent_id="", service="s"):
     return Span(trace_id, span_id, parent_id, "work", service, 1, 2)
 
 

@@ -12,9 +12,7 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -34,16 +32,14 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 Counts = fleet_pb2.RouterCounts
 
 
-def lines(
-    *routers: PolledRouter, width: int = 160, height: int = 60, now: float = 12.0, **options: Any
-) -> list[str]:
+def lines(*routers, width=160, height=60, now=12.0, **options):
     console = Console(width=width, height=height, color_system=None, file=io.StringIO())
     with console.capture() as captured:
         console.print(frame(Moment(routers, now, AT), View(**options), width, height))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def busy() -> PolledRouter:
+def busy():
     counts = Counts(ended={"OK": 10}, refused=3, failovers=2, output_tokens=5)
     old = status(worker("p0"), worker("d0", DECODE), pair(), counts=counts)
     later = Counts(
@@ -150,7 +146,7 @@ def test_role_and_order_can_be_chosen():
         )
     )
 
-    def order(**options: Any) -> list[str]:
+    def order(**options):
         rows = [line.split() for line in lines(router, **options) if "░░" in line]
         return [row[1] for row in rows]
 
@@ -201,7 +197,7 @@ def test_of_several_routers_the_worst_state_counts():
 
 
 def test_answers_are_forgotten_that_are_old_or_of_another_process():
-    def times(*at: float) -> list[float]:
+    def times(*at):
         router = PolledRouter("h:1")
         for one in at:
             router.take(status(incarnation="r0" if one < 999 else "another"), one)
@@ -219,7 +215,7 @@ STYLE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @pytest.fixture
-async def router() -> AsyncIterator[Router]:
+async def router():
     fleet = status(worker("pre0"), worker("dec0", DECODE), pair("pre0", "dec0"))
     async with Router(fleet) as serving:
         yield serving
@@ -228,14 +224,14 @@ async def router() -> AsyncIterator[Router]:
 class Terminal:
     """A terminal of 120 columns with `baton top` in it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
         self.mode = termios.tcgetattr(self.slave)
         self.shown = b""
         self.process: asyncio.subprocess.Process
 
-    async def start(self, *argv: str) -> None:
+    async def start(self, *argv):
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton", "top", "--interval", "0.1", *argv),
             stdin=self.slave,
@@ -248,25 +244,25 @@ class Terminal:
         )
         asyncio.get_running_loop().add_reader(self.master, self._read)
 
-    def _read(self) -> None:
+    def _read(self):
         with contextlib.suppress(OSError):
             self.shown += os.read(self.master, 65536)
 
-    def press(self, keys: str) -> None:
+    def press(self, keys):
         """Keys; from now on only what is drawn after them counts."""
         self.shown = b""
         os.write(self.master, keys.encode())
 
-    async def shows(self, text: str) -> str:
+    async def shows(self, text):
         """One picture, once it has the text."""
 
-        async def look() -> str:
+        async def look():
             return STYLE.sub(b"", self.shown.rpartition(b"baton top")[2]).decode(errors="replace")
 
         missing = f"{text!r} is not shown"
         return await eventually(look, lambda seen: text in seen, missing, PATIENCE_S)
 
-    async def ended(self) -> int:
+    async def ended(self):
         """The exit status, and the terminal is as it was."""
         async with asyncio.timeout(PATIENCE_S):
             exit_status = await self.process.wait()
@@ -278,7 +274,7 @@ class Terminal:
         assert termios.tcgetattr(self.slave) == self.mode
         return exit_status
 
-    async def close(self) -> None:
+    async def close(self):
         asyncio.get_running_loop().remove_reader(self.master)
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
@@ -288,7 +284,7 @@ class Terminal:
 
 
 @pytest.fixture
-async def top(router: Router) -> AsyncIterator[Terminal]:
+async def top(router):
     terminal = Terminal()
     await terminal.start("--target", router.address)
     yield terminal

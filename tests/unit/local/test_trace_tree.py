@@ -1,7 +1,6 @@
 """What a trace says of its request, and its drawing, against golden text."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -11,21 +10,18 @@ from baton.local.trace_tree import coverage, entry_of, is_trace_id, render, summ
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-def span(
-    name: str, service: str, ids: str, start_ms: float, end_ms: float, is_entry: bool = False,
-    failed: str | None = None, **attributes: Any,
-) -> Span:  # fmt: skip
+def span(name, service, ids, start_ms, end_ms, is_entry=False, failed=None, **attributes):
     """`ids` is "id" for a root or "parent/id"."""
     parent, _, own = ids.rpartition("/")
     start_ns, end_ns = int(start_ms * 1e6), int(end_ms * 1e6)
     return Span(TRACE, own, parent, name, service, start_ns, end_ns, attributes, is_entry, failed)
 
 
-def entry(start: int = 0, end: int = 100, ids: str = "client/r", **fields: Any) -> Span:
+def entry(start=0, end=100, ids="client/r", **fields):
     return span("router.generate", "baton-router", ids, start, end, is_entry=True, **fields)
 
 
-def request() -> list[Span]:
+def request():
     return [  # in an order in which batches may arrive: not by start
         span("kv.transfer", "prefill", "d/e", 160.5, 195.25, transfer_bytes=3_300_000, gbps=0.7654),
         span("prefill", "prefill", "b/d", 112, 193),

@@ -44,7 +44,7 @@ async def test_a_closed_terminal_ends_it(tmp_path):
             env={**os.environ, "TMPDIR": str(tmp_path)},
         )
 
-    async def look() -> str:
+    async def look():
         return output.read_text()
 
     try:
@@ -63,7 +63,7 @@ async def test_a_closed_terminal_ends_it(tmp_path):
 async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(monkeypatch, capsys):
     """The client's own span may be kept elsewhere, so a missing root is no reason to wait."""
 
-    def span(trace: str, number: str, service: str, is_entry: bool) -> Span:
+    def span(trace, number, service, is_entry):
         return Span(trace, number, "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
 
     monkeypatch.setattr(up, "_QUIET_S", 0.1)
@@ -72,7 +72,7 @@ async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(monkeypatc
     store.add([span("other", "a", "baton-router", False), span("other", "b", "baton-decode", True)])
     store.add([span("ended", "a", "baton-router", True)])
 
-    async def look() -> str:
+    async def look():
         nonlocal drawn
         drawn += capsys.readouterr().out
         return drawn
