@@ -146,18 +146,14 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
     (other / "tokenizer.json").write_text(tokenizer.replace("</s>", "<|end|>"))
     await start_on(cluster, "router", other)
     async with AsyncClient(cluster.address, retry=no_retry) as client:
-
-        async def workers():
-            try:
-                return [w for w in (await client.status())["workers"] if w["pid"] in pids]
-            except Unavailable:  # it is still starting
-                return []
-
-        seen = await eventually(workers, lambda found: len(found) == 3, "workers", 30.0)
-        for worker in seen:
-            assert worker["state"] == "MISMATCH"
-            assert "tokenizer" in worker["reason"]
-            assert "start both with the same model" in worker["reason"]
+        async with AsyncClient(cluster.address) as patient:  # the router is still starting
+            complete = lambda s: len(pids & {w["pid"] for w in s["workers"]}) == 3  # noqa: E731
+            status = await eventually(patient.status, complete, "workers are missing", 30.0)
+        for worker in status["workers"]:
+            if worker["pid"] in pids:
+                assert worker["state"] == "MISMATCH"
+                assert "tokenizer" in worker["reason"]
+                assert "start both with the same model" in worker["reason"]
         message = await refusal(client)
         assert "no prefill worker is ready" in message
         assert "is MISMATCH: " in message

@@ -252,15 +252,14 @@ async def test_responses_equal_the_sdks(clusters, sampling, chat):
         )
         *chunks, last = [chunk async for chunk in stream]
         await all_blocks_free(own)
-    choices = [chunk.choices[0] for chunk in chunks]
+    (choice,), choices = whole.choices, [chunk.choices[0] for chunk in chunks]
     if chat:
-        assert whole.choices[0].message.content == expected.text
-        assert "".join(choice.delta.content or "" for choice in choices) == expected.text
+        text, pieces = choice.message.content, [one.delta.content or "" for one in choices]
         assert choices[0].delta.role == "assistant"
     else:
-        assert whole.choices[0].text == expected.text
-        assert "".join(choice.text for choice in choices) == expected.text
-    assert whole.choices[0].finish_reason == choices[-1].finish_reason == expected.finish_reason
+        text, pieces = choice.text, [one.text for one in choices]
+    assert text == "".join(pieces) == expected.text
+    assert choice.finish_reason == choices[-1].finish_reason == expected.finish_reason
     for usage in (whole.usage, last.usage):
         assert usage.prompt_tokens == expected.usage.prompt_tokens
         assert usage.completion_tokens == len(expected.token_ids)

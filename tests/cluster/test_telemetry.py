@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -25,26 +25,18 @@ OF_ALL = {"gen_ai_request_model": "demo", "gen_ai_operation_name": "text_complet
 SILENT = {"baton.kv.transfer.failures", "baton.engine.gpu.rows"}  # did not happen here
 
 
-@dataclass
-class Page:
+class Page(list[Sample]):
     """The metrics of one process."""
-
-    samples: list[Sample]
 
     def value(self, name, **labels):
         """One sample's value."""
-        (found,) = (s for s in self.samples if s.name == name and s.labels == labels)
-        return found.value
+        (found,) = (one.value for one in self if one.name == name and one.labels == labels)
+        return found
 
     def total(self, name, **labels):
         """Over all samples with these labels."""
-        found = [one for one in self.samples if one.name == name]
+        found = [one for one in self if one.name == name]
         return sum(one.value for one in found if labels.items() <= one.labels.items())
-
-    def exemplars(self, name):
-        """Trace ids of a histogram's exemplars."""
-        found = (one.exemplar for one in self.samples if one.name == name)
-        return {exemplar.labels["trace_id"] for exemplar in found if exemplar}
 
 
 async def scrape(cluster):
@@ -55,7 +47,7 @@ async def scrape(cluster):
             response = await client.get(f"http://{address}/metrics")
             assert response.headers["content-type"].startswith(OPEN_METRICS)
             families = text_string_to_metric_families(response.text)
-            pages[name] = Page([sample for family in families for sample in family.samples])
+            pages[name] = Page(sample for family in families for sample in family.samples)
     return pages
 
 
@@ -108,8 +100,9 @@ def _check_requests(router, done):
     ttft_s = router.value("gen_ai_server_time_to_first_token_seconds_sum", **OF_ALL)
     assert ttft_s == pytest.approx(sum(one.timing.ttft_ms for one in done) / 1e3, rel=1e-3)
     for histogram in ("time_to_first_token", "request_duration"):
-        exemplars = router.exemplars(f"gen_ai_server_{histogram}_seconds_bucket")
-        assert exemplars and exemplars <= {one.trace_id for one in done}
+        name = f"gen_ai_server_{histogram}_seconds_bucket"
+        traces = {s.exemplar.labels["trace_id"] for s in router if s.name == name and s.exemplar}
+        assert traces and traces <= {one.trace_id for one in done}
 
 
 def _check_workers(prefill, decode, done):
@@ -136,13 +129,13 @@ def _check_workers(prefill, decode, done):
 
 def _check_complete(page, process):
     """Every documented metric is there, with exactly the documented attributes."""
-    shown = {sample.name for sample in page.samples}
+    shown = {sample.name for sample in page}
     for one in table.of(process).values():
         if one.name in SILENT:
             continue
         assert set(one.samples) <= shown, one.name
         labels = {name.replace(".", "_") for name in one.attributes} | {"le"}
-        for sample in page.samples:
+        for sample in page:
             if sample.name in one.samples:
                 assert sample.labels.keys() <= labels, sample
                 assert labels - {"le"} <= sample.labels.keys(), sample

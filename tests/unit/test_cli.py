@@ -34,7 +34,7 @@ DONE = Completion(
 )  # fmt: skip
 
 
-def parse(*argv: str) -> Any:
+def parse(*argv):
     return cli.parser().parse_args(argv)
 
 
@@ -95,16 +95,16 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def settings(*argv: str) -> Any:
+def settings(*argv):
     return CONFIGS[argv[0]](parse(*argv))
 
 
-def children(*argv: str, share: Share = Share((), 1)) -> tuple[Any, Any]:  # noqa: B008
+def children(*argv, share=None):
     """The settings that `baton up`'s router and prefill worker take out of their command lines."""
     cluster = settings("up", *argv)
     etcd = cluster.etcd or "h:1"
     router = commands.router(cluster, etcd, 7701, metrics_port=cluster.metrics_port)
-    worker = commands.worker(cluster, etcd, "prefill", share, cluster.metrics_port)
+    worker = commands.worker(cluster, etcd, "prefill", share or Share((), 1), cluster.metrics_port)
     assert parse(*router).die_with_parent == parse(*worker).die_with_parent == os.getpid()
     return settings(*router), settings(*worker)
 
@@ -233,7 +233,7 @@ def test_threads_are_set_and_cores_checked(monkeypatch, caplog):
         services.limit_cpu(1, (9,))
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+def install(monkeypatch, name, **members):
     """Puts a module in place of the real one."""
     module = types.ModuleType(name)
     vars(module).update(members)

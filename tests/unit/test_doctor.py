@@ -29,12 +29,9 @@ from kvtransfer import pairing
 H100 = Card(0, "GPU-aaaa", "NVIDIA H100 80GB HBM3", 80 << 30, "9.0")
 REPORTED = common_pb2.Hardware(
     gpu=common_pb2.Gpu(uuid="GPU-aaaa", name="NVIDIA H100 80GB HBM3"),
-    visible_gpus=["GPU-aaaa", "GPU-bbbb"],
-    peer_gpus=["GPU-bbbb"],
-    gpu_links=["NV18 GPU-bbbb"],
-    cuda_version="12.8",
-    nccl_version="2.27.5",
-)
+    visible_gpus=["GPU-aaaa", "GPU-bbbb"], peer_gpus=["GPU-bbbb"], gpu_links=["NV18 GPU-bbbb"],
+    cuda_version="12.8", nccl_version="2.27.5",
+)  # fmt: skip
 
 
 def test_a_machine_is_looked_at_without_torch():

@@ -229,19 +229,14 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
         self.mode = termios.tcgetattr(self.slave)
         self.shown = b""
-        self.process: asyncio.subprocess.Process
 
     async def start(self, *argv):
+        env = {key: os.environ[key] for key in os.environ.keys() - {"COLUMNS", "LINES"}}
+        env["TERM"] = "xterm-256color"
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton", "top", "--interval", "0.1", *argv),
-            stdin=self.slave,
-            stdout=self.slave,
-            stderr=self.slave,
-            cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-            | {"TERM": "xterm-256color"},
-            start_new_session=True,
-        )
+            *(sys.executable, "-m", "baton", "top", "--interval", "0.1", *argv), env=env, cwd=ROOT,
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
+        )  # fmt: skip
         asyncio.get_running_loop().add_reader(self.master, self._read)
 
     def _read(self):

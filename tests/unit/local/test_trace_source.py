@@ -111,7 +111,8 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
         silent = router.address
         for argv, why in (
             ([UNKNOWN], f"{receiver.address} has no trace {UNKNOWN}"),
-            (["not-an-id"], "'not-an-id' is no trace id: it has 32 hexadecimal digits"),
+            *(([text], f"'{text}' is no trace id: it has 32 hexadecimal digits")
+              for text in ("not-an-id", TRACE[:-1], TRACE + "0", "g" * 32, "0" * 32)),
             ([TRACE, "--jaeger", "ftp://h"], "--jaeger ftp://h: not a URL"),
             ([TRACE, "--target", closed], f"no router answers at {closed}: start one with"),
             ([TRACE, "--target", silent], "the router at r:1 exports no traces"),

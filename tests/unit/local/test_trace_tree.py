@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.local.span_store import Span
-from baton.local.trace_tree import coverage, entry_of, is_trace_id, render, summarize
+from baton.local.trace_tree import coverage, entry_of, render, summarize
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -126,9 +126,3 @@ def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry():
     assert entry_of([second, first]) is second
     worker = span("decode", "baton-decode", "x", 0, 1, is_entry=True)
     assert entry_of([worker]) is coverage([worker]) is summarize([worker]) is None
-
-
-def test_what_is_no_trace_id():
-    assert is_trace_id(TRACE)
-    for text in ("", TRACE[:-1], TRACE + "0", TRACE.upper(), "g" * 32, "0" * 32):
-        assert not is_trace_id(text)
