@@ -21,7 +21,6 @@ from baton.local.doctor import Finding
 from baton.local.doctor_cluster import check_cluster
 from baton.local.ports import free
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
-from baton.v1.common_pb2 import WorkerRecord
 from baton.worker import nvidia_smi
 from baton.worker.nvidia_smi import Card
 from kvtransfer import pairing
@@ -167,9 +166,7 @@ WORKER = {"role": "prefill", "incarnation": "p", "address": "h:1", "state": "REA
 
 
 @pytest.mark.parametrize(("worst", "exit_status"), [("ok", 0), ("warn", 0), ("fail", 1)])
-def test_a_report_is_shown_and_only_failures_are_an_exit_status(
-    worst, exit_status, monkeypatch, capsys
-):
+def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, monkeypatch, capsys):
     obstacles = {"cuda_ipc": "they are apart", "nccl": "none offers it"}
     report = {
         "status": worst,
@@ -215,7 +212,7 @@ def cpu(name, host=HOST, **fields):
         "kv": common_pb2.KvDescriptor(dtype="bfloat16", block_size=16),
         "hardware": common_pb2.Hardware(torch_version="2.11.0"),
     }  # fmt: skip
-    return WorkerRecord(**{**known, **fields})
+    return common_pb2.WorkerRecord(**{**known, **fields})
 
 
 def gpu(name, own, others="", host=HOST, *, peers=None, nccl="2.27.5", rdma=(), **fields):

@@ -22,10 +22,11 @@ MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
 MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
 
 
-def cluster(*, extra=None, say=lambda text: None, on_line=None, programs=MEMBERS, **config):
-    settings = ClusterConfig(**{"port": 0, "drain_s": 5.0, **config})
-    others = {"say": say, "on_line": on_line, "start_timeout_s": 30}
-    return LocalCluster(settings, programs=programs, extra_args=extra or {}, **others)
+def cluster(*, extra=None, say=lambda text: None, patience_s=30, **options):
+    others = {key: options.pop(key) for key in ("programs", "on_line") if key in options}
+    others = {"programs": MEMBERS, "start_timeout_s": patience_s, "say": say, **others}
+    settings = ClusterConfig(**{"port": 0, "drain_s": 5.0, **options})
+    return LocalCluster(settings, extra_args=extra or {}, **others)
 
 
 def settings_of(started, name):
@@ -52,11 +53,10 @@ async def test_starts_with_its_gpus_programs_and_arguments_and_leaves_nothing(mo
     monkeypatch.setattr(local_cluster.resources, "count_gpus", lambda: 2)
     started = cluster(
         decode=2, metrics_port=0, extra=extra, programs={**MEMBERS, "decode-1": named},
-        say=said.append, on_line=lambda *line: lines.append(line),
+        say=said.append, on_line=lambda *line: lines.append(line), patience_s=120,
     )  # fmt: skip
-    # By default weights may come from a slow disk, and kernels be compiled.
-    assert LocalCluster(ClusterConfig())._start_timeout_s == 900
     async with started:
+        assert started._start_timeout_s == 900  # weights come from a disk, kernels are compiled
         assert set(started.processes) == {"router", "prefill-0", "decode-0", "decode-1"}
         assert {p.role for p in started.processes.values()} == {"router", "prefill", "decode"}
         assert started.etcd is not None

@@ -35,14 +35,9 @@ async def test_a_closed_terminal_ends_it(tmp_path):
     master, slave = pty.openpty()
     with output.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", UP),
-            stdin=slave,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            cwd=HERE.parents[3],
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-        )
+            *(sys.executable, "-c", UP), stdin=slave, stdout=out, stderr=out, cwd=HERE.parents[3],
+            start_new_session=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+        )  # fmt: skip
 
     async def look():
         return output.read_text()
