@@ -13,7 +13,6 @@ folder run on one event loop, which the clusters need, and after all others.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import threading
@@ -104,20 +103,13 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setattr(tempfile, "tempdir", str(temporary))
         yield
     # Each has this variable, and holds its ports; a port alone may be another's by now.
-    assert not [one.cmdline() for one in processes_with("TMPDIR", str(temporary))]
+    started = [one.info for one in psutil.process_iter(["cmdline", "environ"])]
+    assert not [
+        one["cmdline"] for one in started if (one["environ"] or {}).get("TMPDIR") == str(temporary)
+    ]
     assert own_shared_memory() <= shared_memory
     assert not list(temporary.glob("baton*"))
     assert not [one.name for one in threading.enumerate() if one.name.startswith(("kv-", "engine"))]
-
-
-def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Processes, orphans too, that were started with this in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(variable) == value:
-                found.append(process)
-    return found
 
 
 def own_shared_memory() -> set[str]:

@@ -3,19 +3,17 @@
 `make chaos MINUTES=10` is the long form.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos.harness import Harness
-from tests.chaos.load import COMPLETE, Run, oracle_runs
+from tests.chaos.load import COMPLETE, oracle_runs
 
 SECONDS = 7.0
 NEW_TOKENS = 60
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[Run]:
+def runs():
     """What every request must get."""
     return oracle_runs(NEW_TOKENS)
 
@@ -23,8 +21,8 @@ def runs() -> list[Run]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("seed", "routers", "transport"), [(11, 2, "shm"), (12, 1, "gloo")])
 async def test_every_request_ends_right_and_nothing_is_kept(
-    fork_server: None, runs: list[Run], seed: int, routers: int, transport: str
-) -> None:
+    fork_server, runs, seed, routers, transport
+):
     said: list[str] = []
     harness = Harness(
         said.append, routers=routers, transport=transport, callers=6, mean_pause_s=1.5

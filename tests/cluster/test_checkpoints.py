@@ -1,10 +1,7 @@
 """Checkpoints that processes start on: broken ones are refused by name, mixed ones kept apart."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.client import AsyncClient, Completion, RetryPolicy
+from baton.client import AsyncClient, RetryPolicy
 from baton.config import EngineConfig
 from baton.errors import Unavailable
-from baton.local.cluster import LocalCluster
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
 from tests.cluster.command import as_json, baton
-from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import all_blocks_free
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.waiting import eventually
@@ -32,32 +27,24 @@ GREEDY: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A small checkpoint with which nothing is wrong."""
     directory = tmp_path_factory.mktemp("checkpoints") / "whole"
     make_checkpoint(directory, tokenizer=True)
     return directory
 
 
-async def test_processes_refuse_a_broken_checkpoint(tmp_path: Path, whole: Path) -> None:
+async def test_processes_refuse_a_broken_checkpoint(tmp_path, whole):
     """Exit status 1 and one line that names the file and the tensor; `up` starts nothing."""
 
-    def broken(name: str, how: Callable[[Path], object]) -> Path:
-        copy = Path(shutil.copytree(whole, tmp_path / name))
-        how(copy)
-        return copy
-
-    def lose_tensor(copy: Path) -> None:
-        tensors = load_file(copy / WEIGHTS)
-        del tensors[LOST]
-        save_file(tensors, copy / WEIGHTS)
-
-    def truncate(copy: Path) -> None:
-        (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:-1000])
-
-    lost = broken("lost", lose_tensor)
-    truncated = broken("truncated", truncate)
-    unreadable = broken("unreadable", lambda copy: (copy / "tokenizer.json").write_text("{}"))
+    lost, truncated, unreadable = (
+        Path(shutil.copytree(whole, tmp_path / name)) for name in ("lost", "cut", "unreadable")
+    )
+    tensors = load_file(lost / WEIGHTS)
+    del tensors[LOST]
+    save_file(tensors, lost / WEIGHTS)
+    (truncated / WEIGHTS).write_bytes((truncated / WEIGHTS).read_bytes()[:-1000])
+    (unreadable / "tokenizer.json").write_text("{}")
     async with EmbeddedEtcd() as etcd:
         worker, router, up = await asyncio.gather(
             baton("decode-worker", "--model", str(lost), "--etcd", etcd.address,
@@ -75,36 +62,13 @@ async def test_processes_refuse_a_broken_checkpoint(tmp_path: Path, whole: Path)
     assert worker.err.count("\n") == 1
 
 
-def generated_by_one_process(engine: EngineConfig) -> Completion:
+def generated_by_one_process(engine):
     """What a cluster must generate."""
     with SingleProcess(engine) as process:
         return process.generate(PROMPT, SamplingParams(**GREEDY))
 
 
-async def test_a_sharded_checkpoint_serves(tmp_path: Path, clusters: Clusters) -> None:
-    """A cluster streams what one process and transformers itself generate."""
-    directory = tmp_path / "sharded"
-    reference = make_checkpoint(
-        directory, "Qwen3ForCausalLM", seed=5, tokenizer=True, max_shard_size="100KB"
-    )
-    assert len(list(directory.glob("*.safetensors"))) > 2
-    engine = EngineConfig(model=str(directory), dtype="float32", kv_blocks=64)
-    here = generated_by_one_process(engine)
-    with torch.no_grad():
-        greedy = reference.generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=16, min_new_tokens=16
-        )
-    _, client = await clusters(alone=True, engine=engine)
-    there = await client.generate(PROMPT, **GREEDY, timeout=60.0)
-    assert [model.name for model in await client.models()] == ["sharded"]
-    assert there.route.prefill is not None
-    assert there.token_ids == here.token_ids == tuple(greedy[0, 50:].tolist())
-    assert there.text == here.text
-
-
-async def test_random_weights_serve_token_ids(
-    tmp_path: Path, whole: Path, clusters: Clusters
-) -> None:
+async def test_random_weights_serve_token_ids(tmp_path, whole, clusters):
     """A bare config.json is enough for a benchmark; all workers make the same weights."""
     config = tmp_path / "tiny.json"
     shutil.copy(whole / "config.json", config)
@@ -118,30 +82,37 @@ async def test_random_weights_serve_token_ids(
     assert refused.err == "baton: error: this model has no tokenizer: send token ids\n"
 
 
-async def start_on(cluster: LocalCluster, name: str, model: Path) -> str:
-    """Ends a process and starts it again on another model; its incarnation, for a worker."""
+async def start_on(cluster, name, model):
+    """Ends a process and starts it again on another model."""
     process = cluster.processes[name]
     cluster.kill(name)
     await process.wait()
     process.argv += ["--model", str(model)]
     await cluster.start_again(name)
-    await cluster.wait_ready()
-    records = cluster.membership.records.items()
-    return next((key for key, record in records if record.pid == process.pid), "")
 
 
-async def refusal(client: AsyncClient) -> str:
+async def refusal(client):
     """The error of a request that no pair of workers can serve."""
     with pytest.raises(Unavailable) as refused:
         await client.generate(PROMPT, max_tokens=4, timeout=30.0)
     return str(refused.value)
 
 
-async def test_workers_that_do_not_match_are_not_paired(
-    tmp_path: Path, whole: Path, clusters: Clusters
-) -> None:
-    """Other blocks, other weights, another tokenizer than the router's: each is named."""
-    engine = EngineConfig(model=str(whole), dtype="float32", kv_blocks=64)
+async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
+    """Other blocks, other weights, another tokenizer than the router's: each is named.
+
+    The others serve a sharded checkpoint: tokens are those of one process and of transformers.
+    """
+    model, other = tmp_path / "sharded", tmp_path / "other"
+    reference = make_checkpoint(
+        model, "Qwen3ForCausalLM", seed=5, tokenizer=True, max_shard_size="100KB"
+    )
+    assert len(list(model.glob("*.safetensors"))) > 2
+    with torch.no_grad():
+        greedy = reference.generate(
+            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=16, min_new_tokens=16
+        )
+    engine = EngineConfig(model=str(model), dtype="float32", kv_blocks=64)
     cluster, _ = await clusters(
         alone=True, engine=engine, decode=2, extra_args={"decode-1": ["--block-size", "32"]}
     )
@@ -151,47 +122,38 @@ async def test_workers_that_do_not_match_are_not_paired(
         done = await asyncio.gather(
             *(client.generate(PROMPT, cache_salt=f"{i}", timeout=60.0, **GREEDY) for i in range(8))
         )
-        assert {one.token_ids for one in done} == {here.token_ids}
+        assert here.token_ids == tuple(greedy[0, len(PROMPT) :].tolist())
+        assert {(one.token_ids, one.text) for one in done} == {(here.token_ids, here.text)}
+        assert [model.name for model in await client.models()] == ["sharded"]
         odd = cluster.processes["decode-1"].pid
         names = {w["pid"]: w["incarnation"] for w in (await client.status())["workers"]}
         assert names[odd] not in {one.route.decode for one in done if one.route.prefill}
         await all_blocks_free(client)
 
-        other = tmp_path / "other"
-        make_checkpoint(other, seed=9, tokenizer=True)
-        decode = await start_on(cluster, "decode-0", other)
-        pids = {p.pid for p in cluster.processes.values() if p.role != "router"}
-
-        async def ready() -> set[int]:
-            workers = (await client.status())["workers"]
-            return {w["pid"] for w in workers if w["state"] == "READY"}
-
-        await eventually(ready, pids.__eq__, "workers are missing", 30.0)
+        make_checkpoint(other, "Qwen3ForCausalLM", seed=9, tokenizer=True)
+        await start_on(cluster, "decode-0", other)
+        await cluster.wait_ready()
+        pids = {process.pid for name, process in cluster.processes.items() if name != "router"}
+        ready = lambda s: pids == {w["pid"] for w in s["workers"] if w["state"] == "READY"}  # noqa: E731
+        status = await eventually(client.status, ready, "workers are missing", 30.0)
+        names = {w["pid"]: w["incarnation"] for w in status["workers"]}
         message = await refusal(client)
-        for role, name in (
-            ("prefill", names[cluster.processes["prefill-0"].pid]), ("decode", decode),
-        ):  # fmt: skip
+        for role in ("prefill", "decode"):
+            name = names[cluster.processes[f"{role}-0"].pid]
             assert f"{role} worker {name} has model_fingerprint=" in message
 
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace("</s>", "<|end|>"))
-    cluster.kill("router")
-    await cluster.processes["router"].wait()
-    cluster.processes["router"].argv += ["--model", str(other)]
-    await cluster.start_again("router")
+    await start_on(cluster, "router", other)
     async with AsyncClient(cluster.address, retry=no_retry) as client:
-
-        async def workers() -> list[dict[str, Any]]:
-            try:
-                return [w for w in (await client.status())["workers"] if w["pid"] in pids]
-            except Unavailable:  # it is still starting
-                return []
-
-        seen = await eventually(workers, lambda found: len(found) == 3, "workers", 30.0)
-        for worker in seen:
-            assert worker["state"] == "MISMATCH"
-            assert "tokenizer" in worker["reason"]
-            assert "start both with the same model" in worker["reason"]
+        async with AsyncClient(cluster.address) as patient:  # the router is still starting
+            complete = lambda s: len(pids & {w["pid"] for w in s["workers"]}) == 3  # noqa: E731
+            status = await eventually(patient.status, complete, "workers are missing", 30.0)
+        for worker in status["workers"]:
+            if worker["pid"] in pids:
+                assert worker["state"] == "MISMATCH"
+                assert "tokenizer" in worker["reason"]
+                assert "start both with the same model" in worker["reason"]
         message = await refusal(client)
         assert "no prefill worker is ready" in message
         assert "is MISMATCH: " in message

@@ -1,29 +1,27 @@
-"""A cluster streams what one process would, token for token: handoffs, int8, speculation."""
-
-from __future__ import annotations
+"""A cluster streams what one process would, token for token: handoffs, int8, speculation, HTTP."""
 
 import asyncio
 import json
 from dataclasses import replace
 from typing import Any
 
+import openai
 import pytest
 
-from baton.client import Completion
-from baton.config import DEMO_MODEL, EngineConfig
+from baton.config import DEMO_MODEL
 from baton.engine.ops.native import library
-from baton.local.otlp import OtlpReceiver
-from baton.local.span_store import Span, is_complete
-from tests.cluster.conftest import Clusters
+from baton.local.span_store import is_complete
 from tests.cluster.oracle import (
     ENGINE,
     LENGTHS,
     SAMPLING,
+    SIMULATED,
     Oracle,
     Streams,
     all_blocks_free,
     check,
-)
+    decoding_process,
+)  # fmt: skip
 
 SERVICES = {"baton-router", "baton-prefill", "baton-decode"}
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -36,9 +34,7 @@ BYTES_PER_TOKEN = (
 
 # Pairs of two and two over gloo: tests/cluster/test_chaos.py.
 @pytest.mark.parametrize(("size", "transport"), [(1, "shm"), (1, "gloo"), (2, "shm")])
-async def test_cold_cached_and_32_at_once(
-    clusters: Clusters, oracle: Oracle, size: int, transport: str
-) -> None:
+async def test_cold_cached_and_32_at_once(clusters, oracle, size, transport):
     """Every length, greedy and seeded: alone without and with prefix-cache hits, then in a batch.
 
     The KV bytes of exactly the prompt's tokens travel.
@@ -75,7 +71,7 @@ async def test_cold_cached_and_32_at_once(
     assert len({one.route.prefill for one in by_handoff}) == size
 
 
-async def test_only_what_decode_lacks_is_sent(clusters: Clusters, oracle: Oracle) -> None:
+async def test_only_what_decode_lacks_is_sent(clusters, oracle):
     """A second turn moves its new blocks; a short or a cached prompt skips the prefill worker."""
     _, client = await clusters()
     first = oracle.case(200, 2000)
@@ -96,9 +92,7 @@ async def test_only_what_decode_lacks_is_sent(clusters: Clusters, oracle: Oracle
     assert (again.route.prefill, again.usage.cached_tokens) == (None, 320)
 
 
-async def test_text_chat_logprobs_stop_strings_and_one_token(
-    clusters: Clusters, oracle: Oracle
-) -> None:
+async def test_text_chat_logprobs_stop_strings_and_one_token(clusters, oracle):
     _, client = await clusters()
     for prompt in ("def read(path):\n    with open(path) as file:\n",
                    [{"role": "user", "content": "Write a stack."}]):  # fmt: skip
@@ -122,15 +116,13 @@ async def test_text_chat_logprobs_stop_strings_and_one_token(
     assert (done.token_ids, done.finish_reason) == (oracle.tokens(case)[:1], "length")
 
 
-async def spans_of(receiver: OtlpReceiver, done: Completion) -> list[Span]:
+async def spans_of(receiver, done):
     """A request's spans, when all of them have arrived."""
     whole = lambda spans: is_complete(spans, SERVICES)  # noqa: E731
     return await receiver.store.wait_for(done.trace_id, whole, 20.0)
 
 
-async def test_the_trace_of_a_long_prompt(
-    clusters: Clusters, oracle: Oracle, receiver: OtlpReceiver
-) -> None:
+async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
     """The first token leaves before Commit, and blocks are sent while later chunks compute.
 
     The router assigns the handoff's id: with two, each end would wait for the other.
@@ -173,9 +165,7 @@ INT8: dict[str, Any] = {"quantization": "int8", "kv_dtype": "int8"}
         pytest.param(replace(ENGINE, kernels="torch", **INT8), "gloo", id="torch"),
     ],
 )
-async def test_int8_weights_and_kv(
-    clusters: Clusters, oracle: Oracle, engine: EngineConfig, transport: str
-) -> None:
+async def test_int8_weights_and_kv(clusters, oracle, engine, transport):
     """Cold and cached over a handoff of the int8 pool; a killed worker changes nothing."""
     native = engine.kernels != "torch"
     cluster, client = await clusters(
@@ -200,7 +190,7 @@ async def test_int8_weights_and_kv(
         await all_blocks_free(client)
 
 
-async def test_speculation_changes_no_token(clusters: Clusters, oracle: Oracle) -> None:
+async def test_speculation_changes_no_token(clusters, oracle):
     """Several tokens at once, with log-probabilities and stop strings, and a worker is killed."""
     cluster, client = await clusters(alone=True, engine=replace(ENGINE, speculate=4), decode=2)
     for sampling in SAMPLING:
@@ -229,3 +219,93 @@ async def test_speculation_changes_no_token(clusters: Clusters, oracle: Oracle) 
     cluster.kill("decode-0")
     assert any(one.route.attempts > 1 for one in await running)
     await all_blocks_free(client)
+
+
+# OpenAI's own client: what it gets equals what the SDK gets.
+
+PROMPT = "def read(path):\n    with open(path) as file:\n"
+MESSAGES: Any = [{"role": "user", "content": "Write a stack."}]
+TIMEOUT_S = 60.0
+
+
+def settings(cluster):
+    """For OpenAI's clients."""
+    url = f"http://{cluster.http_addresses[0]}/v1"
+    return {"base_url": url, "api_key": "any", "max_retries": 0, "timeout": TIMEOUT_S}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+async def test_responses_equal_the_sdks(clusters, sampling, chat):
+    """Whole and streamed: text, finish reason and usage."""
+    cluster, own = await clusters()
+    sdk = {**SAMPLING[sampling], "max_tokens": 32, "ignore_eos": not chat}
+    http = dict(sdk)
+    http["extra_body"] = {key: http.pop(key) for key in ("top_k", "ignore_eos") if key in http}
+    http |= {"messages": MESSAGES} if chat else {"prompt": PROMPT}
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
+        create: Any = client.chat.completions.create if chat else client.completions.create
+        expected = await own.generate(MESSAGES if chat else PROMPT, **sdk)
+        whole = await create(model="demo", **http)
+        stream = await create(
+            model="demo", stream=True, stream_options={"include_usage": True}, **http
+        )
+        *chunks, last = [chunk async for chunk in stream]
+        await all_blocks_free(own)
+    (choice,), choices = whole.choices, [chunk.choices[0] for chunk in chunks]
+    if chat:
+        text, pieces = choice.message.content, [one.delta.content or "" for one in choices]
+        assert choices[0].delta.role == "assistant"
+    else:
+        text, pieces = choice.text, [one.text for one in choices]
+    assert text == "".join(pieces) == expected.text
+    assert choice.finish_reason == choices[-1].finish_reason == expected.finish_reason
+    for usage in (whole.usage, last.usage):
+        assert usage.prompt_tokens == expected.usage.prompt_tokens
+        assert usage.completion_tokens == len(expected.token_ids)
+
+
+async def test_token_ids_choices_batches_and_logprobs(clusters, oracle):
+    """Prompts in tokens, four of them, twice each: all of them the oracle's."""
+    cluster, own = await clusters()
+    cases = [oracle.case(length) for length in (1, 17, 100, 500)]
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
+        done = await client.completions.create(
+            model="demo", prompt=[list(case.prompt) for case in cases], n=2, temperature=0,
+            max_tokens=cases[0].new_tokens, logprobs=3,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        expected = await check(own, oracle, cases[-1], logprobs=3)
+        await all_blocks_free(own)
+    assert [choice.index for choice in done.choices] == list(range(8))
+    for choice in done.choices:
+        tokens = oracle.tokens(cases[choice.index // 2])
+        assert choice.model_extra is not None
+        assert tuple(choice.model_extra["token_ids"]) == tokens
+        assert choice.text == oracle.text(tokens)
+    logprobs = done.choices[-1].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.top_logprobs
+    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
+    assert "".join(logprobs.tokens) == expected.text
+    assert all(len(top) == 3 for top in logprobs.top_logprobs)
+
+
+async def test_a_stream_survives_its_decode_worker(clusters, simulated):
+    """Over HTTP too: every token once, the oracle's."""
+    cluster, own = await clusters(alone=True, engine=SIMULATED, decode=2)
+    case = simulated.case(100, new_tokens=400)
+    tokens: list[int] = []
+    killed = False
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
+        stream = await client.completions.create(
+            model="demo", prompt=list(case.prompt), max_tokens=400, temperature=0, stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        async for chunk in stream:
+            assert chunk.choices[0].model_extra is not None
+            tokens += chunk.choices[0].model_extra["token_ids"]
+            if len(tokens) > 10 and not killed:
+                killed = True
+                cluster.kill(await decoding_process(cluster, own))
+    assert killed
+    assert tuple(tokens) == simulated.tokens(case)

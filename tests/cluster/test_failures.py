@@ -1,30 +1,33 @@
-"""Workers killed, stopped or drained, deadlines, cancels: no token changes.
+"""Workers killed, stopped or drained, KV lost, pools full, deadlines, cancels: no token changes.
 
 On simulated engines, which prove every block that they read. Workers that are stopped (SIGSTOP)
 hang without exiting: sockets open, lease alive, no message. Bounds on gaps are loose, for a busy
 machine; `docs/failures.md` has those of a quiet one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
+import json
+import os
 import signal
-from collections.abc import AsyncIterator, Awaitable
+import sys
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from baton.client import AsyncClient, Completion, RetryPolicy
-from baton.config import RouterLimits
+from baton import rpc
+from baton.client import AsyncClient, RetryPolicy
+from baton.config import ClusterConfig, RouterLimits
 from baton.errors import DeadlineExceeded, Overloaded, Unavailable
 from baton.local import ports
-from baton.local.cluster import LocalCluster
+from baton.local.span_store import is_complete
+from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.chaos import kv_faults
 from tests.chaos.checks import stale_mappings
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import SIMULATED, Oracle, Streams, all_blocks_free, check
+from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
 SILENCE_S = 1.0
@@ -43,42 +46,40 @@ TWO = {"engine": SIMULATED, "limits": RouterLimits(silence_s=SILENCE_S)}
 
 
 @asynccontextmanager
-async def stopped(cluster: LocalCluster, name: str) -> AsyncIterator[None]:
+async def stopped(cluster, name, how=signal.SIGSTOP):
     """The process is stopped within the block and always continued after it."""
-    cluster.kill(name, signal.SIGSTOP)
+    cluster.kill(name, how)
     try:
         yield
     finally:
         cluster.kill(name, signal.SIGCONT)
 
 
-async def view(client: AsyncClient, cluster: LocalCluster, name: str) -> dict[str, Any]:
+async def view(client, cluster, name):
     """A worker as the router sees it; empty when it does not."""
     pid = cluster.processes[name].pid
     workers = (await client.status())["workers"]
     return next((worker for worker in workers if worker["pid"] == pid), {})
 
 
-async def seen_as(client: AsyncClient, cluster: LocalCluster, name: str, state: str) -> str:
+async def seen_as(client, cluster, name, state):
     """Returns the worker's incarnation once the router sees it in that state."""
 
-    async def look() -> dict[str, Any]:
+    async def look():
         return await view(client, cluster, name)
 
     worker = await eventually(look, lambda w: w.get("state") == state, f"{name}: {state}", BACK_S)
     return str(worker["incarnation"])
 
 
-async def start_again(cluster: LocalCluster, name: str) -> None:
+async def start_again(cluster, name):
     """Kills a process and starts it again, once it has ended."""
     cluster.kill(name)
     await cluster.processes[name].wait()
     await cluster.start_again(name)
 
 
-async def test_one_worker_of_each_role_killed_under_24_streams(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_one_worker_of_each_role_killed_under_24_streams(clusters, simulated):
     """24 of 24 complete with the oracle's tokens, after a short pause."""
     cluster, client = await clusters(**FOUR)
     streams = Streams(client, simulated, simulated.mixed(24, new_tokens=250))
@@ -92,8 +93,8 @@ async def test_one_worker_of_each_role_killed_under_24_streams(
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_drained_worker_finishes_and_a_replacement_is_another_worker(
-    clusters: Clusters, simulated: Oracle, victim: str
-) -> None:
+    clusters, simulated, victim
+):
     """A drained worker's streams do not move. While etcd still lists a killed one, its successor
     serves at its address."""
     cluster, client = await clusters(**FOUR)
@@ -118,9 +119,7 @@ async def test_a_drained_worker_finishes_and_a_replacement_is_another_worker(
     assert successor["incarnation"] not in before
 
 
-async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(clusters, simulated):
     """24 of 24 streams go on elsewhere; once it continues it holds no block and is used again."""
     cluster, client = await clusters(**FOUR)
     case = simulated.case(100, 4000)
@@ -138,50 +137,41 @@ async def test_a_stopped_decode_worker_costs_no_token_and_gets_nothing_new(
     await all_blocks_free(client)
     salts = itertools.count()
 
-    async def used_again() -> bool:
+    async def used_again():
         asked = (check(client, simulated, case, cache_salt=f"{next(salts)}") for _ in range(4))
         return any(one.route.decode == incarnation for one in await asyncio.gather(*asked))
 
     await eventually(used_again, bool, "it is not used again", BACK_S)
 
 
-async def check_lost(running: Awaitable[list[Completion]], incarnation: str) -> None:
-    """All complete, at least one after a second attempt, and none on the lost worker."""
-    done = await running
-    assert any(one.route.attempts > 1 for one in done), "no stream was hit"
-    assert incarnation not in {one.route.prefill for one in done}
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_a_prefill_worker_lost_in_the_middle_of_a_prompt_is_replaced(
-    clusters: Clusters, simulated: Oracle, how: signal.Signals
-) -> None:
+    clusters, simulated, how
+):
     """Its prompts are computed elsewhere; once it continues, it overwrites no other blocks."""
     cluster, client = await clusters(**FOUR)
     cases = [simulated.case(1700, 31 * n, ("greedy", "seeded")[n % 2]) for n in range(12)]
 
-    async def computes() -> bool:
+    async def computes():
         return bool((await view(client, cluster, "prefill-0")).get("queue_tokens"))
 
     asked = (check(client, simulated, case, cache_salt=how.name) for case in cases)
     running = asyncio.gather(*asked)
     await eventually(computes, bool, "prefill-0 got no prompt")
     lost = (await view(client, cluster, "prefill-0"))["incarnation"]
-    if how == signal.SIGKILL:
-        cluster.kill("prefill-0")
-        await check_lost(running, lost)
-    else:
-        async with stopped(cluster, "prefill-0"):
+    async with stopped(cluster, "prefill-0", how):
+        if how == signal.SIGSTOP:
             await seen_as(client, cluster, "prefill-0", "SILENT")
-            await check_lost(running, lost)
+        done = await running
+        assert any(one.route.attempts > 1 for one in done), "no stream was hit"
+        assert lost not in {one.route.prefill for one in done}
+    if how == signal.SIGSTOP:
         await seen_as(client, cluster, "prefill-0", "READY")
         again = (check(client, simulated, case, cache_salt="again") for case in cases)
         await asyncio.gather(*again)
 
 
-async def test_a_worker_or_router_that_stops_for_a_moment_moves_no_stream(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_worker_or_router_that_stops_for_a_moment_moves_no_stream(clusters, simulated):
     """Silence is counted in ticks of the router's own loop: one that stops suspects no worker."""
     cluster, client = await clusters(**FOUR)
     for name, pause_s in (("decode-0", SILENCE_S / 3), ("router", 3 * SILENCE_S)):
@@ -193,9 +183,7 @@ async def test_a_worker_or_router_that_stops_for_a_moment_moves_no_stream(
         assert streams.largest_gap_s > pause_s / 2
 
 
-async def test_a_decode_worker_outlives_its_prefill_workers(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_decode_worker_outlives_its_prefill_workers(clusters, simulated):
     """The only prefill worker is replaced twice; decode is never restarted.
 
     A prefill worker unmaps the pool of a decode worker that died: it would keep that memory alive.
@@ -217,7 +205,7 @@ async def test_a_decode_worker_outlives_its_prefill_workers(
     await check(client, simulated, simulated.case(100), cache_salt="mapped")
 
 
-async def test_no_worker_of_a_role(clusters: Clusters) -> None:
+async def test_no_worker_of_a_role(clusters):
     """UNAVAILABLE with RetryInfo, and the router's readiness says NOT_SERVING."""
     cluster, _ = await clusters(**TWO)
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
@@ -233,12 +221,12 @@ async def test_no_worker_of_a_role(clusters: Clusters) -> None:
             await cluster.start_again(f"{role}-0")
 
 
-async def test_a_deadline_is_kept_wherever_it_passes(clusters: Clusters, simulated: Oracle) -> None:
+async def test_a_deadline_is_kept_wherever_it_passes(clusters, simulated):
     """While queued, in the middle of prompts, transfers and streams: freed on both ends."""
     _, client = await clusters(**TWO)
     clock = asyncio.get_running_loop().time
 
-    async def hasty(number: int, timeout_s: float) -> float:
+    async def hasty(number, timeout_s):
         began_s = clock()
         prompt = simulated.prompt(1000, 11 * number)
         with pytest.raises((DeadlineExceeded, Overloaded)):
@@ -252,13 +240,11 @@ async def test_a_deadline_is_kept_wherever_it_passes(clusters: Clusters, simulat
     await check(client, simulated, simulated.case(64, 7))
 
 
-async def test_a_storm_of_cancels_leaves_the_cluster_serving(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_storm_of_cancels_leaves_the_cluster_serving(clusters, simulated):
     """One closes its stream; then hundreds at once, while queued, in prompts and in streams."""
     _, client = await clusters(**TWO)
 
-    async def read(number: int, tokens: int = 500) -> None:
+    async def read(number, tokens=500):
         prompt = simulated.prompt(50 + number, number)
         async with client.stream(prompt, max_tokens=500, ignore_eos=True) as stream:
             async for _ in stream:
@@ -276,3 +262,114 @@ async def test_a_storm_of_cancels_leaves_the_cluster_serving(
     await all_blocks_free(client)
     router = (await client.status())["router"]
     assert (router["queued"], router["running"]) == (0, 0)
+
+
+SMALL = replace(SIMULATED, kv_cache_bytes=0, kv_blocks=66, max_context=1024)
+DECODE, PREFILL = common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_PREFILL
+
+
+async def load_of(cluster, role):
+    """The load that the worker of a role reports."""
+    (record,) = (one for one in cluster.membership.records.values() if one.role == role)
+    async with rpc.channel(record.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return (await stub.Describe(worker_pb2.DescribeRequest(), timeout=10.0)).load
+
+
+async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
+    clusters, simulated, receiver
+):
+    """Ten streams outgrow the decode worker's pool; KV is handed over once for each."""
+    cluster, client = await clusters(engine=SMALL)
+    cases = [simulated.case(60, 70 * n, new_tokens=100) for n in range(10)]
+    done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
+    await all_blocks_free(client)
+    assert (await load_of(cluster, DECODE)).preemptions > 0
+    for one in done:
+        spans = await receiver.store.wait_for(one.trace_id, is_complete, 20.0)
+        assert [span.name for span in spans].count("kv.transfer") == one.route.attempts
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+async def test_corrupted_or_lost_kv_is_detected_and_sent_again(
+    clusters, simulated, tmp_path, transport
+):
+    """Every second transfer is changed, short or broken off on its way: tokens are the same."""
+    control = tmp_path / "kv.json"
+    _, client = await clusters(
+        alone=True,
+        engine=SIMULATED,
+        transport=transport,
+        programs={"prefill": [sys.executable, "-m", "tests.chaos.process"]},
+        env={kv_faults.VARIABLE: str(control)},
+    )
+    for fault in ("corrupt", "lose", "fail"):
+        control.write_text(json.dumps({"fault": fault, "every": 2}))
+        await Streams(client, simulated, simulated.mixed(12, new_tokens=24)).run()
+        control.unlink()
+        assert fault in control.with_suffix(".done").read_text()
+        await all_blocks_free(client)
+    await check(client, simulated, simulated.case(90, 600, "seeded"))
+    await all_blocks_free(client)
+
+
+async def test_a_reservation_that_expires_is_made_elsewhere(clusters, simulated):
+    """decode-0's reservation expires before the prompt in front is computed."""
+    _, client = await clusters(
+        alone=True,
+        engine=SIMULATED,
+        decode=2,
+        transport="gloo",
+        extra_args={"decode-0": ["--reservation-lease", "0.01"]},
+    )
+    cases = [simulated.case(1500, 17 * n) for n in range(6)]
+    done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
+    assert any(one.route.attempts > 1 for one in done), "no reservation expired"
+    await all_blocks_free(client)
+
+
+async def test_a_full_decode_worker_costs_no_prefill(clusters, simulated):
+    """Blocks are reserved before a prompt is computed; one without them waits at the router."""
+    cluster, client = await clusters(engine=SMALL)
+    waiting = simulated.case(600, 1)
+    await check(client, simulated, simulated.case(40))
+    first = simulated.prompt(480, 9)
+    async with client.stream(first, max_tokens=540, ignore_eos=True) as stream:
+        await anext(stream)
+        steps = (await load_of(cluster, PREFILL)).steps
+        asked = asyncio.ensure_future(check(client, simulated, waiting))
+        await eventually(client.status, lambda s: s["router"]["queued"] == 1, "not queued")
+        for _ in range(3):
+            await anext(stream)
+        load = await load_of(cluster, PREFILL)
+        assert (load.steps, load.queue_tokens) == (steps, 0)
+        assert not asked.done()
+    await asked  # leaving the block gave the other stream's room up
+
+
+NICE = ClusterConfig.prefill_nice
+CORES = os.sched_getaffinity(0)
+_NICE = 16  # of the fields behind the command's name in /proc/PID/stat
+
+
+def threads(pid):
+    """Cores and niceness of every thread of a process."""
+    return [
+        (
+            frozenset(os.sched_getaffinity(int(task.name))),
+            int((task / "stat").read_text().rpartition(")")[2].split()[_NICE]),
+        )
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+
+
+async def test_only_engine_threads_are_pinned_and_only_prefill_is_nice(clusters):
+    cluster, _ = await clusters()
+    niceness = {name: [nice for _, nice in threads(p.pid)] for name, p in cluster.processes.items()}
+    assert set(niceness["decode-0"]) == set(niceness["router"]) == {os.nice(0)}
+    assert 1 <= niceness["prefill-0"].count(NICE) <= 1 + len(CORES)  # engine and compute threads
+    for name in ("prefill-0", "decode-0"):
+        pid = cluster.processes[name].pid
+        assert os.sched_getaffinity(pid) == CORES, "the event loop is not pinned"
+        pinned = {cpus for cpus, _ in threads(pid)} - {frozenset(CORES)}
+        assert len(pinned) == (len(CORES) >= 2), "only the engine has cores of its own"

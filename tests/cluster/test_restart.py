@@ -3,12 +3,9 @@
 On simulated engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 import httpx
@@ -18,11 +15,9 @@ import pytest_asyncio
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.local import ports
-from baton.local.cluster import LocalCluster
 from baton.local.etcd import EmbeddedEtcd
 from tests.chaos.checks import busy_workers
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import SIMULATED, Case, Oracle, Streams, all_blocks_free, check
+from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
 from tests.waiting import eventually
 
 DRAIN_S = 30.0  # enough for what runs here, on a machine that is busy with other things
@@ -32,14 +27,12 @@ LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
 
 @contextlib.asynccontextmanager
-async def steady_load(
-    clients: Sequence[AsyncClient], oracle: Oracle, cases: Sequence[Case]
-) -> AsyncIterator[None]:
+async def steady_load(clients, oracle, cases):
     """Two requests at a time at each client, each compared, before, while and after the block."""
     ended: asyncio.Queue[None] = asyncio.Queue()
     stopping = asyncio.Event()
 
-    async def call(client: AsyncClient, number: int) -> None:
+    async def call(client, number):
         while not stopping.is_set():
             case = cases[number % len(cases)]
             await check(client, oracle, case, cache_salt=f"{number % 7}")
@@ -59,17 +52,26 @@ async def steady_load(
         stopping.set()
 
 
+async def members(client, ready=2):
+    """All workers, once the router reaches etcd and so many are READY."""
+
+    def complete(status):
+        states = [worker["state"] for worker in status["workers"]]
+        return status["router"]["registry_connected"] and states.count("READY") == ready
+
+    status = await eventually(client.status, complete, "members are missing", 30.0)
+    return {worker["incarnation"] for worker in status["workers"]}
+
+
 @contextlib.asynccontextmanager
-async def clients_of(cluster: LocalCluster) -> AsyncIterator[list[AsyncClient]]:
+async def clients_of(cluster):
     """A client for each router: that one first, the others when it is away."""
     first, second = cluster.addresses
     async with AsyncClient([first, second]) as one, AsyncClient([second, first]) as other:
         yield [one, other]
 
 
-async def test_a_rolling_restart_under_load_fails_no_request(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_a_rolling_restart_under_load_fails_no_request(clusters, simulated):
     """Every router and worker of a 2P2D cluster is restarted in turn; no request fails."""
     cluster, _ = await clusters(alone=True, prefill=2, decode=2, **ALL)
     before = {name: process.pid for name, process in cluster.processes.items()}
@@ -82,12 +84,10 @@ async def test_a_rolling_restart_under_load_fails_no_request(
             await all_blocks_free(client)
 
 
-async def test_etcd_restarts_and_one_of_two_routers_is_killed(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_etcd_restarts_and_one_of_two_routers_is_killed(clusters, simulated):
     """A killed router's streams go on at the other one, and whatever is new goes there."""
     cluster, _ = await clusters(**ALL)
-    members = set(cluster.membership.records)
+    before = set(cluster.membership.records)
     case = simulated.case(30, 0, "seeded", 400)
     async with clients_of(cluster) as clients:
         async with steady_load(clients, simulated, simulated.mixed(8, new_tokens=24)):
@@ -95,9 +95,7 @@ async def test_etcd_restarts_and_one_of_two_routers_is_killed(
             await cluster.etcd.stop()
             await cluster.etcd.start()
         for client in clients:
-            connected = lambda s: s["router"]["registry_connected"]  # noqa: E731
-            status = await eventually(client.status, connected, "not connected", 30.0)
-            assert {worker["incarnation"] for worker in status["workers"]} == members
+            assert await members(client) == before
 
         lives = asyncio.create_task(check(clients[1], simulated, case))
         stream = clients[0].stream(case.prompt, **case.options, timeout=90.0)
@@ -114,8 +112,8 @@ async def test_etcd_restarts_and_one_of_two_routers_is_killed(
 
 @pytest.mark.parametrize("victim", ["router", "decode-0"])
 async def test_streams_resume_after_the_only_router_or_decode_worker_is_restarted(
-    clusters: Clusters, simulated: Oracle, victim: str
-) -> None:
+    clusters, simulated, victim
+):
     """Streams wait for its restart and go on where they were."""
     cluster, client = await clusters(engine=SIMULATED, restart=True)
     cases = [simulated.case(30, i, kind, 400) for i, kind in enumerate(("greedy", "seeded"))]
@@ -132,7 +130,7 @@ async def test_streams_resume_after_the_only_router_or_decode_worker_is_restarte
     assert cluster.processes[victim].starts == starts + 1
 
 
-async def test_a_router_drains_and_exits_0(clusters: Clusters, simulated: Oracle) -> None:
+async def test_a_router_drains_and_exits_0(clusters, simulated):
     """Its streams complete; what is new is refused, over HTTP with 503 and Retry-After."""
     cluster, client = await clusters(alone=True, engine=SIMULATED, drain_s=60.0)
     case = simulated.case(100, new_tokens=400)
@@ -152,7 +150,7 @@ async def test_a_router_drains_and_exits_0(clusters: Clusters, simulated: Oracle
             await client.generate(case.prompt, max_tokens=4, timeout=1.0)
 
 
-async def test_blocks_are_freed_without_new_work(clusters: Clusters, simulated: Oracle) -> None:
+async def test_blocks_are_freed_without_new_work(clusters, simulated):
     """The only router dies under load: no message, no new work, and the workers clean up alone."""
     cluster, client = await clusters(engine=SIMULATED)
     streams = Streams(client, simulated, simulated.mixed(6, new_tokens=400))
@@ -165,25 +163,12 @@ async def test_blocks_are_freed_without_new_work(clusters: Clusters, simulated: 
     await eventually(busy, lambda found: not found, "blocks are still held", 30.0)
 
 
-async def joined(client: AsyncClient) -> set[str]:
-    """All three workers, when the router has the one that joined."""
-
-    def three(status: dict) -> bool:  # type: ignore[type-arg]
-        return sum(worker["state"] == "READY" for worker in status["workers"]) == 3
-
-    status = await eventually(client.status, three, "the new worker is not a member", 30.0)
-    assert status["router"]["registry_connected"]
-    return {worker["incarnation"] for worker in status["workers"]}
-
-
-async def test_etcd_down_for_three_leases_fails_no_request(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_etcd_down_for_three_leases_fails_no_request(clusters, simulated):
     """Streams before, during and after the outage; members again afterwards, and new ones join."""
     cluster, client = await clusters(alone=True, engine=SIMULATED, extra_args=LEASES)
     assert cluster.etcd is not None
     cases = simulated.mixed(4)
-    before = {worker["incarnation"] for worker in (await client.status())["workers"]}
+    before = await members(client)
     await cluster.etcd.kill()
     end_s = asyncio.get_running_loop().time() + OUTAGE_S * LEASE_S
     while asyncio.get_running_loop().time() < end_s:
@@ -191,35 +176,34 @@ async def test_etcd_down_for_three_leases_fails_no_request(
         assert {one.route.attempts for one in done} == {1}
     assert not (await client.status())["router"]["registry_connected"]
     await cluster.etcd.start()
-    connected = lambda s: s["router"]["registry_connected"]  # noqa: E731
-    await eventually(client.status, connected, "not reconnected", 15.0)
+    assert await members(client) == before
     await cluster.add_worker("decode")
-    assert before < await joined(client)
+    assert before < await members(client, ready=3)
     await Streams(client, simulated, cases).run()
     await all_blocks_free(client)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def etcd_members() -> AsyncIterator[list[EmbeddedEtcd]]:
+async def etcd_members():
     """An etcd cluster of three members on this machine, any of which can be killed."""
     peer_ports = ports.consecutive("127.0.0.1", 0, 3)
     peers = {f"etcd-{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(peer_ports)}
     initial = ",".join(f"{name}={url}" for name, url in peers.items())
     async with contextlib.AsyncExitStack() as stack:
-        members = []
+        started = []
         for name, url in peers.items():
             own = ("--name", name, "--listen-peer-urls", url, "--initial-advertise-peer-urls", url)
-            members.append(EmbeddedEtcd(args=(*own, "--initial-cluster", initial)))
-            stack.push_async_callback(members[-1].close)
-        await asyncio.gather(*(one.start() for one in members))  # none answers before a majority
-        yield members
-        await asyncio.gather(*(one.kill() for one in members))  # one alone looks for a majority
+            started.append(EmbeddedEtcd(args=(*own, "--initial-cluster", initial)))
+            stack.push_async_callback(started[-1].close)
+        await asyncio.gather(*(one.start() for one in started))  # none answers before a majority
+        yield started
+        await asyncio.gather(*(one.kill() for one in started))  # one alone looks for a majority
 
 
-async def leader_of(members: Sequence[EmbeddedEtcd]) -> EmbeddedEtcd:
+async def leader_of(etcds):
     """The member that leads now."""
     async with httpx.AsyncClient(timeout=10.0) as client:
-        for member in members:
+        for member in etcds:
             url = f"http://{member.address}/v3/maintenance/status"
             status = (await client.post(url, json={})).raise_for_status().json()
             if status["header"]["member_id"] == status["leader"]:
@@ -227,9 +211,7 @@ async def leader_of(members: Sequence[EmbeddedEtcd]) -> EmbeddedEtcd:
     raise AssertionError("no member leads")
 
 
-async def test_members_of_a_cluster_of_etcd_killed_under_streams(
-    etcd_members: list[EmbeddedEtcd], clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_members_of_a_cluster_of_etcd_killed_under_streams(etcd_members, clusters, simulated):
     """First a follower, then the leader: streams are not disturbed, and a new worker joins."""
     addresses = ",".join(member.address for member in etcd_members)
     cluster, client = await clusters(alone=True, engine=SIMULATED, etcd=addresses)
@@ -242,7 +224,7 @@ async def test_members_of_a_cluster_of_etcd_killed_under_streams(
         assert {one.route.attempts for one in await running} == {1}
         if victim == "leader":
             await cluster.add_worker("decode")
-            await joined(client)
+            await members(client, ready=3)
         await killed.start()
         await Streams(client, simulated, streams.cases).run()
     await all_blocks_free(client)

@@ -1,11 +1,8 @@
 """Metrics and traces of a running cluster: they agree with the requests and explain their time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,16 +10,13 @@ import pytest_asyncio
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.client import Completion
 from baton.config import RouterLimits
 from baton.errors import DeadlineExceeded, InvalidRequest
-from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
-from baton.local.span_store import Span, SpanStore, is_complete
+from baton.local.span_store import SpanStore, is_complete
 from baton.local.trace_tree import coverage
 from baton.metrics import table
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import SIMULATED, Oracle, all_blocks_free, decoding_process
+from tests.cluster.oracle import SIMULATED, all_blocks_free, decoding_process
 from tests.cluster.test_equality import BYTES_PER_TOKEN, SERVICES, spans_of
 from tests.waiting import eventually
 
@@ -31,29 +25,21 @@ OF_ALL = {"gen_ai_request_model": "demo", "gen_ai_operation_name": "text_complet
 SILENT = {"baton.kv.transfer.failures", "baton.engine.gpu.rows"}  # did not happen here
 
 
-@dataclass
-class Page:
+class Page(list[Sample]):
     """The metrics of one process."""
 
-    samples: list[Sample]
-
-    def value(self, name: str, **labels: str) -> float:
+    def value(self, name, **labels):
         """One sample's value."""
-        (found,) = (s for s in self.samples if s.name == name and s.labels == labels)
-        return found.value
+        (found,) = (one.value for one in self if one.name == name and one.labels == labels)
+        return found
 
-    def total(self, name: str, **labels: str) -> float:
+    def total(self, name, **labels):
         """Over all samples with these labels."""
-        found = [one for one in self.samples if one.name == name]
+        found = [one for one in self if one.name == name]
         return sum(one.value for one in found if labels.items() <= one.labels.items())
 
-    def exemplars(self, name: str) -> set[str]:
-        """Trace ids of a histogram's exemplars."""
-        found = (one.exemplar for one in self.samples if one.name == name)
-        return {exemplar.labels["trace_id"] for exemplar in found if exemplar}
 
-
-async def scrape(cluster: LocalCluster) -> dict[str, Page]:
+async def scrape(cluster):
     """All pages, by process name."""
     pages = {}
     async with httpx.AsyncClient(headers={"accept": f"{OPEN_METRICS}; version=1.0.0"}) as client:
@@ -61,13 +47,11 @@ async def scrape(cluster: LocalCluster) -> dict[str, Page]:
             response = await client.get(f"http://{address}/metrics")
             assert response.headers["content-type"].startswith(OPEN_METRICS)
             families = text_string_to_metric_families(response.text)
-            pages[name] = Page([sample for family in families for sample in family.samples])
+            pages[name] = Page(sample for family in families for sample in family.samples)
     return pages
 
 
-async def test_metrics_of_every_process_agree_with_the_requests(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_metrics_of_every_process_agree_with_the_requests(clusters, simulated):
     limits = RouterLimits(slos=("patient:ttft=500", "never:ttft=0.000001"))
     cluster, client = await clusters(
         alone=True, engine=SIMULATED, metrics_port=0, limits=limits, price_per_hour=36000.0
@@ -89,7 +73,7 @@ async def test_metrics_of_every_process_agree_with_the_requests(
         _check_complete(page, name.partition("-")[0])
 
 
-def _check_requests(router: Page, done: list[Completion]) -> None:
+def _check_requests(router, done):
     """The router's metrics agree with the responses."""
     delivered = sum(one.usage.completion_tokens for one in done)
     cached = sum(one.usage.cached_tokens for one in done)
@@ -116,11 +100,12 @@ def _check_requests(router: Page, done: list[Completion]) -> None:
     ttft_s = router.value("gen_ai_server_time_to_first_token_seconds_sum", **OF_ALL)
     assert ttft_s == pytest.approx(sum(one.timing.ttft_ms for one in done) / 1e3, rel=1e-3)
     for histogram in ("time_to_first_token", "request_duration"):
-        exemplars = router.exemplars(f"gen_ai_server_{histogram}_seconds_bucket")
-        assert exemplars and exemplars <= {one.trace_id for one in done}
+        name = f"gen_ai_server_{histogram}_seconds_bucket"
+        traces = {s.exemplar.labels["trace_id"] for s in router if s.name == name and s.exemplar}
+        assert traces and traces <= {one.trace_id for one in done}
 
 
-def _check_workers(prefill: Page, decode: Page, done: list[Completion]) -> None:
+def _check_workers(prefill, decode, done):
     """The workers' metrics agree with the responses' handoffs and tokens."""
     handed_over = [one for one in done if one.route.prefill]
     num_bytes = sum(one.timing.transfer_bytes for one in handed_over)
@@ -142,15 +127,15 @@ def _check_workers(prefill: Page, decode: Page, done: list[Completion]) -> None:
         assert steps == page.value("baton_engine_batch_size_count") > 0
 
 
-def _check_complete(page: Page, process: str) -> None:
+def _check_complete(page, process):
     """Every documented metric is there, with exactly the documented attributes."""
-    shown = {sample.name for sample in page.samples}
+    shown = {sample.name for sample in page}
     for one in table.of(process).values():
         if one.name in SILENT:
             continue
         assert set(one.samples) <= shown, one.name
         labels = {name.replace(".", "_") for name in one.attributes} | {"le"}
-        for sample in page.samples:
+        for sample in page:
             if sample.name in one.samples:
                 assert sample.labels.keys() <= labels, sample
                 assert labels - {"le"} <= sample.labels.keys(), sample
@@ -166,7 +151,7 @@ TRIES = 8  # on a busy machine a process may sleep between two spans
 WAITING = {"router.prefill", "router.stream"}
 
 
-def share(spans: Sequence[Span], without: Collection[str] = ()) -> float:
+def share(spans, without=()):
     """Of the request's time that its spans explain, those of some names left out."""
     explained = coverage([span for span in spans if span.name not in without])
     assert explained is not None
@@ -174,9 +159,7 @@ def share(spans: Sequence[Span], without: Collection[str] = ()) -> float:
 
 
 @pytest.mark.parametrize("new_tokens", [1, 30])
-async def test_spans_account_for_a_requests_time(
-    clusters: Clusters, receiver: OtlpReceiver, new_tokens: int
-) -> None:
+async def test_spans_account_for_a_requests_time(clusters, receiver, new_tokens):
     """All of them for any request, and for one of some length what the workers did."""
     shares, of_workers = [0.0], [0.0]
     _, client = await clusters(engine=SLOW)
@@ -194,15 +177,13 @@ async def test_spans_account_for_a_requests_time(
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def own_receiver() -> AsyncIterator[OtlpReceiver]:
+async def own_receiver():
     """Gets the spans of one test's cluster; it must outlive that."""
     async with OtlpReceiver(SpanStore()) as receiver:
         yield receiver
 
 
-async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(
-    own_receiver: OtlpReceiver, clusters: Clusters
-) -> None:
+async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(own_receiver, clusters):
     """Nothing is sampled here; what is kept comes from the router and its workers."""
     limits = RouterLimits(trace_slow_s=SLOW_S, slos=("loose:ttft=1000,tpot=1000",))
     cluster, client = await clusters(
@@ -232,7 +213,7 @@ async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(
     assert sum(span.name == "router.attempt" for span in spans) == broken.route.attempts
     store = own_receiver.store
 
-    async def cut() -> list[Span]:
+    async def cut():
         """The ends of whole traces of requests that failed."""
         whole = [
             spans for one in list(store._traces) if is_complete(spans := store.trace(one), SERVICES)

@@ -1,10 +1,7 @@
 """Processes of two versions side by side, as during an upgrade: docs/upgrade.md."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
-from collections.abc import Mapping
 
 import pytest
 
@@ -23,8 +20,7 @@ from baton.v1 import (
     prefill_pb2,
     worker_pb2,
 )
-from tests.cluster.conftest import Clusters
-from tests.cluster.oracle import SIMULATED, Oracle, all_blocks_free, check
+from tests.cluster.oracle import SIMULATED, all_blocks_free, check
 from tests.cluster.other_version import changed
 
 PROGRAM = (sys.executable, "-m", "tests.cluster.other_version")
@@ -46,9 +42,7 @@ OF_CLIENTS = {
 UNUSED = {"DrainRequest", "DrainResponse"}
 
 
-async def test_newer_and_older_processes_serve_together(
-    clusters: Clusters, simulated: Oracle
-) -> None:
+async def test_newer_and_older_processes_serve_together(clusters, simulated):
     """Unknown fields and missing optional ones are tolerated in every message that is sent.
 
     A worker whose KV layout is of another version is never paired, and the error names it.
@@ -96,9 +90,7 @@ async def test_newer_and_older_processes_serve_together(
             await client.generate(simulated.prompt(100), max_tokens=4, timeout=10.0)
 
 
-async def check_clients_of_another_version(
-    address: str, simulated: Oracle, names: Mapping[str, str]
-) -> None:
+async def check_clients_of_another_version(address, simulated, names):
     """Tokens are the oracle's; Explain names the version that keeps a worker from being paired."""
     case = simulated.case(100, 50)
     request = inference_pb2.GenerateRequest(

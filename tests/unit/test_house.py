@@ -20,6 +20,11 @@ PRIVATE = (
     "artifact" + "ory", "proxy" + ".golang",
 )  # fmt: skip
 PATTERN = re.compile("|".join(map(re.escape, PRIVATE)).encode())
+UNSAFE = re.compile(
+    r"^\s*(import|from)\s+(pickle|cloudpickle|dill|marshal|shelve|joblib)\b"
+    r"|_object_list\(|(send|recv)_object\(|\btorch\.load\(",
+    re.MULTILINE,
+)
 
 
 def test_no_file_names_a_machine_or_a_registry():
@@ -37,6 +42,11 @@ def test_no_file_names_a_machine_or_a_registry():
             if match := PATTERN.search(line):
                 found.append(f"{file.relative_to(ROOT)}:{number}: {match[0].decode()}")
     assert not found
+
+
+def test_nothing_that_runs_code_is_read_from_the_network_or_a_checkpoint() -> None:
+    """No pickle: protobuf, JSON and safetensors only."""
+    assert not [path for path in MODULES if UNSAFE.search(path.read_text(encoding="utf-8"))]
 
 
 @pytest.fixture(scope="module")

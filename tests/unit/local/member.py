@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator
 
 import grpc
 
@@ -33,7 +32,7 @@ class Fleet(fleet_pb2_grpc.FleetServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def routing(registry: EtcdRegistry, port: int) -> AsyncIterator[None]:
+async def routing(registry, port):
     server = grpc.aio.server()
     async with registry.watch() as membership:
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(membership), server)
@@ -43,7 +42,7 @@ async def routing(registry: EtcdRegistry, port: int) -> AsyncIterator[None]:
         await server.stop(0)
 
 
-async def main() -> None:
+async def main():
     die_with_parent()
     role = sys.argv[1].removesuffix("-worker")
     settings = json.loads(sys.argv[sys.argv.index("--config") + 1])

@@ -9,10 +9,7 @@ from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
 
-def worker(
-    name: str, role: common_pb2.WorkerRole = PREFILL, state: str = "READY", reason: str = "",
-    **load: Any,
-) -> fleet_pb2.WorkerStatus:  # fmt: skip
+def worker(name, role=PREFILL, state="READY", reason="", **load):
     """A worker with a pool of 100 blocks, 70 of them free."""
     blocks = {"blocks_total": 100, "blocks_free": 70, "blocks_cached": 20, "blocks_held": 10}
     return fleet_pb2.WorkerStatus(
@@ -23,13 +20,13 @@ def worker(
     )
 
 
-def pair(prefill: str = "p0", decode: str = "d0", **fields: Any) -> worker_pb2.PairStatus:
+def pair(prefill="p0", decode="d0", **fields):
     """An open link."""
     known = {"state": "OPEN", "epoch": 1, "transport": common_pb2.TRANSPORT_SHM}
     return worker_pb2.PairStatus(prefill=prefill, decode=decode, **{**known, **fields})
 
 
-def status(*parts: Any, **router: Any) -> fleet_pb2.GetStatusResponse:
+def status(*parts, **router):
     """A router's answer of these workers and pairs; `router` are fields of RouterStatus."""
     known: dict[str, Any] = {
         "incarnation": "r0", "state": "SERVING", "model": "demo", "cluster": "default",
@@ -42,9 +39,7 @@ def status(*parts: Any, **router: Any) -> fleet_pb2.GetStatusResponse:
     )
 
 
-def polled(
-    *statuses: fleet_pb2.GetStatusResponse, address: str = "h:1", failure: str = ""
-) -> PolledRouter:
+def polled(*statuses, address="h:1", failure=""):
     """A router that gave these answers, two seconds apart, the last one at 12 s."""
     router = PolledRouter(address)
     for number, one in enumerate(statuses):
@@ -56,23 +51,23 @@ def polled(
 class Router(fleet_pb2_grpc.FleetServiceServicer):
     """Answers with `status` between `async with` and its end; on one port, however often."""
 
-    def __init__(self, answer: fleet_pb2.GetStatusResponse) -> None:
+    def __init__(self, answer):
         self.status = answer
         self.port = 0
 
     @property
-    def address(self) -> str:
+    def address(self):
         return f"127.0.0.1:{self.port}"
 
-    async def __aenter__(self) -> "Router":
+    async def __aenter__(self):
         self._server = rpc.server()
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(self.address)
         await self._server.start()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         await self._server.stop(0)
 
-    async def GetStatus(self, request: Any, context: Any) -> fleet_pb2.GetStatusResponse:
+    async def GetStatus(self, request, context):
         return self.status

@@ -6,10 +6,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
 from baton.config import ClusterConfig
@@ -23,65 +22,46 @@ MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
 MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
 
 
-def cluster(
-    *,
-    extra: Mapping[str, Sequence[str]] | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    on_line: Callable[[str, str], None] | None = None,
-    **config: Any,
-) -> LocalCluster:
-    return LocalCluster(
-        ClusterConfig(**{"port": 0, "drain_s": 5.0, **config}),
-        programs=MEMBERS,
-        extra_args=extra or {},
-        say=say,
-        on_line=on_line,
-        start_timeout_s=30,
-    )
+def cluster(*, extra=None, say=lambda text: None, patience_s=30, **options):
+    others = {key: options.pop(key) for key in ("programs", "on_line") if key in options}
+    others = {"programs": MEMBERS, "start_timeout_s": patience_s, "say": say, **others}
+    settings = ClusterConfig(**{"port": 0, "drain_s": 5.0, **options})
+    return LocalCluster(settings, extra_args=extra or {}, **others)
 
 
-def exists(pid: int | None) -> bool:
-    return pid is not None and Path(f"/proc/{pid}").exists()
-
-
-def settings_of(started: LocalCluster, name: str) -> Any:
+def settings_of(started, name):
     """What a process was started with."""
     argv = started.processes[name].argv
     return json.loads(argv[argv.index("--config") + 1])
 
 
-async def lines_with(said: list[str], text: str, count: int = 1) -> list[str]:
+async def lines_with(said, text, count=1):
     """The lines with `text`, once there are so many."""
 
-    async def lines() -> list[str]:
+    async def lines():
         return [line for line in said if text in line]
 
     return await eventually(lines, lambda seen: len(seen) >= count, f"no {text!r}", 30.0)
 
 
-async def test_starts_with_its_gpus_programs_and_arguments_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_starts_with_its_gpus_programs_and_arguments_and_leaves_nothing(monkeypatch):
     """Programs and further arguments go by name before role."""
     said: list[str] = []
     lines: list[tuple[str, str]] = []
     named = [*MEMBER[:1], "-X", "utf8", *MEMBER[1:]]
     extra = {"decode": ["--advertise", "h:1"], "decode-0": ["--advertise", "h:2"]}
     monkeypatch.setattr(local_cluster.resources, "count_gpus", lambda: 2)
-    started = LocalCluster(
-        ClusterConfig(port=0, decode=2, metrics_port=0),
-        programs={**MEMBERS, "decode-1": named},
-        extra_args=extra,
-        say=said.append,
-        on_line=lambda *line: lines.append(line),
-    )
+    started = cluster(
+        decode=2, metrics_port=0, extra=extra, programs={**MEMBERS, "decode-1": named},
+        say=said.append, on_line=lambda *line: lines.append(line), patience_s=120,
+    )  # fmt: skip
     async with started:
         assert started._start_timeout_s == 900  # weights come from a disk, kernels are compiled
         assert set(started.processes) == {"router", "prefill-0", "decode-0", "decode-1"}
         assert {p.role for p in started.processes.values()} == {"router", "prefill", "decode"}
         assert started.etcd is not None
         pids = [started.etcd.pid, *(p.pid for p in started.processes.values())]
-        assert all(exists(pid) for pid in pids)
+        assert all(map(psutil.pid_exists, pids))
         assert all(os.getpgid(p.pid) == p.pid for p in started.processes.values())
         assert len(started.membership.records) == 3
         places = {}
@@ -91,7 +71,7 @@ async def test_starts_with_its_gpus_programs_and_arguments_and_leaves_nothing(
             assert "cpus" not in settings
             assert started.metrics[name] == f"127.0.0.1:{settings['metrics-port']}"
         port = int(started.address.rpartition(":")[2])
-    assert not any(exists(pid) for pid in pids)
+    assert not any(map(psutil.pid_exists, pids))
     ports.check_free("127.0.0.1", port)
     assert places == {
         "router": ("", 0.9), "prefill-0": ("cuda:0", 0.9), "decode-0": ("cuda:1", 0.45),
@@ -110,14 +90,14 @@ async def test_starts_with_its_gpus_programs_and_arguments_and_leaves_nothing(
     assert all(p.exit_status == 0 for p in started.processes.values())
 
 
-async def test_a_failed_start_is_named_and_leaves_nothing() -> None:
+async def test_a_failed_start_is_named_and_leaves_nothing():
     failing = cluster(extra={"decode-0": ["--fail"]})
     with pytest.raises(Unavailable, match=r"decode-0 exited with status 1(?s:.*)checkpoint is bro"):
         await failing.__aenter__()
     assert not any(p.running for p in failing.processes.values())
 
 
-async def test_every_wait_for_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_wait_for_an_end_is_bounded(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(local_cluster, "_STOP_GRACE_S", 0.3)
         async with cluster(extra={"prefill": ["--deaf"]}, drain_s=0) as started:
@@ -142,7 +122,7 @@ async def test_every_wait_for_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch)
         assert started.processes["decode-0"].exit_status == -signal.SIGKILL
 
 
-def test_ports_follow_the_first_and_are_checked() -> None:
+def test_ports_follow_the_first_and_are_checked():
     host = "127.7.7.7"  # loopback too, and nothing else takes its ports
     with socket.create_server((host, 0)) as taken:
         port = taken.getsockname()[1]
@@ -152,15 +132,13 @@ def test_ports_follow_the_first_and_are_checked() -> None:
     assert len(set(ports.consecutive(host, 0, 50))) == 50
 
 
-async def test_a_rolling_restart_takes_one_process_after_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
     """Each leaves by itself and is found again before the next has to go."""
     said: list[str] = []
     found: list[tuple[str, int]] = []
     seen = local_cluster.router_sees
 
-    async def router_sees(address: str, pid: int) -> None:
+    async def router_sees(address, pid):
         await seen(address, pid)
         found.append((address, pid))
 
@@ -196,7 +174,7 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(
                 await seen(started.addresses[1], os.getpid())
 
 
-async def test_without_restarts_a_process_comes_back_when_asked() -> None:
+async def test_without_restarts_a_process_comes_back_when_asked():
     """And one that did not drain is reported."""
     said: list[str] = []
     extra = {"decode-0": ["--hasty"], "prefill-0": ["--deaf"]}
@@ -226,9 +204,7 @@ async def test_without_restarts_a_process_comes_back_when_asked() -> None:
         started.kill("prefill-0")  # or stopping it would take the whole grace
 
 
-async def test_restarts_back_off_until_a_process_was_ready_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_restarts_back_off_until_a_process_was_ready_for_a_while(monkeypatch):
     """A crash loop disturbs no other process and says why."""
     assert [restart_delay_s(n) for n in (1, 2, 3, 6, 1000)] == [0.5, 1, 2, 10, 10]
     monkeypatch.setattr(local_cluster, "_FIRST_DELAY_S", 0.1)

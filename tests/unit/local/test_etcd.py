@@ -58,6 +58,12 @@ async def test_comes_back_on_the_same_port_with_its_data_and_leaves_none():
             await etcd.start()
             assert etcd.address == address
             assert await keys(etcd) == [b"/one"]
+        await etcd.stop()
+        taken = socket.create_server(split_address(address))
+        with taken, pytest.raises(Unavailable, match="address already in use"):
+            await etcd.start()
+        await etcd.start()
+        assert await keys(etcd) == [b"/one"]
         last = etcd.pid
     assert not home.exists()
     for gone in (pid, last):
@@ -92,33 +98,6 @@ async def test_a_binary_that_lost_its_mode_is_copied(tmp_path, monkeypatch):
     async with EmbeddedEtcd() as etcd:
         assert await keys(etcd) == []
     assert not os.access(binary, os.X_OK)
-
-
-ORPHAN = """
-import asyncio
-from baton.local.etcd import EmbeddedEtcd
-async def main():
-    async with EmbeddedEtcd() as etcd:
-        print(etcd.pid, flush=True)
-        await asyncio.Event().wait()
-asyncio.run(main())
-"""
-
-
-async def test_dies_with_its_parent(tmp_path):
-    parent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", ORPHAN),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    try:
-        async with asyncio.timeout(30):
-            etcd = psutil.Process(int(await parent.stdout.readline()))
-    finally:
-        parent.send_signal(signal.SIGKILL)
-        await parent.wait()
-    assert await asyncio.to_thread(psutil.wait_procs, [etcd], 5) == ([etcd], [])
 
 
 def test_a_tied_program_keeps_its_pid_and_does_not_start_without_its_parent():
@@ -169,44 +148,35 @@ async def test_damaged_data_are_moved_aside_and_said_once(caplog):
     assert len(said) == 2
 
 
-async def test_data_stay_where_something_else_keeps_etcd_from_starting():
-    async with EmbeddedEtcd() as etcd:
-        await write(etcd, "/one")
-        await etcd.stop()
-        taken = socket.create_server(split_address(etcd.address))
-        with taken, pytest.raises(Unavailable, match="address already in use"):
-            await etcd.start()
-        await etcd.start()
-        assert await keys(etcd) == [b"/one"]
-
-
 OWNER = """
-import signal
-from baton.local.etcd import scratch_folder
-with scratch_folder("baton-test-") as folder:
-    (folder / "data").mkdir()
-    (folder / "data" / "wal").write_text("x" * 1000)
-    print(folder, flush=True)
-    signal.pause()
+import asyncio
+from baton.local.etcd import EmbeddedEtcd
+async def main():
+    async with EmbeddedEtcd() as etcd:
+        print(etcd.pid, etcd.home, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
 """
 
 
-def test_scratch_folders_go_with_their_owners_or_when_the_next_one_starts(tmp_path, monkeypatch):
+def test_etcd_dies_with_its_owner_and_the_next_one_removes_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     argv = [sys.executable, "-c", OWNER]
     files = len(list(Path("/proc/self/fd").iterdir()))
     with contextlib.ExitStack() as stack:
         with subprocess.Popen(argv, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True) as owner:
-            left = Path(owner.stdout.readline().strip())
-            strangers = [tmp_path / "baton-test-other", tmp_path / "other"]
+            pid, home = owner.stdout.readline().split()
+            etcd, left = psutil.Process(int(pid)), Path(home)
+            strangers = [tmp_path / "baton-etcd-other", tmp_path / "other"]
             for stranger in strangers:
                 stranger.mkdir()  # one that never was ours, one of another kind
-            second = stack.enter_context(scratch_folder("baton-test-"))
-            assert (left / "data" / "wal").exists(), "its owner lives"
+            second = stack.enter_context(scratch_folder("baton-etcd-"))
+            assert (left / "data").exists(), "its owner lives"
             owner.kill()
+        assert psutil.wait_procs([etcd], 5) == ([etcd], [])
         assert left.exists()
-        third = stack.enter_context(scratch_folder("baton-test-"))
+        third = stack.enter_context(scratch_folder("baton-etcd-"))
         assert third.stat().st_mode & 0o77 == 0
         assert set(tmp_path.iterdir()) == {second, third, *strangers}
     assert set(tmp_path.iterdir()) == set(strangers)

@@ -3,7 +3,6 @@
 import itertools
 import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from baton.local.resources import Share, devices, divide_cores, shares
 NAMES = ("prefill-0", "decode-0", "decode-1")
 
 
-def test_cores_are_divided_disjoint_even_and_completely() -> None:
+def test_cores_are_divided_disjoint_even_and_completely():
     for workers, cores in itertools.product(range(7), range(1, 18)):
         cpus = [3 * i for i in range(cores)]
         divided = divide_cores(cpus, workers)
@@ -29,7 +28,7 @@ def test_cores_are_divided_disjoint_even_and_completely() -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_gpus_are_used_evenly() -> None:
+def test_gpus_are_used_evenly():
     known = {(1, 3, 2): [0, 1, 1, 1], (2, 2, 3): [0, 1, 2, 2], (1, 5, 4): [0, 1, 2, 3, 1, 2]}
     for prefill, decode, number in itertools.product(range(1, 6), range(1, 6), range(1, 9)):
         named = devices(EngineConfig(device="cuda"), prefill, decode, number)
@@ -44,7 +43,7 @@ def test_gpus_are_used_evenly() -> None:
             assert max(each) - min(each) <= 1
 
 
-def test_devices() -> None:
+def test_devices():
     for engine, gpus, expected in (
         (EngineConfig(device="cuda:3"), 0, ["cuda:3"] * 2),
         (EngineConfig(), 0, ["", ""]),
@@ -74,10 +73,7 @@ ON_TWO = [
         (30, 3, 7, [Share((), 7, f"cuda:{number}", 0.9) for number in range(3)], ["GPUs: "]),
     ],
 )
-def test_shares_of_cores_and_gpus_are_said(
-    cores: int, gpus: int, threads: int, expected: list[Share], lines: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_shares_of_cores_and_gpus_are_said(cores, gpus, threads, expected, lines, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     said: list[str] = []
     assert shares(EngineConfig(threads=threads), NAMES, 1, gpus, said.append) == expected
@@ -85,9 +81,7 @@ def test_shares_of_cores_and_gpus_are_said(
     assert all(line.startswith(start) for line, start in zip(said, lines, strict=True))
 
 
-def test_torch_is_started_only_where_a_driver_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_torch_is_started_only_where_a_driver_is(monkeypatch, tmp_path):
     for code, driver, count in (
         ("raise SystemExit(print(7))", "none", 0),
         ("print(3)", "", 3),

@@ -13,11 +13,11 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
 
 
-def span(trace_id: str, span_id: str, parent_id: str = "", service: str = "s") -> Span:
+def span(trace_id, span_id, parent_id="", service="s"):
     return Span(trace_id, span_id, parent_id, "work", service, 1, 2)
 
 
-def test_complete_needs_root_parents_and_services() -> None:
+def test_complete_needs_root_parents_and_services():
     root, child = span("t", "a", service="client"), span("t", "b", "a", service="router")
     grandchild = span("t", "c", "b", service="decode")
     assert is_complete([root])
@@ -31,7 +31,7 @@ def test_complete_needs_root_parents_and_services() -> None:
     assert not is_complete([root, child], ["router", "decode"])
 
 
-async def test_traces_and_spans_are_bounded() -> None:
+async def test_traces_and_spans_are_bounded():
     store = SpanStore(max_traces=3, max_spans=5)
     store.add(span(trace, "a") for trace in "1234")
     assert not store.trace("1") and len(store) == 3
@@ -44,7 +44,7 @@ async def test_traces_and_spans_are_bounded() -> None:
     assert one.spans_total == len(one.trace("t")) == 5
 
 
-async def test_a_trace_is_waited_for_in_bounded_time() -> None:
+async def test_a_trace_is_waited_for_in_bounded_time():
     store = SpanStore()
     waiting = asyncio.create_task(store.wait_for("t", timeout=5))
     await asyncio.sleep(0)
@@ -57,7 +57,7 @@ async def test_a_trace_is_waited_for_in_bounded_time() -> None:
     assert {s.span_id for s in await waiting} == {"a", "b"}
 
 
-async def test_receiver_takes_what_a_real_exporter_sends() -> None:
+async def test_receiver_takes_what_a_real_exporter_sends():
     """What is pending at the end is sent by `close`."""
     attributes = {"text": "x", "count": 3, "share": 0.5, "yes": True}
     async with OtlpReceiver(SpanStore()) as receiver:
@@ -77,9 +77,7 @@ async def test_receiver_takes_what_a_real_exporter_sends() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-async def test_a_collector_may_be_late_or_never_come(
-    comes: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_collector_may_be_late_or_never_come(comes, caplog, monkeypatch):
     """It delays no other and not the end; its absence is logged once, with the reason."""
     monkeypatch.setattr(span_export, "_ATTEMPT_S", 0.5)
     monkeypatch.setattr(span_export, "_FIRST_DELAY_S", 0.1)

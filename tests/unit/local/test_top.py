@@ -1,8 +1,18 @@
-"""What `baton top` concludes from routers' answers, and its frames as a terminal shows them."""
+"""`baton top`: what it concludes from answers, its frames, what keys do and what it leaves."""
 
+import asyncio
+import contextlib
+import fcntl
 import io
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
 import time
-from typing import Any
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -12,8 +22,9 @@ from baton.local import top_view
 from baton.local.top import SORTS, Moment, View, blocks_bar, frame
 from baton.local.top_view import PolledRouter, WorkerLine
 from baton.v1 import fleet_pb2
+from tests.waiting import eventually
 
-from .statuses import DECODE, pair, polled, status, worker
+from .statuses import DECODE, Router, pair, polled, status, worker
 
 AT = 1_700_000_000.0
 WHEN = time.strftime("%H:%M:%S", time.localtime(AT))
@@ -21,16 +32,14 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 Counts = fleet_pb2.RouterCounts
 
 
-def lines(
-    *routers: PolledRouter, width: int = 160, height: int = 60, now: float = 12.0, **options: Any
-) -> list[str]:
+def lines(*routers, width=160, height=60, now=12.0, **options):
     console = Console(width=width, height=height, color_system=None, file=io.StringIO())
     with console.capture() as captured:
         console.print(frame(Moment(routers, now, AT), View(**options), width, height))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def busy() -> PolledRouter:
+def busy():
     counts = Counts(ended={"OK": 10}, refused=3, failovers=2, output_tokens=5)
     old = status(worker("p0"), worker("d0", DECODE), pair(), counts=counts)
     later = Counts(
@@ -48,7 +57,7 @@ def busy() -> PolledRouter:
     return polled(old, status(prefill, decode, link, **seen))
 
 
-def test_a_wide_frame_shows_everything() -> None:
+def test_a_wide_frame_shows_everything():
     assert lines(busy()) == [
         f"baton top  cluster default, model demo  {WHEN}"
         "  q quit  p pause  r role: all  s sort: name",
@@ -72,7 +81,7 @@ def test_a_wide_frame_shows_everything() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 140])
-def test_a_frame_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
+def test_a_frame_fits_the_terminal_and_keeps_what_matters(width):
     drawn = lines(busy(), width=width)
     assert max(map(cell_len, drawn)) <= width
     text = "\n".join(drawn)
@@ -83,7 +92,7 @@ def test_a_frame_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
 
 
 @pytest.mark.parametrize("height", [24, 30, 50])
-def test_a_large_fleet_is_cut_to_the_terminals_height(height: int) -> None:
+def test_a_large_fleet_is_cut_to_the_terminals_height(height):
     names = [f"w{number:02}" for number in range(60)]
     fleet = [*(worker(name, DECODE) for name in names), *(pair("p0", name) for name in names)]
     events = [fleet_pb2.RouterEvent(time_ms=at, text=f"event {at}") for at in range(9)]
@@ -96,7 +105,7 @@ def test_a_large_fleet_is_cut_to_the_terminals_height(height: int) -> None:
     assert "event 8" in drawn[-6] and "event 3" in drawn[-1]
 
 
-def test_routers_that_do_not_answer_are_named() -> None:
+def test_routers_that_do_not_answer_are_named():
     dead = polled(status(worker("p0")), failure="connection\n refused")
     text = "\n".join(lines(dead, now=15.0))
     assert "NO ANSWER" in text and "no router answers: what follows is old" in text
@@ -112,19 +121,23 @@ def test_routers_that_do_not_answer_are_named() -> None:
     assert "does not answer" not in text and "old" not in text
 
 
-def test_events_have_kind_count_text_and_trace() -> None:
+def test_events_have_kind_count_text_and_trace_and_the_newest_comes_first():
     event = fleet_pb2.RouterEvent(
         time_ms=int(AT * 1000), kind=fleet_pb2.EVENT_KIND_FAILOVER, times=3,
         text="the stream of [red]d0 broke " + "x" * 200, trace_id=TRACE,
     )  # fmt: skip
-    wide = lines(polled(status(events=[event])), width=120)[-1]
-    assert wide.startswith(f"{WHEN} failover x3 the stream of [red]d0 broke xx")
+    older, oldest = (fleet_pb2.RouterEvent(time_ms=at, text=f"at {at}") for at in (2, 1))
+    one = polled(status(events=[oldest, event]), address="a:1")
+    other = polled(status(events=[older], incarnation="r1"), address="b:1")
+    wide, *rest = lines(one, other, width=120)[-3:]
+    assert wide.startswith(f"{WHEN} failover x3 at a:1 the stream of [red]d0 broke xx")
     assert wide.endswith(f"…  trace {TRACE}") and cell_len(wide) == 120
-    narrow = lines(polled(status(events=[event])), width=60)[-1]
+    assert "at 2" in rest[0] and "at 1" in rest[1]
+    narrow = lines(one, width=60)[-2]
     assert "trace" not in narrow and cell_len(narrow) == 60
 
 
-def test_role_and_order_can_be_chosen() -> None:
+def test_role_and_order_can_be_chosen():
     router = polled(
         status(
             worker("p0", queue_tokens=5, blocks_held=1),
@@ -133,7 +146,7 @@ def test_role_and_order_can_be_chosen() -> None:
         )
     )
 
-    def order(**options: Any) -> list[str]:
+    def order(**options):
         rows = [line.split() for line in lines(router, **options) if "░░" in line]
         return [row[1] for row in rows]
 
@@ -142,7 +155,7 @@ def test_role_and_order_can_be_chosen() -> None:
     assert {sort: order(sort=sort) for sort in SORTS} == orders | {"tokens": orders["name"]}
 
 
-def test_a_kind_of_blocks_is_never_lost_in_the_bar() -> None:
+def test_a_kind_of_blocks_is_never_lost_in_the_bar():
     for held, cached, quarantined, bar in (
         (0, 0, 0, "░░░░░░░░"),
         (1, 0, 0, "█░░░░░░░"),
@@ -154,29 +167,22 @@ def test_a_kind_of_blocks_is_never_lost_in_the_bar() -> None:
         assert str(blocks_bar(WorkerLine(PolledRouter("h:1"), shown, "READY", ""), 8)) == bar
 
 
-def test_rates_are_differences_over_the_time_between() -> None:
-    counts = Counts(ended={"OK": 10}, late=1, prompt_tokens=50)
-    later = Counts(ended={"OK": 16, "CANCELLED": 2}, late=3, prompt_tokens=90)
-    old = status(
-        worker("p0", tokens_computed=100), pair(sent_bytes=1_000, sent_ms=1.0),
-        pair("p1", sent_bytes=9_000, sent_ms=9.0), pair("p2", sent_bytes=9, sent_ms=9.0),
-        counts=counts,
-    )  # fmt: skip
+def test_rates_are_differences_over_the_time_between():
+    gone = pair("p2", sent_bytes=9, sent_ms=9.0)
+    old = status(worker("p0", tokens_computed=100), pair("p1", sent_bytes=9_000), gone)
     new = status(
         worker("p0", tokens_computed=600), worker("p9", tokens_computed=7),
-        pair(sent_bytes=5_000, sent_ms=3.0), pair("p1", sent_bytes=400, epoch=2),
-        pair("p2", sent_bytes=9, sent_ms=9.0), counts=later,
+        pair("p1", sent_bytes=400, epoch=2), gone,
     )  # fmt: skip
     router = polled(old, new)
-    assert (router.rate(top_view.ended), router.rate(top_view.good)) == (4.0, 2.0)
     known, newcomer = top_view.workers([router])
     assert (known.rate("tokens_computed"), newcomer.rate("tokens_computed")) == (250.0, None)
     sent = [(p.rate("sent_bytes"), p.wire_gb_per_s) for p in top_view.pairs([router])]
-    assert sent == [(2_000.0, 0.002), (200.0, None), (0.0, None)]  # a new link began at 0
+    assert sent == [(200.0, None), (0.0, None)]  # a new link began at 0
     assert polled(new).rate(top_view.ended) is None
 
 
-def test_of_several_routers_the_worst_state_counts() -> None:
+def test_of_several_routers_the_worst_state_counts():
     silent = worker("p0", state="SILENT", reason="no heartbeat", steps=4)
     here = polled(status(worker("p0", steps=9, running=3), pair(), pair("p1")), address="a:1")
     there = polled(status(silent, pair(state="EJECTED"), incarnation="r1"), address="b:1")
@@ -190,17 +196,8 @@ def test_of_several_routers_the_worst_state_counts() -> None:
     assert line.reason == "no heartbeat"
 
 
-def test_the_newest_event_of_all_routers_comes_first() -> None:
-    def router(*times_ms: int, name: str) -> PolledRouter:
-        events = [fleet_pb2.RouterEvent(time_ms=time_ms, text=name) for time_ms in times_ms]
-        return polled(status(events=events, incarnation=name), address=name)
-
-    events = top_view.events([router(1, 4, name="a"), router(2, 3, name="b")])
-    assert [(at, event.time_ms) for at, event in events] == [("a", 4), ("b", 3), ("b", 2), ("a", 1)]
-
-
-def test_answers_are_forgotten_that_are_old_or_of_another_process() -> None:
-    def times(*at: float) -> list[float]:
+def test_answers_are_forgotten_that_are_old_or_of_another_process():
+    def times(*at):
         router = PolledRouter("h:1")
         for one in at:
             router.take(status(incarnation="r0" if one < 999 else "another"), one)
@@ -209,3 +206,118 @@ def test_answers_are_forgotten_that_are_old_or_of_another_process() -> None:
     assert times(*map(float, range(9))) == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert times(0.0, 60.0, 120.0, 180.0) == [60.0, 120.0, 180.0]  # a long interval
     assert times(1.0, 2.0, 999.0) == [999.0]
+
+
+ROOT = Path(__file__).parents[3]
+ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
+PATIENCE_S = 40.0
+STYLE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture
+async def router():
+    fleet = status(worker("pre0"), worker("dec0", DECODE), pair("pre0", "dec0"))
+    async with Router(fleet) as serving:
+        yield serving
+
+
+class Terminal:
+    """A terminal of 120 columns with `baton top` in it."""
+
+    def __init__(self):
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+        self.mode = termios.tcgetattr(self.slave)
+        self.shown = b""
+
+    async def start(self, *argv):
+        env = {key: os.environ[key] for key in os.environ.keys() - {"COLUMNS", "LINES"}}
+        env["TERM"] = "xterm-256color"
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton", "top", "--interval", "0.1", *argv), env=env, cwd=ROOT,
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
+        )  # fmt: skip
+        asyncio.get_running_loop().add_reader(self.master, self._read)
+
+    def _read(self):
+        with contextlib.suppress(OSError):
+            self.shown += os.read(self.master, 65536)
+
+    def press(self, keys):
+        """Keys; from now on only what is drawn after them counts."""
+        self.shown = b""
+        os.write(self.master, keys.encode())
+
+    async def shows(self, text):
+        """One picture, once it has the text."""
+
+        async def look():
+            return STYLE.sub(b"", self.shown.rpartition(b"baton top")[2]).decode(errors="replace")
+
+        missing = f"{text!r} is not shown"
+        return await eventually(look, lambda seen: text in seen, missing, PATIENCE_S)
+
+    async def ended(self):
+        """The exit status, and the terminal is as it was."""
+        async with asyncio.timeout(PATIENCE_S):
+            exit_status = await self.process.wait()
+        os.set_blocking(self.master, False)
+        with contextlib.suppress(OSError):
+            while more := os.read(self.master, 65536):
+                self.shown += more
+        assert LEAVE in self.shown
+        assert termios.tcgetattr(self.slave) == self.mode
+        return exit_status
+
+    async def close(self):
+        asyncio.get_running_loop().remove_reader(self.master)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.fixture
+async def top(router):
+    terminal = Terminal()
+    await terminal.start("--target", router.address)
+    yield terminal
+    await terminal.close()
+
+
+async def test_it_follows_routers_and_keys(top, router):
+    seen = await top.shows("pre0")
+    assert ENTER in top.shown
+    assert "SERVING" in seen and "dec0" in seen
+    router.status.router.queued = 4321
+    await top.shows("4321")
+    top.press("p")
+    await top.shows("PAUSED")
+    router.status.router.queued = 8765
+    top.press("r")  # a frame more, of what was frozen
+    seen = await top.shows("role: prefill")
+    assert "4321" in seen and "8765" not in seen
+    top.press("p")
+    await top.shows("8765")
+    top.press("\x1b[A")  # an arrow is no key of ours
+    top.press("s")
+    await top.shows("sort: queue")
+
+    await router.__aexit__()
+    seen = await top.shows("does not answer for")
+    assert "NO ANSWER" in seen and "pre0" in seen and "what follows is old" in seen
+    router.status = status(worker("new0"), incarnation="r1")
+    await router.__aenter__()
+    seen = await top.shows("new0")
+    assert "NO ANSWER" not in seen and "pre0" not in seen
+    top.press("q")
+    assert await top.ended() == 0
+
+
+@pytest.mark.parametrize(("how", "exit_status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+async def test_however_it_ends_the_terminal_is_as_it_was(top, how, exit_status):
+    await top.shows("SERVING")
+    assert termios.tcgetattr(top.slave) != top.mode  # keys come without Enter
+    top.process.send_signal(how)
+    assert await top.ended() == exit_status

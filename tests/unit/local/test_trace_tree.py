@@ -1,38 +1,27 @@
 """What a trace says of its request, and its drawing, against golden text."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from baton.local.span_store import Span
-from baton.local.trace_tree import (
-    TraceSummary,
-    coverage,
-    entry_of,
-    is_trace_id,
-    render,
-    summarize,
-)
+from baton.local.trace_tree import coverage, entry_of, render, summarize
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-def span(
-    name: str, service: str, ids: str, start_ms: float, end_ms: float, is_entry: bool = False,
-    failed: str | None = None, **attributes: Any,
-) -> Span:  # fmt: skip
+def span(name, service, ids, start_ms, end_ms, is_entry=False, failed=None, **attributes):
     """`ids` is "id" for a root or "parent/id"."""
     parent, _, own = ids.rpartition("/")
     start_ns, end_ns = int(start_ms * 1e6), int(end_ms * 1e6)
     return Span(TRACE, own, parent, name, service, start_ns, end_ns, attributes, is_entry, failed)
 
 
-def entry(start: int = 0, end: int = 100, ids: str = "client/r", **fields: Any) -> Span:
+def entry(start=0, end=100, ids="client/r", **fields):
     return span("router.generate", "baton-router", ids, start, end, is_entry=True, **fields)
 
 
-def request() -> list[Span]:
+def request():
     return [  # in an order in which batches may arrive: not by start
         span("kv.transfer", "prefill", "d/e", 160.5, 195.25, transfer_bytes=3_300_000, gbps=0.7654),
         span("prefill", "prefill", "b/d", 112, 193),
@@ -66,12 +55,12 @@ client  generate                                              0.0    100.0 ms |â
 ? = the parent span did not arrive"""
 
 
-def test_a_request_is_drawn_in_order_of_time() -> None:
+def test_a_request_is_drawn_in_order_of_time():
     assert render(request()) == render(request()[::-1]) == WHOLE
     assert render([]) == "(no spans)"
 
 
-def test_missing_parent_and_failure_are_marked() -> None:
+def test_missing_parent_and_failure_are_marked():
     lost = span("decode", "decode", "lost/c", 50, 100, tokens=3, failed="out of blocks")
     root, router = span("generate", "client", "a", 0, 100), span("Generate", "router", "a/b", 1, 99)
     assert render([root, lost, router]) == ORPHANED
@@ -81,7 +70,7 @@ def test_missing_parent_and_failure_are_marked() -> None:
     assert "?" not in lines
 
 
-def test_every_line_fits() -> None:
+def test_every_line_fits():
     deep = [span("n" * 80, "service", "0", 0, 10, text="word " * 99)]
     deep += [span("n" * 80, "service", f"{i}/{i + 1}", i, 10, text="word " * 99) for i in range(9)]
     for width in (60, 100, 140):
@@ -93,7 +82,7 @@ def test_every_line_fits() -> None:
     assert [line.strip() for line in long[3:]] == ["text=" + "x" * 80, f"more={'y' * 30} last=1"]
 
 
-def test_a_span_below_itself_does_not_hang() -> None:
+def test_a_span_below_itself_does_not_hang():
     spans = [span("a", "s", "y/x", 0, 0), span("b", "s", "x/y", 0, 0), span("c", "s", "z", 0, 0)]
     assert "s  c" in render(spans)
 
@@ -125,37 +114,15 @@ def test_a_span_below_itself_does_not_hang() -> None:
         ([entry()], 0, [(0, 100)]),
     ],
 )  # fmt: skip
-def test_coverage_is_the_time_of_spans_without_children(
-    spans: list[Span], known_ms: int, gaps_ms: list[tuple[int, int]]
-) -> None:
+def test_coverage_is_the_time_of_spans_without_children(spans, known_ms, gaps_ms):
     found = coverage(spans)
     assert found is not None and found.known_ns == known_ms * 1_000_000
     assert [(a // 1_000_000, b // 1_000_000) for a, b in found.gaps] == gaps_ms
     assert found.share == pytest.approx(found.known_ns / found.took_ns)
 
 
-def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry() -> None:
+def test_of_several_routers_the_one_that_ended_last_is_the_requests_entry():
     first, second = entry(0, 50, "c/r1"), entry(60, 90, "c/r2")
     assert entry_of([second, first]) is second
     worker = span("decode", "baton-decode", "x", 0, 1, is_entry=True)
     assert entry_of([worker]) is coverage([worker]) is summarize([worker]) is None
-
-
-def test_a_summary_is_the_requests_own() -> None:
-    tokens = {"gen_ai.usage.input_tokens": 717, "gen_ai.usage.output_tokens": 40}
-    attempts = [
-        span("router.attempt", "baton-router", "r/b", 1, 9),
-        span("router.attempt", "baton-router", "r/c", 10, 99),
-    ]
-    assert summarize([*attempts, entry(5, 105, failed="gone", **tokens)]) == TraceSummary(
-        trace_id=TRACE, start_ns=5_000_000, took_ms=100.0, spans=3, error="gone",
-        input_tokens=717, output_tokens=40, attempts=2,
-    )  # fmt: skip
-    plain = summarize([entry()])
-    assert plain is not None and (plain.input_tokens, plain.error) == (0, None)
-
-
-def test_what_is_no_trace_id() -> None:
-    assert is_trace_id(TRACE)
-    for text in ("", TRACE[:-1], TRACE + "0", TRACE.upper(), "g" * 32, "0" * 32):
-        assert not is_trace_id(text)

@@ -6,7 +6,6 @@ import os
 import pty
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,21 +30,16 @@ sys.exit(asyncio.run(up.run(ClusterConfig(port=0))))
 """
 
 
-async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
+async def test_a_closed_terminal_ends_it(tmp_path):
     output = tmp_path / "output"
     master, slave = pty.openpty()
     with output.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", UP),
-            stdin=slave,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            cwd=HERE.parents[3],
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-        )
+            *(sys.executable, "-c", UP), stdin=slave, stdout=out, stderr=out, cwd=HERE.parents[3],
+            start_new_session=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+        )  # fmt: skip
 
-    async def look() -> str:
+    async def look():
         return output.read_text()
 
     try:
@@ -61,12 +55,10 @@ async def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["output"]  # noqa: PTH208
 
 
-async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(monkeypatch, capsys):
     """The client's own span may be kept elsewhere, so a missing root is no reason to wait."""
 
-    def span(trace: str, number: str, service: str, is_entry: bool) -> Span:
+    def span(trace, number, service, is_entry):
         return Span(trace, number, "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
 
     monkeypatch.setattr(up, "_QUIET_S", 0.1)
@@ -75,7 +67,7 @@ async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
     store.add([span("other", "a", "baton-router", False), span("other", "b", "baton-decode", True)])
     store.add([span("ended", "a", "baton-router", True)])
 
-    async def look() -> str:
+    async def look():
         nonlocal drawn
         drawn += capsys.readouterr().out
         return drawn
@@ -90,7 +82,7 @@ async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(
 @pytest.mark.parametrize(
     "settings", [{}, {"trace": True, "keep_traces": 0}, {"otlp": "http://o:1"}]
 )
-async def test_traces_are_kept_here(settings: dict[str, Any]) -> None:
+async def test_traces_are_kept_here(settings):
     async with contextlib.AsyncExitStack() as stack:
         config = await up._with_receiver(ClusterConfig(**settings), stack)
         assert config.otlp

@@ -1,0 +1,358 @@
+"""`baton doctor`: what it says of a machine alone and of clusters, most with one thing wrong."""
+
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from baton import cli
+from baton.cli import doctor as command
+from baton.errors import ConfigError, KvMismatch
+from baton.local import doctor, etcd
+from baton.local.doctor import Finding
+from baton.local.doctor_cluster import check_cluster
+from baton.local.ports import free
+from baton.v1 import common_pb2, fleet_pb2, worker_pb2
+from baton.worker import nvidia_smi
+from baton.worker.nvidia_smi import Card
+from kvtransfer import pairing
+
+H100 = Card(0, "GPU-aaaa", "NVIDIA H100 80GB HBM3", 80 << 30, "9.0")
+REPORTED = common_pb2.Hardware(
+    gpu=common_pb2.Gpu(uuid="GPU-aaaa", name="NVIDIA H100 80GB HBM3"),
+    visible_gpus=["GPU-aaaa", "GPU-bbbb"], peer_gpus=["GPU-bbbb"], gpu_links=["NV18 GPU-bbbb"],
+    cuda_version="12.8", nccl_version="2.27.5",
+)  # fmt: skip
+
+
+def test_a_machine_is_looked_at_without_torch():
+    """A client's installation: neither torch nor rich can be imported."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['rich'] = None\n"
+        "from baton.cli import main; sys.exit(main(['doctor', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert set(report) == {"status", "machine", "router", "workers", "pairs", "cluster"}
+    subjects = {finding["subject"] for finding in report["machine"]}
+    assert {"python", "torch", "CPU kernels", "cores", "memory", "etcd", "GPU"} <= subjects
+    for finding in report["machine"]:
+        assert set(finding) == {"level", "subject", "text", "fix"}
+        assert finding["level"] in ("ok", "warn")
+
+
+def test_programs_that_are_missing(tmp_path, monkeypatch):
+    def program(name, text):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+
+    monkeypatch.setattr(doctor, "BUILT_KERNELS", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    no_etcd = mock.Mock(side_effect=ConfigError("no etcd to start: put etcd on PATH"))
+    monkeypatch.setattr(etcd, "etcd_binary", no_etcd)
+    found = {one.subject: one for one in doctor.check_machine(False)}
+    fixes = {"torch": "baton-serving[worker]", "etcd": "put etcd on PATH", "CPU kernels": "g++"}
+    for subject, fix in fixes.items():
+        assert found[subject].level == "warn" and fix in found[subject].fix
+    program("g++", "exit 1")
+    assert "does not run" in doctor.compiler().text
+    (tmp_path / "avx2-0.so").touch()
+    assert doctor.compiler().level == "ok"
+
+    assert "baton-serving[gpu]" in doctor.triton(needed=True).fix
+    monkeypatch.setattr(doctor, "version_of", lambda package: "3.7.1")
+    assert doctor.triton(needed=False).level == "ok"
+    assert "C compiler" in doctor.triton(needed=True).text
+    program("gcc", "")
+    assert doctor.triton(needed=True).fix == "install python3-dev"
+    (tmp_path / "Python.h").touch()
+    assert doctor.triton(needed=True).text == "3.7.1"
+
+
+def test_cores_and_memory_are_what_the_container_may_have(tmp_path, monkeypatch):
+    def limit(name, text):
+        (tmp_path / name).write_text(f"{text}\n")
+
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    monkeypatch.setattr(doctor, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert doctor.cores().text == "8"
+    limit("cpu.max", "max 100000")
+    assert doctor.cores().level == "ok"
+    limit("cpu.max", "250000 100000")
+    found = doctor.cores()
+    assert found.level == "warn" and "2.5 of them" in found.text and "2 in all" in found.fix
+
+    limit("meminfo", "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB")
+    assert doctor.memory().text == "64.0 GiB, 32.0 GiB of it free"
+    limit("memory.max", str(8 << 30))
+    limit("memory.current", str(7 << 30))
+    limit("memory.stat", f"anon 1\ninactive_file {4 << 30}")
+    found = doctor.memory()
+    assert (found.level, found.text) == ("ok", "8.0 GiB, 5.0 GiB of it free")
+    limit("memory.stat", "inactive_file 0")
+    assert doctor.memory().level == "warn"
+
+
+def test_a_port_may_be_in_use_by_a_router():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert doctor.free_port(port, "--port", router_here=True).level == "ok"
+        found = doctor.free_port(port, "--port", router_here=False)
+        assert found.level == "warn" and "--port" in found.fix
+    assert doctor.free_port(free(), "--port", router_here=False).text == "free"
+
+
+OLD = Card(0, "GPU-a", "V100", 16 << 30, "7.0")
+ALONE = common_pb2.Hardware(gpu=REPORTED.gpu, visible_gpus=["GPU-aaaa"], cuda_version="12.8")
+NO_PEERS = common_pb2.Hardware(gpu=REPORTED.gpu, visible_gpus=["GPU-aaaa", "GPU-bbbb"])
+
+
+@pytest.mark.parametrize(
+    ("cards", "in_torch", "found"),
+    [
+        ([H100, H100], [REPORTED, REPORTED], {
+            "GPU 0": "ok: NVIDIA H100 80GB HBM3, 80 GiB, GPU-aaaa, compute capability 9.0",
+            "CUDA": "ok: 12.8, driver 570.86.15",
+            "cuda:0": "ok: NVIDIA H100 80GB HBM3 writes 1 of 1 others: GPU-bbbb NV18",
+            "NCCL": "ok: 2.27.5: two workers may not share a GPU",
+        }),
+        ([H100], [], {"CUDA": "warn: .* cannot use the GPUs of driver 570.86.15 install torch's"}),
+        ([H100, H100], [ALONE], {
+            "CUDA": "warn: 12.8, .* sees 1 of 2 GPUs leave CUDA_VISIBLE_DEVICES unset",
+            "cuda:0": "ok: .*, alone", "NCCL": "warn: not there",
+        }),
+        ([OLD], [NO_PEERS], {
+            "GPU 0": "warn: V100, .*Ampere", "cuda:0": "warn: .* writes 0 of 1 .* host's memory",
+        }),
+        ([replace(OLD, capability="")], [ALONE], {"GPU 0": "ok: V100"}),
+        ([], [], {"GPU": "warn: driver 570.86.15 is loaded, .* container toolkit"}),
+        ([H100], [REPORTED], {"NCCL_P2P_DISABLE": "warn: is set to 1: .* unset it"}),
+    ],
+)  # fmt: skip
+def test_gpus_by_driver_and_torch(cards, in_torch, found, monkeypatch):
+    monkeypatch.setattr(nvidia_smi, "cards", lambda timeout_s: cards)
+    monkeypatch.setattr(nvidia_smi, "driver_version", lambda: "570.86.15")
+    monkeypatch.setattr(doctor, "seen_by_torch", lambda: in_torch)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    shown = {one.subject: f"{one.level}: {one.text} {one.fix}" for one in doctor.check_gpus()}
+    for subject, text in found.items():
+        assert re.match(text, shown[subject]), shown[subject]
+    assert "NCCL_IB_DISABLE" not in shown
+
+
+def finding(level, subject, text, fix=""):
+    return {"level": level, "subject": subject, "text": text, "fix": fix}
+
+
+PAIR = {"prefill": "p", "decode": "d", "transport": None, "link": None, "in_use": "gloo",
+        "problems": ["nothing fits"], "not_possible": {}}  # fmt: skip
+WORKER = {"role": "prefill", "incarnation": "p", "address": "h:1", "state": "READY",
+          "device": "H100", "gpu": "GPU-a", "visible_gpus": ["GPU-a", "GPU-b"], "peer_gpus": [],
+          "rdma_devices": ["mlx5_0"], "transports": ["nccl"]}  # fmt: skip
+
+
+@pytest.mark.parametrize(("worst", "exit_status"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, monkeypatch, capsys):
+    obstacles = {"cuda_ipc": "they are apart", "nccl": "none offers it"}
+    report = {
+        "status": worst,
+        "machine": [finding(worst, "it", "is so", "do that")],
+        "router": {"target": "127.0.0.1:7700", "answers": False},
+        "workers": [WORKER],
+        "pairs": [
+            PAIR,
+            {**PAIR, "not_possible": obstacles},
+            {**PAIR, "transport": "cuda_ipc", "link": "NV18"},
+        ],
+        "cluster": [finding("ok", "p → d", "many words")],
+    }
+    monkeypatch.setattr(command, "look", lambda target, timeout_s: report)
+    assert cli.main(["doctor"]) == exit_status
+    shown = capsys.readouterr().out
+    assert f"  {worst:<4}  it  is so\n            → do that\n" in shown
+    assert "router: none answers at 127.0.0.1:7700" in shown
+    counted = {"ok": "nothing is missing", "warn": "0 failed, 1 warning", "fail": "1 failed"}
+    assert counted[worst] in shown.splitlines()[-1]
+    assert "READY  H100         0 of 1  mlx5_0  nccl" in shown
+    assert "NONE                gloo    nothing fits" in shown
+    assert "NONE                gloo    cuda_ipc: they are apart; nccl: none offers it" in shown
+    assert "cuda_ipc over NV18  gloo    -" in shown
+    assert "\n  ok    p → d  many words\n" in shown
+
+
+# Clusters.
+
+CUDA_IPC, NCCL = common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL
+SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO
+HOST = "boot-a/pid:[1]/1000"
+CONTAINER = "boot-a/pid:[2]/1000"
+OTHER_USER = "boot-a/pid:[1]/1001"
+ELSEWHERE = "boot-b/pid:[1]/1000"
+ROLES = {"p": common_pb2.WORKER_ROLE_PREFILL, "d": common_pb2.WORKER_ROLE_DECODE}
+
+
+def cpu(name, host=HOST, **fields):
+    """A worker on a CPU; names begin with p or d, for their role."""
+    known = {
+        "incarnation": name, "role": ROLES[name[0]], "host_id": host, "transports": [SHM, GLOO],
+        "kv": common_pb2.KvDescriptor(dtype="bfloat16", block_size=16),
+        "hardware": common_pb2.Hardware(torch_version="2.11.0"),
+    }  # fmt: skip
+    return common_pb2.WorkerRecord(**{**known, **fields})
+
+
+def gpu(name, own, others="", host=HOST, *, peers=None, nccl="2.27.5", rdma=(), **fields):
+    """A worker on the GPU named by one letter, which sees those of `others`, too."""
+    hardware = common_pb2.Hardware(
+        gpu=common_pb2.Gpu(uuid=own, name="NVIDIA H100 80GB HBM3", capability="9.0"),
+        visible_gpus=[own, *others], peer_gpus=others if peers is None else peers,
+        nccl_version=nccl, rdma_devices=rdma,
+    )  # fmt: skip
+    return cpu(name, host, **{"transports": [CUDA_IPC, NCCL], "hardware": hardware, **fields})
+
+
+def check(*records, state="READY", used=None, registry=True):
+    """The pairs of a cluster of these workers, and what is found."""
+    link = worker_pb2.PairStatus(prefill="p", decode="d", transport=used or 0, state="OPEN")
+    return check_cluster(
+        fleet_pb2.GetStatusResponse(
+            router=fleet_pb2.RouterStatus(registry_connected=registry),
+            workers=[fleet_pb2.WorkerStatus(record=one, state=state) for one in records],
+            pairs=[link] if used else [],
+        )
+    )
+
+
+IB: dict[str, Any] = {"rdma": ("mlx5_0",)}
+ONE_NCCL: dict[str, Any] = {"transports": [NCCL]}
+LATE_NCCL: dict[str, Any] = {**ONE_NCCL, "nccl": "2.30.3"}
+UNKNOWN: dict[str, Any] = {
+    "hardware": common_pb2.Hardware(torch_version="2.11.0"), "transports": [NCCL]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport", "finding"),
+    [
+        (cpu("p"), cpu("d"), "shm", ""),
+        (cpu("p", transports=[GLOO]), cpu("d"), "gloo", ""),
+        (cpu("p"), cpu("d", ELSEWHERE), "gloo", ""),
+        (gpu("p", "A", "B"), gpu("d", "B", "A"), "cuda_ipc", ""),
+        (gpu("p", "A"), gpu("d", "A"), "cuda_ipc", ""),
+        (gpu("p", "A", "B", transports=[NCCL]), gpu("d", "B", "A"), "nccl", ""),
+        (gpu("p", "A", "B", peers=""), gpu("d", "B", "A", peers=""), "nccl", ""),
+        (gpu("p", "A", **IB), gpu("d", "B", host=ELSEWHERE, **IB), "nccl", ""),
+        (gpu("p", "A", **LATE_NCCL), gpu("d", "A", **LATE_NCCL), "nccl", ""),
+        # Containers that see one GPU each fall to sockets.
+        (gpu("p", "A"), gpu("d", "B", host=CONTAINER), "nccl",
+         "do not see each other's GPU … sockets → show every GPU to every worker … pid: host"),
+        # Containers that see both lack one process namespace.
+        (gpu("p", "A", "B"), gpu("d", "B", "A", host=CONTAINER), "nccl",
+         "process namespaces differ → … pid: host"),
+        # One machine or both have no RDMA.
+        *((gpu("p", "A", rdma=rdma), gpu("d", "B", host=ELSEWHERE), "nccl",
+           "NCCL will use TCP sockets … → … /dev/infiniband") for rdma in ((), ("mlx5_0",))),
+        # CPUs of one machine that use the network.
+        (cpu("p"), cpu("d", CONTAINER), "gloo",
+         "within one machine: their process namespaces differ → run both as one user"),
+        (cpu("p"), cpu("d", OTHER_USER), "gloo",
+         "within one machine: they run as different users → run both as one user"),
+        (gpu("p", "A", **IB), gpu("d", "B", host=ELSEWHERE, nccl="2.26.2", **IB), "nccl",
+         "NCCL 2.27.5 and 2.26.2 … → … one image"),
+        (gpu("p", "A", **UNKNOWN), gpu("d", "B"), "nccl",
+         "does not report which GPU … → … --log-level debug"),
+        # What cannot work.
+        (gpu("p", "A", **ONE_NCCL), gpu("d", "A", **ONE_NCCL), None, "no transport"),
+        (gpu("p", "A"), cpu("d"), None,
+         "one computes on a GPU and the other on a CPU … → … --cluster"),
+        (cpu("p", transports=[SHM]), cpu("d", transports=[GLOO]), None,
+         "prefill offers shm, decode gloo → start both with --transport auto"),
+        *((cpu("p"), cpu("d", kv=common_pb2.KvDescriptor(
+            **{"dtype": "bfloat16", "block_size": 16, field: value})), None,
+           f"{field}: … → … --kv-dtype") for field, value in (
+            ("model_fingerprint", "other"), ("dtype", "float32"), ("block_size", 32))),
+    ],
+)  # fmt: skip
+def test_a_pair_and_what_it_could_do_better(prefill, decode, transport, finding):
+    (pair,), findings = check(prefill, decode)
+    assert pair["transport"] == transport
+    levels = ["ok"] if not finding else ["warn"] if transport else ["fail", "warn"]
+    assert [one.level for one in findings] == levels
+    if finding:
+        said = findings[-1]
+        assert said.subject == "p → d" and pair["problems"] == [said.text]
+        at = 0
+        for part in finding.split("…"):  # in this order
+            at = f"{said.text} → {said.fix}".index(part.strip(), at)
+
+
+def test_links_and_obstacles_of_pairs_are_reported():
+    prefill = gpu("p", "A", "BC")
+    prefill.hardware.gpu_links.extend(["NV18 B", "SYS C"])
+    pairs, _ = check(prefill, gpu("d1", "B", "AC"), gpu("d2", "C", "AB"), gpu("d3", "D"))
+    assert [pair["link"] for pair in pairs] == ["NV18", "SYS", None]
+    apart, _ = check(gpu("p", "A"), gpu("d", "B", host=CONTAINER))
+    assert apart[0]["not_possible"] == {"cuda_ipc": "their process namespaces differ"}
+    no_peers, _ = check(gpu("p", "A", "B", peers=""), gpu("d", "B", "A", peers=""))
+    assert "cannot write" in no_peers[0]["not_possible"]["cuda_ipc"]
+    shared, _ = check(gpu("p", "A", **ONE_NCCL), gpu("d", "A", **ONE_NCCL))
+    assert "2.30" in shared[0]["not_possible"]["nccl"]
+    assert not check(gpu("p", "A"), cpu("d"))[0][0]["not_possible"]
+
+
+def test_problems_of_several_pairs():
+    """One pair that works is enough not to fail; the same problem is reported once."""
+    pairs, (found,) = check(gpu("p", "A", "B"), gpu("d1", "B", "A"), cpu("d2"))
+    assert [pair["transport"] for pair in pairs] == ["cuda_ipc", None]
+    assert (found.level, found.subject) == ("warn", "p → d2")
+    prefill = [gpu(f"p{i}", "A") for i in range(3)]
+    _, (found,) = check(*prefill, *(gpu(f"d{i}", "B", host=CONTAINER) for i in range(2)))
+    assert found.subject.endswith("p1 → d1 and 2 more")
+
+
+def test_links_that_could_be_faster_and_clusters_that_cannot_serve():
+    (pair,), (found,) = check(cpu("p"), cpu("d"), used=GLOO)
+    assert pair["in_use"] == "gloo" and "uses gloo, and shm is faster" in found.text
+    _, (found,) = check(cpu("p"), cpu("d"), used=SHM)
+    assert found.level == "ok"
+    missing = Finding("fail", "cluster", "has no decode worker", "start one: baton decode-worker")
+    assert check(cpu("p")) == ([], [missing])
+    _, findings = check(cpu("p"), cpu("d"), state="STALLED", registry=False)
+    subjects = [(found.level, found.subject) for found in findings]
+    assert subjects == [("warn", "registry"), ("warn", "p"), ("warn", "d")]
+
+
+OFFERS = [(CUDA_IPC, NCCL), (NCCL,), (CUDA_IPC,), (SHM, GLOO), (GLOO,)]
+PLACES = [("A", ""), ("A", "B"), ("B", "A"), ("B", "")]
+
+
+@pytest.mark.parametrize("host", [HOST, ELSEWHERE])
+def test_the_workers_choose_the_transport_that_is_reported(host):
+    """Every combination of offers, sights and machines: the records lead to the Offer's choice."""
+    for ours, theirs, (own, others), (there, beyond) in itertools.product(
+        OFFERS, OFFERS, PLACES, PLACES
+    ):
+        prefill = gpu("p", own, others, transports=ours)
+        decode = gpu("d", there, beyond, host=host, transports=theirs)
+        reachable = (own, *others)
+        apart = pairing.apart(HOST, host)
+        ends = pairing.Ends(apart, gpu=there, reachable=reachable, nccl=(2, 27, 5))
+        try:
+            chosen = pairing.choose(ours, theirs, ends)
+        except KvMismatch:
+            chosen = None
+        assert pairing.fastest(prefill, decode) == chosen
