@@ -175,8 +175,11 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return unpack_rows(pool, torch.float32) if quantized else pool
 
     def run(config: Config | None) -> Outputs:
-        sizes = (1, heads, kv_heads, *(norms if "norms" in shape else (None, None)), 1e-5)
-        return rope_and_write(qkv, slots, written, cos, sin, pool, *sizes, config), seen(pool)
+        q_norm, k_norm = norms if "norms" in shape else (None, None)
+        q = rope_and_write(
+            qkv, slots, written, cos, sin, pool, 1, heads, kv_heads, q_norm, k_norm, 1e-5, config
+        )
+        return q, seen(pool)
 
     def reference() -> Outputs:
         """In plain torch; what is turned is float32 inside."""
