@@ -75,11 +75,6 @@ class BlockPool:
         """Blocks that `allocate` can give."""
         return self.num_free + self.num_cached
 
-    @property
-    def cached_hashes(self) -> list[int]:
-        """Everything that can be hit now."""
-        return list(self._by_hash)
-
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one holder each, or None when there are not enough."""
         if count > self.num_available:

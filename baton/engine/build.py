@@ -23,13 +23,14 @@ from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
 from baton.engine.loop import Engine, StepReport
-from baton.engine.models.config import ModelConfig, fingerprint
+from baton.engine.models.config import ModelConfig
 from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import SpeculativeConfig
+from baton.engine.weights.checkpoint import fingerprint
 from baton.engine.weights.quantize import FP8
 from baton.engine.weights.weights import random_seed
 from baton.errors import ConfigError

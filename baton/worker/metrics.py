@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import asdict
 
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import Load, StepReport
+from baton.engine.loop import StepReport
 from baton.engine.runner import StepRunner
 from baton.errors import BatonError
 from baton.metrics.recorder import Attributes, Recorder
@@ -38,7 +37,8 @@ class LoadTracker:
         self._closed = False
 
     def update(self, report: StepReport) -> None:
-        load = load_proto(report.load)
+        load = worker_pb2.Load()
+        load.CopyFrom(report.load)
         load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         load.step_ms = self.load.step_ms
         sampled = sum(len(progress.token_ids) for progress in report.progress)
@@ -120,11 +120,6 @@ class _Watcher:
 
 def _smooth(mean: float, value: float) -> float:
     return value if mean == 0 else mean + _SMOOTHING * (value - mean)
-
-
-def load_proto(load: Load) -> worker_pb2.Load:
-    """The engine's counts as a message; the fields are named alike."""
-    return worker_pb2.Load(**asdict(load))
 
 
 class WorkerMetrics:

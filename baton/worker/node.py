@@ -38,7 +38,7 @@ from baton.v1 import common_pb2, worker_pb2
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from baton.worker import hardware
 from baton.worker.messages import ModelLimits
-from baton.worker.metrics import LoadTracker, WorkerMetrics, load_proto
+from baton.worker.metrics import LoadTracker, WorkerMetrics
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
@@ -224,7 +224,7 @@ class Node(WorkerServiceServicer, ABC):
         self._health.add_to(server, [*self.add_to(server), "baton.v1.WorkerService"])
         await server.start()
         settle()
-        self.load_tracker.load.CopyFrom(load_proto(await asyncio.wrap_future(self.engine.load())))
+        self.load_tracker.load.CopyFrom(await asyncio.wrap_future(self.engine.load()))
         await self._enter(common_pb2.WORKER_STATE_READY, registration)
         record = self.record
         log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)

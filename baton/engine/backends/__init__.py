@@ -14,6 +14,20 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
 
+MULTIPLE = 16  # of heads' and blocks' sizes
+MAX_HEAD_SIZE = 256
+MAX_QUERIES = 128  # heads that share a KV head
+
+
+def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
+    """Why neither native nor Triton's kernels can run a model; empty if they can."""
+    need = f"{kernels} kernels need a multiple of {MULTIPLE}"
+    if config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE:
+        return f"heads of {config.head_size} elements, and {need} up to {MAX_HEAD_SIZE}"
+    if (queries := config.num_heads // config.num_kv_heads) > MAX_QUERIES:
+        return f"{queries} heads share a KV head, and {kernels} kernels take up to {MAX_QUERIES}"
+    return f"blocks of {block_size} tokens, and {need}" if block_size % MULTIPLE else ""
+
 
 class Backend:
     """Computes an engine's steps on one device. Its methods are called once, in this order."""

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
-from baton.engine.backends import Backend
+from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
-from baton.engine.ops.native.model import NativeModel, unsupported
+from baton.engine.ops.native.model import NativeModel
 from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
@@ -83,10 +83,9 @@ class CpuBackend(Backend):
         asked = self._settings.kernels == "native"
         if self._settings.kernels == "torch":
             return False
-        reason = unsupported(config, self._settings.block_size)
-        if reason and asked:
-            raise ConfigError(f"--kernels native: {reason}; leave it out to compute with torch")
-        if reason:
+        if reason := unsupported(config, self._settings.block_size, "native"):
+            if asked:
+                raise ConfigError(f"--kernels native: {reason}; leave it out to compute with torch")
             log.info("computing with torch: %s", reason)
             return False
         if asked:

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from baton.engine.weights.checkpoint import StoredTensor, fingerprint, read_json
+from baton.engine.weights.checkpoint import StoredTensor, read_json
 from baton.errors import CheckpointError, quoted
-
-__all__ = ["ModelConfig", "Rope", "fingerprint"]
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -79,7 +77,8 @@ class ModelConfig:
 
         Raises CheckpointError naming the file, the key, its value and what is supported.
         """
-        fields = _Fields.load(path / "config.json" if path.is_dir() else path)
+        file = path / "config.json" if path.is_dir() else path
+        fields = _Fields(file, read_json(file))
         named = fields.values.get("architectures")
         architecture = named[0] if isinstance(named, list) and named else named
         if architecture not in ARCHITECTURES:
@@ -208,10 +207,6 @@ class _Fields(NamedTuple):
     values: dict[str, Any]
     prefix: str = ""  # of the keys of an object inside
 
-    @classmethod
-    def load(cls, file: Path) -> _Fields:
-        return cls(file, read_json(file))
-
     def error(self, key: str, value: object, supported: str) -> CheckpointError:
         found = f"{self.prefix}{key} is {quoted(value)}"
         return CheckpointError(f"{self.file}: {found}; supported: {supported}")
@@ -273,7 +268,7 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
     sources = [fields]
     generation = fields.file.with_name("generation_config.json")
     if fields.file.name == "config.json" and generation.is_file():
-        sources.insert(0, _Fields.load(generation))
+        sources.insert(0, _Fields(generation, read_json(generation)))
     for source in sources:
         value = source.values.get("eos_token_id")
         if value is None:

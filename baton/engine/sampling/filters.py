@@ -33,7 +33,7 @@ NUM_SETTINGS = 6  # rows of `Settings.values`
 
 
 class Settings(NamedTuple):
-    """What `weights` needs of the settings of some rows.
+    """What `weigh` needs of the settings of some rows.
 
     values: float64 `[NUM_SETTINGS, rows]`, one setting of all rows after the other; the last two
     name those that top-k cuts, and those that top-p alone does · num_ranked, num_nucleus: how many
@@ -60,17 +60,14 @@ def settings_of(params: Sequence[SamplingParams], vocab_size: int) -> Settings:
     return Settings(values, len(ranked), len(nucleus), largest_top_k, min_p)
 
 
-def weights(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def weigh(logits: Tensor, settings: Settings, values: Tensor | None = None) -> Tensor:
     """Unnormalised probabilities `[rows, vocab]`: 1 for the likeliest token, 0 for dropped ones.
 
-    `logits` is `[rows, vocab]` float32 and is not changed; every temperature is above 0.
+    `logits` is `[rows, vocab]` float32 and is not changed. values: `settings.values`, where they
+    are on the device of the logits already.
     """
-    settings = settings_of(params, logits.shape[1])
-    return weigh(logits, torch.from_numpy(settings.values).to(logits.device), settings)
-
-
-def weigh(logits: Tensor, values: Tensor, settings: Settings) -> Tensor:
-    """`weights`, where `values` is `settings.values` on the device of the logits."""
+    if values is None:
+        values = torch.from_numpy(settings.values).to(logits.device)
     result = logits - logits.amax(1, keepdim=True)
     columns = values[:_RANKED, :, None]
     result.div_(columns[_TEMPERATURE].to(result.dtype)).exp_()
@@ -205,7 +202,7 @@ def sample_on_cpu(
 
 
 def row_weights(logits: Floats, params: SamplingParams) -> Floats:
-    """`weights` of one row `[vocab]`; no numbers if its logits are none."""
+    """`weigh` of one row `[vocab]`; no numbers if its logits are none."""
     largest = logits.max()
     if not np.isfinite(largest):
         return np.full_like(logits, np.nan)

@@ -212,7 +212,8 @@ def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     if logits.device.type == "cpu":
         return filters.sample_on_cpu(logits.numpy(), params, numbers)
     uniform = torch.from_numpy(numbers).to(logits.device)
-    return filters.sample(filters.weights(logits, params), uniform)
+    weights = filters.weigh(logits, filters.settings_of(params, logits.shape[1]))
+    return filters.sample(weights, uniform)
 
 
 def _logprobs(

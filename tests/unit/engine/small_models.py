@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from baton.engine.backends import unsupported
 from baton.engine.models.config import ModelConfig, Rope
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
-from baton.engine.ops.native.model import NativeModel, unsupported
+from baton.engine.ops.native.model import NativeModel
 from baton.engine.weights.quantize import Int8Weight
 from baton.engine.weights.weights import random_weights
 from tests.unit.engine.paged import PagedRun
@@ -48,7 +49,7 @@ def make(kernels, config, weights, dtype=torch.float32):
     """The model; skips the test where native code cannot compute it, and says why."""
     if kernels == "torch":
         return Model(config, weights, dtype, CPU)
-    if reason := unsupported(config, 16):
+    if reason := unsupported(config, 16, "native"):
         pytest.skip(reason)
     if library.load() is None:
         pytest.skip("no native library can be built here")

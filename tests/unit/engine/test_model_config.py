@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
-from baton.engine.models.config import ModelConfig, Rope, fingerprint
+from baton.engine.models.config import ModelConfig, Rope
 from baton.engine.models.decoder import inverse_frequencies
+from baton.engine.weights.checkpoint import fingerprint
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
 
@@ -195,6 +196,8 @@ def test_fingerprint_tells_models_apart(tmp_path):
     prints = {path.name: fingerprint(path) for path in tmp_path.iterdir()}
     assert prints["a"] == prints["same"]
     assert len(set(prints.values())) == len(prints) - 1
+    file = write(tmp_path)  # of random weights it is config and seed
+    assert fingerprint(file, 0) == fingerprint(tmp_path, 0) != fingerprint(file, 1)
 
 
 def test_a_config_that_is_no_usual_file_is_refused(tmp_path):
@@ -213,9 +216,3 @@ def test_a_config_that_is_no_usual_file_is_refused(tmp_path):
     os.mkfifo(file)
     with pytest.raises(CheckpointError, match=r"config\.json: .*not a regular file"):
         ModelConfig.load(tmp_path)
-
-
-def test_fingerprint_of_random_weights_is_config_and_seed(tmp_path):
-    file = write(tmp_path)
-    assert fingerprint(file, 0) == fingerprint(file, 0) == fingerprint(tmp_path, 0)
-    assert fingerprint(file, 0) != fingerprint(file, 1)

@@ -42,17 +42,13 @@ def test_rows_of_a_product_do_not_depend_on_their_neighbours(shape, threads):
 
 
 @pytest.mark.parametrize("size", [100, 1000, 1536, 4864])
-@pytest.mark.parametrize("many_threads", [1, 2, 3, 5])
-def test_silu_does_not_depend_on_threads_or_rows(size, many_threads):
+def test_silu_does_not_depend_on_threads_or_rows(size, threads):
     gate_up = torch.randn(300, 2 * size, generator=torch.Generator().manual_seed(0))
-    before = torch.get_num_threads()
     alone = torch.cat([silu_gate(row[None]) for row in gate_up])
-    try:
-        torch.set_num_threads(many_threads)
+    for many in (threads, 2 * threads + 1):
+        torch.set_num_threads(many)
         for rows in (1, 2, 16, 23, 101, 300):
             assert torch.equal(silu_gate(gate_up[:rows]), alone[:rows])
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +78,8 @@ def test_tokens_do_not_depend_on_their_batch(kind, heads, kv_heads, inner, windo
     assert torch.equal(got[0], whole[120])
     got = run.step((others[0], 1), (others[2], 1), (sequence, 20), (others[1], 17))[2]
     assert torch.equal(got, whole[121:141])
+    torch.set_num_threads(3 - threads)
+    assert torch.equal(feed(run, run.add(mine), 64), whole), "thread counts agree"
 
 
 @by_plain_kind
@@ -98,20 +96,6 @@ def test_neighbours_far_longer_and_long_contexts_in_chunks_change_nothing(kind, 
         got = run.step((long, 1), (sequence, 1))
         assert torch.equal(got[0][0], all_of_long[1060 + at])
         assert torch.equal(got[1][0], whole[at])
-
-
-@by_plain_kind
-def test_thread_counts_agree(kind):
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            run = run_of(kind, num_heads=9, num_kv_heads=3)
-            results.append(feed(run, run.add(tokens(150, seed=1)), 64))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*results)
 
 
 def test_a_positions_angles_are_the_same_whatever_the_longest_context():
@@ -131,16 +115,3 @@ def test_probabilities_in_8_bits_stay_close_to_those_in_full_precision(kind):
     divergence = (wanted.exp() * (wanted - found)).sum(-1)
     assert divergence.mean() < 5e-3
     assert divergence.max() < 5e-2
-
-
-@pytest.mark.parametrize("held", HELD, ids=("weights", "kv", "both"))
-def test_native_code_computes_in_8_bits_what_torch_does(held):
-    mine = tokens(150, seed=1)
-    runs = [
-        run_of(Kind(kernels, torch.float32, *held), window=50) for kernels in ("native", "torch")
-    ]
-    native, reference = (feed(run, run.add(mine), 64) for run in runs)
-    # All but equal; a number in the middle between two units may go either way, and a whole unit.
-    difference = (native - reference).abs()
-    assert difference.median() < 1e-4 * reference.std()
-    assert difference.max() < 0.3 * reference.std()

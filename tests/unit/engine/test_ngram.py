@@ -27,20 +27,6 @@ def expected(tokens, most):
 
 
 class TestLookup:
-    """What is guessed."""
-
-    @pytest.mark.parametrize(
-        ("tokens", "proposed"),
-        [
-            ([5, 5], ()),
-            ([1, 2, 7, 1, 2, 8, 1, 2], (8, 1, 2, 8)),  # the latest
-            ([8, 1, 2, 3, 9, 9, 1, 2, 3, 7, 8, 1, 2, 3], (9, 9, 1, 2)),  # rather the longest
-            ([1, 2, 1, 2], (1, 2, 1, 2)),  # beyond the end, what was taken is repeated
-        ],
-    )
-    def test_of_texts(self, tokens, proposed):
-        assert NgramProposer().propose(tokens, 4, CHEAP) == proposed
-
     @given(tokens=few_tokens, most=st.integers(1, 6), data=st.data())
     def test_is_the_slow_ways_however_the_tokens_came(self, tokens, most, data):
         proposer, known = NgramProposer(), 0
@@ -73,8 +59,6 @@ class TestLookup:
 
 
 class TestAdapting:
-    """How much is guessed."""
-
     def follow(self, text, known, price):
         """Drafted tokens at each step of a sequence that turns out to be `text`."""
         proposer, counts = NgramProposer(), []
@@ -135,8 +119,6 @@ class TestAdapting:
 
 
 class TestRowCost:
-    """What a row costs."""
-
     def test_is_the_usual_before_anything_has_run(self):
         assert RowCost().price(1) == pytest.approx(1 / 17)
         assert RowCost().price(16) == pytest.approx(0.5)

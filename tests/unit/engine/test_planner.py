@@ -9,7 +9,7 @@ from baton import prefix
 from baton.engine.blocks import BlockPool
 from baton.engine.planner import Planner
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import RowCost, SpeculativeConfig, verify
+from baton.engine.speculative.ngram import RowCost, SpeculativeConfig
 from baton.sampling import SamplingParams
 
 SIZE = 4
@@ -240,25 +240,6 @@ def test_priorities_are_kept_and_every_sequence_finishes(coming, num_blocks, chu
     assert (planner.blocks.num_held, planner.num_waiting, planner.queue_tokens) == (0, 0, 0)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(20, 60), st.integers(1, 20), st.integers(1, 20))
-def test_a_long_prompt_waits_only_for_work_of_higher_priority(length, patience, short):
-    planner = make_planner(num_blocks=16, chunk_tokens=8, max_batch=3)
-    large = make_sequence("large", length, priority=float(patience))
-    planner.add(large)
-    for step in range(400):
-        planner.add(make_sequence(f"s{step}", short, 1000 + 50 * (step % 20), priority=float(step)))
-        plan = planner.plan()
-        run(planner, plan)
-        for work in plan.work:  # a prompt leaves with its first token
-            if work.sequence.num_tokens > work.sequence.prompt_tokens:
-                finish(planner, work.sequence)
-        if large.num_tokens > length:
-            break
-    due_before = (patience + 1) * short
-    assert step <= patience + (due_before + length) / 8 + 5
-
-
 # Proposed tokens get what budget is left, and cost no sequence its blocks.
 
 MAX_CONTEXT = 200
@@ -348,60 +329,7 @@ def test_they_take_a_new_block_only_while_every_sequence_could_have_one():
         assert planner.preemptions == 0
 
 
-@settings(max_examples=80, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
-    num_blocks=st.integers(12, 30),
-    chunk=st.integers(1, 40),
-    most=st.integers(1, 6),
-    data=st.data(),
-)
-def test_every_sequence_gets_the_same_tokens_and_nothing_stays_held(
-    lengths, num_blocks, chunk, most, data
-):
-    """Loops that break off now and then, in pools so small that sequences lose their blocks."""
-    planner = speculating(num_blocks, chunk, most, max_batch=3)
-    numbers = data.draw(st.randoms(use_true_random=False))
-    alive = [looping(f"s{i}", n, max_tokens=12) for i, n in enumerate(lengths)]
-    broken = {sequence: numbers.randrange(12) for sequence in alive}
-    for sequence in alive:
-        planner.add(sequence)
-    for _ in range(3000):
-        plan = planner.plan()
-        assert plan.num_tokens <= chunk + planner.max_batch
-        assert [work.count > 1 for work in plan.work] == sorted(
-            work.count > 1 for work in plan.work
-        )
-        for work in plan.work:
-            sequence = work.sequence
-            held = len(sequence.block_ids) * SIZE
-            assert work.start + work.count <= held
-            sampled = [_true_token(sequence, at, broken) for at in _positions(work)]
-            sampled = sampled[: verify(work.proposed, sampled)] if sampled else []
-            sequence.tokens += sampled
-            planner.advance(work, sampled)
-            assert sequence.num_tokens - sequence.prompt_tokens <= 12
-        planner.blocks.check()
-        for sequence in [s for s in alive if s.num_tokens - s.prompt_tokens == 12]:
-            planner.remove(sequence)
-            planner.free(sequence)
-            alive.remove(sequence)
-            output = range(sequence.prompt_tokens, sequence.num_tokens)
-            assert sequence.tokens[sequence.prompt_tokens :] == [
-                _true_token(sequence, at, broken) for at in output
-            ]
-        if not alive:
-            break
-    assert not alive
-    assert planner.blocks.num_held == 0
-
-
 def _positions(work):
     """Of the tokens that a step draws."""
     known = work.sequence.num_tokens
     return range(known, known + len(work.proposed) + 1) if work.samples else range(0)
-
-
-def _true_token(sequence, at, broken):
-    """The token that belongs at a position, whatever was drafted there."""
-    return 77 if at == sequence.prompt_tokens + broken[sequence] else LOOP[at % len(LOOP)]

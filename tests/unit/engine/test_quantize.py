@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
+from baton.engine.kv_cache import KvLayout, allocate_pool
 from baton.engine.ops.torch.attention import write_kv
 from baton.engine.ops.torch.linear import exact_products, linear, products_by_float
 from baton.engine.weights import quantize
@@ -17,8 +17,6 @@ from baton.engine.weights.quantize import (
     quantize_rows,
     unpack_rows,
 )
-from baton.errors import ConfigError
-from tests.unit.engine.small_models import qwen_config
 
 DTYPES = (torch.float32, torch.bfloat16)
 FORMATS = {torch.int8: Int8Weight, FP8: Fp8Weight}
@@ -144,30 +142,6 @@ def layout(dtype, block_size=16):
 
 def pool_of(dtype, block_size=16):
     return allocate_pool(layout(dtype, block_size), None, torch.device("cpu"))
-
-
-@by_format
-def test_a_pool_s_size_and_memory(kind):
-    small = layout(kind)
-    assert small.bytes_per_token == 2 * LAYERS * KV_HEADS * (HEAD_SIZE + SCALE_BYTES)
-    assert small.shape == (BLOCKS, LAYERS, 2, KV_HEADS, 16, HEAD_SIZE + SCALE_BYTES)
-    memory = torch.zeros(small.num_bytes, dtype=torch.uint8)
-    pool = allocate_pool(small, lambda size: memory[:size], torch.device("cpu"))
-    assert (pool.dtype, pool.shape) == (kind, torch.Size(small.shape))
-    assert not unpack_rows(pool, torch.float32).any()
-
-
-def test_a_budget_holds_more_int8_blocks():
-    config = qwen_config()
-    planned = {
-        dtype: plan_layout(config, dtype, 16, 0, 1 << 20) for dtype in (torch.bfloat16, torch.int8)
-    }
-    for dtype, one in planned.items():
-        assert one.dtype == dtype
-        assert one.num_bytes <= 1 << 20 < one.num_bytes + one.num_bytes // one.num_blocks
-    assert planned[torch.int8].num_blocks > 1.7 * planned[torch.bfloat16].num_blocks
-    with pytest.raises(ConfigError, match="raise --kv-cache"):
-        plan_layout(config, torch.int8, 16, 0, 100)
 
 
 @by_format

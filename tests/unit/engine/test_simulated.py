@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, SimulatedSpeed
-from baton.engine import build
 from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -22,9 +21,6 @@ VOCAB, BLOCK, EOS = 500, 4, 7
 GREEDY = SamplingParams(max_tokens=8)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.0, seed=5)
 PENALTIES = SamplingParams(max_tokens=8, repetition_penalty=1.9, logit_bias={3: 9.0}, logprobs=2)
-SETTINGS = EngineConfig(
-    str(TINY), random_weights=True, kv_blocks=64, chunk_tokens=32, simulate="1e9,0"
-)
 
 
 def runner(dtype=torch.float32, speed="1e9,0", blocks=16):
@@ -165,13 +161,3 @@ class TestSimulatedSpeed:
     def test_nonsense_is_refused(self, text):
         with pytest.raises(ConfigError, match=r"--simulate '.*': write the prefill rate"):
             EngineConfig(simulate=text)
-
-
-class TestEngine:
-    """The real engine over it."""
-
-    def test_a_simulated_worker_is_never_paired_with_a_real_one(self):
-        simulated = build.load(SETTINGS)
-        real = build.load(dataclasses.replace(SETTINGS, simulate=""))
-        assert simulated.descriptor.dtype == real.descriptor.dtype
-        assert simulated.descriptor.model_fingerprint != real.descriptor.model_fingerprint

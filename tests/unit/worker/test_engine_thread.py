@@ -97,7 +97,7 @@ def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
     )
     engine.reserve(sequence_of(asked, ModelLimits.of(loaded))).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
-    assert len(engine._blocks.cached_hashes) == 12
+    assert len(engine._blocks._by_hash) == 12
     assert sum(hashed) == 0
 
 

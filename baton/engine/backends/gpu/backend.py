@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends import Backend
+from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.backends.gpu.graphs import batch_sizes, table_widths
@@ -28,11 +28,8 @@ from baton.errors import ConfigError
 log = logging.getLogger(__name__)
 Capability = tuple[int, int]
 LEAST_CAPABILITY: dict[str, Capability] = {"none": (8, 0), "int8": (8, 0), "fp8": (8, 9)}
-MULTIPLE = 16  # of heads' and blocks' sizes
-MAX_HEAD_SIZE = 256
 # GPUs with 99 KB of shared memory for a program; tiles of larger heads need more.
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
-MAX_QUERIES = 128  # heads that share a KV head
 
 
 class GpuBackend(Backend):
@@ -122,7 +119,7 @@ def choose_kernels(
         )
     if settings.kernels == "torch":
         return "torch"
-    reason = missing or unsupported(config, settings.block_size, capability)
+    reason = missing or refused(config, settings.block_size, capability)
     if not reason:
         return "triton"
     if settings.kernels == "triton":
@@ -131,32 +128,17 @@ def choose_kernels(
     return "torch"
 
 
-def unsupported(config: ModelConfig, block_size: int, capability: Capability) -> str:
+def refused(config: ModelConfig, block_size: int, capability: Capability) -> str:
     """Why Triton's kernels cannot run a model here; empty if they can."""
-    found, need = ".".join(map(str, capability)), "and Triton's kernels need"
-    heads = f"heads of {config.head_size} elements"
-    group = config.num_heads // config.num_kv_heads
-    reasons = {
-        f"a GPU of compute capability {found}, {need} 8.0": capability < LEAST_CAPABILITY["none"],
-        f"{heads}, {need} a multiple of {MULTIPLE} up to {MAX_HEAD_SIZE}": (
-            config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE
-        ),
-        f"{heads}, and a GPU of compute capability {found} has shared memory for tiles of "
-        f"{SMALL_HEAD_SIZE}": config.head_size > SMALL_HEAD_SIZE and capability in SMALL_MEMORY,
-        f"{group} heads share a KV head, and Triton's kernels take {MAX_QUERIES}": (
-            group > MAX_QUERIES
-        ),
-        f"blocks of {block_size} tokens, {need} a multiple of {MULTIPLE}": block_size % MULTIPLE,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def unsupported_format(value: str, capability: Capability) -> str:
-    """Why a GPU cannot compute in "int8" or "fp8"; empty if it can."""
-    if capability >= LEAST_CAPABILITY[value]:
-        return ""
-    least, found = (f"{major}.{minor}" for major, minor in (LEAST_CAPABILITY[value], capability))
-    return f"{value} needs a GPU of compute capability {least} or above, and this one has {found}"
+    gpu = f"a GPU of compute capability {'.'.join(map(str, capability))}"
+    if capability < LEAST_CAPABILITY["none"]:
+        return f"{gpu}, and Triton's kernels need 8.0"
+    if config.head_size > SMALL_HEAD_SIZE and capability in SMALL_MEMORY:
+        return (
+            f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
+            f"{SMALL_HEAD_SIZE}"
+        )
+    return unsupported(config, block_size, "Triton's")
 
 
 def _refuse_formats(settings: EngineConfig, capability: Capability, kernels: str) -> None:
@@ -167,8 +149,13 @@ def _refuse_formats(settings: EngineConfig, capability: Capability, kernels: str
     ):
         if value in ("none", "auto"):
             continue
-        reason = unsupported_format(value, capability)
+        reason, least = "", LEAST_CAPABILITY[value]
         if kernels == "torch":
             reason = "it needs Triton's kernels on a GPU, and torch's compute here"
+        elif capability < least:
+            needs, found = (f"{major}.{minor}" for major, minor in (least, capability))
+            reason = (
+                f"it needs a GPU of compute capability {needs} or above, and this one has {found}"
+            )
         if reason:
             raise ConfigError(f"{option} {value}: {reason}; leave it out, or add --device cpu")

@@ -17,13 +17,6 @@ T = TypeVar("T")
 Work = Callable[[], object]  # whose result is not used
 
 
-class Event:
-    """A place on a stream; torch has the same of a GPU's. This one lies behind nothing."""
-
-    def synchronize(self) -> None:
-        """Returns when all that lies before has ended. Raises what it failed with."""
-
-
 class Stream:
     """Work for one device, in order. Used by the engine thread only.
 
@@ -44,9 +37,11 @@ class Stream:
         """Appends work whose result the host needs; the work itself waits where it must."""
         return work()
 
-    def record_event(self) -> Event:
-        """The end of the stream as it is now."""
-        return Event()
+    def record_event(self) -> Any:
+        """The end of the stream as it is now: `synchronize` of it raises what work before failed
+        with.
+        """
+        return torch.cpu.Event()
 
     def capture(self, work: Work) -> Work:
         """What does the same as `work` with one launch, each time, on the same memory."""

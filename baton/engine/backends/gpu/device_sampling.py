@@ -71,6 +71,6 @@ class DeviceSampler:
             values = self._values[:count].view(_NUM_VALUES, sampled)
             which = values[_WHICH].long()
             some = logits if sampled == len(logits) else logits.index_select(0, which)
-            weights = filters.weigh(some, values, settings)
+            weights = filters.weigh(some, settings, values)
             tokens.index_copy_(0, which, filters.sample(weights, values[_UNIFORM]))
         self.host_tokens[: len(logits)].copy_(tokens, non_blocking=True)

@@ -61,14 +61,12 @@ def num_elements(rows: int, width: int) -> int:
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
     """The sizes that batches are padded to, ascending; the last is `max_batch`."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_batch]
-    while sizes[-1:] >= [8] and (size := sizes[-1] + _step(sizes[-1])) < max_batch:
+    size = 16
+    while size < max_batch:
         sizes.append(size)
+        # By 8 at first, then by a quarter of the last power of two: less than a fifth is padding.
+        size += max(8, (1 << size.bit_length() - 1) // 4)
     return (*sizes, max_batch)
-
-
-def _step(size: int) -> int:
-    """8 at first, then a quarter of the last power of two: less than a fifth is padding."""
-    return max(8, (1 << size.bit_length() - 1) // 4)
 
 
 def table_widths(widest: int) -> tuple[int, ...]:

@@ -109,20 +109,14 @@ def kv_layout(
 def summary(
     name: str, usage: Usage, layout: KvLayout, settings: EngineConfig, max_context: int
 ) -> str:
-    """All of it for people, in several lines."""
-    block_bytes = layout.num_bytes // layout.num_blocks
-    dtype = str(layout.dtype).removeprefix("torch.")
-    blocks = (
-        f"{layout.num_blocks} blocks of {layout.block_size} tokens, {block_bytes / 2**20:.2f} MiB "
-        f"each, {dtype}"
-    )
+    """All of it for people, in several lines; `build.load` logs the blocks of KV."""
     weights = "" if settings.quantization == "none" else settings.quantization
     steps = f"up to {settings.chunk_tokens} prompt tokens, {settings.max_batch} sequences a step"
     rows = (
         ("weights", usage.weights, weights),
         ("activations", usage.activations, steps),
         ("graphs", usage.graphs, "reserved"),
-        ("KV", layout.num_bytes, blocks),
+        ("KV", layout.num_bytes, ""),
         ("others", usage.others, "other processes, and CUDA itself"),
         ("free", max(0, usage.most - layout.num_bytes), ""),
     )

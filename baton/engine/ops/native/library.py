@@ -75,7 +75,7 @@ class BuildFailed(Exception):
 def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
     """The library for activations of `dtype`, or None, with one warning, where there is none."""
     try:
-        return _loaded(dtype)
+        return load_target(best_target(), dtype)
     except BuildFailed as error:
         log.warning("computing with torch, which is several times slower: %s", error)
         return None
@@ -84,17 +84,12 @@ def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
 def require(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
     """The library for activations of `dtype`. Raises ConfigError saying why there is none."""
     try:
-        return _loaded(dtype)
+        return load_target(best_target(), dtype)
     except BuildFailed as error:
         raise ConfigError(
             f"--kernels native: {error}; install g++, or leave --kernels native out to compute "
             "with torch"
         ) from error
-
-
-@functools.cache
-def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
-    return load_target(best_target(), dtype)
 
 
 def best_target() -> Target:
@@ -106,6 +101,7 @@ def best_target() -> Target:
     raise BuildFailed("native kernels need an x86-64 CPU with AVX2 and FMA")
 
 
+@functools.cache
 def load_target(target: Target, dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
     """The library for a kind of CPU, built if need be. Raises BuildFailed."""
     path = _built(target, dtype)
@@ -190,7 +186,10 @@ def _file_name(target: Target, dtype: torch.dtype) -> str:
 
 def _cpu_flags() -> set[str]:
     """What this CPU can do, as Linux reports it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError as error:
+        raise BuildFailed(f"this CPU is unknown: {error}") from error
     flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
     return set(next(flags, "").split())
 

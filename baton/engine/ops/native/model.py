@@ -7,8 +7,7 @@ each row up in an order of its own.
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
 from typing import Any
 
 import torch
@@ -20,14 +19,6 @@ from baton.engine.models.decoder import rope_tables
 from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.weights.weights import LayerWeights, Weights
-
-MIN_BLOCK = MIN_HEAD = 16
-MAX_HEAD = 256
-MAX_QUERIES = 128  # heads that share a KV head
-
-PHASES = ("norms", "qkv", "rotation", "attention", "o", "gate_up", "silu", "down", "logits")
-"""What a step's seconds are counted under, in the order of `Phase` in forward.cpp."""
-
 
 _NORMS, _MATRICES = "input_norm post_norm q_norm k_norm", "qkv o gate_up down"
 
@@ -73,26 +64,10 @@ class Step(Structure):
     """What one step computes and where it writes."""
 
     _fields_ = _fields(
-        ("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
-        ("logits workspace", c_void_p),
-        ("seconds", POINTER(c_double)),
+        ("token_ids context_lens query_lens block_tables logit_rows logits workspace", c_void_p),
         ("pool", Pool),
         ("rows sequences width num_logits", c_int32),
     )
-
-
-def unsupported(config: ModelConfig, block_size: int) -> str:
-    """Why the native kernels cannot run a model; empty if they can."""
-    if block_size % MIN_BLOCK:
-        return f"blocks of {block_size} tokens, and native kernels need a multiple of {MIN_BLOCK}"
-    if config.head_size % MIN_HEAD or config.head_size > MAX_HEAD:
-        return (
-            f"heads of {config.head_size} elements, and native kernels need a multiple of "
-            f"{MIN_HEAD} up to {MAX_HEAD}"
-        )
-    if (queries := config.num_heads // config.num_kv_heads) > MAX_QUERIES:
-        return f"{queries} heads share a KV head, and native kernels take up to {MAX_QUERIES}"
-    return ""
 
 
 class NativeModel:
@@ -102,7 +77,6 @@ class NativeModel:
         """Weights may be packed already. Raises ConfigError where there is no library."""
         self.config = config
         self.dtype = dtype
-        self.seconds: ctypes.Array[c_double] | None = None  # by phase, once there is one
         native = library.require(dtype)
         self._run, self._workspace_size = native.baton_step, native.baton_workspace
         self._run.restype, self._workspace_size.restype = None, c_size_t
@@ -132,14 +106,9 @@ class NativeModel:
         kv = Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
         pointers = (tensor.data_ptr() for tensor in inputs)
-        step = Step(*pointers, self.seconds, kv, *sizes)
+        step = Step(*pointers, kv, *sizes)
         self._run(torch.get_num_threads(), byref(self._model), byref(step))
         return self._logits[:wanted]
-
-    def measure(self) -> dict[str, float]:
-        """Seconds by phase since the last call; the first call starts the clock."""
-        before, self.seconds = self.seconds, (c_double * len(PHASES))()
-        return dict(zip(PHASES, before, strict=True)) if before is not None else {}
 
     def _whole(self, weights: Weights) -> ModelWeights:
         config = self.config

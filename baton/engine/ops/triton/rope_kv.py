@@ -6,8 +6,6 @@ projection is read once, queries are written once, and K and V go straight to th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -157,24 +155,6 @@ def rope_and_write(
     return q
 
 
-def rope_and_write_reference(
-    qkv: Tensor, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
-    layer: int, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """`rope_and_write` in plain torch; what is turned is float32 inside."""
-    parts = (num_heads, num_kv_heads, num_kv_heads)
-    q, k, v = qkv.view(len(qkv), -1, cos.shape[1]).split(parts, dim=1)
-    angles = [table[positions.long().clamp_min(0)][:, None].float() for table in (cos, sin)]
-    q, k = (
-        rotate((x if norm is None else rms_norm(x, norm, eps)).float(), *angles).to(qkv.dtype)
-        for x, norm in ((q, q_norm), (k, k_norm))
-    )
-    live = slots >= 0
-    write_kv(pool, layer, slots[live].long(), k[live], v[live])
-    return q
-
-
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, heads, kv_heads = (int(shape[name]) for name in ("rows", "heads", "kv_heads"))
     head_size, dtype = int(shape.get("head_size", 128)), dtype_of(shape)
@@ -190,16 +170,32 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     pool = torch.zeros(blocks, dtype=torch.uint8, device=device).to(kv_dtype)
     expected_pool = pool.clone()
 
-    def launch(kernel: Callable[..., Tensor], pool: Tensor, *config: Config | None) -> Outputs:
-        norm = (*norms, 1e-5) if "norms" in shape else (None, None, 1e-5)
-        q = kernel(qkv, slots, written, cos, sin, pool, 1, heads, kv_heads, *norm, *config)
+    def seen(pool: Tensor) -> Tensor:
         quantized = is_quantized(kv_dtype) and device.type != "meta"
-        return q, unpack_rows(pool, torch.float32) if quantized else pool
+        return unpack_rows(pool, torch.float32) if quantized else pool
+
+    def run(config: Config | None) -> Outputs:
+        q_norm, k_norm = norms if "norms" in shape else (None, None)
+        q = rope_and_write(
+            qkv, slots, written, cos, sin, pool, 1, heads, kv_heads, q_norm, k_norm, 1e-5, config
+        )
+        return q, seen(pool)
+
+    def reference() -> Outputs:
+        """In plain torch; what is turned is float32 inside."""
+        q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
+        if "norms" in shape:
+            q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
+        angles = [table[:, None].float() for table in (cos, sin)]
+        q, k = (rotate(x.float(), *angles).to(dtype) for x in (q, k))
+        live = written >= 0
+        write_kv(expected_pool, 1, slots[live].long(), k[live], v[live])
+        return q, seen(expected_pool)
 
     return Trial(
         {"rows": rows, "heads": heads, "kv_heads": kv_heads},
-        lambda config: launch(rope_and_write, pool, config),
-        lambda: launch(rope_and_write_reference, expected_pool),
+        run,
+        reference,
         moved_bytes=2 * qkv.nbytes,
         # A number of eight bits may be rounded to its neighbour.
         tolerance={torch.int8: 0.02, FP8: 0.08}.get(kv_dtype),

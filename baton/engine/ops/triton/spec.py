@@ -39,7 +39,7 @@ _ONE_ROW = 4.0  # times as far may a single row be, which few elements make up
 
 # Sizes at which a case is quickly interpreted.
 _SMALL = {
-    "rows": 3, "columns": 300, "size": 300, "heads": 4, "kv_heads": 2,
+    "rows": 6, "columns": 300, "size": 300, "heads": 4, "kv_heads": 2,
     "batch": 3, "context": 40, "tokens": 18,
 }  # fmt: skip
 

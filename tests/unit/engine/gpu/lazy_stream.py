@@ -4,13 +4,10 @@ import random
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
-from typing import TypeVar
 
 import torch
 
 from baton.engine.backends.gpu.device import Stream, Work
-
-T = TypeVar("T")
 
 
 class LazyStream(Stream):

@@ -57,8 +57,13 @@ def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, 50_000, generator=generator) * flat
     shares = (0.1, 0.5, 0.999)
-    whole = filters.weights(logits, [SamplingParams(temperature=1.0)] * 3).double()
-    kept = filters.weights(logits, [SamplingParams(temperature=1.0, top_p=p) for p in shares])
+    whole, kept = (
+        filters.weigh(logits, filters.settings_of(params, 50_000)).double()
+        for params in (
+            [SamplingParams(temperature=1.0)] * 3,
+            [SamplingParams(temperature=1.0, top_p=p) for p in shares],
+        )
+    )
     for share, weights, some in zip(shares, whole, kept, strict=True):
         ranked, ids = weights.sort(descending=True, stable=True)
         before = ranked.cumsum(0) - ranked

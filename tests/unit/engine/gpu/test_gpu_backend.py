@@ -12,7 +12,7 @@ from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import memory
-from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, unsupported
+from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refused
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
@@ -169,7 +169,7 @@ def test_kernels_that_are_chosen_or_refused(checkpoint):
     assert choose_kernels(EngineConfig(), config, (9, 0), "no triton") == "torch"
     with pytest.raises(ConfigError, match="--kernels triton: no triton; leave it out"):
         choose_kernels(EngineConfig(kernels="triton"), config, (9, 0), "no triton")
-    assert unsupported(config, 32, (8, 0)) == ""
+    assert refused(config, 32, (8, 0)) == ""
     wide = {"head_size": 256}
     for changes, capability, reason in (
         ({}, (7, 5), "compute capability 7.5"),
@@ -177,8 +177,8 @@ def test_kernels_that_are_chosen_or_refused(checkpoint):
         ({"head_size": 272}, (9, 0), "up to 256"),
         ({"num_heads": 256, "num_kv_heads": 1}, (9, 0), "256 heads"),
     ):
-        assert reason in unsupported(replace(config, **changes), 16, capability)
-    assert not unsupported(replace(config, **wide), 16, (9, 0))
+        assert reason in refused(replace(config, **changes), 16, capability)
+    assert not refused(replace(config, **wide), 16, (9, 0))
 
 
 @pytest.mark.parametrize("kind", ["quantization", "kv_dtype"])

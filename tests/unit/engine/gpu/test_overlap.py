@@ -16,7 +16,6 @@ from tests.unit.engine.gpu.driving import (
     MODEL,
     SIZE,
     Driven,
-    gpu_runner,
     on_cpu,
     on_gpu,
 )
@@ -116,16 +115,15 @@ def test_tokens_are_those_of_a_cpu(seed, num_blocks):
     assert (expected.planner.preemptions > 0) == (num_blocks == 17)
     for at, stream in enumerate((Stream(), LazyStream(), LazyStream(seed))):
         assert_same(play(scenario, on_gpu(stream, num_blocks, graphs=at % 2 == 0)), expected)
+    without_overlap = play(scenario, on_gpu(LazyStream(seed), num_blocks, overlap=False))
+    assert_same(without_overlap, expected)
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    "options", [{"overlap": False}, {"speculate": 3}, {"max_batch": 2}], ids=str
-)
-def test_tokens_without_overlap_with_speculation_and_in_small_batches(seed, options):
+@pytest.mark.parametrize("options", [{"speculate": 3}, {"max_batch": 2}], ids=str)
+def test_tokens_with_speculation_and_in_small_batches(seed, options):
     scenario = a_scenario(100 + seed)
-    of_both = {name: value for name, value in options.items() if name != "overlap"}
-    expected = play(scenario, on_cpu(60, **of_both))
+    expected = play(scenario, on_cpu(60, **options))
     assert_same(play(scenario, on_gpu(LazyStream(seed), 60, **options)), expected)
 
 
@@ -358,13 +356,3 @@ class TestLaunches:
             second.add(sequence(name))
         second.finish()
         assert second.tokens == {name: tokens_alone(name) for name in "ab"}
-
-
-def test_blocks_that_unverified_bytes_came_into_are_zeroed_at_once():
-    stream = LazyStream()
-    runner = gpu_runner(stream, 6)
-    runner.pool.fill_(torch.nan)
-    runner.scrub([2, 5])
-    assert not runner.pool[[2, 5]].any()
-    assert runner.pool[[0, 1, 3, 4]].isnan().all()
-    runner.scrub([])

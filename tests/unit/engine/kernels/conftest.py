@@ -1,5 +1,3 @@
-"""Kernels are interpreted here, on the CPU: told before the first of them is imported."""
+"""What a GPU computes, run on CPU tensors by Triton's interpreter."""
 
-from __future__ import annotations
-
-import tests.interpreted  # noqa: F401
+import tests.interpreted  # noqa: F401  (before any test imports a kernel)

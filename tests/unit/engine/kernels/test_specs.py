@@ -29,25 +29,15 @@ def test_error_is_relative_over_all_and_of_the_worst_row() -> None:
     assert relative_error(found, wanted, 0.25) == pytest.approx(1.0)
     found[2, 0] += 2.0
     assert relative_error(found, wanted, 1.0) > 0.45, "of a row, four times as much is allowed"
-    assert relative_error(torch.zeros(2, 3), torch.zeros(2, 3)) == 0
-    assert relative_error(torch.full((2, 3), 1e-3), torch.zeros(2, 3)) > 1
     exact = torch.randn(64, 256)
     assert relative_error((exact * 1.001).bfloat16(), exact.bfloat16()) <= 1
     assert relative_error((exact * 1.02).bfloat16(), exact.bfloat16()) > 1
-
-
-@pytest.mark.parametrize(
-    ("other", "tolerance", "reason"),
-    [
+    ones = torch.ones(3, 4)
+    for other, tolerance, reason in (
         (torch.ones(4, 3), None, "not"),
-        (torch.ones(3, 4, dtype=torch.float64), None, "not"),
-        (torch.full((3, 4), torch.nan), None, "finite"),
-        (torch.full((3, 4), torch.inf), None, "finite"),
-        (torch.full((3, 4), 1.0000001), 0.0, "bit"),
-    ],
-)
-def test_results_of_another_kind_are_refused(
-    other: torch.Tensor, tolerance: float | None, reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        relative_error(other, torch.ones(3, 4), tolerance)
+        (ones.double(), None, "not"),
+        (ones * torch.nan, None, "finite"),
+        (ones * 1.0000001, 0.0, "bit"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            relative_error(other, ones, tolerance)

@@ -116,14 +116,13 @@ class PagedRows:
         return out
 
     def rotate(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None = None,
-        spans: list[Span] | None = None, threads: int = 1,
-    ) -> None:  # fmt: skip
+        self, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None = None, threads: int = 1
+    ) -> None:
         """Turns q of qkv in place and writes K and V to the pool, natively."""
         shape = CShape(heads=self.heads.heads, eps=EPS, cos=cos.data_ptr(), sin=sin.data_ptr())
         if norms is not None:
             shape.q_norm, shape.k_norm = (weight.data_ptr() for weight in norms)
-        self._call("rotate", threads, qkv, spans or self.spans, shape)
+        self._call("rotate", threads, self.qkv, self.spans, shape)
 
     def reference(self) -> Tensor:
         """`[rows, heads * head_size]` float32: the torch path over the same numbers."""

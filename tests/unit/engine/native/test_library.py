@@ -21,7 +21,7 @@ TARGET, DTYPE = library.TARGETS[-1], torch.float32
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     """What was loaded before, and what a test could not load."""
-    caches = (library._loaded, library.load)
+    caches = (library.load_target, library.load)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -116,6 +116,17 @@ def test_the_best_target_is_chosen(
         return
     with pytest.raises(library.BuildFailed, match="AVX2"):
         library.best_target()
+
+
+def test_without_proc_cpuinfo_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_file(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", no_file)
+    assert library.load() is None
+    assert "computing with torch" in caplog.text and "/proc/cpuinfo" in caplog.text
 
 
 def test_a_library_that_cannot_be_built_or_loaded_is_no_failure_and_has_a_reason(

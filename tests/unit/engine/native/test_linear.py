@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import Linear
-from baton.engine.ops.native.packing import PANEL, PackedWeight, pack
+from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.weights.quantize import Int8Weight, quantize_rows
 from tests.unit.engine.native.paged_rows import native, random_tensor
 
@@ -124,7 +124,7 @@ def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
     if not target.cpu <= library._cpu_flags():
         pytest.skip(f"this CPU is no {target.name}")
     kernels = library.load_target(target, kind[0])
-    for inputs, outputs in ((577, 200), (4500, 70), (65, 700)):
+    for inputs, outputs in ((577, 200), (4500, 70), (65, 4200)):
         x = random(700, inputs, seed=1, dtype=kind[0])
         plain = random(outputs, inputs, seed=2, dtype=kind[0])
         bias = random(outputs, seed=3, dtype=kind[0])
@@ -143,15 +143,3 @@ def test_neighbours_in_memory_do_not_matter() -> None:
     expected = linear((BF16, BF16), memory[:1].clone(), weight)
     memory[1:] = float("nan")
     assert torch.equal(linear((BF16, BF16), memory[:1], weight), expected)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.int8])
-def test_packing_puts_every_weight_in_its_place(dtype: torch.dtype) -> None:
-    for outputs, inputs in ((1, 1), (64, 8), (65, 33), (5000, 3)):
-        weight = (random(outputs, inputs) * 40).to(dtype)
-        packed, group = pack(weight), 4 // dtype.itemsize
-        panels, groups = -(-outputs // PANEL), -(-inputs // group)
-        assert packed.shape == (panels, groups, PANEL, group) and packed.is_contiguous()
-        flat = packed.transpose(1, 2).reshape(panels * PANEL, groups * group)
-        assert torch.equal(flat[:outputs, :inputs], weight)
-        assert not flat[outputs:].any() and not flat[:, inputs:].any()

@@ -2,7 +2,6 @@
 //
 // The same computation as `Model` in baton/engine/models/decoder.py, its reference; one call a step,
 // so that nothing is dispatched or allocated between two of its hundreds of operations.
-#include <chrono>
 #include <vector>
 
 #include "kernels.h"
@@ -28,8 +27,6 @@ struct Model {
     float eps, attention_scale;
 };
 
-enum Phase { NORMS, QKV, ROTATION, ATTENTION, O, GATE_UP, SILU, DOWN, LOGITS, PHASES };
-
 struct Step {
     const int32_t* token_ids;     // [rows]
     const int32_t* context_lens;  // [sequences]
@@ -38,7 +35,6 @@ struct Step {
     const int32_t* logit_rows;    // [num_logits]
     float* logits;                // [num_logits][vocab]
     void* workspace;              // `baton_workspace` bytes
-    double* seconds;              // [PHASES], added to; or null
     Pool pool;
     int32_t rows, sequences, width, num_logits;
 };
@@ -83,19 +79,6 @@ struct Buffers {
     }
 };
 
-// Where a step's time goes, seen by one of its threads.
-struct Clock {
-    double* seconds;  // null where none are wanted
-    std::chrono::steady_clock::time_point last = std::chrono::steady_clock::now();
-
-    void lap(Phase phase) {
-        if (!seconds) return;
-        const auto now = std::chrono::steady_clock::now();
-        seconds[phase] += std::chrono::duration<double>(now - last).count();
-        last = now;
-    }
-};
-
 // Each sequence's rows.
 std::vector<Span> spans_of(const Step& step) {
     std::vector<Span> spans(step.sequences);
@@ -134,17 +117,14 @@ struct Forward {
     const Model& model;
     const Step& step;
     const Buffers& at;
-    Clock clock;
 
     void norm(const Activation* added, const Activation* weight, int rows) {
         add_rms_norm(team, at.hidden, added, weight, model.eps, rows, model.hidden, at.normed);
-        clock.lap(NORMS);
     }
 
     template <class Output>
-    void product(Phase phase, const Activation* x, int rows, const Linear& weights, Output* y) {
+    void product(const Activation* x, int rows, const Linear& weights, Output* y) {
         linear(team, x, rows, weights, y, at.scratch);
-        clock.lap(phase);
     }
 
     AttentionShape shape(int index) const {
@@ -157,22 +137,19 @@ struct Forward {
     void store_keys(int index, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
         norm(index ? at.branch : nullptr, layer.input_norm, step.rows);
-        product(QKV, at.normed, step.rows, layer.qkv, at.qkv);
+        product(at.normed, step.rows, layer.qkv, at.qkv);
         rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape(index), step.pool);
-        clock.lap(ROTATION);
     }
 
     // The rest of the layer: attention and MLP. What they add last is left in `branch`.
     void attend_and_mix(int index, int rows, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
         attend(team, at.qkv, spans.data(), int(spans.size()), shape(index), step.pool, at.mixed);
-        clock.lap(ATTENTION);
-        product(O, at.mixed, rows, layer.o, at.branch);
+        product(at.mixed, rows, layer.o, at.branch);
         norm(at.branch, layer.post_norm, rows);
-        product(GATE_UP, at.normed, rows, layer.gate_up, at.gate_up);
+        product(at.normed, rows, layer.gate_up, at.gate_up);
         silu_mul(team, at.gate_up, rows, model.inner, at.inner);
-        clock.lap(SILU);
-        product(DOWN, at.inner, rows, layer.down, at.branch);
+        product(at.inner, rows, layer.down, at.branch);
     }
 
     void run(const std::vector<Span>& spans, const std::vector<Span>& wanted) {
@@ -192,7 +169,7 @@ struct Forward {
         team.barrier();
         attend_and_mix(last, step.num_logits, wanted);
         norm(at.branch, model.final_norm, step.num_logits);
-        product(LOGITS, at.normed, step.num_logits, model.lm_head, step.logits);
+        product(at.normed, step.num_logits, model.lm_head, step.logits);
     }
 };
 
@@ -203,10 +180,8 @@ void baton_step(int threads, const Model* model, const Step* step) {
     Workspace space{uintptr_t(step->workspace)};
     const Buffers at(space, *model, step->rows);
     const std::vector<Span> spans = spans_of(*step), wanted = wanted_spans(*step, spans);
-    with_team(threads, [&](Team& team) {
-        double* seconds = team.thread == 0 ? step->seconds : nullptr;
-        Forward{team, *model, *step, at, Clock{seconds}}.run(spans, wanted);
-    });
+    with_team(threads,
+              [&](Team& team) { Forward{team, *model, *step, at}.run(spans, wanted); });
 }
 
 // Bytes of `Step::workspace` for so many rows.
