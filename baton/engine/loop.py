@@ -23,7 +23,6 @@ from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Stale, Unavailable
-from baton.v1.worker_pb2 import Load
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,6 +81,22 @@ class Reserved:
     block_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Load:
+    """The engine's load after a step: fields of `worker_pb2.Load`, by the same names."""
+
+    queue_tokens: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    blocks_quarantined: int
+    steps: int
+    preemptions: int
+
+
 class Progress(NamedTuple):
     """What one sequence got out of one step."""
 
@@ -104,7 +119,7 @@ class StepReport:
     ended_ns: int
     num_tokens: int  # computed, proposed ones included
     progress: list[Progress]
-    load: Load  # as far as the engine knows it
+    load: Load
     cache: CacheChanges = field(default_factory=CacheChanges)
     num_proposed: int = 0  # of the tokens computed
     num_accepted: int = 0  # of the proposed; the others are computed once more
@@ -426,9 +441,7 @@ class Engine:
     def _load(self) -> Load:
         blocks, planner = self._blocks, self._planner
         return Load(
-            queue_tokens=planner.queue_tokens, running=len(planner.running),
-            waiting=planner.num_waiting, blocks_total=blocks.num_blocks,
-            blocks_free=blocks.num_free, blocks_cached=blocks.num_cached,
-            blocks_held=blocks.num_held, blocks_quarantined=blocks.num_quarantined,
-            steps=self._steps, preemptions=planner.preemptions,
+            planner.queue_tokens, len(planner.running), planner.num_waiting, blocks.num_blocks,
+            blocks.num_free, blocks.num_cached, blocks.num_held, blocks.num_quarantined,
+            self._steps, planner.preemptions,
         )  # fmt: skip

@@ -37,8 +37,7 @@ class LoadTracker:
         self._closed = False
 
     def update(self, report: StepReport) -> None:
-        load = worker_pb2.Load()
-        load.CopyFrom(report.load)
+        load = worker_pb2.Load(**vars(report.load))
         load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         load.step_ms = self.load.step_ms
         sampled = sum(len(progress.token_ids) for progress in report.progress)

@@ -224,7 +224,8 @@ class Node(WorkerServiceServicer, ABC):
         self._health.add_to(server, [*self.add_to(server), "baton.v1.WorkerService"])
         await server.start()
         settle()
-        self.load_tracker.load.CopyFrom(await asyncio.wrap_future(self.engine.load()))
+        load = await asyncio.wrap_future(self.engine.load())
+        self.load_tracker.load.CopyFrom(worker_pb2.Load(**vars(load)))
         await self._enter(common_pb2.WORKER_STATE_READY, registration)
         record = self.record
         log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)

@@ -8,13 +8,13 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import Progress, StepReport
+from baton.engine.loop import Load, Progress, StepReport
 from baton.engine.runner import StepRunner
 from baton.errors import Stale
 from baton.v1 import worker_pb2
 from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
 
-LOAD = worker_pb2.Load(blocks_total=8, blocks_free=8, steps=1)
+LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
 
 
 def step(num_tokens, *sampled, ended_ns=5_000_000):
