@@ -308,6 +308,30 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """How a process's ports are encrypted, and who may call them; all files are PEM."""
+
+    GROUP: ClassVar[str] = "TLS"
+    tls_cert: Path | None = option(
+        None, "--tls-cert FILE", "this process's certificate: its ports take nothing but TLS then"
+    )
+    tls_key: Path | None = option(None, "--tls-key FILE", "the certificate's private key")
+    tls_client_ca: Path | None = option(
+        None,
+        "--tls-client-ca FILE",
+        "callers need a certificate that this authority signed; on workers, one of their role",
+    )
+    tls_ca: Path | None = option(
+        None,
+        "--tls-ca FILE",
+        "the authority of the other processes' certificates (default: --tls-client-ca)",
+    )
+    insecure: bool = option(
+        False, "--insecure", "listen without TLS on an address that other machines can reach"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServiceConfig(TelemetryConfig):
     """What every service of a cluster has."""
 
@@ -342,7 +366,7 @@ class WorkerServiceConfig(ServiceConfig):
 
 
 @dataclass(frozen=True)
-class WorkerConfig(WorkerServiceConfig):
+class WorkerConfig(TlsConfig, WorkerServiceConfig):
     """One prefill or decode worker."""
 
     role: str
@@ -432,7 +456,7 @@ class RouterLimits:
 
 
 @dataclass(frozen=True)
-class RouterConfig(RouterLimits, ServedModel, ServiceConfig):
+class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
     """One router. Of a model it needs the tokenizer; made-up weights may come without one."""
 
     GROUP: ClassVar[str] = "service"
@@ -481,6 +505,10 @@ class ClusterConfig(WorkerServiceConfig, EtcdAccess):
     etcd: str | None = option(
         None, "--etcd HOST:PORT", "use this etcd (default: start one for the cluster)"
     )
+    tls: bool = option(
+        False, "--tls", "encrypt all ports but etcd's, with certificates made for this run"
+    )
+    insecure: bool = redeclared(TlsConfig, "insecure", False)
     trace: bool = option(False, "--trace", "draw the trace of each request here")
     keep_traces: int = option(
         1000, "--keep-traces N", "last requests' traces to keep for `baton trace`, unless --otlp"

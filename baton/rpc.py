@@ -19,7 +19,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from baton import errors
+from baton import errors, tls
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def translated() -> Iterator[None]:
 
 def server() -> grpc.aio.Server:
     """An asyncio server with our options, for which no port is open yet."""
-    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_MalformedRequests(),))
+    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_Guard(),))
 
 
 def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T | None]]:
@@ -160,10 +160,11 @@ class _Malformed(errors.InvalidRequest):
     """Bytes that are no message of the method's request type."""
 
 
-class _MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses malformed requests to any service of a server, with a line in the log now and then.
+class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses, for any service of a server, malformed requests and callers of the wrong role.
 
-    gRPC by itself answers UNKNOWN and logs a traceback for each.
+    With a line in the log now and then; gRPC by itself answers the former with UNKNOWN and logs a
+    traceback for each.
     """
 
     def __init__(self) -> None:
@@ -193,14 +194,19 @@ class _MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 raise malformed
             return malformed  # what is raised here would not reach the behaviour
 
+        def wrong(request: Any, context: Any) -> errors.BatonError | None:
+            if why := tls.why_refused(method, context.auth_context()):
+                return errors.Unauthenticated(why)
+            return request if isinstance(request, _Malformed) else None
+
         async def respond(request: Any, context: Any) -> Any:
-            if isinstance(request, _Malformed):
-                return self._refuse(context, request)
+            if error := wrong(request, context):
+                return self._refuse(context, error)
             return await behaviour(request, context)
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            if isinstance(request, _Malformed):
-                self._refuse(context, request)
+            if error := wrong(request, context):
+                self._refuse(context, error)
                 return
             try:
                 async with contextlib.aclosing(behaviour(request, context)) as responses:
@@ -212,7 +218,7 @@ class _MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else respond
         return handler._replace(**{"request_deserializer": deserialize, kind: wrapped})
 
-    def _refuse(self, context: Any, error: _Malformed) -> None:
+    def _refuse(self, context: Any, error: errors.BatonError) -> None:
         _set_status(context, error)
         self._unlogged += 1
         if (now := time.monotonic()) >= self._log_after:
@@ -223,12 +229,21 @@ class _MalformedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def channel(
-    address: str, credentials: grpc.ChannelCredentials | None = None, kind: Any = grpc.aio
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    kind: Any = grpc.aio,
+    role: str = "",
 ) -> Any:
-    """A channel with our options, of asyncio or `kind` grpc; insecure without credentials."""
+    """A channel with our options, of asyncio or `kind` grpc, with this process's credentials.
+
+    What is called must be the cluster's process of that `role`; without one, the address's host.
+    """
+    credentials = credentials or tls.current().of_client()
     if credentials is None:
         return kind.insecure_channel(address, options=OPTIONS)
-    return kind.secure_channel(address, credentials, options=OPTIONS)
+    name = f"{role}.{tls.DOMAIN}" if role else tls.current().server_name
+    named = [("grpc.ssl_target_name_override", name)] if name else []
+    return kind.secure_channel(address, credentials, options=[*OPTIONS, *named])
 
 
 def _write_details(

@@ -269,7 +269,7 @@ class LinkPool:
     async def _connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
         """Offers until a transport works that the decode worker chose."""
         peer = decode.incarnation
-        channel = rpc.channel(decode.address)
+        channel = rpc.channel(decode.address, role="decode")
         stub = handoff_pb2_grpc.HandoffServiceStub(channel)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
         run = asyncio.get_running_loop().run_in_executor
@@ -396,7 +396,7 @@ class Aborts:
     @contextlib.asynccontextmanager
     async def _stub(self, address: str) -> AsyncIterator[handoff_pb2_grpc.HandoffServiceStub]:
         """One channel for each peer, kept while a message to it is on its way."""
-        channel, users = self._channels.get(address) or (rpc.channel(address), 0)
+        channel, users = self._channels.get(address) or (rpc.channel(address, role="decode"), 0)
         self._channels[address] = channel, users + 1
         try:
             yield handoff_pb2_grpc.HandoffServiceStub(channel)

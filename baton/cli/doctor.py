@@ -50,6 +50,7 @@ def add_commands(commands: options.Commands) -> None:
         metavar="HOST:PORT",
         help=f"the router's address (default: {options.DEFAULT_TARGET}, if one answers there)",
     )
+    options.add_tls_options(parser)
     parser.add_argument(
         "--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer"
     )
@@ -109,7 +110,7 @@ def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | 
             with (
                 options.calling(address, timeout_s),
                 rpc.translated(),
-                grpc.insecure_channel(address.strip(), options=rpc.OPTIONS) as channel,
+                rpc.channel(address.strip(), kind=grpc) as channel,
             ):
                 stub = fleet_pb2_grpc.FleetServiceStub(channel)
                 request = fleet_pb2.GetStatusRequest()

@@ -158,7 +158,10 @@ def _run_router(args: argparse.Namespace) -> int:
     _follow_parent(args.die_with_parent)
     config = router_config(args)
     _log_to_stderr(config.log_level, config.log_format)
+    from baton import tls
     from router import main
+
+    tls.use_config(config)
 
     frontends = []
     if config.http_port:
@@ -176,6 +179,9 @@ def _run_worker(args: argparse.Namespace) -> int:
 
     check_model(config.engine, worker=True)  # it takes longer to import torch
     limit_cpu(config.engine.threads, config.engine.cpus)
+    from baton import tls
+
+    tls.use_config(config)
     if config.role == "prefill":
         from prefill_worker import worker as prefill
 

@@ -28,6 +28,7 @@ def add_commands(commands: options.Commands) -> None:
         metavar="HOST:PORT",
         help="the router's address; of several, separated by commas, all are shown",
     )
+    options.add_tls_options(parser)
     parser.add_argument(
         "--interval", type=seconds, default=1.0, metavar="SECONDS", help="between two looks"
     )

@@ -13,6 +13,7 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from baton import tls
 from baton.errors import ConfigError, Unavailable
 from baton.gateway.http_exchange import (
     WRITE_ON,
@@ -95,13 +96,15 @@ async def serving(service: GenerationService, listener: socket.socket) -> AsyncI
         timeout_graceful_shutdown=_STOP_GRACE_S,
     )
     config.load()
+    if tls.current().serves:
+        config.ssl = tls.current().context()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     # Not `server.serve()`: that takes the process's signals, which are the router's.
     await server.startup(sockets=[listener])
     ticking = asyncio.create_task(server.main_loop(), name="http")
     host, port = listener.getsockname()[:2]
-    log.info("HTTP at %s:%d", host, port)
+    log.info("HTTP%s at %s:%d", "S" if config.ssl else "", host, port)
     try:
         yield
     finally:

@@ -10,20 +10,22 @@ import asyncio
 import contextlib
 import logging
 import signal
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton import rpc
+from baton import rpc, tls
 from baton.config import ClusterConfig
 from baton.errors import DeadlineExceeded, Unavailable
-from baton.local import commands, ports, resources
+from baton.local import certs, commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
 from baton.local.supervisor import ERROR, ChildProcess, Supervisor, cancelled
@@ -66,6 +68,8 @@ class LocalCluster:
         self.addresses: tuple[str, ...] = ()  # host:port of each router
         self.http_addresses: tuple[str, ...] = ()  # the same for HTTP; empty where it is off
         self.metrics: dict[str, str] = {}  # host:port by process name, where metrics are served
+        self.certs: Path | None = None  # folder of certificates, with `--tls`
+        self._credentials: grpc.ChannelCredentials | None = None
         self.etcd: EmbeddedEtcd | None = None  # the cluster's own; None when it uses another
         self.etcd_address = ""  # host:port
         self.membership: Membership  # the workers that etcd lists
@@ -128,7 +132,9 @@ class LocalCluster:
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
         share = share or resources.Share((), 1)
         metrics_port = self._metrics_port(name, "127.0.0.1")
-        args = commands.worker(self.config, self.etcd_address, role, share, metrics_port)
+        args = commands.worker(
+            self.config, self.etcd_address, role, share, metrics_port, self.certs
+        )
         await self._launch(name, role, args, self._worker_ready)
         return name
 
@@ -153,7 +159,7 @@ class LocalCluster:
                 await self._supervisors[name].ready()
                 if process.role != "router":
                     for address in self._routers.values():
-                        await router_sees(address, process.pid)
+                        await router_sees(address, process.pid, self._credentials)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{name} is not back after {self._start_timeout_s:g} s"
@@ -192,6 +198,8 @@ class LocalCluster:
         if first := config.first_http_port:
             http_ports = ports.consecutive(config.host, first, config.routers, "--http-port")
             self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
+        if config.tls:
+            self._use_tls()
         await self._start_etcd()
         names = [f"prefill-{number}" for number in range(config.prefill)]
         names += [f"decode-{number}" for number in range(config.decode)]
@@ -203,11 +211,22 @@ class LocalCluster:
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)
-            args = commands.router(config, self.etcd_address, port, http_port, metrics_port)
+            args = commands.router(
+                config, self.etcd_address, port, http_port, metrics_port, self.certs
+            )
             await self._launch(name, "router", args, self._router_ready)
         for name, share in zip(names, shares, strict=True):
             await self.add_worker(name.partition("-")[0], share)
         await self._ready_or_failed()
+
+    def _use_tls(self) -> None:
+        """Makes certificates; this process calls the others as the cluster's administrator."""
+        folder = tempfile.TemporaryDirectory(prefix="baton-tls-")
+        self._stack.callback(folder.cleanup)
+        self.certs = Path(folder.name)
+        certs.write(self.certs, [self.config.host])
+        admin, key = self.certs / "admin.pem", self.certs / "admin-key.pem"
+        self._credentials = tls.Credentials(admin, key, self.certs / "ca.pem").of_client()
 
     async def _start_etcd(self) -> None:
         if self.config.etcd is None:
@@ -249,7 +268,7 @@ class LocalCluster:
 
     async def _router_ready(self, process: ChildProcess) -> str:
         address = self._routers[process.name]
-        await router_serving(address)
+        await router_serving(address, self._credentials)
         return f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
 
     def _metrics_port(self, name: str, host: str) -> int | None:
@@ -337,10 +356,10 @@ async def worker_ready(membership: Membership, pid: int) -> WorkerRecord:
     return (await workers_ready(membership, lambda: {pid}))[pid]
 
 
-async def router_serving(address: str) -> None:
+async def router_serving(address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
     """Returns once the router at `address` reports SERVING, however late it starts to listen."""
     backoff = Backoff()
-    async with rpc.channel(address) as channel:
+    async with rpc.channel(address, credentials, role="router") as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
             call = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
@@ -356,10 +375,12 @@ async def router_serving(address: str) -> None:
             await backoff.wait()  # the stream broke: the router is starting again
 
 
-async def router_sees(address: str, pid: int) -> None:
+async def router_sees(
+    address: str, pid: int, credentials: grpc.ChannelCredentials | None = None
+) -> None:
     """Returns once the router at `address` can place requests on the worker with this pid."""
     backoff = Backoff()
-    async with rpc.channel(address) as channel:
+    async with rpc.channel(address, credentials, role="router") as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         while True:
             with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():

@@ -57,8 +57,11 @@ class KeptTraces:
         return found
 
     def _call(self, method: str, request: Any, timeout_s: float) -> Any:
-        credentials = grpc.ssl_channel_credentials() if self._secure else None
-        with rpc.channel(self._address, credentials, grpc) as channel:
+        with (
+            rpc.channel(self._address, grpc.ssl_channel_credentials(), grpc)
+            if self._secure
+            else grpc.insecure_channel(self._address, options=rpc.OPTIONS)
+        ) as channel:
             stub = trace_pb2_grpc.TraceServiceStub(channel)
             try:
                 return getattr(stub, method)(request, timeout=timeout_s)

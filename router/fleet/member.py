@@ -26,6 +26,7 @@ from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, AssignedProm
 
 log = logging.getLogger(__name__)
 
+_ROLES = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
 Event = decode_pb2.SequenceEvent | BatonError
 CANCEL_TIMEOUT_S = 2.0
 _CONNECT_TIMEOUT_S = 2.0
@@ -72,7 +73,7 @@ class Member:
         self._orphans_before: set[str] = set()
         self._ticks = 0
         self._cancelling: asyncio.Task[None] | None = None
-        self._channel = rpc.channel(record.address)
+        self._channel = rpc.channel(record.address, role=_ROLES[record.role])
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
