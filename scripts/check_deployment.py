@@ -111,7 +111,8 @@ def _option_errors(settings: Mapping[str, Any]) -> Iterator[str]:
     argv = [*command, "--host", "0.0.0.0", "--port", "7700"]
     for name, value in settings.get("environment", {}).items():
         if name.startswith(_OPTION) and value not in (None, ""):
-            argv += ["--" + name.removeprefix(_OPTION).lower().replace("_", "-"), str(value)]
+            flag = "--" + name.removeprefix(_OPTION).lower().replace("_", "-")
+            argv += [flag] if value == "yes" else [flag, str(value)]
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -163,8 +163,8 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(
     found: list[tuple[str, int]] = []
     seen = local_cluster.router_sees
 
-    async def router_sees(address: str, pid: int) -> None:
-        await seen(address, pid)
+    async def router_sees(address: str, pid: int, credentials: None) -> None:
+        await seen(address, pid, credentials)
         found.append((address, pid))
 
     monkeypatch.setattr(local_cluster, "router_sees", router_sees)
