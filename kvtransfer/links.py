@@ -161,7 +161,9 @@ class LinkPool:
                 if left_s > 0 and not skip_backoff:
                     pair = f"{self.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
-                self._opening[peer] = asyncio.create_task(self._open(peer))
+                opened = self._opening[peer] = asyncio.create_task(self._open(peer))
+                # Whoever waited for it may have been cancelled.
+                opened.add_done_callback(lambda task: task.cancelled() or task.exception())
             # Shielded: others may wait for the same link. Its own time is bounded.
             opening = asyncio.shield(self._opening[peer])
             try:

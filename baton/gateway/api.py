@@ -387,6 +387,8 @@ def prompts_of(raw: Raw) -> list[str] | list[list[int]]:
         prompt = msgspec.json.decode(text, type=_PROMPTS[kind])
     except msgspec.ValidationError as error:
         raise _invalid(error, "prompt") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"prompt is not UTF-8: {error}", "prompt") from error
     return prompt if start[1] and start[2] else [prompt]
 
 

@@ -131,6 +131,7 @@ async def test_a_body_is_json_under_any_content_type(gateway):
     nested = b'{"x": ' + b"[" * 100_000
     for text in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}', nested, b"\xff"):
         assert error_of(await post(text), 400)["param"] is None
+    assert error_of(await post(b'{"prompt": "a\xe6 f"}'), 400)["param"] == "prompt"
     error_of(await post(b'{"prompt": "' + b"a" * MAX_BODY_BYTES), 413)
     body = json.dumps({"prompt": "a", "max_tokens": 2})
     for kind in ("application/x-www-form-urlencoded", "text/plain", None):
