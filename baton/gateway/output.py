@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from msgspec import UNSET
@@ -23,45 +23,62 @@ _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Output(ABC):
-    """One choice. Its pieces are written at once, or kept for the whole of it."""
+    """One choice, as a `router.frontend.Sink`: its pieces are written at once, or kept."""
 
     id_prefix: ClassVar[str]
     answer: ClassVar[type[api.Completion] | type[api.ChatCompletion]]
     chunk_object: ClassVar[Any]
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool, echo: str
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        token_ids: bool,
+        echo: str,
+        on_start: Callable[[inference_pb2.Started], None] = lambda started: None,
+        write: Callable[[Any], None] | None = None,
     ) -> None:
+        """`write` takes the choice of a chunk; without it all is kept for `whole`."""
         self._index = index
         self._tokenizer = tokenizer
         self._with_logprobs = logprobs
         self._with_token_ids = token_ids
         self._echo = echo  # what the text begins with
+        self.start = on_start
+        self._write = write
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._positions: list[common_pb2.PositionLogprobs] = []
         self._begun = False
-        self.finish = inference_pb2.Finish()
+        self.end = inference_pb2.Finish()
 
-    def keep(self, delta: inference_pb2.Delta) -> None:
-        """Takes a piece of what `whole` returns."""
-        self._text.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        self._positions.extend(delta.logprobs)
+    def put(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        reason: common_pb2.FinishReason,
+    ) -> None:
+        if self._write is None:
+            self._text.append(text)
+            self._token_ids.extend(token_ids)
+            self._positions.extend(logprobs)
+            return
+        members = self._members(logprobs, list(token_ids), reason)
+        choice = self._choice(text if self._begun else self._echo + text, **members)
+        self._begun = True
+        self._write(choice)
+
+    async def finish(self, finish: inference_pb2.Finish) -> None:
+        self.end = finish
 
     def whole(self) -> Any:
         """The choice of an answer."""
-        text, stop_reason = self._echo + "".join(self._text), self.finish.stop or None
-        members = self._members(self._positions, self._token_ids, self.finish.reason)
+        text, stop_reason = self._echo + "".join(self._text), self.end.stop or None
+        members = self._members(self._positions, self._token_ids, self.end.reason)
         return self._choice(text, stop_reason=stop_reason, **members)
-
-    def piece(self, delta: inference_pb2.Delta) -> Any:
-        """The choice of a chunk."""
-        text = delta.text if self._begun else self._echo + delta.text
-        members = self._members(delta.logprobs, list(delta.token_ids), delta.finish_reason)
-        choice = self._choice(text, **members)
-        self._begun = True
-        return choice
 
     def _members(
         self, positions: Sequence[common_pb2.PositionLogprobs], token_ids: list[int], reason: int
@@ -147,7 +164,7 @@ class ChatOutput(Output):
 
 def usage_of(outputs: Sequence[Output], n: int) -> api.Usage:
     """Tokens of the whole request: each prompt once, every choice's output."""
-    usages = [output.finish.usage for output in outputs]
+    usages = [output.end.usage for output in outputs]
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     output = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages[::n])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.sampling import SamplingParams
@@ -64,8 +64,6 @@ class RequestState:
     transfer_bytes: int = 0
     transfer_ms: float = 0.0
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
-    # Called when more output waits than is kept for a caller that does not read it.
-    on_unread: Callable[[], None] = field(default=lambda: None, repr=False)
     _placement: PlacementRequest | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -185,18 +183,25 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, request: TokenizedRequest) -> None:
         self._detokenizer = Detokenizer(tokenizer.pieces, request.prompt)
         self._stops = StopStrings(request.stop, request.include_stop)
+        self._singly = bool(request.stop)
         self.stop: str | None = None
         if request.resumed:
             self.advance(request.resumed, None)  # its text was sent by the stream that broke
 
-    def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
-        """Text that new tokens make certain; all of it when `finish_reason` says they are the last.
+    def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
+        """Text that new tokens make certain, and how many of them it took to meet a stop string.
 
-        A token that ended the sequence by itself ("stop") is no text.
+        With a `finish_reason` they are the last, and the text is all that is left. A token that
+        ended the sequence by itself ("stop") is no text.
         """
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
-        text, self.stop = self._stops.push(self._detokenizer.push(shown))
-        if finish_reason is None or self.stop is not None:
-            return text
-        rest, self.stop = self._stops.push(self._detokenizer.flush())
-        return text + rest + ("" if self.stop is not None else self._stops.flush())
+        text, count = "", 0
+        for tokens in ([token] for token in shown) if self._singly else (shown,):
+            certain, self.stop = self._stops.push(self._detokenizer.push(tokens))
+            text, count = text + certain, count + len(tokens)
+            if self.stop is not None:
+                return text, count
+        if finish_reason is not None:
+            rest, self.stop = self._stops.push(self._detokenizer.flush())
+            text += rest + ("" if self.stop is not None else self._stops.flush())
+        return text, len(token_ids)
