@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from baton.errors import BatonError, InvalidRequest, quoted
+from baton.gateway import api
 from baton.gateway.http_exchange import (
     EVENTS_TYPE,
     NO_CACHE,
@@ -38,6 +39,7 @@ _MIN_BODY_BYTES = 2 << 20  # taken however short the context is: several prompts
 _BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
 BODY_TIMEOUT_S = 60.0
+_ROUTE_HEADER = b"x-baton-route"  # any value asks for `usage.baton`
 _DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
@@ -142,7 +144,7 @@ class _Generation:
         """Answers when all is done."""
         await run_choices(self.service, self.parsed, self.caller, self._outputs)
         choices = [output.whole() for output in self._outputs]
-        answer = self._answer(choices=choices, usage=usage_of(self._outputs, self.parsed.n))
+        answer = self._answer(choices=choices, usage=self._usage())
         self.exchange.answer(200, answer, self._id_headers())
 
     async def stream(self) -> None:
@@ -151,8 +153,7 @@ class _Generation:
         try:
             await run_choices(self.service, self.parsed, self.caller, self._outputs)
             if self._no_usage:
-                usage = usage_of(self._outputs, self.parsed.n)
-                last = self._chunk(choices=[], usage=usage) + _DONE
+                last = self._chunk(choices=[], usage=self._usage()) + _DONE
         except Exception as error:
             if not exchange.started or isinstance(error, ClientGone):
                 raise
@@ -183,6 +184,10 @@ class _Generation:
                 **members,
             )
         )
+
+    def _usage(self) -> api.Usage:
+        with_routes = bool(self.exchange.header(_ROUTE_HEADER))
+        return usage_of(self._outputs, self.parsed.n, with_routes=with_routes)
 
     def _echo(self, prompt_index: int) -> str:
         if not self.parsed.echoes:

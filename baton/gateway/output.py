@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from msgspec import UNSET
 
+from baton.client.results import transport_name
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
 from baton.text import Tokenizer
@@ -19,6 +20,7 @@ _REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
+_PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -162,13 +164,28 @@ class ChatOutput(Output):
         return api.ChatChoice(delta=delta, **members)
 
 
-def usage_of(outputs: Sequence[Output], n: int) -> api.Usage:
+def usage_of(outputs: Sequence[Output], n: int, *, with_routes: bool) -> api.Usage:
     """Tokens of the whole request: each prompt once, every choice's output."""
     usages = [output.end.usage for output in outputs]
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     output = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages[::n])
-    return api.Usage(prompt, output, prompt + output, api.PromptTokensDetails(cached))
+    details = api.PromptTokensDetails(cached)
+    served = [_served_by(output.end) for output in outputs] if with_routes else UNSET
+    return api.Usage(prompt, output, prompt + output, details, served)
+
+
+def _served_by(finish: inference_pb2.Finish) -> api.ServedBy:
+    route, timing = finish.route, finish.timing
+    return api.ServedBy(
+        prefill=route.prefill or None,
+        decode=route.decode or None,
+        transport=transport_name(route.transport),
+        attempts=route.attempts,
+        transfer_bytes=timing.transfer_bytes,
+        cached_tokens=finish.usage.cached_tokens,
+        **{name: round(getattr(timing, name), 3) for name in _PHASES},
+    )
 
 
 def shown(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:

@@ -102,6 +102,10 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.requests.refused", COUNTER, "{request}", (ROUTER,),
         "Of those, the ones that ended before any work: queue_full, too_late, tenant_limit, "
         "tenant_unknown, no_worker, draining, invalid, deadline, internal.", ("cause",)),
+    Instrument("baton.requests.served", COUNTER, "{request}", (ROUTER,),
+        "Requests that ended OK, by the way their KV came to decode: handed_over by a prefill "
+        "worker; local, computed there; cached, computed there beside what its prefix cache had; "
+        "prefill_only, where the first token was the last.", ("way",)),
     Instrument("baton.requests.running", GAUGE, "{request}", (ROUTER,),
         "Requests inside now, those that wait included."),
     Instrument("baton.requests.queued", GAUGE, "{request}", (ROUTER,),

@@ -18,6 +18,7 @@ from baton.v1 import common_pb2, prefill_pb2
 from router.admission.wait_queue import QueueEntry
 from router.placement.cost_model import PlacementRequest
 
+WAYS = ("handed_over", "local", "cached", "prefill_only")
 _MOST_TIME_MS = (1 << 32) - 1  # what SequenceSpec holds: 49 days
 _DUE_S = 60.0  # added by every router: workers need the order, also of times that have passed
 
@@ -149,6 +150,13 @@ class RequestState:
         """Prompt tokens that came from a cache; the first attempt's count stands."""
         if self.cached_tokens is None:
             self.cached_tokens = num_tokens
+
+    @property
+    def way(self) -> str:
+        """How its KV came to the decode worker of the last attempt: one of WAYS."""
+        if self.route.prefill:
+            return "handed_over" if self.route.transport else "prefill_only"
+        return "cached" if self.cached_tokens else "local"
 
     def usage(self) -> common_pb2.Usage:
         """Tokens counted once, whatever was retried."""

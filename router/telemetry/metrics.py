@@ -20,6 +20,7 @@ from baton.errors import (
 from baton.metrics.recorder import Attributes, Recorder
 from baton.slo import Slo
 from baton.v1 import common_pb2
+from router.dispatch.request_state import WAYS
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
 from router.frontend import GenerationService
@@ -53,6 +54,8 @@ class RouterMetrics(RequestListener):
             recorder.count("baton.breaker.ejections", 0, {"kind": kind})
         for cause in CAUSES:
             recorder.count("baton.requests.refused", 0, {"cause": cause})
+        for way in WAYS:
+            recorder.count("baton.requests.served", 0, {"way": way})
         for slo in slos:
             for met in ("true", "false"):
                 recorder.count("baton.slo.requests", 0, {"slo": slo.name, "met": met})
@@ -97,6 +100,7 @@ class RouterMetrics(RequestListener):
         elif outcome.error is not None:
             count("baton.requests.refused", 1, {"cause": _cause_of(record, outcome.error)})
         if outcome.status == OK and state is not None:
+            count("baton.requests.served", 1, {"way": state.way})
             self._record("gen_ai.server.request.duration", record, state.e2e_s)
             new_tokens = len(state.delivered) - len(state.request.resumed)
             if new_tokens > 1:
