@@ -7,6 +7,7 @@ choices of a request run at once, each a request of its own to the router.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from baton.errors import BatonError, InvalidRequest, quoted
+from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
 from baton.gateway import api
 from baton.gateway.http_exchange import (
     EVENTS_TYPE,
@@ -40,6 +41,7 @@ _BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
 BODY_TIMEOUT_S = 60.0
 _ROUTE_HEADER = b"x-baton-route"  # any value asks for `usage.baton`
+KEEP_ALIVE_S = 10.0  # a stream without output for so long gets a comment: proxies cut idle ones
 _DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
@@ -136,6 +138,7 @@ class _Generation:
             )
             for index in range(len(parsed.requests) * parsed.n)
         ]
+        self._written = False  # since the last look of `_keep_alive`
         self._created = int(time.time())
         self._model = ""
         self._started = inference_pb2.Started()  # of the first choice to start
@@ -150,6 +153,7 @@ class _Generation:
     async def stream(self) -> None:
         """Answers with a chunk for each step."""
         exchange, last = self.exchange, _DONE
+        keeping_alive = asyncio.create_task(self._keep_alive(), name="keep alive")
         try:
             await run_choices(self.service, self.parsed, self.caller, self._outputs)
             if self._no_usage:
@@ -160,7 +164,18 @@ class _Generation:
             if isinstance(error, BatonError):
                 log.warning("request %s failed in its stream: %s", self._started.request_id, error)
             last = b"data: " + failure_of(error).body + b"\n\n" + _DONE
+        finally:
+            keeping_alive.cancel()
         exchange.end(last)
+
+    async def _keep_alive(self) -> None:
+        """Sends comments while there is no output. From the first one on, errors are events."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if not self._written and self._started.request_id:
+                with contextlib.suppress(Cancelled):  # it reads nothing: that ends with its output
+                    self._send(b": waiting\n\n")
+            self._written = False
 
     def _on_start(self, started: inference_pb2.Started) -> None:
         if not self._started.request_id:
@@ -168,9 +183,13 @@ class _Generation:
             self._model = self.parsed.options.model or self.service.models(self.caller)[0].name
 
     def _write(self, choice: Any) -> None:
+        self._written = True
+        self._send(self._chunk(choices=[choice], **self._no_usage))
+
+    def _send(self, event: bytes) -> None:
         if not self.exchange.started:
             self.exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._id_headers()])
-        self.exchange.write(self._chunk(choices=[choice], **self._no_usage))
+        self.exchange.write(event)
 
     def _chunk(self, **members: Any) -> bytes:
         return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from baton import errors
-from baton.gateway import api
+from baton.gateway import api, generation
 from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
 from baton.gateway.http_exchange import failure_of
 from baton.gateway.request import parse_chat, parse_completion
@@ -333,6 +333,19 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     code = {"deadline": b"deadline_exceeded", "drain": b"unavailable", "unread": b"cancelled"}[end]
     assert b'"code":"' + code + b'"' in last
     assert done == b"[DONE]\n\n\r\n0\r\n\r\n"
+
+
+async def test_a_stream_that_waits_is_kept_alive_and_its_error_is_an_event(gateway, monkeypatch):
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    await gateway.cluster.fill()
+    async with gateway.stream() as response:
+        assert response.status_code == 200 and "x-request-id" in response.headers
+        lines = response.aiter_lines()
+        assert [await anext(lines) for _ in range(4)] == [": waiting", ""] * 2
+        gateway.service.give_up()
+        error, done = [line async for line in lines if line.startswith("data: ")]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert done == "data: [DONE]"
 
 
 def raw_request(body):
