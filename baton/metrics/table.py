@@ -147,9 +147,9 @@ TABLE: tuple[Instrument, ...] = (
         "Tokens computed, of prompts and outputs together."),
     Instrument("baton.engine.tokens.generated", COUNTER, "{token}", WORKERS,
         "Tokens sampled."),
-    Instrument("baton.engine.drafts", COUNTER, "{token}", (DECODE,),
-        "Tokens guessed from a sequence's own text (`--speculate`) and computed, by whether they "
-        "were right: yes or no.", ("right",)),
+    Instrument("baton.engine.draft_tokens", COUNTER, "{token}", (DECODE,),
+        "Tokens proposed from a sequence's own text (`--speculate`) and computed, by whether they "
+        "were accepted: yes or no.", ("accepted",)),
     Instrument("baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
         "Rows of decode steps on a GPU: wanted, padding up to a graph's batch size, or wasted, "
         "which were launched ahead for sequences that had ended.", ("kind",)),

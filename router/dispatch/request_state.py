@@ -20,7 +20,8 @@ from router.placement.cost_model import PlacementRequest
 
 WAYS = ("handed_over", "local", "cached", "prefill_only")
 _MOST_TIME_MS = (1 << 32) - 1  # what SequenceSpec holds: 49 days
-_DUE_S = 60.0  # added by every router: workers need the order, also of times that have passed
+# Added by every router: workers need the order, also of times that have passed.
+_VIRTUAL_FINISH_OFFSET_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class RequestState:
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
         request = self.request
-        due_s = request.virtual_finish - time.monotonic() + _DUE_S
+        virtual_finish_s = request.virtual_finish - time.monotonic() + _VIRTUAL_FINISH_OFFSET_S
         return common_pb2.SequenceSpec(
             handoff_id=handoff_id,
             token_ids=[*request.prompt, *self.delivered],
@@ -81,7 +82,7 @@ class RequestState:
             sampling=request.params.to_proto(),
             cache_salt=request.cache_salt,
             time_left_ms=min(_MOST_TIME_MS, max(1, int(request.time_left_s * 1000))),
-            due_ms=min(_MOST_TIME_MS, max(0, int(due_s * 1000))),
+            virtual_finish_ms=min(_MOST_TIME_MS, max(0, int(virtual_finish_s * 1000))),
         )
 
     def placement_request(self, local_prefill_max_tokens: int) -> PlacementRequest:
